@@ -10,7 +10,9 @@ else
 HOROVOD_ARGS := --check
 export PYTHONPATH := $(CURDIR):$(CURDIR)/common:$(PYTHONPATH)
 endif
-PYTEST := $(PY) -m pytest
+# Tests wait more than they compute: more workers than cores. 0: all in one process.
+TEST_WORKERS ?= 3
+PYTEST := $(PY) -m pytest -n $(TEST_WORKERS)
 # Run at toy size. tests/dist runs goodput.py and stall.py.
 BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/codecs.py benchmarks/agreement.py \
@@ -40,6 +42,7 @@ help:
 	@echo 'VENV="$$VIRTUAL_ENV"         install into this environment instead of .venv'
 	@echo 'PY=python                   use this Python unchanged, and install nothing'
 	@echo 'HOROVOD_WITHOUT_MPI=1       build Horovod without MPI even if there is an MPI compiler'
+	@echo 'TEST_WORKERS=3              number of test files that run side by side; 0: one after the other, in one process'
 	@echo 'REQUIRE_HOROVOD=1           let tests fail if Horovod is missing; also REQUIRE_MPI, REQUIRE_S3, REQUIRE_SLURM'
 
 venv: $(READY)
@@ -95,7 +98,7 @@ test-unit test-store test-dist test-crash test-gpu: test-%: $(READY)
 
 coverage: horovod-for-tests s3-for-tests
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest
+	$(PY) -m coverage run -m pytest -n $(TEST_WORKERS)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
 

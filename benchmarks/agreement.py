@@ -67,7 +67,7 @@ class Rank:
                 before = time.perf_counter()
                 agreement.read()
                 between = time.perf_counter()
-                agreement.launch(VersionId(1, version), slot_free=True, local_free=True)
+                agreement.launch(VersionId(1, version))
                 read += between - before
                 launch += time.perf_counter() - between
         seconds = time.perf_counter() - start

@@ -6,18 +6,34 @@ import gc
 import inspect
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import horovod.torch as hvd
 import torch
 
 import tierckpt
-from tierckpt.checkpointer.script_mode import attach_to_script
+from tierckpt.checkpointer.script_mode import attach_to_script, give_attribute
+from tierckpt.settings import Arguments
 from tierckpt.state.names import named_buffers, named_parameters
 from tierckpt.state.training_state import label_optimizers
 
 from .checkpointer import Checkpointer
 from .outside import Outside, stands_outside
+
+
+class DistributedArguments(Arguments, total=False):
+    """Arguments of `hvd.DistributedOptimizer`, beside a Checkpointer's."""
+
+    named_parameters: Any
+    compression: Any
+    backward_passes_per_step: int
+    op: Any
+    gradient_predivide_factor: float
+    num_groups: int
+    groups: Any
+    sparse_as_dense: bool
+    process_set: Any
+
 
 HOROVODS = tuple(inspect.signature(hvd.DistributedOptimizer).parameters)
 """Names of Horovod's own arguments, in order."""
@@ -29,7 +45,7 @@ def DistributedOptimizer(
     model: torch.nn.Module | None = None,
     restore: bool = False,
     close_at_exit: bool = False,
-    **settings: Any,
+    **settings: Unpack[DistributedArguments],
 ) -> Any:
     """`hvd.DistributedOptimizer`, and its checkpointer in one call.
 
@@ -50,16 +66,17 @@ def DistributedOptimizer(
     """
     if model is None:
         model = find_model(args, settings)
-    horovods = {n: settings.pop(n) for n in HOROVODS if n in settings}
+    ours: dict[str, Any] = {**settings}
+    horovods = {n: ours.pop(n) for n in HOROVODS if n in ours}
     distributed = hvd.DistributedOptimizer(optimizer, *args, **horovods)
-    checkpointer = install(distributed, model, **settings)
+    checkpointer = install(distributed, model, **ours)
     if not isinstance(checkpointer, Outside):
         attach_to_script(checkpointer, restore, close_at_exit)
     return distributed
 
 
 def install(
-    optimizer: Any | Mapping[str, Any], model: torch.nn.Module, **settings: Any
+    optimizer: Any | Mapping[str, Any], model: torch.nn.Module, **settings: Unpack[Arguments]
 ) -> Checkpointer | Outside:
     """Checkpoints for what `hvd.DistributedOptimizer` returned earlier.
 
@@ -68,12 +85,12 @@ def install(
     """
     optimizers = label_optimizers(optimizer)
     if hvd.is_initialized() and stands_outside(optimizers.values()):
-        made: Checkpointer | Outside = Outside()
-    else:
-        made = Checkpointer(model, optimizer, **settings)
-        optimizers = made.state.given
-    for each in optimizers.values():
-        each.checkpointer = made  # type: ignore[attr-defined]
+        outside = Outside()
+        for each in optimizers.values():
+            each.checkpointer = outside  # type: ignore[attr-defined]
+        return outside
+    made = Checkpointer(model, optimizer, **settings)
+    give_attribute(made)
     return made
 
 

@@ -24,7 +24,7 @@ OUTSIDE = (
 class Outside:
     """The calls that a loop makes of a Checkpointer. None of them waits for another rank."""
 
-    version = iteration = steps_made = 0
+    version = iteration = 0
     metric: float | None = None
     exit_reason = ""
     interrupted = False

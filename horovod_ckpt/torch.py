@@ -32,7 +32,7 @@ from tierckpt.state.names import unwrap
 
 from . import elastic as _elastic
 from . import optimizer as _ours
-from .checkpointer import in_elastic_job
+from .given_optimizers import in_elastic_job
 from .outside import Outside
 from .untouched import Untouched, place
 
@@ -84,7 +84,7 @@ def shutdown() -> None:
 def _refuse_second(model: torch.nn.Module) -> None:
     """Raise ConfigError for a model that has a checkpointer from an earlier call."""
     open_ones = [each.checkpointer for each in _made.values() if not each.checkpointer.closed]
-    if any(ckpt.state.model is unwrap(model) for ckpt in open_ones):
+    if any(ckpt.adapter.handle.state.model is unwrap(model) for ckpt in open_ones):
         raise ConfigError(
             "this model has a checkpointer already, from an earlier call of DistributedOptimizer, "
             "and what that restored cannot be of a second optimizer. Make all of them with "

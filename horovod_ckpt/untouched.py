@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from horovod_ckpt.elastic.state_broadcast import as_bytes
+from tierckpt.format.layout import PER_RANK
 from tierckpt.state.names import named_buffers, named_parameters
 
 from .checkpointer import Checkpointer
@@ -33,7 +34,7 @@ class Untouched:
     def counts(self) -> bool:
         """Whether there was a restore, with no step after it yet. Alike on all ranks."""
         ckpt = self._checkpointer
-        made_none = ckpt.steps_made == ckpt.restored.version
+        made_none = ckpt.adapter.handle.steps_made == ckpt.restored.version
         return bool(ckpt.restored.levels) and made_none and not ckpt.closed
 
     def among(self, places: set[int]) -> list[torch.Tensor]:
@@ -44,22 +45,22 @@ class Untouched:
         by_rank = dict(enumerate(self._checkpointer.group.all_gather_object(changed)))
         anywhere = {name for names in by_rank.values() for name in names}
         if anywhere:
-            self._checkpointer.report_overwritten(
+            self._checkpointer.adapter.report_overwritten(
                 {r: names for r, names in by_rank.items() if names}
             )
         return [tensor for name, tensor in given.items() if name not in anywhere]
 
     def _tensors(self) -> Named:
         """Parameters, buffers, and optimizer state that is each rank's own; the rest is alike."""
-        state = self._checkpointer.state
+        state = self._checkpointer.adapter.handle.state
         found: Named = dict(named_parameters(state.model) + named_buffers(state.model))
         known = {id(tensor) for tensor in found.values()}
         loose = (p for p in self._optimizer._parameter_names if id(p) not in known)
         found.update((f"optimizer's parameter {n}", p) for n, p in enumerate(loose))
-        own = state.walk().own_params
+        walk = state.walk()
         for label, each in state.optimizers.items():
             for number, (param, kept) in enumerate(each.state.items()):
-                if id(param) in own:
+                if walk.placement(param) is PER_RANK:
                     found.update(_tensors_in(kept, f"{label}/{number}"))
         return found
 

@@ -8,7 +8,8 @@ import time
 
 import numpy as np
 
-from tierckpt.format.ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
 from tierckpt.format.verify import digests_of
@@ -36,17 +37,24 @@ def make_sound(view: memoryview) -> bytes:
     return digest(view[:PAGE_BYTES]) + digests_of(view[PAGE_BYTES:], blocks)
 
 
+def facts_of(version: int, shards: int) -> VersionFacts:
+    """Of a version of the benchmarks' job."""
+    return VersionFacts(
+        job="benchmark",
+        run_id="0",
+        id=VersionId(1, version),
+        shards=shards,
+        lineage=((1, 0),),
+        iteration=version,
+        iteration_counts="calls",
+    )
+
+
 def manifest(shard: int, shards: int, version: int, nbytes: int, digests: bytes = b"") -> bytes:
     """The encoded manifest of a shard. Without `digests` the shard cannot be verified."""
     return Manifest(
-        job="benchmark",
-        version=version,
-        generation=1,
-        run_id="0",
-        lineage=((1, 0),),
-        iteration=version,
+        facts=facts_of(version, shards),
         shard=shard,
-        shards=shards,
         image_bytes=nbytes,
         header_bytes=PAGE_BYTES,
         rank_state_bytes=0,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .restored import Restored
     from .resumable_loader import ResumableLoader
     from .sampler import ResumableSampler
+    from .settings import Settings
 
 _HOME = {
     "Callbacks": "callbacks",
@@ -62,6 +63,7 @@ _HOME = {
     "latest": "offline.latest",
     "ResumableLoader": "resumable_loader",
     "ResumableSampler": "sampler",
+    "Settings": "settings",
 }
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "ResumableLoader",
     "ResumableSampler",
     "Saved",
+    "Settings",
     "SingleGroup",
     "StateMismatchError",
     "StateTornError",

@@ -26,7 +26,6 @@ import atexit
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,15 +35,15 @@ from horovod.common.elastic import State
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler, run
 
-from horovod_ckpt.checkpointer import Checkpointer, is_horovod, is_plain
-from tierckpt import Callbacks, ConfigError, Restored, RestoreError
+from horovod_ckpt.given_optimizers import is_horovod, is_plain
+from tierckpt import Callbacks, Checkpointer, ConfigError, Restored, RestoreError
 from tierckpt.callbacks import check_callbacks
 from tierckpt.checkpointer.script_mode import close_at_exit
-from tierckpt.core.replica_check import NONE
 from tierckpt.events import check_receiver
-from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
+from tierckpt.settings import Arguments
 from tierckpt.state.extras import PLAIN_VALUES
 
+from .adapter import NOTHING_HEARD, ElasticAdapter
 from .attributes import Attributes, refuse_names
 from .survivors import NOT_SOUND, Condition, Survivors, best_of, left_by, left_half_way
 
@@ -52,10 +51,6 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 
 logger = logging.getLogger("tierckpt")
 
-NOTHING_HEARD = 1
-RARE_SECONDS = 1.0
-"""Commits that are further apart ask for new hosts at once: a broadcast is nothing to them, and an
-answer one commit later would be late."""
 INEXACT = (
     "no level has a complete version that the ranks that are left can reach: training goes on from "
     "what one of them has in its models, and sends to all. Weights and optimizer are those of the "
@@ -68,22 +63,10 @@ UNSOUND = (
     "or the persistent level of the lost nodes can be reached, or it begins afresh; "
     "peer_redundancy or persistent_path would have kept a version elsewhere"
 )
-OVERWRITTEN = (
-    "a commit was lost, as weights were changed after commit() had returned, before an optimizer's "
-    "step (see the event that names them): they are copied while the next iteration runs, where "
-    "Horovod's own state copies them inside commit(). From now on this rank's commits copy them "
-    "there, too, and training waits for that. A write through .data is not noticed: where the loop "
-    "makes one after commit(), call state.checkpointer.complete() before it"
-)
 GOES_ON_ALIKE = (
     "replicas differed when hosts came or went (see the event `drifted`; its ranks are numbered as "
     "they were then). All ranks go on from what rank {rank} has: one of the majority, where more "
     "than half of the ranks were alike. Versions from here on are no suspects"
-)
-NO_COMMITS = (
-    f"the optimizer made {STEPS_UNTIL_CALL} steps, and commit() of the state was not called: no "
-    "checkpoint is taken until it is. Call state.commit() after optimizer.step(). A loop that "
-    f"commits at every so many iterations, more than {STEPS_UNTIL_CALL}, need do nothing"
 )
 NO_COMMIT = (
     "TorchState.restore(): nothing was committed yet, so there is nothing to go back to, and "
@@ -129,7 +112,7 @@ class TorchState(State):  # type: ignore[misc]
         self,
         model: torch.nn.Module | None = None,
         optimizer: Any = None,
-        tierckpt: Mapping[str, Any] | None = None,
+        tierckpt: Arguments | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         _check(tierckpt or {})
@@ -157,7 +140,7 @@ class TorchState(State):  # type: ignore[misc]
     def save(self) -> None:
         """A boundary: take the state as it is now, while the next iteration runs."""
         if self.checkpointer is not None:
-            self.checkpointer.step()
+            self.checkpointer.adapter.commit(self.checkpointer.step)
 
     def restore(self) -> None:
         """Go back to the last commit; collective, at any place of an iteration.
@@ -185,9 +168,10 @@ class TorchState(State):  # type: ignore[misc]
         passes of a step nobody asks: an interrupt there would throw their work away.
         """
         self.save()
-        if self.checkpointer is not None and self.checkpointer.passed_over:
+        adapter = None if self.checkpointer is None else self.checkpointer.adapter
+        if adapter is not None and adapter.passed_over:
             return
-        if self.checkpointer is None or self.checkpointer.agreed_vote != NOTHING_HEARD:
+        if adapter is None or adapter.agreed_vote != NOTHING_HEARD:
             self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -195,9 +179,9 @@ class TorchState(State):  # type: ignore[misc]
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
-            whole = self.checkpointer is not None and not self.checkpointer.half_way
+            whole = self.checkpointer is not None and not self.checkpointer.adapter.half_way
             if self.checkpointer is not None:
-                self.checkpointer.compare_replicas()
+                self.checkpointer.adapter.compare_replicas()
             self._let_go(Condition.EXACT if whole else Condition.INEXACT)
             # Horovod would not call sync() when ranks only leave; our ranks are numbered anew.
             raise HostsUpdatedInterrupt(skip_sync=False) from None
@@ -234,11 +218,11 @@ class TorchState(State):  # type: ignore[misc]
         ckpt = self._attach()
         try:
             self.restored = self._bring_together(ckpt)
-            ckpt.state.drop_gradients()  # a rank that is new has none
+            ckpt.adapter.handle.state.drop_gradients()  # a rank that is new has none
             self._attributes.deal_anew()
             self._call_back(ckpt)
         except BaseException:  # another rank is gone, for one, and Horovod calls this again
-            self._live = left_half_way(ckpt, self._live)
+            self._live = left_half_way(ckpt.adapter.handle, self._live)
             ckpt.abandon()
             raise
         self.checkpointer, self._live = ckpt, None
@@ -247,9 +231,12 @@ class TorchState(State):  # type: ignore[misc]
 
     def _attach(self) -> _Checkpointer:
         held = self._attributes
+        adapter = ElasticAdapter(held.model, held.optimizers, self._host_messages.empty)
         checkpointer = _Checkpointer(
             held.model,
             held.optimizers,
+            adapter=adapter,
+            group=adapter.group,
             extra=held.objects,
             callbacks=self._callbacks,
             **{"boundary": "explicit", **_defaults(), **self._settings},
@@ -257,7 +244,6 @@ class TorchState(State):  # type: ignore[misc]
         # Behind the checks of what can be stored: a value that cannot be any more was told of at
         # each commit, and what comes back is sound.
         checkpointer.register(PLAIN_VALUES, held.values)
-        checkpointer.quiet = self._host_messages.empty
         return checkpointer
 
     def _call_back(self, ckpt: _Checkpointer) -> None:
@@ -291,10 +277,10 @@ class TorchState(State):  # type: ignore[misc]
                 self._live = NOT_SOUND  # until all of it has come
             self._attributes.broadcast(root, buffers=not all_have_it)
             self._live = live
-        ckpt.carry_on(live.version, live.iteration, live.lineage)
+        ckpt.adapter.handle.carry_on(live.version, live.iteration, live.lineage)
         if drifted and ckpt.group.rank == 0:
             text = GOES_ON_ALIKE.format(rank=root)
-            ckpt.log.emit("notice", version=live.version, severity=logging.ERROR, message=text)
+            ckpt.adapter.handle.notice(text, logging.ERROR, live.version)
         return None
 
     def _from_levels(self, ckpt: _Checkpointer, live: Survivors | None) -> Restored:
@@ -314,7 +300,7 @@ class TorchState(State):  # type: ignore[misc]
             if not sound:
                 raise RestoreError(UNSOUND)
             text = INEXACT + why
-            ckpt.log.emit("notice", version=live.version, severity=logging.ERROR, message=text)
+            ckpt.adapter.handle.notice(text, logging.ERROR, live.version)
         else:
             self._tell_how_far_back(ckpt, restored, live)
         return restored
@@ -332,7 +318,7 @@ class TorchState(State):  # type: ignore[misc]
                 "intervals, bound that"
             )
         severity = logging.WARNING if lost else logging.INFO
-        ckpt.log.emit("notice", version=restored.version, severity=severity, message=text)
+        ckpt.adapter.handle.notice(text, severity, restored.version)
 
     def _roll_back(self, ckpt: _Checkpointer) -> None:
         newest = ckpt.version
@@ -344,14 +330,11 @@ class TorchState(State):  # type: ignore[misc]
         if not restored.levels:
             raise RestoreError(NO_COMMIT)
         if restored.version < newest:
-            ckpt.log.emit(
-                "notice",
-                version=restored.version,
-                severity=logging.WARNING,
-                message=f"this goes back to v{restored.version}: the last commit, v{newest}, was "
-                "skipped (something was busy), was not due (memory_every_steps) or lost, see the "
-                "events",
+            text = (
+                f"this goes back to v{restored.version}: the last commit, v{newest}, was skipped "
+                "(something was busy), was not due (memory_every_steps) or lost, see the events"
             )
+            ckpt.adapter.handle.notice(text, logging.WARNING, restored.version)
         self.restored = restored
 
     def _let_go(self, condition: Condition) -> None:
@@ -359,61 +342,14 @@ class TorchState(State):  # type: ignore[misc]
         ckpt, self.checkpointer = self.checkpointer, None
         if ckpt is None:
             return
-        self._live = left_by(ckpt, condition)
+        self._live = left_by(ckpt.adapter.handle, condition)
         ckpt.abandon()  # not without the copy under way, which is still good
 
 
 class _Checkpointer(Checkpointer):
-    """Takes a version at every commit: values may have changed without a step."""
+    """The Checkpointer over the ranks that there are now."""
 
-    _is_elastic = True
-    given_as = "TorchState(..., {name}={it})"
-    _no_calls = NO_COMMITS
-    quiet: Callable[[], bool]
-    """True while this rank has heard of no host that comes or goes."""
-    _voted_seconds = float("-inf")
-    passed_over = False
-    """The last commit was no boundary."""
-    _copies_at_once = False
-    """The loop changes weights after a commit: each returns only when they are copied."""
-
-    def own_vote(self) -> int:
-        """NOTHING_HEARD, or something smaller."""
-        now, before = time.monotonic(), self._voted_seconds
-        self._voted_seconds = now
-        return NOTHING_HEARD if self.quiet() and now - before < RARE_SECONDS else 0
-
-    @property
-    def half_way(self) -> bool:
-        """True while there are gradients that no step has used."""
-        return any(optimizer._handles for optimizer in self.state.given.values())  # type: ignore[attr-defined]
-
-    def compare_replicas(self) -> None:
-        """All of the state, before these ranks part: later ones could tell neither who differs nor
-        since when. Collective. Raises ReplicaError, on all ranks, with `on_drift="stop"`."""
-        whole = not (self.half_way or self.state.torn)
-        digest = self._replicas.last_digest(self.version) if whole else NONE
-        self._replicas.compare_last(self.group.all_gather_object(digest))
-        self._replicas.raise_error()
-
-    def step(self, metric: float | None = None) -> None:
-        """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
-        self.passed_over = self._between_passes()
-        if self.passed_over:
-            self._iterations.called()
-            self._count_misplaced()
-            return
-        if not self._iterations.steps and not self.half_way:
-            self._iterations.count_one()
-        super().step(metric)
-        if self._active.overwritten and not self._copies_at_once:
-            self._copies_at_once = True
-            self.log.emit(
-                "notice", version=self.version, severity=logging.ERROR, message=OVERWRITTEN
-            )
-        # Whoever goes back finds something, whatever the loop does with the weights meanwhile.
-        if self._copies_at_once or self._agreement.memory.safe is None:
-            self.complete()
+    adapter: ElasticAdapter
 
 
 def _defaults() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import tierckpt
+from tierckpt.checkpointer.adapter import Handle
 from tierckpt.format.ids import Lineage
 
 
@@ -47,12 +47,13 @@ class Survivors:
 NOT_SOUND = Survivors(Condition.UNSOUND, 0, 0, ())
 
 
-def left_by(ckpt: tierckpt.Checkpointer, condition: Condition) -> Survivors:
-    """What a rank has that trained with `ckpt`, whose last restore may have got half-way."""
-    condition = Condition.UNSOUND if ckpt.state.torn else condition
-    finding = ckpt.drift
-    odd = finding is not None and ckpt.group.rank in (finding.odd or ())
-    at = (ckpt.steps_made, ckpt.iteration, ckpt.lineage, ckpt.version)
+def left_by(handle: Handle, condition: Condition) -> Survivors:
+    """The state of a rank that trained with this checkpointer, whose last restore may have got
+    half-way."""
+    condition = Condition.UNSOUND if handle.state.torn else condition
+    finding = handle.drift
+    odd = finding is not None and handle.group.rank in (finding.odd or ())
+    at = (handle.steps_made, handle.iteration, handle.lineage, handle.version)
     return Survivors(condition, *at, finding is not None, odd)
 
 
@@ -66,11 +67,11 @@ def best_of(everyone: Sequence[Survivors | None]) -> tuple[int, Survivors] | Non
     return min(ranks, key=lambda rank: everyone[rank].odd), live  # type: ignore[union-attr]
 
 
-def left_half_way(ckpt: tierckpt.Checkpointer, before: Survivors | None) -> Survivors | None:
-    """What a rank has that was about to begin with `ckpt`, and had `before` then."""
-    if ckpt.state.torn:
+def left_half_way(handle: Handle, before: Survivors | None) -> Survivors | None:
+    """The state of a rank that was about to begin with this checkpointer, and had `before` then."""
+    if handle.state.torn:
         return NOT_SOUND
-    if ckpt.version:  # all of it had come
-        version = ckpt.version
-        return Survivors(Condition.INEXACT, version, ckpt.iteration, ckpt.lineage, version)
+    if handle.version:  # all of it had come
+        version = handle.version
+        return Survivors(Condition.INEXACT, version, handle.iteration, handle.lineage, version)
     return before and replace(before, condition=min(before.condition, Condition.INEXACT))

@@ -33,6 +33,7 @@ from tests.support.state_matrix.jobs import Job
 from tests.support.state_matrix.matrix import CASES, PRODUCT
 from tests.support.state_matrix.proof import seed_everything
 from tierckpt.core import replica_check
+from tierckpt.format.layout import REPLICATED
 from tierckpt.replicas import digests
 
 RANKS = 2
@@ -107,9 +108,9 @@ def names() -> list[str]:
 
 
 def image(ckpt: tierckpt.Checkpointer) -> dict[str, Any]:
-    state = ckpt.state
+    state = ckpt._state
     walk = state.walk()
-    entries = [e for e in state.entries(walk) if id(e[2]) not in walk.own_params]
+    entries = [e for e in state.entries(walk) if walk.placement(e[2]) is REPLICATED]
     return {name: exact.tensor_image(tensor) for name, tensor, _ in entries}
 
 

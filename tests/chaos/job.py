@@ -131,7 +131,7 @@ def come_back(ckpt: Any, state: Callable[[], dict[str, str]], journal: Journal) 
         start=int(found),
         version=found.version,
         generation=found.generation,
-        own_generation=ckpt.lineage[-1][0],
+        own_generation=ckpt._history.lineage[-1][0],
         levels=found.levels,
         rejected=found.rejected,
         digests=state(),

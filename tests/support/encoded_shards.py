@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.support.facts import facts_named, manifest_of
 from tierckpt import _faults
 from tierckpt.agent.flush_sources import Bases, EncodedSource
 from tierckpt.agent.protocol import Retire, SessionSettings
@@ -33,7 +34,6 @@ from tierckpt.storage.persistent import (
     PersistentStore,
     RetentionPolicy,
     RetryPolicy,
-    VersionFacts,
     VersionName,
 )
 
@@ -70,21 +70,10 @@ def content_of(version: int) -> bytes:
 
 def sealed_of(version: int, content: bytes) -> Manifest:
     image = memoryview(content)
-    return Manifest(
-        "job",
-        version,
-        1,
-        LIFE,
-        ((1, 0),),
-        version,
-        0,
-        1,
-        len(image),
-        PAGE_BYTES,
-        0,
-        b"".join(digest(block) for block in cut(image, PAGE_BYTES)),
-        float(version),
-    )
+    digests = b"".join(digest(block) for block in cut(image, PAGE_BYTES))
+    name = name_of(version)
+    key = ShardKey(name.id, 0, name.shards)
+    return manifest_of(key, len(image), PAGE_BYTES, digests, float(version), run_id=LIFE)
 
 
 @contextlib.contextmanager
@@ -172,8 +161,7 @@ class Writer:
                 sealed, lambda: cut(image, PAGE_BYTES), lambda: True, self.pipeline, base
             )
             largest = self.pipeline.most_bytes(len(image))
-            facts = VersionFacts("job", ((1, 0),), version, largest)
-            self.store.flush(name_of(version), facts, [source])
+            self.store.flush(facts_named(name_of(version)), largest, [source])
             self.bases.wrote(source)
             return source
 

@@ -15,12 +15,12 @@ import socket
 import sys
 from typing import Any
 
+from tests.support.facts import facts_named
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.storage.persistent import (
     PersistentStore,
     RetryPolicy,
     ShardSource,
-    VersionFacts,
     VersionName,
 )
 from tierckpt.testing.store_program import content_of, manifest_of
@@ -56,9 +56,9 @@ def flush(store: PersistentStore, plan: dict[str, Any], version: int) -> dict[st
     key = ShardKey(VersionId(1, version), plan["shard"], plan["shards"])
     image = memoryview(content_of(key, plan["pages"]))
     source = ShardSource(plan["shard"], image, manifest_of(key, plan["pages"]))
-    facts = VersionFacts("job", ((1, 0),), version, len(image))
+    facts = facts_named(name_of(version, plan["shards"]))
     try:
-        result = store.flush(name_of(version, plan["shards"]), facts, [source])
+        result = store.flush(facts, len(image), [source])
     except OSError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"committed": result.committed, "reused_bytes": result.reused_bytes}

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.support.facts import manifest_of
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.format.ids import PAGE_BYTES, ParityKey, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
-from tierckpt.format.manifest import Manifest, digest
+from tierckpt.format.manifest import digest
 from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange, Party, Report, Shard
 from tierckpt.peer.parity_file import check_parity
@@ -61,21 +62,8 @@ def shard_of(
         for block in blocks:
             digests += digest(image[low : low + block])
             low += block
-    manifest = Manifest(
-        job="job",
-        version=version,
-        generation=1,
-        run_id=run_id,
-        lineage=((1, 0),),
-        iteration=version,
-        shard=rank_of(member),
-        shards=rank_of(members),
-        image_bytes=nbytes,
-        header_bytes=header_bytes,
-        rank_state_bytes=0,
-        digests=digests,
-        created_seconds=0.0,
-    )
+    key = ShardKey(VersionId(1, version), rank_of(member), rank_of(members))
+    manifest = manifest_of(key, nbytes, header_bytes, digests, run_id=run_id)
     return image, manifest.encode()
 
 

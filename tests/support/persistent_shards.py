@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.support.facts import facts_named
+from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ShardKey
 from tierckpt.storage.persistent import (
     PersistentStore,
     RetryPolicy,
     ShardSource,
-    VersionFacts,
     VersionName,
 )
 
@@ -24,9 +25,8 @@ def name_of(key: ShardKey) -> VersionName:
     return VersionName(key.id, key.shards, LIFE)
 
 
-def facts_of(key: ShardKey, largest_bytes: int) -> VersionFacts:
-    lineage = ((key.id.generation, 0),)
-    return VersionFacts("job", lineage, key.id.version, largest_bytes)
+def facts_of(key: ShardKey) -> VersionFacts:
+    return facts_named(name_of(key), lineage=((key.id.generation, 0),))
 
 
 class Image(bytearray):
@@ -47,7 +47,7 @@ class Shards:
 
     def commit(self, key: ShardKey, image: memoryview, manifest: bytes) -> None:
         source = ShardSource(key.shard, image, manifest)
-        self.store.flush(name_of(key), facts_of(key, len(image)), [source])
+        self.store.flush(facts_of(key), len(image), [source])
 
     def keys(self) -> list[ShardKey]:
         names = self.store.versions()

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.limits import Limits, direct_file
-from lib.shards import make_sound, manifest, shared
+from lib.shards import facts_of, make_sound, manifest, shared
 from tierckpt.agent.priority import lower_priority
 from tierckpt.agent.shard_guard import open_shard
 from tierckpt.erasure.codes import Code
@@ -37,7 +37,7 @@ from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slot_pool import SlotPool
 from tierckpt.storage.memory.slots import seal_area_bytes
-from tierckpt.storage.persistent import PersistentStore, ShardSource, VersionFacts, VersionName
+from tierckpt.storage.persistent import PersistentStore, ShardSource
 
 AGENT_NICE = 10  # the setting's default
 CHUNK_BYTES = 8 << 20
@@ -155,12 +155,11 @@ class Node:
         with closing(PersistentStore(self.setup.persistent)) as store:
             store.create()
             for version in range(repeat):
-                name = VersionName(VersionId(1, version), 1, "0")
-                facts = VersionFacts("benchmark", ((1, 0),), version, len(self.image))
+                facts = facts_of(version, 1)
                 forget(path)
                 with self._timed(), open_shard(local, key) as (image, record):
-                    store.flush(name, facts, [ShardSource(0, image, record)])
-                store.retire(name)
+                    store.flush(facts, len(self.image), [ShardSource(0, image, record)])
+                store.retire(facts.name)
 
     def protect(self, repeat: int, code: list[int], addresses: list[Any]) -> None:
         """Do the part of this node in a group of the first `code[0]` nodes."""

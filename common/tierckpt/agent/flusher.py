@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 
 from tierckpt.codecs.pipeline import Pipeline
-from tierckpt.core.retention import METRIC
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (
     FlushCancelledError,
@@ -28,7 +27,6 @@ from tierckpt.storage.persistent import (
     RetryPolicy,
     Throttle,
     TimeSlots,
-    VersionFacts,
     VersionName,
 )
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
@@ -185,7 +183,7 @@ class Flusher:
         except Exception as error:  # whatever a store's client raises costs this version only
             if not self._exists(order):
                 return self._failed(order, error)
-            said = Flushed(order.id, complete=True, nbytes=0, seconds=0.0)  # the commit was done
+            said = Flushed(order.id, 0, 0.0, complete=True)  # the commit was done
         if said.complete:
             self._arrivals.add(order.directory, order.name)
             self._retain(order)
@@ -233,7 +231,7 @@ class Flusher:
             if complete:
                 store.retain(policy, order.name, self._lease)
             else:
-                store.make_room(policy, order.job, order.lineage, order.run_id, self._lease)
+                store.make_room(policy, order.facts, self._lease)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self._warn(f"not all older versions could be removed, the next one tries again: {why}")
@@ -250,15 +248,13 @@ class Flusher:
         # Made anew for each: a key in a file may be another one by now.
         pipeline = Pipeline.of_setting(self.settings.codecs, "persistent_codecs")
         largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
-        metrics = {} if order.metric is None else {METRIC: order.metric}
-        facts = VersionFacts(order.job, order.lineage, order.iteration, largest, metrics)
         local = LocalStore(order.directory)
         with contextlib.ExitStack() as stack:
             sources = []
             for key in order.keys:
                 base = self._bases.base_of(key.shard, pipeline.full_every)
                 sources.append(stack.enter_context(open_source(local, key, pipeline, base)))
-            result = store.flush(order.name, facts, sources, self._pacer(lease))
+            result = store.flush(order.facts, largest, sources, self._pacer(lease))
             for source in sources:
                 self._bases.wrote(source)
         if result.committed:
@@ -266,7 +262,8 @@ class Flusher:
         elif order.name not in self._unproved:
             self._unproved.append(order.name)
         nbytes = result.written_bytes + result.reused_bytes
-        return Flushed(order.id, result.committed, nbytes, self._clock.monotonic() - begin)
+        seconds = self._clock.monotonic() - begin
+        return Flushed(order.id, nbytes, seconds, result.committed)
 
     def _pacer(self, lease: Lease) -> FlushPacer:
         settings = self.settings
@@ -303,9 +300,9 @@ class Flusher:
         Raises LeaseHeldError when it has taken much longer, and FileNotFoundError when the first
         node has not been there for long.
         """
-        first, owner = not self.settings.node, f"{order.job} on {order.node}"
-        if self._lease is None or self._lease.run_id != order.run_id:
-            self._lease = store.lease(order.run_id, owner, self._clock, begins=first)
+        first, owner = not self.settings.node, f"{order.facts.job} on {order.node}"
+        if self._lease is None or self._lease.run_id != order.name.run_id:
+            self._lease = store.lease(order.name.run_id, owner, self._clock, begins=first)
         begin, pause = self._clock.monotonic(), FIRST_PAUSE_SECONDS
         while True:
             if self._cancelled:
@@ -323,7 +320,7 @@ class Flusher:
             else:
                 with self._changed:
                     if first and not self._resting:
-                        self._keeper.keep(order.run_id, owner)
+                        self._keeper.keep(order.name.run_id, owner)
                 return self._lease
             self._pause(pause)
             pause = min(2 * pause, HELD_RETRY_SECONDS)
@@ -337,7 +334,7 @@ class Flusher:
         may give up for newer ones yet. The first node removes; where it cannot, the second one, a
         version later, and so on.
         """
-        self._unproved = [n for n in self._unproved if n.run_id == order.run_id]
+        self._unproved = [n for n in self._unproved if n.run_id == order.name.run_id]
         others = [n for n in self._unproved if n != order.name]  # it may be tried again
         if not others:
             return

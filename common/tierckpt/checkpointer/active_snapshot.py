@@ -9,22 +9,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.slot_handoff import SlotHandoff
 from tierckpt.core.tuning.autotune import StepTimer
-from tierckpt.format.ids import VersionId
+from tierckpt.format.facts import VersionFacts
 from tierckpt.group import Group
 from tierckpt.replicas.unchanged import Unchanged
-from tierckpt.snapshot.snapshot import Copier, Head, Phase, Snapshot, SnapshotError, Work
+from tierckpt.snapshot.snapshot import Copier, Phase, Snapshot, SnapshotError, Work
 from tierckpt.snapshot.staging import Staging
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
-
-from .slot_handoff import SlotHandoff
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
@@ -71,20 +71,24 @@ class ActiveSnapshot:
         self._copier.submit(work)
 
     def take(
-        self, id_: VersionId, levels: tuple[str, ...], told: Callable[[], tuple[Head, Any]]
+        self,
+        facts: VersionFacts,
+        levels: tuple[str, ...],
+        metric: Callable[[], float | None],
+        adapter: Callable[[], Any],
     ) -> Snapshot | None:
         """Copy aside what changes first, of a version that is in the ledgers; then `begin`.
 
-        None when that failed, which breaks the version, not the training. `told` is asked for its
-        head and for the adapter's own, and may raise.
+        None when that failed, which breaks the version, not the training. `metric` returns this
+        rank's, `adapter` the adapter's own; both may raise.
         """
         try:
-            head, adapter = told()
-            choose_slot = self._handoff.chooser(id_, len(head.lineage))
-            return self.capture.take(head, levels, adapter, choose_slot, self._handoff.done)
+            facts = replace(facts, metric=metric())
+            choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
+            return self.capture.take(facts, levels, adapter(), choose_slot, self._handoff.done)
         except Exception as error:
-            self._handoff.broken(id_)
-            self._reports.lost(id_.version, f"the state could not be captured: {error}")
+            self._handoff.broken(facts.id)
+            self._reports.lost(facts.id.version, f"the state could not be captured: {error}")
             return None
 
     def begin(self, snapshot: Snapshot, boundary_seconds: float, trace: Trace | None) -> None:
@@ -149,7 +153,7 @@ class ActiveSnapshot:
     def _report(self, snapshot: Snapshot) -> None:
         if snapshot.phase is Phase.FAILED:
             self.overwritten = self.overwritten or snapshot.overwritten
-            self._reports.lost(snapshot.head.version, snapshot.error)
+            self._reports.lost(snapshot.facts.id.version, snapshot.error)
             return
         self._reports.sealed(snapshot)
         assert snapshot.manifest is not None

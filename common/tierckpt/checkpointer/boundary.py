@@ -12,7 +12,8 @@ from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.halt_conditions import Reason
-from tierckpt.core.schedule import LEVELS, Schedule
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, Level
+from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import UNKNOWN, StepTimer
 from tierckpt.core.votes import VOID, Vote
 from tierckpt.format.ids import VersionId
@@ -40,11 +41,11 @@ class Boundary:
         reports: Reports,
     ) -> None:
         """What it is given stays its owner's. `meter`: None where no interval is automatic."""
-        self._every = tuple(level for level in LEVELS if config.uses(level))
+        self._every = tuple(level for level in INTERVALS if config.uses(level))
         self._schedule, self._meter = schedule, meter
         self._agreement, self._pool = agreement, pool
         self._levels, self._agent, self._reports = levels, levels.agent, reports
-        self._last: tuple[VersionId, tuple[str, ...]] | None = None
+        self._last: tuple[VersionId, tuple[Level, ...]] | None = None
         """The version of the boundary before, and the levels that it was to go to."""
         self._void: set[VersionId] = set()
         """Versions of which all have heard that there are none."""
@@ -79,7 +80,7 @@ class Boundary:
         self._pool.void(id_)
         self._reports.lost(id_.version, APART)
 
-    def decide(self, version: int, agreed: Vote, force: bool) -> tuple[str, ...]:
+    def decide(self, version: int, agreed: Vote, force: bool) -> tuple[Level, ...]:
         """The levels that the version goes to, none if it is not taken; `force`: to all."""
         decision = self._schedule.decide(version, agreed)
         if force:
@@ -100,7 +101,7 @@ class Boundary:
         self,
         newest: VersionId,
         begin_seconds: float,
-        take: tuple[str, ...],
+        take: tuple[Level, ...],
         halt: tuple[Reason, bool],
         adapter: int,
         check: tuple[int, int, int, int] = (0, 0, 0, -1),
@@ -114,19 +115,20 @@ class Boundary:
             begin_seconds: when the boundary began, by `time.perf_counter()`.
             take: what `decide` returned.
             halt: what `HaltController.vote` says.
-            adapter: what `Checkpointer.own_vote` says.
+            adapter: the result of `Adapter.vote`.
             check: what `ReplicaMonitor.vote` says.
             unchanged: see `Vote`.
             own: what `ReplicaMonitor.row` says.
         """
         self._last = newest, take
+        has_room = self._pool.has_room(self._agreement.needed(), self._agent.pinned())
+        writes = self._agent.busy() > 0
         if self._meter is not None:
-            busy, flushing = self._agent.busy() > 0, bool(self._agreement.persistent.open)
-            self._meter.boundary(begin_seconds, newest.version, take, busy, flushing)
+            flushing = bool(self._agreement.persistent.open)
+            self._meter.boundary(begin_seconds, newest.version, take, writes, flushing)
         self._agreement.launch(
             newest,
-            slot_free=self._pool.has_room(self._agreement.needed(), self._agent.pinned()),
-            local_free=not self._agent.busy(),
+            busy={MEMORY: not has_room, LOCAL: writes},
             figures=self._meter.figures() if self._meter is not None else UNKNOWN,
             halt=halt,
             adapter=adapter,

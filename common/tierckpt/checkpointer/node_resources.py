@@ -1,4 +1,4 @@
-"""Berth: a rank's place on its node, from attach to the end.
+"""A rank's place on its node, from attach to the end.
 
 In shared memory that is the job's folder, the lock which says that the rank lives, and the rank's
 slots, with what an earlier run left in them; on the local level, the node's claim on the directory
@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 
 from tierckpt.config import Config
+from tierckpt.coordination.error_barrier import gather_or_raise
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology
-from tierckpt.coordination.shown_once import said_by
 from tierckpt.errors import ConfigError
 from tierckpt.group import Group, Node
 from tierckpt.halt.controller import watched_directories
@@ -50,29 +50,24 @@ class NodeResources:
         self._is_clear = False
         self._claims: DirectoryClaim | None = None
         with contextlib.ExitStack() as undo:
-            refusals = group.all_gather_object(self._refusal(slots, topology, undo))
-            for refusal in filter(None, refusals):
-                raise said_by(refusal, 0, group.rank)
+            gather_or_raise(
+                group, lambda: self._take(slots, topology, undo), lambda ranks, theirs: theirs
+            )
             undo.pop_all()
 
-    def _refusal(
-        self, slots: int, topology: JobTopology, undo: contextlib.ExitStack
-    ) -> JobBusyError | ConfigError | None:
-        """Take this rank's place and its node's directory; why they are not to be had, else None.
-        The other ranks wait for it."""
+    def _take(self, slots: int, topology: JobTopology, undo: contextlib.ExitStack) -> None:
+        """This rank's place and its node's directory. Raises JobBusyError or ConfigError."""
         try:
-            self._take(slots, topology.node(self._rank), undo)
-        except (JobBusyError, ConfigError) as error:
-            return error
+            self._take_place(slots, topology.node(self._rank), undo)
         except OSError as error:
-            return ConfigError(
+            raise ConfigError(
                 f"rank {self._rank} cannot have its place in shared memory: {error}. Move what is "
                 f"in the way there out of {self.job.path}, which this job alone writes to"
-            )
-        taken = self._claim(topology, undo)
-        return JobBusyError(taken) if taken else None
+            ) from error
+        if taken := self._claim(topology, undo):
+            raise JobBusyError(taken)
 
-    def _take(self, slots: int, node: Node, undo: contextlib.ExitStack) -> None:
+    def _take_place(self, slots: int, node: Node, undo: contextlib.ExitStack) -> None:
         config, reports = self._config, self._reports
         taken = os.path.exists(config.directory) and not os.path.isdir(config.directory)
         if taken and config.uses("local"):
@@ -134,7 +129,7 @@ class NodeResources:
         count, in_place = len(self.pool.slots), self.pool.in_place is not None
         each_bytes = attach.shard_bytes(state, group.size)
         if in_place:
-            self._reports.notice(image_file.told(self._config, count, each_bytes), logging.INFO)
+            self._reports.notice(image_file.describe(self._config, count, each_bytes), logging.INFO)
         lacking = attach.lacking_room(self._config, self.job, node, each_bytes, count, in_place)
         if lacking:
             self._reports.notice(lacking, logging.ERROR)

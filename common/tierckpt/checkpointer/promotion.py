@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.flusher import MOST_SUPERSEDED
@@ -20,8 +21,10 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peer_setup import PeerSetup
 from tierckpt.core.ledger import DONE
+from tierckpt.core.levels import PEER, PERSISTENT, Level
 from tierckpt.core.retention import Best
 from tierckpt.core.stall_timeout import most_quiet_seconds
+from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
 from tierckpt.replicas.drift import Spared
@@ -41,8 +44,6 @@ def flush_order(
         FlushOrder,
         directory=config.directory,
         here=node.ranks,
-        shards=group.size,
-        job=job.job,
         node=f"{host}, {job.path}{_device_of(job)}",
     )
 
@@ -79,8 +80,8 @@ class Promotion:
         self._peers, self._history, self._order = peers, history, order
         self.backlog = backlog
         self.spared = spared or Spared()
-        self._to_flush: dict[VersionId, int] = {}
-        """Versions under way to the persistent level, and the iteration that each is of."""
+        self._to_flush: dict[VersionId, VersionFacts] = {}
+        """Versions under way to the persistent level."""
         self.ordered: VersionId | None = None
         """The last version that was to be flushed and could be."""
 
@@ -89,9 +90,14 @@ class Promotion:
         self._best.restart(self._history.metrics())
         self.backlog.restart()
 
-    def flush_when_safe(self, id_: VersionId, iteration: int) -> None:
-        """A version, of that iteration, is to go to the persistent level."""
-        self._to_flush[id_] = iteration
+    def taken(self, facts: VersionFacts, levels: Collection[Level]) -> None:
+        """A version is on its way to these levels."""
+        if PERSISTENT in levels:
+            self.flush_when_safe(facts)
+
+    def flush_when_safe(self, facts: VersionFacts) -> None:
+        """A version is to go to the persistent level."""
+        self._to_flush[facts.id] = facts
 
     def awaits(self, id_: VersionId) -> bool:
         """Whether the version is still to be flushed."""
@@ -120,27 +126,21 @@ class Promotion:
     def protect(self, safe: VersionId) -> None:
         """A version that is complete on all local levels goes to the other nodes."""
         if self._peers.ready:
-            self._agreement.open_peer(safe)
+            self._agreement.open_later(PEER, safe)
             if not self._peers.protect(safe):
-                self._agreement.tell("peer", safe, DONE)
+                self._agreement.tell(PEER, safe, DONE)
 
     def _flush(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
-        iteration = self._to_flush.pop(safe, None)
+        facts = self._to_flush.pop(safe, None)
         for id_ in [i for i in self._to_flush if i < safe]:
             self._to_flush.pop(id_)  # it broke
-        if iteration is None:
+        if facts is None:
             return
         self.ordered = safe
         order = None
         if self._order is not None:
-            order = self._order(
-                id=safe,
-                run_id=self._history.name,
-                lineage=self._history.lineage,
-                iteration=iteration,
-                largest_bytes=largest_bytes,
-                metric=metric,
-            )
+            facts = replace(facts, metric=metric)
+            order = self._order(facts=facts, largest_bytes=largest_bytes)
         self.backlog.add(safe, order)
 
 
@@ -200,8 +200,8 @@ class Backlog:
             self.flush_last()
             return
         self._waiting = None
-        self._agreement.open_flush(id_)
-        self._agreement.tell("persistent", id_, DONE)
+        self._agreement.open_later(PERSISTENT, id_)
+        self._agreement.tell(PERSISTENT, id_, DONE)
         self._passed_over(id_.version, "this node's part of an older one is stuck: its store hangs")
 
     def go_on(self) -> None:
@@ -221,9 +221,9 @@ class Backlog:
         if self._waiting is None:
             return
         (id_, order), self._waiting = self._waiting, None
-        self._agreement.open_flush(id_)
+        self._agreement.open_later(PERSISTENT, id_)
         if order is None:
-            self._agreement.tell("persistent", id_, DONE)
+            self._agreement.tell(PERSISTENT, id_, DONE)
         else:
             self._agent.flush(order)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tierckpt.core.copies import AGENT, Found, FoundParity
+from tierckpt.core.copies import Found, FoundParity
 from tierckpt.core.ledger import BROKEN, DONE
+from tierckpt.core.levels import AGENT, LOCAL
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
@@ -63,7 +64,7 @@ def repair(
         return True
     agreement.local.open.append(id_)
     if group.rank not in lacking:
-        agreement.tell("local", id_, DONE)
+        agreement.tell(LOCAL, id_, DONE)
         return True
     protected = agreement.memory.protected()
     # Two slots with one version would leave none for the next.
@@ -72,7 +73,7 @@ def repair(
         if slot is None:
             slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
     except (OSError, NoSlotError) as error:
-        agreement.tell("local", id_, BROKEN)
+        agreement.tell(LOCAL, id_, BROKEN)
         reports.not_committed_later(id_, f"what is to be mended cannot be kept: {error}")
     else:
         levels.slot_handoff.commit_sealed(id_, slot)
@@ -104,7 +105,7 @@ def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> froze
     lacking = set()
     for source in plan.sources:
         key = ShardKey(plan.id, source.shard, shards)
-        here = {(f.key, f.run_id) for f in found[source.shard] if f.place.level == "local"}
+        here = {(f.key, f.facts.run_id) for f in found[source.shard] if f.place.level == "local"}
         if source.rebuilt or (key, plan.run_id) not in here:
             if not (source.direct or source.rebuilt):
                 return None
@@ -134,7 +135,7 @@ def parities_to_mend(
         for rank in group.ranks:
             key = ParityKey(plan.id, rank, len(plan.sources))
             here = (p for p in found[rank] if p.place.level == "local")
-            there = {(p.key, p.run_id, (p.group, p.k, p.m)) for p in here}
+            there = {(p.key, p.facts.run_id, (p.group, p.k, p.m)) for p in here}
             if key in damaged or (key, plan.run_id, code) not in there:
                 lost.add(rank)
     return frozenset(lost)
@@ -146,7 +147,7 @@ def keep(image: ShardImage, pool: SlotPool, protected: set[VersionId], pinned: s
     `protected` and `pinned` as in `SlotPool.choose`; raises what that raises.
     """
     manifest = image.manifest
-    seal_bytes = seal_area_bytes(manifest.data_blocks, len(manifest.lineage))
+    seal_bytes = seal_area_bytes(manifest.data_blocks, len(manifest.facts.lineage))
     slot = pool.choose(protected, pinned, seal_bytes, manifest.image_bytes)
     sealed = None
     try:

@@ -15,6 +15,7 @@ from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.storage.memory.slot_pool import SlotPool
+from tierckpt.storage.memory.slots import Slot
 
 from .tiers import Tiers
 
@@ -43,22 +44,26 @@ class SaveNow:
         self._config, self._group, self._pool = config, group, pool
         self._agreement, self._levels = agreement, levels
 
-    def commit(self, id_: VersionId, iteration: int, is_live: IsLive) -> Sealed:
-        """Have a version committed, of that iteration, that all ranks have sealed, where it is what
-        is live on all. Collective.
+    def commit(self, id_: VersionId, is_live: IsLive) -> Sealed:
+        """Have a version committed that all ranks have sealed, where it is what is live on all.
+        Collective.
 
         NOT: nobody has it any more, and it is to be taken. MOVED_ON: it stays as it is, and what is
         live is to be taken as another one.
         """
-        found: Sealed = min(self._group.all_gather_object(self._look(id_, is_live)))
+        slot = self._pool.find(id_)
+        manifest = slot.manifest() if slot is not None else None
+        mine = self._look(slot, manifest, is_live)
+        found: Sealed = min(self._group.all_gather_object(mine))
         if found is Sealed.NOT:
             # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
             self._pool.void(id_)
             self._agreement.forget(id_)
         if found is Sealed.LIVE:
+            assert manifest is not None
             promotion = self._levels.promotion
             if self._config.uses("persistent") and id_ != promotion.ordered:
-                promotion.flush_when_safe(id_, iteration)
+                promotion.flush_when_safe(manifest.facts)
             self._commit(id_)
         return found
 
@@ -84,15 +89,12 @@ class SaveNow:
             local.open.append(id_)
             self._levels.slot_handoff.commit_sealed(id_, slot)
 
-    def _look(self, id_: VersionId, is_live: IsLive) -> Sealed:
-        """At this rank's."""
-        memory, slot = self._agreement.memory, self._pool.find(id_)
-        if slot is None or id_ not in (memory.safe, *memory.open):
+    def _look(self, slot: Slot | None, manifest: Manifest | None, is_live: IsLive) -> Sealed:
+        """What this rank's slot is worth."""
+        memory = self._agreement.memory
+        if slot is None or manifest is None or manifest.id not in (memory.safe, *memory.open):
             return Sealed.NOT
         try:
-            manifest = slot.manifest()
-            if manifest is None:
-                return Sealed.NOT
             with slot.image() as image:
                 return Sealed.LIVE if is_live(manifest, image) else Sealed.MOVED_ON
         except Exception:  # the others wait; who takes it will meet the same, and says so
@@ -105,7 +107,7 @@ class SaveNow:
         if promotion.awaits(id_) and id_ == self._agreement.local.safe:  # and was so before
             slot = self._pool.find(id_)
             manifest = slot.manifest() if slot is not None else None
-            mine = (manifest.image_bytes, manifest.metric) if manifest else (0, None)
+            mine = (manifest.image_bytes, manifest.facts.metric) if manifest else (0, None)
             told = self._group.all_gather_object(mine)
             promotion.local_safe(id_, max(nbytes for nbytes, _ in told), told[0][1])
 

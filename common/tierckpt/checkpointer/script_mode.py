@@ -37,6 +37,12 @@ def attach_to_script(checkpointer: Checkpointer, restore: bool, ends_with_script
         close_at_exit(lambda: checkpointer)
 
 
+def give_attribute(checkpointer: Checkpointer) -> None:
+    """Make it the attribute `checkpointer` of each of its optimizers, as the script has them."""
+    for each in checkpointer._state.given.values():
+        each.checkpointer = checkpointer  # type: ignore[attr-defined]
+
+
 def refuse_second(model: torch.nn.Module, optimizer: Any, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for what a checkpointer that serves has already: model, optimizer, or path.
 
@@ -44,8 +50,8 @@ def refuse_second(model: torch.nn.Module, optimizer: Any, settings: Mapping[str,
     """
     ours = [id(each) for each in label_optimizers(optimizer).values()]
     for other in [ckpt for ckpt in _served if not ckpt.closed]:
-        theirs = [id(each) for each in other.state.given.values()]
-        if unwrap(model) is other.state.model:
+        theirs = [id(each) for each in other._state.given.values()]
+        if unwrap(model) is other._state.model:
             taken = "this model has"
         elif not set(ours).isdisjoint(theirs):
             taken = "this optimizer has"
@@ -86,7 +92,7 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
         if checkpointer is None:
             return
         if shutdown.script_failed():
-            checkpointer.abandon_after_error()
+            checkpointer._abandon_after_error()
         else:
             checkpointer.close_or_abandon()
 

@@ -12,11 +12,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from tierckpt.agent.client import AgentClient
 from tierckpt.config import Config
+from tierckpt.coordination.error_barrier import by_rank
 from tierckpt.coordination.reports import Reports
+from tierckpt.core.levels import place_of
 from tierckpt.core.stall_timeout import most_quiet_seconds
 from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
@@ -52,7 +53,7 @@ def no_moment(
         mine = f"the step of {names} did not come to its end"
     everyone = group.all_gather_object((steps_made, turns, parted, mine))
     error_barrier = len({turns for _, turns, _, _ in everyone}) == 1
-    troubles = [f"rank {rank}: {why}" for rank, (*_, why) in enumerate(everyone) if why]
+    troubles = by_rank([why for *_, why in everyone])
     counts = [steps for steps, *_ in everyone]
     if not troubles and min(counts) < max(counts):
         ahead, behind = counts.index(max(counts)), counts.index(min(counts))
@@ -67,26 +68,21 @@ def no_moment(
     return next(iter(troubles), ""), error_barrier, min(counts) == max(counts)
 
 
-class Ends(Protocol):
-    """A checkpointer."""
-
-    def end_with_process(self) -> None: ...
+_open: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
-_open: weakref.WeakSet[Ends] = weakref.WeakSet()
-
-
-def at_exit(checkpointer: Ends) -> None:
-    """Have it ended when the process ends and nobody has closed it by then: a thread of ours that
-    copies while torch is taken down would end the process by SIGABRT, whatever the script's
-    own status was. It is not kept alive."""
-    _open.add(checkpointer)
+def at_exit(end: Callable[[], None]) -> None:
+    """Have this method of a checkpointer called when the process ends: a thread of ours that copies
+    while torch is taken down would end the process by SIGABRT, whatever the script's own status
+    was. The checkpointer is not kept alive."""
+    _open.add(weakref.WeakMethod(end, _open.discard))
 
 
 @atexit.register  # when this is imported: so it comes after all that is registered to close them
 def _end_all() -> None:
-    for checkpointer in list(_open):
-        checkpointer.end_with_process()
+    for method in list(_open):
+        if (end := method()) is not None:
+            end()
 
 
 class Shutdown:
@@ -148,8 +144,7 @@ class Shutdown:
 
     def _farther(self) -> str:
         """Where something is under way to, in words."""
-        names = {"peer": "other nodes", "persistent": self._config.persistent.path}
-        return " and ".join(names[level] for level in self._agent.behind())
+        return " and ".join(place_of(level, self._config) for level in self._agent.behind())
 
     def _heir(self) -> str:
         """Who goes on with it."""

@@ -18,6 +18,8 @@ from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peer_setup import Groups, PeerSetup
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology
+from tierckpt.coordination.slot_handoff import SlotHandoff
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PEER
 from tierckpt.core.retention import Best
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group
@@ -29,7 +31,6 @@ from tierckpt.storage.local.store import LocalStore
 from . import attach
 from .node_resources import NodeResources
 from .promotion import Backlog, Promotion, flush_order
-from .slot_handoff import SlotHandoff
 
 
 class Tiers:
@@ -93,7 +94,7 @@ class Tiers:
         self._have_agent(self.agent.start if self.peers.groups else self.agent.find)
 
     def _have_agent(self, have: Callable[[bool], None]) -> None:
-        if self._config.uses("local"):
+        if self._config.uses(LOCAL):
             try:
                 have(self._node.first == self._group.rank)
             except OSError as error:
@@ -126,17 +127,19 @@ class Tiers:
         id_ = VersionId(result.generation, result.version)
         self._pin_as_elsewhere(id_)
         # Even when some shards came from elsewhere: those in memory may be the only ones.
-        memory = id_ if "memory" in result.levels else self.history.newest("memory", id_)
+        memory = id_ if MEMORY in result.levels else self.history.newest(MEMORY, id_)
         # Until something newer is protected, what was rebuilt may have to be rebuilt again.
-        peer = id_ if "peer" in result.levels else self.history.newest_protected(id_)
-        local, broken = self.history.newest("local", id_), self.history.incomplete()
-        persistent = self.history.newest("persistent", id_)
-        ages_seconds = {"persistent": self.history.age_seconds(persistent, id_)}
-        if "peer" not in result.levels:  # what was rebuilt is on its way there (see `repair`)
-            ages_seconds["local"] = self.history.age_seconds(local, id_)
-        self._agreement.restart(memory, local, peer, broken, ages_seconds)
+        peer = id_ if PEER in result.levels else self.history.newest_protected(id_)
+        newest = {level: self.history.newest(level, id_) for level in INTERVALS if level != MEMORY}
+        ages_seconds = {
+            level: self.history.age_seconds(found, id_) for level, found in newest.items()
+        }
+        if PEER in result.levels:  # what was rebuilt is on its way there (see `repair`)
+            del ages_seconds[LOCAL]
+        safe = {MEMORY: memory, LOCAL: newest[LOCAL], PEER: peer}
+        self._agreement.restart(safe, self.history.incomplete(), ages_seconds)
         self.promotion.restart()
-        self.promotion.spared.restart(self.history.newest_clean(id_, "local"))
+        self.promotion.spared.restart(self.history.newest_clean(id_, LOCAL))
         self.meet()
 
     def _pin_as_elsewhere(self, id_: VersionId) -> None:
@@ -145,7 +148,7 @@ class Tiers:
         pins = {pin for each in self.history.pins for pin in each if pin.version == id_}
         mine = self.history.pins[self._group.rank]
         is_first = self._node.first == self._group.rank
-        if not (pins.difference(mine) and is_first and self._config.uses("local")):
+        if not (pins.difference(mine) and is_first and self._config.uses(LOCAL)):
             return
         try:
             LocalPins(self._config.directory).pin([id_], any(pin.everywhere for pin in pins))

@@ -16,8 +16,9 @@ from types import MappingProxyType
 from tierckpt.config import Config
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger, superseded_by
-from tierckpt.core.tuning.autotune import UNKNOWN, CostEstimate
-from tierckpt.core.votes import Vote, as_vote, of_vote
+from tierckpt.core.levels import AWAITED, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT, Level
+from tierckpt.core.tuning.autotune import FREE, UNKNOWN, CostEstimate
+from tierckpt.core.votes import LevelVote, Vote, as_vote, of_vote
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 
@@ -40,7 +41,6 @@ class Agreement:
         became durable on all ranks, the size of its largest shard in bytes, and its metric;
         `on_local_broken`, that one did not, and is in the ledger."""
         self._group, self._ballots = group, ballots
-        self._config = config
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
         self._ballot: Ballot | None = None
         self.rows: Rows = []
@@ -50,34 +50,28 @@ class Agreement:
         self._asked = False
         self.close_asked = False
         """The user wants the end; all ranks learn of it with every vote from now on."""
-        self._known: dict[str, dict[VersionId, int]] = {
-            level: {} for level in ("memory", "local", "peer", "persistent")
-        }
+        self._every_seconds = {level: getattr(config, level).every_seconds for level in INTERVALS}
+        self._known: dict[Level, dict[VersionId, int]] = {level: {} for level in LEDGERS}
         """By level: how the versions under way are doing here."""
         self._shards: dict[VersionId, tuple[int, float | None]] = {}
         """Bytes, and metric, of this rank's shards on their way to local."""
-        self.restart(None, None)
+        self.restart()
 
     def restart(
         self,
-        memory: VersionId | None,
-        local: VersionId | None,
-        peer: VersionId | None = None,
+        safe: Mapping[Level, VersionId | None] = MappingProxyType({}),
         broken: Iterable[VersionId] = (),
-        ages_seconds: Mapping[str, float] = MappingProxyType({}),
+        ages_seconds: Mapping[Level, float] = MappingProxyType({}),
     ) -> None:
         """Begin with these versions as safe, after a restore; `broken` ones are on local disks.
-        `ages_seconds`, by level: what has passed of its interval already."""
-        self.memory = Ledger(safe=memory)
-        self.local = Ledger(safe=local, broken=sorted(broken)[-REMEMBERED:])
-        self.peer = Ledger(safe=peer)
-        self.persistent = Ledger()
-        """Of flushes: what is open there some node may still be at. It tells nothing of what
-        exists there."""
-        now, ages = time.monotonic(), ages_seconds
-        self._since_memory = now
-        self._since_local = now - ages.get("local", 0.0)
-        self._since_persistent = now - ages.get("persistent", 0.0)
+        `ages_seconds`: what has passed of a level's interval already."""
+        self.ledgers = {level: Ledger(safe=safe.get(level)) for level in LEDGERS}
+        self.memory, self.local = self.ledgers[MEMORY], self.ledgers[LOCAL]
+        self.peer, self.persistent = self.ledgers[PEER], self.ledgers[PERSISTENT]
+        self.local.broken = sorted(broken)[-REMEMBERED:]
+        now = time.monotonic()
+        self._since = {level: now - ages_seconds.get(level, 0.0) for level in INTERVALS}
+        """When each level took a version last (monotonic)."""
         self.parted: VersionId | None = None
         """The version at which this rank found that others are not where it is. From then on it
         neither votes nor reads, and takes no version, until a restore."""
@@ -90,34 +84,28 @@ class Agreement:
         self._patience_lost = False
         self._ballot = None
 
-    def open(self, id_: VersionId, levels: Iterable[str]) -> None:
-        """A version is being taken, on all ranks."""
-        self.memory.open.append(id_)
-        self._since_memory = time.monotonic()
-        if "local" in levels:
-            self.local.open.append(id_)
-            self._since_local = time.monotonic()
-        if "persistent" in levels:
-            self._since_persistent = time.monotonic()
+    def open(self, id_: VersionId, levels: Iterable[Level]) -> None:
+        """A version is being taken, on all ranks: to memory, and to these levels."""
+        levels = {MEMORY, *levels}
+        for level in AWAITED:
+            if level in levels:
+                self.ledgers[level].open.append(id_)
+        self._since.update(dict.fromkeys(levels, time.monotonic()))
 
-    def open_peer(self, id_: VersionId) -> None:
-        """A version that is complete on local is being protected by peers, on all ranks."""
-        self.peer.open.append(id_)
-
-    def open_flush(self, id_: VersionId) -> None:
-        """A version that is complete on local is being flushed, on all nodes."""
-        self.persistent.open.append(id_)
+    def open_later(self, level: Level, id_: VersionId) -> None:
+        """A version that is complete on local is on its way to a level after it, on all nodes."""
+        self.ledgers[level].open.append(id_)
 
     def forget(self, id_: VersionId) -> None:
         """A version is to be taken again."""
-        for ledger in (self.memory, self.local):
+        for ledger in map(self.ledgers.__getitem__, AWAITED):
             ledger.open = [i for i in ledger.open if i != id_]
 
     def ask(self) -> None:
         """The user wants a checkpoint; all ranks learn of it with the next vote."""
         self._asked = True
 
-    def tell(self, level: str, id_: VersionId, state: int) -> None:
+    def tell(self, level: Level, id_: VersionId, state: int) -> None:
         """How a version is doing on this rank (DONE, BROKEN). Any thread."""
         self._known[level][id_] = state
 
@@ -131,8 +119,7 @@ class Agreement:
     def launch(
         self,
         newest: VersionId,
-        slot_free: bool,
-        local_free: bool,
+        busy: Mapping[Level, bool] = MappingProxyType({}),
         halt: tuple[Reason, bool] = (Reason.NONE, False),
         figures: CostEstimate = UNKNOWN,
         adapter: int = 0,
@@ -140,39 +127,33 @@ class Agreement:
         unchanged: int = 0,
         own: Sequence[int] = (),
     ) -> None:
-        """Cast this rank's vote; `newest` is the version of this boundary, too young to judge,
-        `halt` what `HaltController.vote` says, `figures` what checkpoints cost here, and `check`
-        what `ReplicaMonitor.vote` says, and `own` what all ranks are to read of it (see
-        `Ballots`)."""
-        memory = next((v for v in self.memory.open if v != newest), None)
-        local = next((v for v in self.local.open if v != newest), None)
-        peer = next(iter(self.peer.open), None)
-        flush = next(iter(self.persistent.open), None)
-        nbytes, metric = self._shard(local)
-        now, config = time.monotonic(), self._config
+        """Cast this rank's vote.
+
+        Args:
+            newest: the version of this boundary, too young to judge.
+            busy: True for a level that cannot take another version on this rank.
+            halt: what `HaltController.vote` says.
+            figures: what checkpoints cost here.
+            adapter: see `Vote`.
+            check: what `ReplicaMonitor.vote` says.
+            unchanged: see `Vote`.
+            own: what all ranks are to read of this one, see `Ballots`.
+        """
+        about, now = self._about(newest), time.monotonic()
+        nbytes, metric = self._shard(about.get(LOCAL))
         vote = Vote(
-            slot_free=int(slot_free),
-            local_free=int(local_free and all(map(self._is_broken, self.local.open))),
-            memory_state=self._state("memory", memory),
-            local_state=self._state("local", local),
-            memory_time_left=_time_left(config.memory.every_seconds, now - self._since_memory),
-            local_time_left=_time_left(config.local.every_seconds, now - self._since_local),
+            {
+                level: self._vote_about(
+                    level, about.get(level), busy.get(level, False), now, figures
+                )
+                for level in LEDGERS
+            },
             no_request=int(not self._asked and halt[0] is Reason.NONE),
-            persistent_time_left=_time_left(
-                config.persistent.every_seconds, now - self._since_persistent
-            ),
-            peer_state=self._state("peer", peer),
-            flush_state=self._state("persistent", flush),
             less_bytes=-nbytes,
             metric=as_vote(metric),
             halt=halt[0],
             unattended=int(halt[1]),
             less_step_us=-figures.step_us,
-            less_memory_us=-figures.memory_us,
-            less_local_us=-figures.local_us,
-            less_local_steps=-figures.local_steps,
-            less_persistent_us=-figures.persistent_us,
-            less_persistent_steps=-figures.persistent_steps,
             adapter=adapter,
             no_close=int(not self.close_asked),
             check=check[0],
@@ -184,25 +165,49 @@ class Agreement:
         self._asked = False
         if self.parted is not None:
             return
-        self._cast(vote, newest, memory, local, peer, flush, own)
+        self._cast(vote, newest, about, own)
+
+    def _about(self, newest: VersionId) -> dict[Level, VersionId]:
+        """By level, the oldest open version: those of which something can be known by now."""
+        found = {}
+        for level, ledger in self.ledgers.items():
+            if ledger.open and (old := [id_ for id_ in ledger.open if id_ != newest]):
+                found[level] = old[0]
+        return found
+
+    def _vote_about(
+        self,
+        level: Level,
+        id_: VersionId | None,
+        busy: bool,
+        now_seconds: float,
+        figures: CostEstimate,
+    ) -> LevelVote:
+        facts, opened, known = level.facts, self.ledgers[level].open, self._known[level]
+        if facts.one_at_a_time and opened:  # what is broken, this rank does not write
+            busy = busy or any(known.get(each) != BROKEN for each in opened)
+        state = DONE if id_ is None else known.get(id_, PENDING)
+        if facts.interval is None:
+            return LevelVote(state, int(not busy))
+        every_seconds, cost = self._every_seconds[level], figures.levels.get(level, FREE)
+        over = 0 < every_seconds <= now_seconds - self._since[level]
+        return LevelVote(state, int(not busy), int(not over), -cost.us, -cost.steps)
 
     def vote_again(self, version: int) -> None:
         """At the boundary of `version`, on all ranks: learn now what became of each version that is
         open, one a vote. What is not done here by now is broken. Waits as `read` does."""
         apart, together = self.apart, self.together  # these votes say no iteration
-        for _ in range(max(len(self.memory.open), len(self.local.open))):
+        for _ in range(max(len(self.ledgers[level].open) for level in AWAITED)):
             if self.parted is not None:
                 return
-            memory, local = next(iter(self.memory.open), None), next(iter(self.local.open), None)
-            nbytes, metric = self._shard(local)
-            vote = Vote(
-                memory_state=self._state("memory", memory) or BROKEN,
-                local_state=self._state("local", local) or BROKEN,
-                less_bytes=-nbytes,
-                metric=as_vote(metric),
-            )
+            opened = {level: self.ledgers[level].open for level in AWAITED}
+            about = {level: ids[0] for level, ids in opened.items() if ids}
+            nbytes, metric = self._shard(about.get(LOCAL))
+            states = {level: self._state(level, id_) or BROKEN for level, id_ in about.items()}
+            levels = {level: LevelVote(states.get(level, DONE)) for level in LEDGERS}
+            vote = Vote(levels, less_bytes=-nbytes, metric=as_vote(metric))
             newest = VersionId(self.memory.open[-1].generation if self.memory.open else 0, version)
-            self._cast(vote, newest, memory, local)
+            self._cast(vote, newest, about)
             self.read()
             self.apart, self.together = apart, together
 
@@ -210,32 +215,23 @@ class Agreement:
         self,
         vote: Vote,
         newest: VersionId,
-        memory: VersionId | None,
-        local: VersionId | None,
-        peer: VersionId | None = None,
-        flush: VersionId | None = None,
+        about: dict[Level, VersionId],
         own: Sequence[int] = (),
     ) -> None:
         """Cast the vote; for the versions that it is about see `Ballot`."""
         self.turns += 1
-        pending = self._ballots.all_reduce_min(vote.pack(), own)
-        self._ballot = Ballot(pending, newest, memory, local, peer, flush)
+        self._ballot = Ballot(self._ballots.all_reduce_min(vote.pack(), own), newest, about)
 
     def _shard(self, local: VersionId | None) -> tuple[int, float | None]:
         """The size of this rank's shard of a version on its way to local, and the metric."""
         return (0, None) if local is None else self._shards.get(local, (0, None))
 
-    def _state(self, level: str, id_: VersionId | None) -> int:
-        return DONE if id_ is None else self._known[level].get(id_, PENDING)
+    def _state(self, level: Level, id_: VersionId) -> int:
+        return self._known[level].get(id_, PENDING)
 
-    def _is_broken(self, id_: VersionId) -> bool:
-        """True of a version that this rank does not write."""
-        return self._state("local", id_) == BROKEN
-
-    def undecided(self, level: str) -> list[VersionId]:
+    def undecided(self, level: Level) -> list[VersionId]:
         """Versions that are open there, and of which this rank was not told how they are doing."""
-        ledger: Ledger = getattr(self, level)
-        return [id_ for id_ in ledger.open if self._state(level, id_) == PENDING]
+        return [id_ for id_ in self.ledgers[level].open if self._state(level, id_) == PENDING]
 
     def read(self) -> tuple[Vote, VersionId | None]:
         """What was agreed on since the last boundary, and the version that broke by it, if any.
@@ -257,24 +253,20 @@ class Agreement:
         self._patience_lost, self.apart = False, agreed.apart
         if not self.apart:
             self.together = self._ballot.newest
-        broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
-        self.peer.resolve(agreed.peer_state, self._ballot.peer)
-        self.persistent.resolve(agreed.flush_state, self._ballot.flush)
         told = (-agreed.less_bytes, of_vote(agreed.metric))
-        self._resolve_local(agreed.local_state, self._ballot.local, *told)
-        for known, ledger in (
-            (self._known["memory"], self.memory),
-            (self._known["local"], self.local),
-            (self._known["peer"], self.peer),
-            (self._known["persistent"], self.persistent),
-        ):
+        broken = {  # the last levels first: what follows from a version on local depends on them
+            level: self._resolve(level, agreed.levels[level].state, id_, *told)
+            for level, id_ in reversed(self._ballot.about.items())
+        }
+        for level, known in self._known.items():
+            opened = self.ledgers[level].open
             for id_ in list(known):  # the copier thread may add one any time
-                if id_ not in ledger.open:
+                if id_ not in opened:
                     known.pop(id_, None)
         for id_ in list(self._shards):
             if id_ not in self.local.open:
                 self._shards.pop(id_, None)
-        return agreed, broken
+        return agreed, broken.get(MEMORY)
 
     @property
     def patience_seconds(self) -> float:
@@ -303,8 +295,8 @@ class Agreement:
 
     def break_open(self, id_: VersionId) -> None:
         """A version that no rank has voted about yet is none, whatever is told of it from now."""
-        self.memory.resolve(BROKEN, id_)
-        self._resolve_local(BROKEN, id_, 0, None)
+        for level in AWAITED:
+            self._resolve(level, BROKEN, id_)
 
     def even_out(self) -> None:
         """Collective: those whose iteration was cut short cast the votes that others wait for."""
@@ -319,14 +311,23 @@ class Agreement:
         """At the end: who still waits for a vote, here or on another rank, gives up."""
         self._ballots.close()
 
-    def _resolve_local(
-        self, state: int, candidate: VersionId | None, largest_bytes: int, metric: float | None
-    ) -> None:
-        before = self.local.safe
-        if self.local.resolve(state, candidate) is not None:
+    def _resolve(
+        self,
+        level: Level,
+        state: int,
+        candidate: VersionId,
+        largest_bytes: int = 0,
+        metric: float | None = None,
+    ) -> VersionId | None:
+        """See `Ledger.resolve`; and have follow what does, where it is about the local level."""
+        ledger = self.ledgers[level]
+        before = ledger.safe
+        broken = ledger.resolve(state, candidate)
+        if level == LOCAL and broken is not None:
             self._on_local_broken()
-        elif self.local.safe is not None and self.local.safe != before:
-            self._on_local_safe(self.local.safe, largest_bytes, metric)
+        elif level == LOCAL and ledger.safe is not None and ledger.safe != before:
+            self._on_local_safe(ledger.safe, largest_bytes, metric)
+        return broken
 
     def settle(self) -> None:
         """Learn the fate of everything that is open; what is not done by now is broken, but with
@@ -334,27 +335,18 @@ class Agreement:
 
         Collective and waiting: for the end, and for a save on demand.
         """
-        farther = (("peer", self.peer), ("persistent", self.persistent))
-        ledgers = (("memory", self.memory), ("local", self.local), *farther)
-        mine: dict[str, dict[VersionId, int]] = {}
-        for level, ledger in ledgers:
+        mine: dict[Level, dict[VersionId, int]] = {}
+        for level, ledger in self.ledgers.items():
             # What is safe here may be open on a rank that has read one vote less.
             known = {} if ledger.safe is None else {ledger.safe: DONE}
             mine[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
-        everyone = self._group.all_gather_object({**mine, "shards": dict(self._shards)})
-        for level, ledger in (("memory", self.memory), ("local", self.local)):
+        everyone = self._group.all_gather_object((mine, dict(self._shards)))
+        for level, ledger in self.ledgers.items():
+            unknown = BROKEN if level.facts.awaited else PENDING
             for id_ in list(ledger.open):
-                state = min(theirs[level].get(id_, BROKEN) for theirs in everyone)
-                state = BROKEN if state == PENDING else state
-                if level == "local":
-                    told = [theirs["shards"].get(id_, (0, None)) for theirs in everyone]
-                    self._resolve_local(state, id_, max(nbytes for nbytes, _ in told), told[0][1])
-                else:
-                    ledger.resolve(state, id_)
-        for level, ledger in farther:
-            for id_ in list(ledger.open):
-                state = min(theirs[level].get(id_, PENDING) for theirs in everyone)
-                ledger.resolve(state, id_)
+                state = min(theirs[level].get(id_, unknown) for theirs, _ in everyone) or unknown
+                told = [shards.get(id_, (0, None)) for _, shards in everyone]
+                self._resolve(level, state, id_, max(nbytes for nbytes, _ in told), told[0][1])
         self._ballot = None
 
     # --- what follows for slots ----------------------------------------------------------------
@@ -371,12 +363,12 @@ class Agreement:
         it is void itself.
         """
         ballot = self._ballot
-        if ballot is None or ballot.memory is None:
+        if ballot is None or (about := ballot.about.get(MEMORY)) is None:
             return protected
-        state = ballot.result().memory_state
+        state = ballot.result().levels[MEMORY].state
         if state == DONE:
-            return superseded_by(ballot.memory, protected)
-        return protected - {ballot.memory} if state == BROKEN else protected
+            return superseded_by(about, protected)
+        return protected - {about} if state == BROKEN else protected
 
     def superseded_earlier(self, generation: int) -> bool:
         """True when no slot of a run before that generation's is needed any more."""
@@ -394,9 +386,5 @@ class Agreement:
         opened = self.memory.open
         if not opened:
             return [self.memory.safe] if self.memory.safe else []
-        decided = len(opened) > 1 and self._state("memory", opened[0]) != PENDING
+        decided = len(opened) > 1 and self._state(MEMORY, opened[0]) != PENDING
         return opened[1:] if decided else opened[:]
-
-
-def _time_left(interval_seconds: float, passed_seconds: float) -> int:
-    return int(not (interval_seconds > 0 and passed_seconds >= interval_seconds))

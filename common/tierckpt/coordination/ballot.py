@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from tierckpt.core.levels import Level
 from tierckpt.core.votes import Vote
 from tierckpt.format.ids import VersionId
 
@@ -28,19 +29,13 @@ class Ballot:
         self,
         pending: Cast,
         newest: VersionId,
-        memory: VersionId | None,
-        local: VersionId | None,
-        peer: VersionId | None,
-        flush: VersionId | None,
+        about: dict[Level, VersionId],
     ) -> None:
-        """`newest`: the version of the boundary of the vote; the others: the versions that its
-        states are about, by level."""
+        """`newest`: the version of the boundary of the vote; `about`: the version that its state
+        of a level is about, for levels that have one."""
         self._pending = pending
         self.newest = newest
-        self.memory = memory
-        self.local = local
-        self.peer = peer
-        self.flush = flush
+        self.about = about
 
     def came(self, patience_seconds: float) -> bool:
         """True when `result` will not wait; False when that took too long, or will not be before

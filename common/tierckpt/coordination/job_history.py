@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from tierckpt._text import some
 from tierckpt.config import Config
 from tierckpt.core.copies import (
-    AGENT,
     EVERYWHERE,
     Found,
     FoundParity,
@@ -24,6 +23,7 @@ from tierckpt.core.copies import (
     Pin,
     Problem,
 )
+from tierckpt.core.levels import AGENT, LOCAL, MEMORY
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
@@ -132,8 +132,8 @@ class JobHistory:
         self.parities = [i.parities for i in inventories]
         self.pins = [i.pins for i in inventories]
         self.suspects = {id_: text for i in inventories for id_, text in i.suspects}
-        said = (f for i in inventories for f in i.found if f.suspect)
-        self.suspects.update((f.key.id, f.suspect) for f in said)
+        said = (f for i in inventories for f in i.found if f.facts.suspect)
+        self.suspects.update((f.key.id, f.facts.suspect) for f in said)
         self.problems = _told(p for i in inventories for p in i.problems)
         self.damaged = {key for i in inventories for p in i.problems for key in p.keys}
         self.nameless = _told(p for i in inventories for p in i.problems if _is_seal(p))
@@ -158,7 +158,7 @@ class JobHistory:
     def reject(self, bad: Collection[tuple[ShardKey, Location]]) -> None:
         """These copies proved damaged: of what is on a disk the name alone is known."""
         self.found = [tuple(f for f in each if (f.key, f.place) not in bad) for each in self.found]
-        self.damaged |= {key for key, place in bad if place.level == "local"}
+        self.damaged |= {key for key, place in bad if place.level == LOCAL}
 
     @property
     def silent(self) -> list[str]:
@@ -205,8 +205,8 @@ class JobHistory:
 
     def lineage_of(self, id_: VersionId) -> Lineage:
         """Of a version that was found."""
-        found = (f.lineage for each in self.found for f in each if f.key.id == id_)
-        made = (p.lineage for each in self.parities for p in each if p.key.id == id_)
+        found = (f.facts.lineage for each in self.found for f in each if f.key.id == id_)
+        made = (p.facts.lineage for each in self.parities for p in each if p.key.id == id_)
         return next(found, None) or next(made, ((id_.generation, 0),))
 
     def newest_clean(self, limit: VersionId, level: str = "") -> VersionId | None:
@@ -241,8 +241,9 @@ class JobHistory:
         alone, which is nowhere any more after a reboot."""
         found = [f for each in self.found for f in each]
         parities = [p for each in self.parities for p in each]
-        lineages = {f.key.id: f.lineage for f in found} | {p.key.id: p.lineage for p in parities}
-        known = {f.complete for f in found} | {p.key.id for p in parities} | {self.newest()}
+        lineages = {f.key.id: f.facts.lineage for f in found}
+        lineages |= {p.key.id: p.facts.lineage for p in parities}
+        known = {f.facts.complete for f in found} | {p.key.id for p in parities} | {self.newest()}
         there = {id_ for id_ in known if id_ is not None} | self._complete_by_name()
         lineage = lineages[max(lineages)] if lineages else ()
         return max((i for i in there if on_lineage(i, lineage)), default=None)
@@ -252,8 +253,8 @@ class JobHistory:
         that was taken later, or this node's directory is not the one that it was. Not where the
         run before had its versions elsewhere."""
         found = [f for each in self.found for f in each]
-        there = self.damaged or self.unseen or any(f.place.level == "local" for f in found)
-        gone = self._directory_is_new or any(f.complete for f in found)
+        there = self.damaged or self.unseen or any(f.place.level == LOCAL for f in found)
+        gone = self._directory_is_new or any(f.facts.complete for f in found)
         return gone and not (there or self._is_another)
 
     def _complete_by_name(self) -> set[VersionId]:
@@ -262,7 +263,7 @@ class JobHistory:
         shards: dict[tuple[VersionId, int], dict[str, set[int]]] = {}
         for f in (f for each in self.found for f in each):
             runs = shards.setdefault((f.key.id, f.key.shards), {})
-            runs.setdefault(f.run_id, set()).add(f.key.shard)
+            runs.setdefault(f.facts.run_id, set()).add(f.key.shard)
         known = {key.id for key in self.damaged if isinstance(key, ParityKey)}
         lost: dict[tuple[VersionId, int], set[int]] = {}
         for key in self.damaged:
@@ -280,7 +281,7 @@ class JobHistory:
         are counted apart, and it is said why."""
         there: dict[tuple[VersionId, int, str], dict[int, set[str]]] = {}
         for f in (f for each in self.found for f in each if f.place.where not in without):
-            shards = there.setdefault((f.key.id, f.key.shards, f.run_id), {})
+            shards = there.setdefault((f.key.id, f.key.shards, f.facts.run_id), {})
             place = f.place.where if f.place.host == EVERYWHERE else f.place.host
             shards.setdefault(f.key.shard, set()).add(place)
         newest = sorted(there.items(), reverse=True)[:MOST_TOLD]
@@ -299,16 +300,16 @@ class JobHistory:
     def incomplete(self) -> set[VersionId]:
         """Versions on local disks of which a shard is on none, nor any parity anywhere."""
         shards: dict[tuple[VersionId, str, int], set[int]] = {}
-        for f in (f for each in self.found for f in each if f.place.level == "local"):
-            shards.setdefault((f.key.id, f.run_id, f.key.shards), set()).add(f.key.shard)
+        for f in (f for each in self.found for f in each if f.place.level == LOCAL):
+            shards.setdefault((f.key.id, f.facts.run_id, f.key.shards), set()).add(f.key.shard)
         whole = {id_ for (id_, _, count), there in shards.items() if len(there) == count}
         protected = {parity.key.id for each in self.parities for parity in each}
         return {id_ for id_, _, _ in shards} - whole - protected
 
     def metrics(self) -> dict[VersionId, float]:
         """What was measured of the versions in the past of this run that local disks have."""
-        local = [f for each in self.found for f in each if f.place.level == "local"]
-        known = {f.key.id: f.metric for f in local if f.metric is not None}
+        local = [f for each in self.found for f in each if f.place.level == LOCAL]
+        known = {f.key.id: f.facts.metric for f in local if f.facts.metric is not None}
         there = {id_ for id_ in known if on_lineage(id_, self.lineage)} - self.incomplete()
         return {id_: known[id_] for id_ in there}
 
@@ -328,7 +329,7 @@ def _whose(run_id: str, places: Iterable[set[str]]) -> str:
 
 def _is_seal(problem: Problem) -> bool:
     """On disks a manifest's name tells what it was."""
-    return problem.place.level in ("memory", AGENT) and not problem.keys
+    return problem.place.level in (MEMORY, AGENT) and not problem.keys
 
 
 def _told(problems: Iterable[Problem]) -> list[str]:

@@ -24,6 +24,7 @@ from tierckpt.group import Group, Node
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import job_directory
 
+from .error_barrier import by_rank
 from .settings_check import JobTopology
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class PeerSetup:
             mine, problem = self._listen(where)
         everyone = self._group.all_gather_object((mine, problem, own_network()))
         addresses = [address for address, _, _ in everyone]
-        problems = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(everyone) if why]
+        problems = by_rank([why for _, why, _ in everyone])
         problems = problems or out_of_reach(addresses, [network for _, _, network in everyone])
         self.ready = not problems
         if problems:

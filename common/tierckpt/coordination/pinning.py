@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from tierckpt._text import is_url
 from tierckpt.config import Config, PersistentConfig
 from tierckpt.core import stall_timeout
+from tierckpt.core.levels import LOCAL, PERSISTENT, Level
 from tierckpt.errors import ConfigError, PinError, TierckptError
 from tierckpt.format.ids import VersionId
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.persistent.pins import PersistentPins
 
+from .error_barrier import gather_or_raise
+
 if TYPE_CHECKING:
     from tierckpt.agent.client import AgentClient
     from tierckpt.group import Group, Node
 
 Action = Literal["pin", "unpin"]
-LEVELS = ("local", "persistent")
 T = TypeVar("T")
 
 
@@ -57,11 +59,11 @@ def mark_everywhere(
         if not (first and ids):
             return set()
         there = local.pin(ids, everywhere=True) if action == "pin" else local.unpin(ids)
-        return {"local"} if there else set()
+        return {LOCAL} if there else set()
 
     def mark_there() -> set[str]:
         with _persistent(config.persistent) as pins:
-            return {"persistent"} if getattr(pins, action)(pins.named(version)) else set()
+            return {PERSISTENT} if getattr(pins, action)(pins.named(version)) else set()
 
     def mark_persistent() -> set[str]:
         where = config.persistent.path
@@ -70,22 +72,16 @@ def mark_everywhere(
     done = set[str]().union(*_told(mark_local, group), *_told(mark_persistent, group))
     if not done:
         raise PinError(f"cannot {action} v{version}: {_NONE[action]} on any level")
-    return tuple(level for level in LEVELS if level in done)
+    return tuple(level for level in Level if level in done)
 
 
 def _told(ask: Callable[[], T], group: Group) -> list[T]:
     """What `ask` returned on every rank; PinError on all if it failed on any. Collective."""
-    mine: list[T] = []
-    trouble = ""
-    try:
-        mine.append(ask())
-    except (OSError, TierckptError) as error:
-        trouble = f"rank {group.rank} cannot reach its pins: {error}"
-    everyone: list[tuple[list[T], str]] = group.all_gather_object((mine, trouble))
-    for _, text in everyone:
-        if text:
-            raise PinError(text)
-    return [each for theirs, _ in everyone for each in theirs]
+
+    def refusal(ranks: list[int], theirs: TierckptError) -> PinError:
+        return PinError(f"rank {ranks[0]} cannot reach its pins: {theirs}")
+
+    return gather_or_raise(group, ask, refusal)
 
 
 def _answered(ask: Callable[[], set[str]], where: str) -> set[str]:

@@ -14,18 +14,16 @@ from typing import Any
 from tierckpt.agent.protocol import (
     AgentMessage,
     Cleaned,
-    CommitFailed,
-    Committed,
     Flushed,
-    FlushFailed,
     ListenFailed,
+    NotStored,
     Problem,
-    Protected,
-    ProtectFailed,
+    Stored,
 )
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import Config
-from tierckpt.core.ledger import BROKEN, DONE
+from tierckpt.core.ledger import DONE
+from tierckpt.core.levels import LOCAL, MEMORY, PEER, PERSISTENT, Level, place_of
 from tierckpt.core.tuning.autotune import Change
 from tierckpt.events import EventLog
 from tierckpt.format.ids import VersionId
@@ -70,8 +68,8 @@ class Reports:
         assert snapshot.manifest is not None
         self.emit(
             "sealed",
-            version=snapshot.head.version,
-            level="memory",
+            version=snapshot.facts.id.version,
+            level=MEMORY,
             nbytes=snapshot.manifest.image_bytes,
             seconds=snapshot.clock.as_dict(),
         )
@@ -86,39 +84,35 @@ class Reports:
             severity=logging.INFO if self._log.rank == 0 else logging.DEBUG,
         )
 
-    def skipped(self, level: str, why: str, again: bool) -> None:
+    def skipped(self, level: Level, why: str, again: bool) -> None:
         """A version is due and cannot be taken; `again`: so it was at the boundary before."""
-        ledger = {"memory": self._agreement.memory, "local": self._agreement.local}.get(level)
-        loud = level == "local" and self._log.rank == 0  # all ranks skip alike
+        loud = level == LOCAL and self._log.rank == 0  # all ranks skip alike
         first = logging.WARNING if loud else logging.INFO
         self.emit(
             "skipped",
             level=level,
             message=why,
-            behind_since=_number(ledger.safe if ledger is not None else None),
+            behind_since=self._newest(level),
             severity=logging.DEBUG if again else first,
         )
 
     def passed_over(self, version: int, why: str) -> None:
         """A version does not go to the persistent level, as a newer one waits for that."""
-        self._pass_over("persistent", version, why, self._persistent)
+        self._pass_over(PERSISTENT, version, why)
 
-    def _pass_over(self, level: str, version: int, why: str, safe: VersionId | None) -> None:
-        what = {"version": version, "level": level, "message": why, "behind_since": _number(safe)}
+    def _pass_over(self, level: Level, version: int, why: str) -> None:
+        newest = self._newest(level)
+        what = {"version": version, "level": level, "message": why, "behind_since": newest}
         self.emit("skipped", **what, severity=logging.INFO)
 
     def lost(self, version: int, why: str) -> None:
         """A version is lost in memory, and therefore everywhere."""
-        self._fail("memory", version, why, self._agreement.memory.safe)
+        self.emit("failed", **self._failure(MEMORY, version, why))
 
-    def _fail(self, level: str, version: int, why: str, safe: VersionId | None = None) -> None:
-        self.emit("failed", **_failure(level, version, why, safe))
-
-    def left_behind(self, level: str, id_: VersionId, why: str) -> None:
+    def left_behind(self, level: Level, id_: VersionId, why: str) -> None:
         """The peer or persistent level does not get this node's part of a version, as far as is
         known."""
-        safe = self._persistent if level == "persistent" else self._agreement.peer.safe
-        self._fail(level, id_.version, why, safe)
+        self.emit("failed", **self._failure(level, id_.version, why))
 
     # --- other threads' ------------------------------------------------------------------------
 
@@ -128,7 +122,7 @@ class Reports:
 
     def not_committed_later(self, id_: VersionId, error: str) -> None:
         """The local level does not get this rank's shard."""
-        self._later.append(("failed", self._local_failure(id_, error)))
+        self._later.append(("failed", self._not_there(LOCAL, id_, error)))
 
     def say(self) -> None:
         """Emit what was kept."""
@@ -141,20 +135,10 @@ class Reports:
     def on_agent_message(self, message: AgentMessage) -> None:
         """Enter an agent's message into the books, and emit it as an event."""
         match message:
-            case Committed():
-                self._committed(message)
-            case CommitFailed(id=id_, error=error):
-                self._agreement.tell("local", id_, BROKEN)
-                self.emit("failed", **self._local_failure(id_, error))
-            case Protected(id=id_, seconds=seconds):
-                self._agreement.tell("peer", id_, DONE)
-                self._emit_committed("peer", message, {"write": seconds})
-            case ProtectFailed():
-                self._not_protected(message)
-            case Flushed():
-                self._flushed(message)
-            case FlushFailed():
-                self._not_flushed(message)
+            case Stored():
+                self._stored(message)
+            case NotStored():
+                self._not_stored(message)
             case ListenFailed(error=error):  # of an agent that took the place of a dead one
                 self.notice(f"peer level: {error}", logging.ERROR)
             case Cleaned(names=names):
@@ -165,69 +149,47 @@ class Reports:
             case _:  # the answer to a question whose time is over
                 pass
 
-    def _committed(self, message: Committed) -> None:
-        self._agreement.tell("local", message.id, DONE)
-        seconds = {"write": message.write_seconds, "commit": message.commit_seconds}
-        self._emit_committed("local", message, seconds)
+    def _stored(self, message: Stored) -> None:
+        level, id_, text, severity = message.level, message.id, "", logging.INFO
+        self._agreement.tell(level, id_, DONE)
+        if isinstance(message, Flushed):  # the version is there when the last node's part is
+            text, severity = "this node's part of it", logging.DEBUG
+            if message.complete:
+                text, severity = "complete", logging.INFO
+                self._persistent = max(id_, self._persistent or id_)
+        what = {"version": id_.version, "level": level, "nbytes": message.nbytes}
+        seconds = message.times_seconds
+        self.emit("committed", **what, seconds=seconds, message=text, severity=severity)
 
-    def _emit_committed(
-        self,
-        level: str,
-        message: Committed | Protected | Flushed,
-        seconds: dict[str, float],
-        text: str = "",
-        severity: int = logging.INFO,
-    ) -> None:
-        version, nbytes = message.id.version, message.nbytes
-        what = {"version": version, "level": level, "nbytes": nbytes, "seconds": seconds}
-        self.emit("committed", **what, message=text, severity=severity)
-
-    def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
-        why = f"{error}; training goes on, without this version in {self._config.directory}"
-        return _failure("local", id_.version, why, self._agreement.local.safe)
-
-    def _not_protected(self, message: ProtectFailed) -> None:
-        self._agreement.tell("peer", message.id, BROKEN)
-        version, safe = message.id.version, self._agreement.peer.safe
+    def _not_stored(self, message: NotStored) -> None:
+        level, id_ = message.level, message.id
+        self._agreement.tell(level, id_, level.facts.failed_state)
         if message.superseded:
-            self._pass_over("peer", version, message.error, safe)
-            return
-        why = "training goes on, other nodes cannot rebuild this version"
-        self._fail("peer", version, f"{message.error}; {why}", safe)
-
-    def _flushed(self, message: Flushed) -> None:
-        """This node's part is there; the version, when the last node's is."""
-        self._agreement.tell("persistent", message.id, DONE)
-        whole, severity = "complete", logging.INFO
-        if message.complete:
-            self._persistent = max(message.id, self._persistent or message.id)
+            self._pass_over(level, id_.version, message.error)
         else:
-            whole, severity = "this node's part of it", logging.DEBUG
-        self._emit_committed("persistent", message, {"write": message.seconds}, whole, severity)
+            self.emit("failed", **self._not_there(level, id_, message.error))
 
-    def _not_flushed(self, message: FlushFailed) -> None:
-        self._agreement.tell("persistent", message.id, DONE)
-        version = message.id.version
-        if message.superseded:
-            self.passed_over(version, message.error)
-            return
-        behind = f"training goes on, without this version in {self._config.persistent.path}"
-        self._fail("persistent", version, f"{message.error}; {behind}", self._persistent)
+    def _not_there(self, level: Level, id_: VersionId, error: str) -> dict[str, Any]:
+        without = f"without this version in {place_of(level, self._config)}"
+        if level == PEER:
+            without = "other nodes cannot rebuild this version"
+        return self._failure(level, id_.version, f"{error}; training goes on, {without}")
 
+    def _failure(self, level: Level, version: int, why: str) -> dict[str, Any]:
+        """An event's values: a level does not have the version."""
+        return {
+            "version": version,
+            "level": level,
+            "message": why,
+            "behind_since": self._newest(level),
+            "severity": logging.ERROR,
+        }
 
-def _number(safe: VersionId | None) -> int | None:
-    return safe.version if safe else None
-
-
-def _failure(level: str, version: int, why: str, safe: VersionId | None) -> dict[str, Any]:
-    """An event's values: a level does not have the version, and `safe` is what it does have."""
-    return {
-        "version": version,
-        "level": level,
-        "message": why,
-        "behind_since": _number(safe),
-        "severity": logging.ERROR,
-    }
+    def _newest(self, level: Level) -> int | None:
+        """The newest version that a level is known to have, by number."""
+        safe = self._agreement.ledgers[level].safe
+        id_ = self._persistent if level == PERSISTENT else safe
+        return id_.version if id_ is not None else None
 
 
 __all__ = ["Reports"]

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tierckpt._host import host_id
@@ -24,8 +25,8 @@ from tierckpt.storage.files import file_lock
 from tierckpt.storage.local.launch import Launch, launch_of, smallest
 from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 
+from .error_barrier import gather_or_raise, raise_any
 from .proof_order import redirected
-from .shown_once import said_by, same_on_all
 
 PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
 OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "peer_port"))
@@ -60,17 +61,13 @@ class JobTopology:
 class _Told:
     """What a rank tells the others."""
 
-    trouble: str = ""
-    """Why its settings, or its state, cannot be used."""
-    compared: tuple[tuple[str, str], ...] = ()
-    where: tuple[str, str, str] = ("", "", "")
+    compared: tuple[tuple[str, str], ...]
+    where: tuple[str, str, str]
     """Node, host name, domain."""
-    environment: str = ""
-    token: str = ""
+    environment: str
+    token: str
     """See `JobTopology`."""
-    starters: tuple[str, ...] = ()
-    kind: str = ConfigError.__name__
-    """Of the error that says so."""
+    starters: tuple[str, ...]
 
 
 def agree_on_settings(
@@ -82,23 +79,20 @@ def agree_on_settings(
     missing on one node alone), or are not rank 0's. Where a rank comes to `refused` instead, an
     error of that kind.
     """
-    config = None
-    launch = Launch()
-    try:
+    loaded: list[tuple[Config, Launch]] = []
+
+    def load() -> _Told:
         config = redirected(load_config(arguments, config_file=config_file))
         launch = launch_of(os.environ, in_use=_is_in_use(config))
+        loaded.append((config, launch))
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
         compared, token = tuple(_compared(config)), secrets.token_hex(8)
-        mine = _Told("", compared, where, environment_fingerprint(), token, launch.starters)
-    except ConfigError as error:
-        if group.size == 1:
-            raise
-        mine = _Told(str(error))
-    everyone: list[_Told] = group.all_gather_object(mine)
-    if (wrong := _wrong(everyone)) is not None:
-        raise said_by(wrong, 0, group.rank)
-    assert config is not None, "or this rank had trouble"
+        return _Told(compared, where, environment_fingerprint(), token, launch.starters)
+
+    everyone = gather_or_raise(group, load, partial(_named, group.size))
+    raise_any(_differences(everyone), _differ, group.rank)
+    ((config, launch),) = loaded
     hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
     environment = tuple(told.environment for told in everyone)
     starters = smallest(starter for told in everyone for starter in told.starters)
@@ -107,11 +101,25 @@ def agree_on_settings(
 
 
 def refused(error: TierckptError, group: Group) -> TierckptError:
-    """`error`, which says why this rank cannot take part at all, for it to raise. Collective, in
-    the place of `agree_on_settings`, which raises one that names it on the ranks that could."""
-    mine = _Told(str(error), kind=type(error).__name__)
-    everyone: list[_Told] = group.all_gather_object(mine)
-    return same_on_all(error, [told.trouble for told in everyone], group.rank)
+    """What this rank raises, as `error` says why it cannot take part at all. Collective, in the
+    place of `agree_on_settings`, which raises the same on the ranks that could."""
+
+    def load() -> None:
+        raise error
+
+    try:
+        gather_or_raise(group, load, partial(_named, group.size))
+    except TierckptError as same:
+        return same
+    raise AssertionError("this rank has raised")
+
+
+def _named(size: int, ranks: list[int], theirs: TierckptError) -> TierckptError:
+    """`theirs`, with the numbers of the ranks where not all have it."""
+    if len(ranks) == size:
+        return theirs
+    kind = UnsupportedStateError if isinstance(theirs, UnsupportedStateError) else ConfigError
+    return kind(f"{_text_of(ranks)}: {theirs}")
 
 
 def _is_in_use(config: Config) -> bool:
@@ -136,24 +144,24 @@ def _compared(config: Config) -> Iterable[tuple[str, str]]:
             yield name, str(value)
 
 
-def _wrong(everyone: Sequence[_Told]) -> TierckptError | None:
-    """An error of the first that is wrong, and all that are wrong in the same way."""
-    for told in everyone:
-        if told.trouble:
-            kinds = {kind.__name__: kind for kind in (ConfigError, UnsupportedStateError)}
-            made: type[TierckptError] = kinds.get(told.kind, ConfigError)
-            return made(f"{_ranks(everyone, told)}: {told.trouble}")
-    ours = everyone[0]
-    for told in everyone:
-        if told.compared != ours.compared:
-            pairs = zip(told.compared, ours.compared, strict=True)
-            lines = [_difference(n, a, b) for (n, a), (_, b) in pairs if a != b]
-            who = _ranks(everyone, told)
-            return ConfigError(
-                f"{who} and rank 0 have different settings:\n" + "\n".join(lines) + "\n"
-                "All ranks need the same arguments, environment variables, file and keys."
-            )
-    return None
+def _differences(everyone: Sequence[_Told]) -> list[str]:
+    """How each rank's settings differ from rank 0's; empty where they do not."""
+    ours = everyone[0].compared
+    return [
+        "\n".join(
+            _difference(name, theirs, mine)
+            for (name, theirs), (_, mine) in zip(told.compared, ours, strict=True)
+            if theirs != mine
+        )
+        for told in everyone
+    ]
+
+
+def _differ(ranks: list[int], lines: str) -> ConfigError:
+    return ConfigError(
+        f"{_text_of(ranks)} and rank 0 have different settings:\n{lines}\n"
+        "All ranks need the same arguments, environment variables, file and keys."
+    )
 
 
 def _difference(name: str, theirs: str, ours: str) -> str:
@@ -162,11 +170,5 @@ def _difference(name: str, theirs: str, ours: str) -> str:
     return f"  {name}={theirs} there, and {name}={ours} on rank 0"
 
 
-def _ranks(everyone: Sequence[_Told], wrong: _Told) -> str:
-    """Those that tell the same, by number."""
-    same = [
-        rank
-        for rank, told in enumerate(everyone)
-        if (told.trouble, told.compared) == (wrong.trouble, wrong.compared)
-    ]
-    return f"rank{'s' if same[1:] else ''} {some(same, 8)}"
+def _text_of(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if ranks[1:] else ''} {some(ranks, 8)}"

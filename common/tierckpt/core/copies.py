@@ -7,15 +7,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tierckpt.errors import NewerFormatError
-from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 
-AGENT = "agent"
-"""Level of what the agent of a node shows that is none of the job's any more, see
-`former_nodes`."""
-LEVELS = ("memory", "local", "peer", AGENT, "persistent")
-"""Cheapest first."""
-FAR = frozenset((AGENT, "persistent"))
-"""Levels of which a shard has to be fetched; any rank may."""
+from .levels import FAR
+
 EVERYWHERE = "*"
 """Host of what every node can read."""
 
@@ -34,9 +30,14 @@ class Location:
     """Behind an agent: in a slot of its node, and not on its disk."""
 
     @property
+    def is_far(self) -> bool:
+        """True when a shard has to be fetched from there; any rank may."""
+        return self.level in FAR
+
+    @property
     def mappable(self) -> bool:
         """True when its bytes are there as soon as it is opened."""
-        return self.level not in FAR and not self.encoded
+        return not self.is_far and not self.encoded
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,10 @@ class Found:
 
     key: ShardKey
     place: Location
-    lineage: Lineage
-    run_id: str = ""
-    metric: float | None = None
-    """Of the version, in a local shard 0's manifest."""
-    complete: VersionId | None = None
-    """A version that was on all ranks' disks when this shard was taken."""
+    facts: VersionFacts
+    """As its manifest, or on the persistent level the version's, has them."""
     created_seconds: float | None = None
-    """When that was, by the clock of its rank; None where its manifest was not read."""
-    suspect: str = ""
-    """What its manifest, or a mark on the persistent level, says of replicas that differed."""
+    """When it was taken, by the clock of its rank; None where its manifest was not read."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +58,7 @@ class FoundParity:
 
     key: ParityKey
     place: Location
-    lineage: Lineage
-    run_id: str
+    facts: VersionFacts
     group: tuple[int, ...]
     """The members' shard numbers, in the order of the ring."""
     k: int
@@ -134,10 +128,7 @@ class Pin(NamedTuple):
 
 
 __all__ = [
-    "AGENT",
     "EVERYWHERE",
-    "FAR",
-    "LEVELS",
     "Found",
     "FoundParity",
     "Inventory",

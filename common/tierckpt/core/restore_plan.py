@@ -16,9 +16,10 @@ from tierckpt.erasure.exchange_plan import plan_rebuild
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
 
-from .copies import EVERYWHERE, FAR, LEVELS, Found, FoundParity, Location
+from .copies import EVERYWHERE, Found, FoundParity, Location
+from .levels import PEER, RANK, Level
 
-REBUILT = Location("peer", EVERYWHERE, "rebuilt")
+REBUILT = Location(PEER, EVERYWHERE, "rebuilt")
 """Of what was lost and is made again."""
 
 
@@ -78,7 +79,7 @@ class RestorePlan:
     def levels(self) -> dict[str, int]:
         """How many shards come from which level."""
         names = [s.place.level for s in self.sources]
-        return {level: names.count(level) for level in LEVELS if level in names}
+        return {level.value: names.count(level) for level in Level if level in names}
 
 
 Bad = frozenset[tuple[ShardKey, Location]]
@@ -114,13 +115,13 @@ def plan_restore(
     lineages: dict[VersionId, Lineage] = {}
     for rank, inventory in enumerate(inventories):
         for item in inventory:
-            lineages[item.key.id] = item.lineage
+            lineages[item.key.id] = item.facts.lineage
             if (item.key, item.place) not in bad:
-                places = seen.setdefault((item.run_id, item.key), {})
+                places = seen.setdefault((item.facts.run_id, item.key), {})
                 places.setdefault(item.place, []).append(rank)
-    lineages.update({p.key.id: p.lineage for each in parities for p in each})
+    lineages.update({p.key.id: p.facts.lineage for each in parities for p in each})
     runs = {(run_id, k.id, k.shards) for run_id, k in seen}
-    runs |= {(p.run_id, p.key.id, p.key.shards) for each in parities for p in each}
+    runs |= {(p.facts.run_id, p.key.id, p.key.shards) for each in parities for p in each}
     for id_ in newest_first(lineages.items()):
         if (version is not None and id_.version != version) or id_ in avoid:
             continue
@@ -147,7 +148,7 @@ class _Sight:
     def __init__(self, ranks: int, had: Readers, unreachable: Unreachable) -> None:
         self._everyone: Sequence[int] = range(ranks)
         self._had, self._unreachable = had, unreachable
-        far = [(key, place, rank) for key, place, rank in unreachable if _is_far(place)]
+        far = [(key, place, rank) for key, place, rank in unreachable if place.is_far]
         self._without = {(key.id, place, rank) for key, place, rank in far}
         self._trouble = {(place, rank) for _, place, rank in far}
         self._of_all: dict[tuple[VersionId, Location], Sequence[int]] = {}
@@ -185,11 +186,7 @@ class _Sight:
 
 def _cost(place: Location) -> tuple[int, bool, bool]:
     """The cheapest is the least."""
-    return LEVELS.index(place.level), not place.in_memory, place.encoded
-
-
-def _is_far(place: Location) -> bool:
-    return place.level in FAR
+    return RANK[place.level], not place.in_memory, place.encoded
 
 
 Places = Mapping[Location, Sequence[int]]
@@ -241,7 +238,7 @@ def _near(places_of: Mapping[Key, Places]) -> dict[Key, Places]:
     return {
         key: there
         for key, places in places_of.items()
-        if (there := {place: ranks for place, ranks in places.items() if not _is_far(place)})
+        if (there := {place: ranks for place, ranks in places.items() if not place.is_far})
     }
 
 
@@ -290,7 +287,7 @@ def _parities_of(
     found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Location, list[int]]]] = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
-            same = (p.run_id, p.key.id, p.key.shards) == (run_id, key.id, key.shards)
+            same = (p.facts.run_id, p.key.id, p.key.shards) == (run_id, key.id, key.shards)
             if same and (p.key, p.place) not in bad:
                 places = found.setdefault((p.group, p.k, p.m), {}).setdefault(p.key, {})
                 places.setdefault(p.place, []).append(rank)

@@ -8,27 +8,26 @@ ever waiting for each other.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from tierckpt.config import AUTO, Config
 from tierckpt.core.tuning.autotune import Change, Tuner
 
+from .levels import INTERVALS, MEMORY, Level
 from .votes import Vote
-
-LEVELS = ("memory", "local", "persistent")
-"""Every version that a level takes, those before it take, too."""
 
 
 @dataclass(frozen=True)
 class Decision:
     """What to do at a boundary."""
 
-    take: tuple[str, ...] = ()
+    take: tuple[Level, ...] = ()
     """Levels the version goes to; `memory` whenever there is any."""
-    skipped: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[tuple[Level, str], ...] = ()
     """(level, reason) of what is due and cannot be taken now. One that stays due is named once,
     until another one is due behind it."""
-    again: frozenset[str] = frozenset()
+    again: frozenset[Level] = frozenset()
     """Of these levels one was skipped at the boundary before, too."""
     wait: bool = False
     """The user prefers to wait (`when_busy="wait"`) for what is busy."""
@@ -41,12 +40,11 @@ class Schedule:
     """When versions are due. Advanced by `decide` on every rank alike."""
 
     config: Config
-    last_memory: int = 0
-    last_local: int = 0
-    last_persistent: int = 0
-    skipping: frozenset[str] = frozenset()
+    last: dict[Level, int] = field(default_factory=lambda: dict.fromkeys(INTERVALS, 0))
+    """The version that each level took last."""
+    skipping: frozenset[Level] = frozenset()
     """Levels whose due version was already reported as skipped."""
-    requested: frozenset[str] = frozenset()
+    requested: frozenset[Level] = frozenset()
     """Levels that a user's request has not reached yet."""
     tuner: Tuner = field(init=False)
     """Of intervals that are automatic."""
@@ -59,41 +57,30 @@ class Schedule:
 
     def start_at(self, version: int) -> None:
         """After a restore: nothing is due before the intervals have passed again."""
-        self.last_memory = self.last_local = self.last_persistent = self.seen = version
+        self.last, self.seen = dict.fromkeys(INTERVALS, version), version
 
-    def due(self, version: int, agreed: Vote) -> set[str]:
+    def due(self, version: int, agreed: Vote) -> set[Level]:
         """Levels that want this version."""
-        asked = agreed.no_request == 0
-        due = set()
-        if (
-            asked
-            or agreed.memory_time_left == 0
-            or self._steps_passed("memory", self.last_memory, version)
-        ):
-            due.add("memory")
-        if (
-            asked
-            or agreed.local_time_left == 0
-            or self._steps_passed("local", self.last_local, version)
-        ):
-            due.add("local")
-        if self.config.uses("persistent") and (
-            asked
-            or agreed.persistent_time_left == 0
-            or self._steps_passed("persistent", self.last_persistent, version)
-        ):
-            due |= {"local", "persistent"}
+        asked, due = agreed.no_request == 0, set[Level]()
+        for level in INTERVALS:
+            wanted = asked or agreed.levels[level].time_left == 0
+            # A request goes to the levels that a save waits for, whatever their intervals are.
+            if (wanted or self._steps_passed(level, version)) and (
+                level.facts.awaited or self.config.uses(level)
+            ):
+                due |= {level, level.source or level}
         return due
 
-    def _steps_passed(self, level: str, last: int, version: int) -> bool:
+    def _steps_passed(self, level: Level, version: int) -> bool:
         every = getattr(self.config, level).every_steps
         if every == AUTO:
-            return self.tuner.due(level, last, version)
-        return _crossed(last, version, every)
+            return self.tuner.due(level, self.last[level], version)
+        return _crossed(self.last[level], version, every)
 
     def decide(self, version: int, agreed: Vote) -> Decision:
         """Take or skip; a version that had to be skipped stays due."""
-        changes = self.tuner.heed(version, self.seen, agreed.figures)
+        automatic = bool(self.tuner.every_steps)
+        changes = self.tuner.heed(version, self.seen, agreed.figures) if automatic else ()
         decision = self._decide(version, agreed)
         self.seen = version
         return replace(decision, changes=changes) if changes else decision
@@ -104,37 +91,31 @@ class Schedule:
         due = self.due(version, agreed) | self.requested
         if not due:
             return Decision()
-        busy = not agreed.slot_free or ("local" in due and not agreed.local_free)
-        wait = busy and self.config.when_busy == "wait"
-        skipped: list[tuple[str, str]] = []
-        take = set(due)
-        if not wait and not agreed.slot_free:
-            skipped = [
-                (level, "on some rank all slots (buffers in memory) are still in use")
-                for level in sorted(due)
-            ]
-            take = set()
-        elif not wait and "local" in due and not agreed.local_free:
-            why = "some rank is still writing the version before"
-            skipped = [(level, why) for level in sorted(due - {"memory"})]
-            take &= {"memory"}
+        busy = {level for level in {MEMORY, *due} if not agreed.levels[level].free}
+        wait = bool(busy) and self.config.when_busy == "wait"
+        held = _held(due, busy) if busy and not wait else {}
+        take = due - held.keys()
         if take:
-            self.last_memory = version
-            take.add("memory")
-        if "local" in take:
-            self.last_local = version
-        if "persistent" in take:
-            self.last_persistent = version
+            take.add(MEMORY)
+        self.last.update(dict.fromkeys(take, version))
         self.requested -= take
         again = self.skipping
-        fresh = tuple(s for s in skipped if s[0] not in again or self._one_more(s[0], version))
-        self.skipping = frozenset(level for level, _ in skipped)
-        return Decision(tuple(level for level in LEVELS if level in take), fresh, again, wait)
+        fresh = (level for level in held if level not in again or self._one_more(level, version))
+        skipped = tuple((level, held[level]) for level in fresh)
+        self.skipping = frozenset(held)
+        return Decision(tuple(level for level in INTERVALS if level in take), skipped, again, wait)
 
-    def _one_more(self, level: str, version: int) -> bool:
+    def _one_more(self, level: Level, version: int) -> bool:
         """A multiple of the interval lies between the boundary before and this one."""
         every = getattr(self.config, level).every_steps
         return every != AUTO and _crossed(self.seen, version, every)
+
+
+def _held(due: Collection[Level], busy: Collection[Level]) -> dict[Level, str]:
+    """The levels that cannot have a version that is due there, and why: one on its way is busy."""
+    ways = {level: (MEMORY, level.source, level) for level in INTERVALS if level in due}
+    causes = {level: [on for on in way if on in busy] for level, way in ways.items()}
+    return {level: on[0].facts.busy for level, on in causes.items() if on and on[0]}
 
 
 def _crossed(last: int, version: int, every: int) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from itertools import chain, compress
+from types import MappingProxyType
+from typing import NamedTuple
 
-from tierckpt.core.tuning.autotune import CostEstimate
+from tierckpt.core.tuning.autotune import Cost, CostEstimate
 
 from .halt_conditions import Reason
 from .ledger import DONE
+from .levels import LEDGERS, Facts, Level
 
 NO_METRIC = (1 << 63) - 1
 """As the bits of a float: not a number. No vote is larger, so rank 0's is the minimum of all."""
@@ -30,53 +34,61 @@ def of_vote(bits: int) -> float | None:
 
 
 VOID = -1
-"""What an adapter votes (see `Checkpointer.own_vote`) where there is no version of this boundary on
+"""An adapter's vote (see `Adapter.vote`) where there is no version of this boundary on
 its rank, hence on none: the next one is due in its place."""
 
 
-@dataclass(frozen=True)
-class Vote:
+class LevelVote(NamedTuple):
+    """One rank's vote about one level."""
+
+    state: int = DONE
+    """State of the oldest version whose fate on this level is not known everywhere yet. BROKEN is
+    less than PENDING, and that less than DONE, so the minimum is what all ranks can say."""
+    free: int = 1
+    """This rank's level can take another version; of memory: at the next boundary."""
+    time_left: int = 1
+    """0 when this rank's clock says that a time-based version is due."""
+    less_us: int = 0
+    """This and the next: `autotune.Cost` on this rank, negative, so that the minimum is the
+    largest cost."""
+    less_steps: int = 0
+
+
+def _fields_of(facts: Facts) -> tuple[bool, ...]:
+    """For each field of `LevelVote`, whether ranks vote on it; else it is the default."""
+    interval = facts.interval
+    timed, lasting = interval is not None, interval is not None and interval.lasting
+    return True, bool(facts.busy), timed, timed, lasting
+
+
+_SILENT = LevelVote()
+_CAST = [cast for level in LEDGERS for cast in _fields_of(level.facts)]
+_POSITIONS = [position for position, cast in enumerate(_CAST) if cast]
+_ROWS = [(level, n * len(_SILENT), (n + 1) * len(_SILENT)) for n, level in enumerate(LEDGERS)]
+
+
+class Vote(NamedTuple):
     """One rank's vector; also, after the reduction, what all agreed on. Minimum is `and`."""
 
-    slot_free: int = 1
-    """This rank will have a slot for another version at the next boundary."""
-    local_free: int = 1
-    """This rank's local level can take another version."""
-    memory_state: int = DONE
-    """State of the oldest version whose seal is not known everywhere yet."""
-    local_state: int = DONE
-    """State of the oldest version whose commit is not known everywhere yet."""
-    memory_time_left: int = 1
-    """0 when this rank's clock says that a time-based version is due."""
-    local_time_left: int = 1
+    levels: Mapping[Level, LevelVote] = MappingProxyType(dict.fromkeys(LEDGERS, _SILENT))
+    """The vote about each level, in the order of `LEDGERS`."""
     no_request: int = 1
     """0 when this rank's user asked for a checkpoint."""
-    persistent_time_left: int = 1
-    peer_state: int = DONE
-    """State of the oldest version whose protection by peers is not known everywhere yet."""
-    flush_state: int = DONE
-    """Of the oldest version that some node may still be flushing: DONE when this one is through
-    with it, whatever came of it."""
     less_bytes: int = 0
-    """Of the version that `local_state` is about: the size of this rank's shard, negative, so that
-    the minimum tells the largest."""
+    """Size of this rank's shard of the version that the local level's state is about, negative, so
+    that the minimum is the largest."""
     metric: int = NO_METRIC
-    """Of the same version: what rank 0's user measured, see `as_vote`; NO_METRIC from all
-    others, so that the minimum tells rank 0's."""
+    """Metric of the same version: what rank 0's user measured, see `as_vote`; NO_METRIC from all
+    others, so that the minimum is rank 0's."""
     halt: int = Reason.NONE
     """Why this rank wants the job to end early, a `Reason`: NONE is the largest. A wish to end is
     a request for a checkpoint, too."""
     unattended: int = 0
     """1 when this rank's script has evidently never asked whether the job is to end."""
     less_step_us: int = 0
-    """This and the next five: `autotune.CostEstimate` of this rank, negative as `less_bytes` is."""
-    less_memory_us: int = 0
-    less_local_us: int = 0
-    less_local_steps: int = 0
-    less_persistent_us: int = 0
-    less_persistent_steps: int = 0
+    """Duration of a step, of `autotune.CostEstimate`, negative as `less_bytes` is."""
     adapter: int = 0
-    """An adapter's own, see `Checkpointer.own_vote`."""
+    """The adapter's, see `Adapter.vote`."""
     no_close: int = 1
     """0 when this rank's user called `close()` where it could not be done."""
     check: int = 0
@@ -92,27 +104,13 @@ class Vote:
     def pack(self) -> list[int]:
         """As the vector to be reduced."""
         return [
-            self.slot_free,
-            self.local_free,
-            # BROKEN must win over PENDING, PENDING over DONE: -1 < 0 < 1 does just that.
-            self.memory_state,
-            self.local_state,
-            self.memory_time_left,
-            self.local_time_left,
+            *compress(chain.from_iterable(self.levels.values()), _CAST),
             self.no_request,
-            self.persistent_time_left,
-            self.peer_state,
-            self.flush_state,
             self.less_bytes,
             self.metric,
             int(self.halt),
             self.unattended,
             self.less_step_us,
-            self.less_memory_us,
-            self.less_local_us,
-            self.less_local_steps,
-            self.less_persistent_us,
-            self.less_persistent_steps,
             self.adapter,
             self.no_close,
             self.check,
@@ -125,7 +123,11 @@ class Vote:
     @staticmethod
     def unpack(values: list[int]) -> Vote:
         """The inverse of `pack`."""
-        return Vote(*values)
+        told = [*_SILENT] * len(LEDGERS)
+        for position, value in zip(_POSITIONS, values, strict=False):
+            told[position] = value
+        levels = {level: LevelVote(*told[begin:end]) for level, begin, end in _ROWS}
+        return Vote(levels, *values[len(_POSITIONS) :])
 
     @property
     def apart(self) -> bool:
@@ -135,17 +137,11 @@ class Vote:
     @property
     def figures(self) -> CostEstimate:
         """The largest of all ranks, each."""
-        return CostEstimate(
-            -self.less_step_us,
-            -self.less_memory_us,
-            -self.less_local_us,
-            -self.less_local_steps,
-            -self.less_persistent_us,
-            -self.less_persistent_steps,
-        )
+        costs = {level: Cost(-v.less_us, -v.less_steps) for level, v in self.levels.items()}
+        return CostEstimate(-self.less_step_us, costs)
 
 
 VOTE_WIDTH = len(Vote().pack())
 
 
-__all__ = ["NO_METRIC", "VOID", "VOTE_WIDTH", "Vote", "as_vote", "of_vote"]
+__all__ = ["NO_METRIC", "VOID", "VOTE_WIDTH", "LevelVote", "Vote", "as_vote", "of_vote"]

@@ -1,15 +1,16 @@
-"""Parity manifest: what a parity file says of itself."""
+"""The manifest of a parity file."""
 
 from __future__ import annotations
 
 import base64
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from tierckpt.errors import FormatError
-from tierckpt.format.ids import Lineage, ParityKey, VersionId
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import ParityKey
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest
 from tierckpt.format.verify import parity_blocks
 from tierckpt.format.version_records import seal, unseal
@@ -19,16 +20,12 @@ from .codes import Code, Stripes
 
 @dataclass(frozen=True)
 class ParityManifest:
-    """What is known of one parity file."""
+    """Facts about one parity file."""
 
-    job: str
-    run_id: str
-    version: int
-    generation: int
+    facts: VersionFacts
+    """Those in the manifest of the shard that it lies beside."""
     shard: int
-    """Number of the shard that it lies beside."""
-    shards: int
-    lineage: Lineage
+    """Number of the shard of the member that stores the parity."""
     k: int
     m: int
     group: tuple[int, ...]
@@ -36,24 +33,19 @@ class ParityManifest:
     segment_bytes: int
     image_bytes: int
     digests: bytes
-    """xxh3_64 of every block of BLOCK_BYTES, the last being what is left."""
+    """xxh3_64 of every block of BLOCK_BYTES; the last block may be shorter."""
     members: tuple[str, ...]
     """The encoded manifest of each member's shard, in the order of the ring."""
     created_seconds: float
 
     @staticmethod
     def of(shards: Sequence[Manifest], code: Code, member: int, digests: bytes) -> ParityManifest:
-        """The manifest of what `member` stores; `shards` are the members', on the ring."""
+        """Manifest of the parity that `member` stores; `shards` are the members', on the ring."""
         own = shards[member]
         stripes = Stripes(code, tuple(shard.image_bytes for shard in shards))
         return ParityManifest(
-            own.job,
-            own.run_id,
-            own.version,
-            own.generation,
+            own.facts,
             own.shard,
-            own.shards,
-            own.lineage,
             code.k,
             code.m,
             tuple(shard.shard for shard in shards),
@@ -66,17 +58,17 @@ class ParityManifest:
 
     @property
     def key(self) -> ParityKey:
-        """The parity's name."""
-        return ParityKey(VersionId(self.generation, self.version), self.shard, self.shards)
+        """Name of the parity."""
+        return ParityKey(self.facts.id, self.shard, self.facts.shards)
 
     @property
     def member(self) -> int:
-        """Where on the ring it lies."""
+        """The member, on the ring, that stores the parity."""
         return self.group.index(self.shard)
 
     @cached_property
     def manifests(self) -> tuple[Manifest, ...]:
-        """The members' shards, on the ring."""
+        """Manifests of the members' shards, on the ring."""
         return tuple(Manifest.decode(text.encode()) for text in self.members)
 
     @cached_property
@@ -86,20 +78,22 @@ class ParityManifest:
         return Stripes(code, tuple(shard.image_bytes for shard in self.manifests))
 
     def encode(self) -> bytes:
-        """A line of JSON, and a line with its xxh3_128."""
-        return seal("parity", {**asdict(self), "digests": base64.b64encode(self.digests).decode()})
+        """Encode as a line of JSON, and a line with its xxh3_128."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "facts"}
+        digests = base64.b64encode(self.digests).decode()
+        return seal("parity", {**self.facts.to_json(), **own, "digests": digests})
 
     @staticmethod
     def decode(data: bytes) -> ParityManifest:
         """The inverse of `encode`.
 
-        Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when
-        they are intact but not ours, of a newer major version, or at odds with themselves.
+        Raises CorruptShardError when the bytes do not match their own checksum, FormatError when
+        they are intact but no parity manifest, of a newer major version, or contradictory.
         """
         values = unseal("parity", data)
         try:
             values["digests"] = base64.b64decode(values["digests"])
-            values["lineage"] = tuple((int(g), int(v)) for g, v in values["lineage"])
+            values["facts"] = VersionFacts.from_json(values)
             values["group"], values["members"] = tuple(values["group"]), tuple(values["members"])
             made = ParityManifest(**{f.name: values[f.name] for f in fields(ParityManifest)})
             made._check()
@@ -109,9 +103,9 @@ class ParityManifest:
 
     def _check(self) -> None:
         for number, shard in zip(self.group, self.manifests, strict=True):
-            theirs = (shard.shard, shard.run_id, shard.id, shard.shards)
-            if theirs != (number, self.run_id, self.key.id, self.shards):
-                raise ValueError(f"{shard.key} of run {shard.run_id} is no member of {self.key}")
+            if (shard.shard, shard.facts.name) != (number, self.facts.name):
+                run_id = shard.facts.run_id
+                raise ValueError(f"{shard.key} of run {run_id} is no member of {self.key}")
         found = (self.segment_bytes, self.image_bytes, len(self.digests))
         length = self.stripes.parity_bytes
         blocks = DIGEST_BYTES * len(parity_blocks(length))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -51,6 +52,18 @@ class TensorSpec:
         return self.numel * self.itemsize_bytes
 
 
+class Placement(IntEnum):
+    """Which ranks have which elements of a tensor; its number is in the headers of shards."""
+
+    REPLICATED = 0
+    """All ranks have the same: each stores its stripe, copied any time before the next step."""
+    PER_RANK = 1
+    """Every rank has elements of its own, and stores them all, copied at the boundary."""
+
+
+REPLICATED, PER_RANK = Placement
+
+
 @dataclass(frozen=True)
 class Piece:
     """Elements `[start, stop)` of `spec`, at byte `offset` of the shard's data section."""
@@ -59,8 +72,8 @@ class Piece:
     start: int
     stop: int
     offset: int
-    own: bool
-    """True for per-rank state, which is copied at the boundary; False for striped state."""
+    placement: Placement
+    """Of the tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +96,8 @@ class Block:
     offset: int
     nbytes: int
     parts: tuple[tuple[int, int, int], ...]
-    own: bool
+    placement: Placement
+    """Of all its parts."""
 
 
 @dataclass(frozen=True)
@@ -136,30 +150,30 @@ def plan_layout(
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not in a job of {ranks} rank(s)")
-    chosen: list[tuple[TensorSpec, int, int, bool]] = []
+    chosen: list[tuple[TensorSpec, int, int, Placement]] = []
     for spec, bounds in zip(striped, stripe_bounds(striped, ranks), strict=True):
         start, stop = (int(b) for b in bounds[rank])
         # An empty tensor still has to be somewhere: with the rank that owns its (empty) tail.
         if stop > start or (spec.numel == 0 and rank == 0):
-            chosen.append((spec, start, stop, False))
-    chosen += [(spec, 0, spec.numel, True) for spec in own]
+            chosen.append((spec, start, stop, REPLICATED))
+    chosen += [(spec, 0, spec.numel, PER_RANK) for spec in own]
 
-    def order(item: tuple[TensorSpec, int, int, bool]) -> tuple[int, bool, str, bool]:
-        spec, start, stop, is_own = item
+    def order(item: tuple[TensorSpec, int, int, Placement]) -> tuple[int, int, str, bool]:
+        spec, start, stop, placement = item
         small = (stop - start) * spec.itemsize_bytes < BLOCK_BYTES // 2
-        return (-spec.itemsize_bytes, is_own, spec.device, small)
+        return (-spec.itemsize_bytes, placement, spec.device, small)
 
     pieces: list[Piece] = []
     offset = 0
-    for spec, start, stop, is_own in sorted(chosen, key=order):
-        pieces.append(Piece(spec, start, stop, offset, is_own))
+    for spec, start, stop, placement in sorted(chosen, key=order):
+        pieces.append(Piece(spec, start, stop, offset, placement))
         offset += pieces[-1].nbytes
     return Layout(rank, ranks, tuple(pieces), tuple(_cut_blocks(pieces)), offset)
 
 
 def _apart(one: Piece, other: Piece) -> bool:
     """True when two pieces cannot share a block: copied at other times, or from other devices."""
-    return one.own != other.own or one.spec.device != other.spec.device
+    return one.placement != other.placement or one.spec.device != other.spec.device
 
 
 def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
@@ -167,13 +181,13 @@ def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
     pack: list[tuple[int, int, int]] = []
     pack_start = pack_bytes = 0
 
-    def packed(own: bool) -> Block:
-        return Block(pack_start, pack_bytes, tuple(pack), own)
+    def packed(placement: Placement) -> Block:
+        return Block(pack_start, pack_bytes, tuple(pack), placement)
 
     for index, piece in enumerate(pieces):
         size = piece.nbytes
         if pack and (pack_bytes + size > BLOCK_BYTES or _apart(pieces[index - 1], piece)):
-            yield packed(pieces[index - 1].own)
+            yield packed(pieces[index - 1].placement)
             pack = []
         if size < BLOCK_BYTES // 2:
             if not pack:
@@ -182,7 +196,7 @@ def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
             pack_bytes += size
             continue
         if pack:
-            yield packed(piece.own)
+            yield packed(piece.placement)
             pack = []
         step = BLOCK_BYTES // piece.spec.itemsize_bytes
         count = piece.stop - piece.start
@@ -192,7 +206,7 @@ def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
                 piece.offset + low * piece.spec.itemsize_bytes,
                 (high - low) * piece.spec.itemsize_bytes,
                 ((index, low, high),),
-                piece.own,
+                piece.placement,
             )
     if pack:
-        yield packed(pieces[-1].own)
+        yield packed(pieces[-1].placement)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import xxhash
 
@@ -16,29 +16,18 @@ from tierckpt.errors import FormatError
 
 from . import checksummed_json
 from .encoding import Encoding
-from .ids import Lineage, ShardKey, VersionId
+from .facts import VersionFacts
+from .ids import ShardKey, VersionId
 
 DIGEST_BYTES = 8
-ITERATION_COUNTS = ("calls", "steps")
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What is known of one shard of one version."""
 
-    job: str
-    version: int
-    """Completed optimizer steps."""
-    generation: int
-    run_id: str
-    """Random name of the job's run, the same on all ranks: generations alone can meet again when
-    lives did not see each other's nodes."""
-    lineage: Lineage
-    """This generation and its ancestors, and the versions they started from."""
-    iteration: int
-    """The number that `restore()` returns; `iteration_counts` says of what."""
+    facts: VersionFacts
     shard: int
-    shards: int
     image_bytes: int
     header_bytes: int
     rank_state_bytes: int
@@ -47,16 +36,6 @@ class Manifest:
     """xxh3_64 of the header, then of every block: DIGEST_BYTES each, little endian."""
     created_seconds: float
     """Unix time of the seal."""
-    metric: float | None = None
-    """What the user measured at the boundary, a number; in the manifest of shard 0 only."""
-    complete: VersionId | None = None
-    """The newest version that was known to be on all ranks' disks when this one was taken."""
-    iteration_counts: str = "calls"
-    """`calls` of `step()` by the user's loop, or optimizer `steps`, where the loop calls no
-    boundaries."""
-    suspect: str = ""
-    """Ranks were known to differ in what all should have alike when this version was taken: in
-    what, in words."""
     encoding: Encoding | None = None
     """Set when codecs have changed the shard. Then `image_bytes` and `digests` are of what is
     stored, the other lengths are 0, and the manifest that it was sealed with is in there."""
@@ -64,12 +43,12 @@ class Manifest:
     @property
     def id(self) -> VersionId:
         """Generation and version."""
-        return VersionId(self.generation, self.version)
+        return self.facts.id
 
     @property
     def key(self) -> ShardKey:
         """The shard's name."""
-        return ShardKey(self.id, self.shard, self.shards)
+        return self.facts.key(self.shard)
 
     @property
     def data_blocks(self) -> int:
@@ -78,24 +57,19 @@ class Manifest:
 
     def encode(self) -> bytes:
         """A line of JSON, and a line with its xxh3_128."""
-        fields_ = {f.name: getattr(self, f.name) for f in fields(self)}
-        if self.metric is None:
-            del fields_["metric"]
-        if not self.suspect:
-            del fields_["suspect"]
-        if self.complete is None:
-            del fields_["complete"]
-        else:
-            fields_["complete"] = (self.complete.generation, self.complete.version)
-        if self.encoding is None:
-            del fields_["encoding"]
-        else:
-            fields_["encoding"] = self.encoding.as_json()
-        fields_["digests"] = base64.b64encode(self.digests).decode()
-        head = checksummed_json.head_of("manifest")
-        return checksummed_json.with_check(
-            json.dumps({**head, **fields_}, separators=(",", ":")).encode()
-        )
+        values = {
+            **checksummed_json.head_of("manifest"),
+            **self.facts.to_json(),
+            "shard": self.shard,
+            "image_bytes": self.image_bytes,
+            "header_bytes": self.header_bytes,
+            "rank_state_bytes": self.rank_state_bytes,
+            "digests": base64.b64encode(self.digests).decode(),
+            "created_seconds": self.created_seconds,
+        }
+        if self.encoding is not None:
+            values["encoding"] = self.encoding.as_json()
+        return checksummed_json.with_check(json.dumps(values, separators=(",", ":")).encode())
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
@@ -108,18 +82,17 @@ class Manifest:
         try:
             values = json.loads(text)
             checksummed_json.check_head(values, "manifest", "manifest")
-            values["digests"] = base64.b64decode(values["digests"])
-            values["lineage"] = tuple((int(g), int(v)) for g, v in values["lineage"])
-            encoding = values.pop("encoding", None)
-            values["encoding"] = None if encoding is None else Encoding.of_json(encoding)
-            metric = values.pop("metric", None)
-            values["metric"] = None if metric is None else float(metric)
-            if values["iteration_counts"] not in ITERATION_COUNTS:
-                raise ValueError(f"iteration_counts is {values['iteration_counts']!r}")
-            values["suspect"] = str(values.get("suspect", ""))
-            complete = values.pop("complete", None)
-            values["complete"] = None if complete is None else VersionId(*map(int, complete))
-            return Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
+            encoding = values.get("encoding")
+            return Manifest(
+                facts=VersionFacts.from_json(values),
+                shard=values["shard"],
+                image_bytes=values["image_bytes"],
+                header_bytes=values["header_bytes"],
+                rank_state_bytes=values["rank_state_bytes"],
+                digests=base64.b64decode(values["digests"]),
+                created_seconds=values["created_seconds"],
+                encoding=None if encoding is None else Encoding.of_json(encoding),
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"not a manifest: {error!r}") from error
 

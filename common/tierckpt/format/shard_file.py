@@ -17,7 +17,7 @@ from tierckpt.errors import FormatError
 
 from .encoding import runs, unrun
 from .ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
-from .layout import BLOCK_BYTES, Layout, Piece, TensorSpec
+from .layout import BLOCK_BYTES, Layout, Piece, Placement, TensorSpec
 
 RANK_STATE = "rank_state"
 """Name of the entry that holds the rank's own small state, an encoded tree (see `tree`)."""
@@ -148,12 +148,12 @@ def _encode_piece(piece: Piece) -> list[object]:
         piece.start,
         piece.stop,
         piece.offset,
-        int(piece.own),
+        int(piece.placement),
     ]
 
 
 def _decode_piece(row: list[object]) -> Piece:
-    name, dtype, shape, stride, itemsize, device, start, stop, offset, own = row
+    name, dtype, shape, stride, itemsize, device, start, stop, offset, placement = row
     spec = TensorSpec(
         name=str(name),
         dtype=str(dtype),
@@ -162,4 +162,5 @@ def _decode_piece(row: list[object]) -> Piece:
         itemsize_bytes=int(itemsize),  # type: ignore[call-overload]
         device=str(device),
     )
-    return Piece(spec, int(start), int(stop), int(offset), bool(own))  # type: ignore[call-overload]
+    bounds = (int(start), int(stop), int(offset))  # type: ignore[call-overload]
+    return Piece(spec, *bounds, Placement(int(placement)))  # type: ignore[call-overload]

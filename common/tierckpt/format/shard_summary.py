@@ -11,11 +11,12 @@ Pure.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from .layout import TensorSpec
+from .layout import PER_RANK, REPLICATED, Piece, TensorSpec
 from .shard_file import ShardHeader
 
 
@@ -36,7 +37,7 @@ class ShardSummary:
     @staticmethod
     def of(shard: int, header: ShardHeader) -> ShardSummary:
         """What is told of a shard."""
-        striped = [piece for piece in header.pieces if not piece.own]
+        striped = list(_replicated(header))
         return ShardSummary(
             header.header_bytes,
             header.data_bytes,
@@ -64,7 +65,9 @@ class RankState:
     @staticmethod
     def of(manifest: bytes, tree: bytes, header: ShardHeader) -> RankState:
         """Of the shard with that header."""
-        return RankState(manifest, tree, tuple(p.spec for p in header.pieces if p.own))
+        return RankState(
+            manifest, tree, tuple(p.spec for p in header.pieces if p.placement is PER_RANK)
+        )
 
 
 @dataclass
@@ -105,10 +108,14 @@ class VersionSummary:
         return there == sum(s.numel * _weight(name) for name, s in self.specs.items())
 
 
+def _replicated(header: ShardHeader) -> Iterator[Piece]:
+    return (piece for piece in header.pieces if piece.placement is REPLICATED)
+
+
 def counts(headers: Iterable[ShardHeader]) -> dict[str, int]:
     """Elements of each striped tensor in these shards."""
     found: dict[str, int] = {}
-    for piece in (piece for header in headers for piece in header.pieces if not piece.own):
+    for piece in chain.from_iterable(map(_replicated, headers)):
         found[piece.spec.name] = found.get(piece.spec.name, 0) + piece.stop - piece.start
     return found
 

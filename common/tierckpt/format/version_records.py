@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -18,7 +17,7 @@ import xxhash
 from tierckpt.errors import FormatError
 
 from . import checksummed_json
-from .ids import Lineage, VersionId
+from .facts import VersionFacts
 from .version_names import VersionName
 
 
@@ -98,26 +97,12 @@ def decode_shards(kind: str, data: bytes) -> dict[int, ShardRecord]:
 
 
 @dataclass(frozen=True)
-class VersionFacts:
-    """What is known of a version before a byte is written: the same on every writer."""
-
-    job: str
-    lineage: Lineage
-    """The version's generation and its ancestors; see `ids.Lineage`."""
-    iteration: int
-    """Calls of `step()` by the user's loop."""
-    largest_bytes: int
-    """Length of the version's longest shard. The ranks agree on it (a maximum over all ranks)."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the user measured at the boundary, for keep-best. Not numbers: left out."""
-
-
-@dataclass(frozen=True)
 class VersionManifest:
     """The record, written last, that makes a version exist."""
 
-    name: VersionName
     facts: VersionFacts
+    largest_bytes: int
+    """Length of the version's longest shard. The ranks agree on it (a maximum over all ranks)."""
     per_group: int
     groups: tuple[tuple[str, str], ...]
     """File name of every group's record and its fingerprint, by number."""
@@ -126,45 +111,32 @@ class VersionManifest:
     bases: tuple[VersionName, ...] = ()
     """Versions that some shard refers to, in order."""
 
+    @property
+    def name(self) -> VersionName:
+        """The version's name."""
+        return self.facts.name
+
     def encode(self) -> bytes:
         """As the file's content."""
-        id_, facts = self.name.id, self.facts
-        metrics = {k: v for k, v in facts.metrics.items() if math.isfinite(v)}
-        return seal(
-            "version",
-            {
-                "version": id_.version,
-                "generation": id_.generation,
-                "shards": self.name.shards,
-                "run_id": self.name.run_id,
-                "job": facts.job,
-                "lineage": facts.lineage,
-                "iteration": facts.iteration,
-                "largest_bytes": facts.largest_bytes,
-                "metrics": metrics,
-                "shards_per_group": self.per_group,
-                "groups": self.groups,
-                "total_bytes": self.nbytes,
-                **({"bases": [name.stem for name in self.bases]} if self.bases else {}),
-            },
-        )
+        values = {
+            **self.facts.to_json(),
+            "largest_bytes": self.largest_bytes,
+            "shards_per_group": self.per_group,
+            "groups": self.groups,
+            "total_bytes": self.nbytes,
+        }
+        if self.bases:
+            values["bases"] = [name.stem for name in self.bases]
+        return seal("version", values)
 
     @staticmethod
     def decode(data: bytes) -> VersionManifest:
         """The inverse of `encode`. Raises as `unseal`."""
         values = unseal("version", data)
         try:
-            id_ = VersionId(int(values["generation"]), int(values["version"]))
-            facts = VersionFacts(
-                job=str(values["job"]),
-                lineage=tuple((int(g), int(v)) for g, v in values["lineage"]),
-                iteration=int(values["iteration"]),
-                largest_bytes=int(values["largest_bytes"]),
-                metrics={str(k): float(v) for k, v in values["metrics"].items()},
-            )
             return VersionManifest(
-                name=VersionName(id_, int(values["shards"]), str(values["run_id"])),
-                facts=facts,
+                facts=VersionFacts.from_json(values),
+                largest_bytes=int(values["largest_bytes"]),
                 per_group=int(values["shards_per_group"]),
                 groups=tuple((str(n), str(f)) for n, f in values["groups"]),
                 nbytes=int(values["total_bytes"]),

@@ -1,4 +1,4 @@
-"""Every byte of what a survey found, compared with its checksum: `tierckpt verify`."""
+"""Verification of every byte that a survey found against its checksum: `tierckpt verify`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tierckpt.restore.shard_image import LOST, ShardImage, in_memory
 from tierckpt.restore.shard_reader import READERS, FaultScope, Reads
 from tierckpt.storage.files.mapped_file import MappedFile
 from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.persistent import VersionName
 
 from .catalog import manifest_at
 from .survey import Copy, Survey
@@ -28,21 +27,21 @@ from .survey import Copy, Survey
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one copy of a shard, or of parity."""
+    """The result for one copy of a shard, or of parity."""
 
     copy: Copy
     nbytes: int
     why: str
-    """What is wrong with it; empty: nothing."""
+    """The damage; empty: none."""
     unchecked: str = ""
-    """Why its content could not be looked at: a key or a module is missing here. What is stored is
-    sound all the same, unless `why` says otherwise."""
+    """The reason why the content was not checked: a key or a module is missing here. The stored
+    bytes are sound, unless `why` is set."""
     unread: bool = False
-    """`why` is about the way to it (no right, no network): its bytes may well be sound."""
+    """True if `why` is about access (permission, network): the bytes may be sound."""
 
     @staticmethod
     def of_error(copy: Copy, error: Exception) -> Verdict:
-        """On a copy that raised it."""
+        """The result for a copy that raised this error."""
         return Verdict(
             copy, 0, str(error), unread=FaultScope.of(copy.place, error) is not FaultScope.COPY
         )
@@ -64,7 +63,7 @@ def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Pr
     reads = Reads(pool, images, progress.advance, there.open_far, make_room=in_memory)
     source = Source(copy.key.shard, copy.place, reader=0, direct=False)
     try:
-        reads.open(copy.key.id, copy.key.shards, copy.run_id, [source])
+        reads.open(copy.key.id, copy.key.shards, copy.facts.run_id, [source])
         failures = reads.finish()
         nbytes = sum(len(image.view) for image in images.values())
     finally:
@@ -80,12 +79,12 @@ def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Pr
 
 
 def _as_stored(copy: Found, there: Survey, unchecked: str) -> Verdict:
-    """By the digests of what is stored, for which it need not be decoded."""
+    """Check the stored bytes by their own digests, without decoding."""
     key, place = copy.key, copy.place
     try:
         if place.level == "persistent":
             with closing(there.open_far(place)) as far:
-                shard = far.open_shard(VersionName(key.id, key.shards, copy.run_id), key.shard)
+                shard = far.open_shard(copy.facts.name, key.shard)
                 nbytes = check_stored(Manifest.decode(shard.manifest), shard.read)
         else:
             store = LocalStore(place.where)
@@ -109,8 +108,7 @@ def _of_parity(copy: FoundParity, progress: Progress) -> Verdict:
 
 
 def is_there(copy: Copy, there: Survey) -> bool:
-    """Whether it still is, as far as can be seen: a job that goes on retires what it no longer
-    needs."""
+    """Whether the copy still exists, as far as visible: a running job retires old versions."""
     key, place = copy.key, copy.place
     with suppress(*LOST):
         if isinstance(copy, FoundParity):
@@ -118,5 +116,5 @@ def is_there(copy: Copy, there: Survey) -> bool:
         if place.level != "persistent":
             return manifest_at(key, place) is not None
         with closing(there.open_far(place)) as store:
-            return store.exists(VersionName(key.id, key.shards, copy.run_id))
+            return store.exists(copy.facts.name)
     return True

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tierckpt.errors import StateTornError
-from tierckpt.format.layout import Piece, TensorSpec
+from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.state import tree_codec
-from tierckpt.state.custom_values import strangers
+from tierckpt.state.custom_values import foreign_values
 from tierckpt.state.extras import PLAIN_VALUES, PlainValues, load_extra
 from tierckpt.state.modules.changing_buffers import ChangedBuffers
 from tierckpt.state.modules.custom_states import MODULE_STATES
@@ -34,10 +33,14 @@ class Loader:
         size: int,
         new: TensorPreallocator,
         strict: bool = True,
-        began: Mapping[str, Any] | None = None,
     ) -> None:
-        """`strict`: what modules do not take back is an error. `began`: see `ChangedBuffers`."""
+        """`strict`: what modules do not take back is an error. Raises what decoding this rank's
+        small state raises."""
         self.strict = strict
+        self.manifest = Manifest.decode(contents.own.manifest)
+        """This rank's."""
+        self.saved: dict[str, Any] = tree_codec.decode(contents.own.tree)
+        """This rank's small state."""
         self.state = state
         self._new = new
         self.rank, self.size = rank, size
@@ -46,7 +49,6 @@ class Loader:
         self.specs = contents.specs
         self.own_specs = {spec.name: spec for spec in contents.own.specs}
         self._missing = contents.missing
-        self._iteration = Manifest.decode(contents.own.manifest).iteration
         self._filler = PieceWriter(self._place_of)
         self._shard_of: dict[str, int] = {}
         """From which shard comes what was every rank's own."""
@@ -58,7 +60,7 @@ class Loader:
             state.model,
             state.first_buffers,
             {n.removeprefix("buffer/"): s for n, s in self.own_specs.items() if is_buffer(n)},
-            began or {},
+            self.saved.get("began", {}),
         )
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -94,7 +96,7 @@ class Loader:
                 found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
         found += self._optimizer_differences()
         self._differs = bool(found)
-        return found
+        return found + self._extra_differences()
 
     def _optimizer_differences(self) -> list[str]:
         found = []
@@ -122,13 +124,14 @@ class Loader:
                     )
         return found
 
-    def extra_differences(self, saved: Mapping[str, Any]) -> list[str]:
+    def _extra_differences(self) -> list[str]:
         """The same for the user's objects. Plain values may be on one side only: else what an
         elastic job wrote would not restore in another one, nor the other way round."""
+        saved = self.saved
         have, want = set(saved["extra"]), set(self.state.extra)
         if MODULE_STATES not in want:
             have.discard(MODULE_STATES)
-        if self._told_of_values(saved):
+        if self._told_of_values():
             have, want = have - {PLAIN_VALUES}, want - {PLAIN_VALUES}
         have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
         found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
@@ -137,23 +140,23 @@ class Loader:
         every = {k: saved[k] for k in parts if k in saved}
         found += [
             f"{path} is a {kind.replace(':', '.')}, and that class is not imported here"
-            for path, kind in strangers(every)
+            for path, kind in foreign_values(every)
         ]
         return found + self.state.module_states.differences(saved["extra"].get(MODULE_STATES))
 
-    def _told_of_values(self, saved: Mapping[str, Any]) -> bool:
+    def _told_of_values(self) -> bool:
         """False where what has the name of the plain values is something else, on either side."""
         live = self.state.extra.get(PLAIN_VALUES)
-        told = saved["extra"].get(PLAIN_VALUES)
+        told = self.saved["extra"].get(PLAIN_VALUES)
         return isinstance(live, PlainValues | None) and isinstance(told, dict | None)
 
-    def _left_values(self, saved: Mapping[str, Any]) -> list[str]:
+    def _left_values(self) -> list[str]:
         """Which plain values are on one side only. They are alike on all ranks: rank 0 says it."""
-        if self.rank or not self._told_of_values(saved):
+        if self.rank or not self._told_of_values():
             return []
-        live, told = self.state.extra.get(PLAIN_VALUES), saved["extra"].get(PLAIN_VALUES)
+        live, told = self.state.extra.get(PLAIN_VALUES), self.saved["extra"].get(PLAIN_VALUES)
         given, had = live.names if live else (), told or {}
-        it = f"the checkpoint, of iteration {self._iteration},"
+        it = f"the checkpoint, of iteration {self.manifest.facts.iteration},"
         found = []
         if kept := ", ".join(name for name in given if name not in had):
             why = "was not written by an elastic job" if told is None else "was made without them"
@@ -187,11 +190,10 @@ class Loader:
         """What ranks had each of their own is to come from this rank's own shard, but for
         parameters (and their state) that ranks have alike now: who differed then must not begin
         like that. The first change: of what the live state counts as alike."""
-        own, assumed = {parameter_of(name) for name in self.own_specs}, self.state.assumed_alike
-        params = [p for p in self.state.walk().params if id(p) in assumed]
-        self.state.keep_apart(p for p in params if self.state.name_of(p) in own)
-        walk = self.state.walk()
-        alike = {self.state.name_of(p) for p in walk.params if id(p) not in walk.own_params}
+        own, placements = {parameter_of(name) for name in self.own_specs}, self.state.placements
+        assumed = placements.assumed_replicated(self.state.walk().params)
+        placements.keep_apart(p for p in assumed if self.state.name_of(p) in own)
+        alike = {self.state.name_of(p) for p in self.state.walk().replicated_params}
         mine = self.rank % self.shards
         self._shard_of = {
             name: 0 if parameter_of(name) in alike else mine for name in self.own_specs
@@ -228,14 +230,15 @@ class Loader:
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
         name = piece.spec.name
         target = self._targets.get(name)
-        if target is None or (piece.own and shard != self._shard_of[name]):
+        if target is None or (piece.placement is PER_RANK and shard != self._shard_of[name]):
             return None
-        if piece.own:
+        if piece.placement is PER_RANK:
             self._own[name] = None
         return None if self._new.has(shard, piece) else target
 
-    def finish(self, saved: dict[str, Any]) -> None:
+    def finish(self) -> None:
         """Buffers that are others now, optimizer structure, options, the user's objects."""
+        saved = self.saved
         for temp, live in self._reordered:
             live.copy_(temp)
         taken = {f"buffer/{name}": name for name in self._changed.taken}
@@ -244,10 +247,10 @@ class Loader:
         for label, optimizer in self.state.optimizers.items():
             if label not in self.structure:
                 continue
-            if other := self._of_another_kind(label, optimizer, saved):
+            if other := self._of_another_kind(label, optimizer):
                 self.notices.append(other)
             else:
-                values[label] = self._values_of(label, saved)
+                values[label] = self._values_of(label)
         putback = OptimizerRestore(self.state, saved, values, whole=not self._differs)
         putback.put()
         self.notices += putback.notices
@@ -257,7 +260,7 @@ class Loader:
                 if name in told:
                     _give(obj, told[name], f"{which}[{name!r}]")
         self._finish_modules(saved["extra"].get(MODULE_STATES))
-        self.notices += self._left_values(saved)
+        self.notices += self._left_values()
         if self.shards != self.size and saved["extra_per_rank"]:
             names = ", ".join(sorted(saved["extra_per_rank"]))
             self.notices.append(
@@ -271,13 +274,11 @@ class Loader:
             raise StateTornError("; ".join([*wrong, *repeated_errors]))
         self.notices += [f"accepted (strict=False): {text}" for text in wrong] + repeated_errors
 
-    def _of_another_kind(
-        self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
-    ) -> str:
+    def _of_another_kind(self, label: str, optimizer: torch.optim.Optimizer) -> str:
         """Where it could not step with what is stored, why that is left out; else empty. (Adam's
         state is good for AdamW, which has the same options.)"""
         was, now = self.structure[label]["class"], optimizer_class(optimizer)
-        theirs = {name for options in saved["groups"][label] for name in options}
+        theirs = {name for options in self.saved["groups"][label] for name in options}
         ours = {name for group in optimizer.param_groups for name in group}
         if was == now or theirs == ours - {"params", "param_names"}:
             return ""
@@ -286,7 +287,7 @@ class Loader:
             "were left out"
         )
 
-    def _values_of(self, label: str, saved: dict[str, Any]) -> Values:
+    def _values_of(self, label: str) -> Values:
         wanted: Values = {}
         live_of = {id(temp): live for temp, live in self._reordered}
         for name in (*self.specs, *self._own):
@@ -294,7 +295,7 @@ class Loader:
                 path, key = path_of(name)
                 target = self._targets[name]
                 wanted.setdefault(path, {})[key] = live_of.get(id(target), target)
-        for full, values in saved["odd"].items():
+        for full, values in self.saved["odd"].items():
             path = full.split("/", 1)[1]
             if full.startswith(f"{label}/") and self._param_fits(path):
                 found = wanted.setdefault(path, {})

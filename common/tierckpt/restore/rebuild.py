@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future, wait
 
 from tierckpt.core.restore_plan import ParitySource, Rebuild, RestorePlan
 from tierckpt.erasure.parity_manifest import ParityManifest
-from tierckpt.errors import CorruptShardError
+from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format.ids import ParityKey
 from tierckpt.peer.parity_file import Read, check_parity
 from tierckpt.peer.rebuild import Rebuilding
@@ -95,9 +95,9 @@ class Parities:
 
     def make_room(
         self, records: Mapping[ParityKey, bytes], images: Mapping[int, ShardImage]
-    ) -> str:
-        """Take the memory for what this rank makes, before any rank waits for another; returns why
-        there is none, in words. `images`: of what this rank has read, by shard."""
+    ) -> None:
+        """Take the memory for what this rank makes, before any rank waits for another. `images`: of
+        what this rank has read, by shard. Raises RestoreError where there is none."""
         for each in self._plan.rebuilds:
             record = ParityManifest.decode(records[each.parities[0].key])
             views: dict[int, memoryview] = {}
@@ -109,12 +109,13 @@ class Parities:
                 try:
                     self._room[shard] = in_memory(manifest)
                 except (OSError, MemoryError) as error:
-                    return f"no memory for shard {shard} ({manifest.image_bytes} bytes): {error}"
+                    raise RestoreError(
+                        f"no memory for shard {shard} ({manifest.image_bytes} bytes): {error}"
+                    ) from error
                 views[member] = self._room[shard].view
             left = [member for member, shard in enumerate(each.group) if shard not in each.lost]
             made = Rebuilding(record, left, [s.member for s in each.parities], views)
             self._begun.append((each, made, self._shards(each, images), self._parities(each)))
-        return ""
 
     def rebuild(self, images: dict[int, ShardImage], trouble: list[str]) -> list[Failure]:
         """Make this rank's part of what is lost, into `images`. Collective; after `make_room`.

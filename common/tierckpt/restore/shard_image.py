@@ -1,6 +1,6 @@
 """A stored shard's bytes, wherever they are: mapped from a slot or a file, or fetched.
 
-Nothing here is checked but that the manifest is the right one; `reading` checks the bytes.
+Nothing here is checked but that the manifest is the right one; `shard_reader` checks the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tierckpt.codecs.codec import CodecError
 from tierckpt.codecs.decoder import Decoder, Read
-from tierckpt.core.copies import FAR, Location
+from tierckpt.core.copies import Location
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ParityKey, ShardKey
@@ -138,7 +138,7 @@ def open_image(
     Raises what is in LOST.
     """
     make_room = make_room or in_memory
-    if place.level in FAR:
+    if place.is_far:
         return _fetch(key, place, run_id, open_store, make_room)
     if place.level == "memory":
         slot = Slot.open(Path(place.where))
@@ -293,7 +293,7 @@ def open_parity(
     key: ParityKey, place: Location, open_store: OpenStore
 ) -> tuple[ParityManifest, ParityImage]:
     """Nothing is checked but that the manifest is one. Raises what is in `images.LOST`."""
-    if place.level not in FAR:
+    if not place.is_far:
         store = LocalStore(place.where)
         record = ParityManifest.decode(store.read_manifest(key))
         return record, MappedFile(store.open_image(key))

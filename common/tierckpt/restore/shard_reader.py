@@ -16,7 +16,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from tierckpt.codecs.codec import CodecError
-from tierckpt.core.copies import AGENT, FAR, Location
+from tierckpt.core.copies import Location
+from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import Source
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey, VersionId
@@ -53,7 +54,7 @@ class FaultScope(Enum):
             return FaultScope.COPY
         # All who see a copy on a node's disk see the same disk.
         of_the_disk = isinstance(error, FileNotFoundError) or error.errno == errno.EIO
-        return FaultScope.COPY if of_the_disk and place.level not in FAR else FaultScope.SIGHT
+        return FaultScope.COPY if of_the_disk and not place.is_far else FaultScope.SIGHT
 
 
 def _lacks_room(error: BaseException | None) -> bool:
@@ -78,7 +79,7 @@ class Failure:
     node: str = field(default_factory=socket.gethostname)
     """That it was found on."""
     gone: bool = False
-    """It is not there: perhaps not any more, and something newer is (see `Restorer`)."""
+    """It is not there: perhaps not any more, and something newer is (see `RestoreSession`)."""
     silent: bool = False
     """The agent that has it does not answer, whatever it is asked for."""
 

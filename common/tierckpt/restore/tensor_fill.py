@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from tierckpt.format.layout import Piece, TensorSpec
+from tierckpt.format.layout import REPLICATED, Piece, TensorSpec
 from tierckpt.format.shard_file import ShardHeader, decode_header
-from tierckpt.snapshot.copy_plan import as_bytes
 from tierckpt.state import tree_codec
 from tierckpt.state.names import FIXED, path_of
 from tierckpt.state.training_state import TrainingState
@@ -84,7 +83,7 @@ class TensorPreallocator:
         new, self._untouched, self._before = self._untouched, [], {}
         with contextlib.suppress(Exception):
             for tensor in new if touch else ():
-                touch_memory(as_bytes(tree_codec.flat(tensor)))
+                touch_memory(tree_codec.as_bytes(tree_codec.flat(tensor)))
 
     def fill(self, parts: Iterable[Part]) -> None:
         """Copy what `parts` have of them into place: of the version begun last, that may prove
@@ -101,12 +100,16 @@ class TensorPreallocator:
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
         spec, tensor = self._made.get(piece.spec.name, (None, None))
-        return tensor if spec == piece.spec and not piece.own else None
+        return tensor if spec == piece.spec and piece.placement is REPLICATED else None
 
     def has(self, shard: int, piece: Piece) -> bool:
         """True where the tensor that `make` gave has that piece already."""
         within = piece.offset + piece.nbytes <= self._filled.get(shard, 0)
-        return within and not piece.own and self._given.get(piece.spec.name) == piece.spec
+        return (
+            within
+            and piece.placement is REPLICATED
+            and self._given.get(piece.spec.name) == piece.spec
+        )
 
     def _wanted(self, spec: TensorSpec) -> bool:
         if spec.nbytes < LARGE_BYTES or spec.name.startswith(FIXED):
@@ -186,4 +189,4 @@ class PieceWriter:
 
 def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The piece's bytes in the tensor it belongs to; both are in the same memory order."""
-    return as_bytes(tree_codec.flat(target)[piece.start : piece.stop])
+    return tree_codec.as_bytes(tree_codec.flat(target)[piece.start : piece.stop])

@@ -88,8 +88,7 @@ def look_at_memory(
     """Add the slots of this machine."""
     for path, m in job.sealed():
         place = Location("memory", host, str(path))
-        seal = (m.lineage, m.run_id, None, m.complete, m.created_seconds)
-        found.append(Found(m.key, place, *seal, m.suspect))
+        found.append(Found(m.key, place, m.facts, m.created_seconds))
     for path, error in job.damaged():
         told = unseen if isinstance(error, OSError) else problems
         told.append(Problem.of(Location("memory", host, str(path)), error))
@@ -126,9 +125,7 @@ def look_at_local(
             problems.append(Problem.of(where, error, keys=(key,)))
         else:
             place = replace(disk, encoded=manifest.encoding is not None)
-            told = (manifest.lineage, manifest.run_id, manifest.metric, manifest.complete)
-            since = (manifest.created_seconds, manifest.suspect)
-            found.append(Found(key, place, *told, *since))
+            found.append(Found(key, place, manifest.facts, manifest.created_seconds))
     return keys
 
 
@@ -155,8 +152,8 @@ def look_at_parities(
         except (CorruptShardError, FormatError) as error:
             problems.append(Problem.of(place, error, f"{key}: ", (key,)))
         else:
-            made = (record.lineage, record.run_id, record.group, record.k, record.m)
-            found.append(FoundParity(key, place, *made))
+            code = (record.group, record.k, record.m)
+            found.append(FoundParity(key, place, record.facts, *code))
     return found
 
 
@@ -191,7 +188,6 @@ def look_at_persistent(
             keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))
             try:
                 manifest = store.read_manifest(name)
-                lineage = manifest.facts.lineage
                 if lacking := [base for base in manifest.bases if not store.exists(base)]:
                     raise FormatError(f"it refers to {lacking[0]}, which is not there")
             except FileNotFoundError as error:  # retired meanwhile
@@ -201,8 +197,10 @@ def look_at_persistent(
             except (CorruptShardError, FormatError) as error:
                 problems.append(Problem.of(place, error, f"{name}: ", keys))
             else:
-                said = suspects.get(name, "")
-                found += [Found(key, place, lineage, name.run_id, suspect=said) for key in keys]
+                facts = manifest.facts
+                if name in suspects:
+                    facts = replace(facts, suspect=suspects[name])
+                found += [Found(key, place, facts) for key in keys]
         for name in store.obstructed():
             why = f"{name}: a directory is in the place of its manifest"
             unseen.append(Problem(place, why))

@@ -1,6 +1,6 @@
 """Suspects: marks beside versions that were taken while replicas differed, or may have.
 
-A version whose manifests say so themselves (`Manifest.suspect`) needs no mark: it was taken after
+A version with a manifest that says so (`VersionFacts.suspect`) needs no mark: it was taken after
 the difference had been found. Those between the last round in which all were alike and that moment
 get one, as pins are set: a file beside the version, on each level by itself. Its content says what
 differs. Light: the agent takes marks along to the persistent level, and removes those of versions
@@ -81,7 +81,7 @@ def local_suspicion(directory: str | os.PathLike[str], id_: VersionId) -> str:
     for key in keys:
         if key.id == id_:
             with contextlib.suppress(Exception):  # damaged: that is said elsewhere
-                return Manifest.decode(store.read_manifest(key)).suspect
+                return Manifest.decode(store.read_manifest(key)).facts.suspect
     return ""
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.training import Attached, Place, attach, crash_after, make_job, rank, train
-from tierckpt.core.tuning.autotune import CostEstimate
+from tierckpt.core.levels import MEMORY
+from tierckpt.core.tuning.autotune import Cost, CostEstimate
 
 BOTH = {"memory_every_steps": "auto", "local_every_steps": "auto", "slots": 3}
 
@@ -29,7 +30,7 @@ def with_given_costs(place: Place) -> dict[str, Any]:
     costs = iter([60_000] * 45 + [6_000] * 45)
 
     def figures() -> CostEstimate:
-        return CostEstimate(100_000, next(costs, 6_000) if rank() == 1 else 1)
+        return CostEstimate(100_000, {MEMORY: Cost(next(costs, 6_000) if rank() == 1 else 1)})
 
     meter.figures = figures  # type: ignore[method-assign]
     train(job, attached.ckpt, range(90))

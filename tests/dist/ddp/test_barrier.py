@@ -45,7 +45,7 @@ def restored_from_slow_copies(kind: str, barrier: bool, place: Place) -> tuple[i
 
         patch.setattr(Binding, "copy_block", slowly)
         if not barrier:
-            patch.setattr(tierckpt.Checkpointer, "_before_step", lambda self, *_: None)
+            patch.setattr(tierckpt.Checkpointer, "_barrier", lambda self: None)
         job = make_job(**options, **many_buckets)
         attached = attach(job, place, release="backward")
         train(job, attached.ckpt, range(3))
@@ -96,7 +96,7 @@ def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
     train(job, attached.ckpt, range(3))
     snapshot = attached.ckpt._active.snapshot
     assert snapshot is not None
-    striped = sum(not b.own for b in snapshot.plan.layout.blocks)
+    striped = len(snapshot.plan.striped_blocks)
     at_boundary = striped - len(snapshot._held)
     job.optimizer.zero_grad()
     job.loss(3).backward()

@@ -64,7 +64,7 @@ def trained_with_hook(name: str, place: Place) -> dict[str, Any]:
                 attached.ckpt.step()
                 course.append((gradients, job.digest()))
             attached.ckpt.abandon()
-            assert attached.ckpt.log.counts["sealed"] == END
+            assert attached.ckpt._log.counts["sealed"] == END
             notices = [e.message for e in attached.events if e.name == "notice"]
         calls = state.get("calls") if isinstance(state, dict) else None
         told[way] = (course, calls)
@@ -144,7 +144,7 @@ def what_is_stored_of_buckets(place: Place) -> dict[str, list[Any]]:
         for iteration in range(4):
             job.iterate(iteration)
             attached.ckpt.step()
-            (of_the_module,) = attached.ckpt.pack_adapter().values()
+            (of_the_module,) = attached.ckpt.adapter.pack().values()
             stored[name].append(of_the_module["buckets"])
         attached.ckpt.abandon()
     return stored

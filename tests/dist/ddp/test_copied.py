@@ -49,7 +49,7 @@ def copied(way: str, boundary: str, place: Place) -> dict[str, Any]:
     attached.ckpt.abandon()
     # It has room for a checkpointer of its own, and for a hook behind that.
     again = attach(other, Place(f"{place.path} copy", place.shm))
-    told["by layer"] = again.ckpt.releases_by_layer
+    told["by layer"] = again.ckpt.adapter.releases_by_layer
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     train(other, again.ckpt, range(2))
     told["version"] = again.ckpt.version

@@ -241,8 +241,8 @@ def leave_behind(place: Place) -> tuple[str, str, list[str]]:
     ckpt = attach_gan(gan, place, local_every_steps=1000).ckpt
     train(gan, ckpt, range(CRASH))
     ckpt.save(now=True)
-    names = [name for name, _, _ in ckpt.state.entries(ckpt.state.walk())]
-    names += [name for name, _ in ckpt.state.buffer_entries(ckpt.state.walk())]
+    names = [name for name, _, _ in ckpt._state.entries(ckpt._state.walk())]
+    names += [name for name, _ in ckpt._state.buffer_entries(ckpt._state.walk())]
     ckpt.abandon()
     return values(gan), exact.digest(list(exact.buffers(gan.bare).values())), names
 

@@ -109,7 +109,7 @@ def trained_with_and_without(variant: str, crash: int, place: Place) -> dict[str
         "found": found,
         "course": {**course, **resumed},
         "restored": (int(restored), restored.levels),
-        "sealed": first.ckpt.log.counts.get("sealed", 0),
+        "sealed": first.ckpt._log.counts.get("sealed", 0),
         "complaints": [e.text() for e in first.events + second.events if e.severity > 20],
     }
 

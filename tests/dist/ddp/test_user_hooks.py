@@ -91,7 +91,7 @@ def trained_with_built_in(kind: str, place: Place) -> dict[str, Any]:
             job.model._register_builtin_comm_hook(built_in)
         told[way] = course_of(job, range(END), attached.ckpt.step)
         told[f"notices {way}"] = [e.message for e in attached.events if e.name == "notice"]
-        told[f"sealed {way}"] = attached.ckpt.log.counts["sealed"]
+        told[f"sealed {way}"] = attached.ckpt._log.counts["sealed"]
         attached.ckpt.abandon()
     return told
 

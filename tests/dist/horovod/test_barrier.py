@@ -59,7 +59,7 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
         assert snapshot.clock.barrier == 0
     job.step()
     ckpt.abandon()
-    striped = sum(not b.own for b in snapshot.plan.layout.blocks)
+    striped = len(snapshot.plan.striped_blocks)
     return [(count, striped) for count in held]
 
 
@@ -107,12 +107,12 @@ def copies_held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def no_barrier(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tierckpt.Checkpointer, "_before_step", lambda self, label: None)
+    patch.setattr(tierckpt.Checkpointer, "_barrier", lambda self: None)
 
 
 def never_the_last_chance(patch: pytest.MonkeyPatch) -> None:
     """As if every step had another one inside."""
-    reductions = importlib.import_module("horovod_ckpt.checkpointer").Reductions
+    reductions = importlib.import_module("horovod_ckpt.adapter").Reductions
     step_begins = reductions.step_begins
     patch.setattr(reductions, "step_begins", lambda self: step_begins(self) or True)
 

@@ -19,9 +19,9 @@ from tests.support import exact
 from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lose
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, horovod, rank
-from tierckpt.checkpointer import checkpointer
+from tierckpt.checkpointer import core
 from tierckpt.coordination.error_barrier import ErrorBarrier
-from tierckpt.restore import restorer, verified_version
+from tierckpt.restore import verified_version
 
 SCRIBBLED = 12345.0
 PATIENCE_SECONDS = 60.0
@@ -46,7 +46,7 @@ def half_loaded(attempt: Any, load_window: Any, wants: Any) -> None:
 def about_to_load(together: ErrorBarrier, *how: Any) -> None:
     """All have told each other that they can."""
     END(together, *how)
-    if sys._getframe(1).f_code is restorer.load.__code__:
+    if sys._getframe(1).f_code is verified_version.load.__code__:
         raise failure()
 
 
@@ -57,7 +57,7 @@ def all_loaded(*_: object) -> None:
 END = ErrorBarrier.__exit__
 TORN: Instead = (verified_version.VerifiedVersion, "visit", half_loaded)
 BEFORE: Instead = (ErrorBarrier, "__exit__", about_to_load)
-BEHIND: Instead = (checkpointer, "all_finished", all_loaded)
+BEHIND: Instead = (core, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}
 
 

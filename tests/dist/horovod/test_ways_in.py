@@ -27,6 +27,7 @@ from tests.support.training import (
     make_horovod_job,
     train,
 )
+from tests.support.warm_python.servers import PYTHON
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 
@@ -95,7 +96,7 @@ def all_in_one(place: Place, positional: bool) -> tuple[Any, ...]:
         course.append((job.iterate(iteration), job.digest()))
         ckpt.step()
     ckpt.abandon()
-    return course == expected, ckpt.version, ckpt.log.counts["sealed"]
+    return course == expected, ckpt.version, ckpt._log.counts["sealed"]
 
 
 @pytest.mark.parametrize("positional", [True, False])
@@ -125,7 +126,7 @@ def given_an_empty_model(place: Place) -> bool:
         **SETTINGS,
     )
     optimizer.checkpointer.close()
-    return optimizer.checkpointer.state.model is model
+    return optimizer.checkpointer._state.model is model
 
 
 def test_a_model_is_taken_as_given(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
@@ -178,7 +179,7 @@ def run_script(folder: Path, shm: Path, name: str, steps: int) -> list[Any]:
     script.write_text(SCRIPT)
     launcher = LAUNCHERS[HOROVODRUN].format(size=2).split()
     done = subprocess.run(
-        [*launcher, sys.executable, str(script)],
+        [*launcher, PYTHON, str(script)],
         env={
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

@@ -15,9 +15,9 @@ import pytest
 import tierckpt
 import tierckpt.coordination.settings_check
 import tierckpt.restore.rebuild
-import tierckpt.restore.restorer
 import tierckpt.restore.shard_image
 import tierckpt.restore.shard_reader
+import tierckpt.restore.verification
 import tierckpt.storage.inventory
 from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
@@ -217,8 +217,8 @@ FAULTS: dict[str, tuple[str, Exception]] = {
         RuntimeError("ticket has expired"),
     ),
     "in a check": ("tierckpt.restore.shard_reader.digest_at", MemoryError("in a check")),
-    "opening": ("tierckpt.restore.restorer.Reads.open", RuntimeError("can't start new thread")),
-    "telling": ("tierckpt.restore.restorer._told_here", MemoryError("telling")),
+    "opening": ("tierckpt.restore.verification.Reads.open", RuntimeError("can't start new thread")),
+    "telling": ("tierckpt.restore.verification._told_here", MemoryError("telling")),
 }
 
 
@@ -347,14 +347,14 @@ def load_from_a_failing_disk(root: Path, machines: bool, crash: bool) -> dict[st
             return {"replicated": exact.digest(job.replicated())}
         with disk_that_fails_while_loading(1), pytest.raises(tierckpt.StateTornError) as caught:
             attached.ckpt.restore()
-        torn = attached.ckpt.state.torn
+        torn = attached.ckpt._state.torn
         restored = attached.ckpt.restore()
         told = {
             "error": str(caught.value),
             "torn": torn,
             "restored": restored.version,
             "levels": restored.levels,
-            "torn after": attached.ckpt.state.torn,
+            "torn after": attached.ckpt._state.torn,
             "digest": job.digest(),
         }
         attached.ckpt.abandon()

@@ -22,7 +22,7 @@ from tests.support.training import (
     restored_into,
 )
 from tierckpt.format.layout import Piece
-from tierckpt.restore import restorer, verified_version
+from tierckpt.restore import verification
 from tierckpt.restore.shard_image import Part
 from tierckpt.restore.tensor_fill import TensorPreallocator
 
@@ -68,19 +68,19 @@ def come_back(place: Place) -> dict[str, Any]:
 def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
     """This rank's own share is not there before what the other one reads has been filled."""
     the_others = threading.Event()
-    seen, sound = restorer._seen_of_others, restorer.Reads.sound
+    seen, sound = verification._seen_of_others, verification.Reads.sound
 
-    def note(attempt: verified_version.VerifiedVersion) -> Iterator[Part]:
-        yield from seen(attempt)
+    def note(share: verification.ShareRead) -> Iterator[Part]:
+        yield from seen(share)
         the_others.set()
 
-    def late(reads: restorer.Reads) -> Iterator[Part]:
+    def late(reads: verification.Reads) -> Iterator[Part]:
         assert the_others.wait(30), "what others read waits for what this rank reads"
         yield from sound(reads)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restorer, "_seen_of_others", note)
-        patch.setattr(restorer.Reads, "sound", late)
+        patch.setattr(verification, "_seen_of_others", note)
+        patch.setattr(verification.Reads, "sound", late)
         return come_back(place)
 
 

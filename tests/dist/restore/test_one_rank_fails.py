@@ -25,10 +25,10 @@ FILES = {
     for name in (
         *("coordination/job_history", "core/copies", "erasure/kernels", "erasure/parity_manifest"),
         *("format/shard_file", "format/shard_summary", "format/verify", "peer/parity_file"),
-        *("peer/rebuild", "restore/broadcast", "restore/loader", "restore/rebuild"),
-        *("restore/restorer", "restore/session", "restore/shard_image", "restore/shard_reader"),
-        *("restore/tensor_fill", "restore/verified_version", "state/rng", "state/tree_codec"),
-        "storage/inventory",
+        *("peer/rebuild", "restore/broadcast", "restore/candidates", "restore/loader"),
+        *("restore/notices", "restore/rebuild", "restore/session", "restore/shard_image"),
+        *("restore/shard_reader", "restore/tensor_fill", "restore/verification"),
+        *("restore/verified_version", "state/rng", "state/tree_codec", "storage/inventory"),
     )
 }
 assert all(map(os.path.exists, FILES)), FILES
@@ -39,7 +39,7 @@ BETWEEN_BROADCASTS = {
 """Entered where others wait in a broadcast; what these call in their turn may fail."""
 FIRST = {"RestoreSession.__init__", "RestoreSession.find", "RestoreSession.load", "load"}
 """Entered before anything is done."""
-AFTERWARDS = {"close", "forget", "_drop_kept", "touch", "<lambda>"}
+AFTERWARDS = {"close", "forget", "drop_kept", "touch", "<lambda>"}
 FAILING = 1
 
 

@@ -208,9 +208,7 @@ def test_shards_of_two_runs_are_counted_apart(ranks: Any, tmp_path: Path) -> Non
         ranks(2).run(on_hosts, tmp_path, hosts, True)
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
     assert [t["restored"] for t in told] == [(0, {}), (0, {})]
-    first, second = (
-        rf"1 of 2 shards of v3 of run \w+ \(on \S+\), shard {n} missing" for n in "01"
-    )
+    first, second = (rf"1 of 2 shards of v3 of run \w+ \(on \S+\), shard {n} missing" for n in "01")
     for text in (" ".join(t["complaints"]) for t in told):
         assert "2 of 2 shards" not in text
         assert re.search(f"({first}; {second}|{second}; {first}); ", text), text
@@ -352,7 +350,7 @@ def restore_what_an_object_refuses(place: Place) -> tuple[str, bool]:
     with pytest.raises(tierckpt.StateTornError) as caught:
         attached.ckpt.restore()
     attached.ckpt.abandon()
-    return str(caught.value), attached.ckpt.state.torn
+    return str(caught.value), attached.ckpt._state.torn
 
 
 def test_an_object_that_does_not_take_its_state_is_an_error_on_all_ranks(

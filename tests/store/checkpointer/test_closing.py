@@ -17,7 +17,9 @@ import torch
 
 import tierckpt
 from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
-from tierckpt import Checkpointer, PinError, RestoreError, TierckptError
+from tests.support.warm_python.servers import PYTHON
+from tierckpt import PinError, RestoreError, TierckptError
+from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.testing import TinyJob
 
 
@@ -108,7 +110,7 @@ def test_a_torn_state_is_no_version(
     with TinyJob(path, seed=99, **settings) as second:
         second.restore()
         second.run(STEPS + 1)
-        second.checkpointer.state.torn = True
+        second.checkpointer._state.torn = True
     assert said(second, "the live state is torn")
     restored, _, state = back_from(path, settings)
     assert (restored, state) == (STEPS + 1, course[STEPS + 1])
@@ -135,7 +137,7 @@ def test_what_is_durable_does_not_depend_on_how_long_others_take(
 @pytest.fixture
 def by_layer() -> Iterator[None]:
     """Nothing is copied before a gradient's reduction was launched; here, none ever is."""
-    with mock.patch.object(Checkpointer, "releases_by_layer", True):
+    with mock.patch.object(PlainAdapter, "releases_by_layer", True):
         yield
 
 
@@ -254,7 +256,8 @@ def test_who_restored_nothing_leaves_what_was_there(
     job = TinyJob(path, slots=3, **settings).run(STEPS)
     job.checkpointer.wait()
     job.checkpointer.abandon()
-    slots = {slot: manifest.version for slot, manifest in job.checkpointer._resources.job.sealed()}
+    sealed = job.checkpointer._resources.job.sealed()
+    slots = {slot: manifest.id.version for slot, manifest in sealed}
     newest = max(slots, key=lambda slot: slots[slot])
     newest.rename(third := newest.with_name("r00000.2.kept"))
     for slot in newest.parent.glob("r00000.[0-2]"):
@@ -288,7 +291,7 @@ def close_at(name: str, level: str | None = None) -> Callable[[TinyJob], None]:
             if event.name == name and level in (None, event.level):
                 job.checkpointer.close()
 
-        job.checkpointer.log.add_callback(on_event)
+        job.checkpointer._log.add_callback(on_event)
 
     return listen
 
@@ -381,7 +384,7 @@ def test_what_takes_all_ranks_is_refused_in_the_callback_of_an_event(
                 refused.append(str(error))
 
         job.run(1)
-        job.checkpointer.log.add_callback(on_event)
+        job.checkpointer._log.add_callback(on_event)
         job.run(STEPS)
         assert job.fingerprint() == course[STEPS]
         amid_training = {*refused}
@@ -392,24 +395,26 @@ def test_what_takes_all_ranks_is_refused_in_the_callback_of_an_event(
 
 ASKS_AT_THE_LAST_STEP = """
 import sys
+from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.testing import TinyJob
 
 path, shm_dir, steps, fails = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 job = TinyJob(path, shm_dir=shm_dir, agent="inline", local_every_steps=100)
-job.checkpointer.log.add_callback(lambda e: e.version == steps and job.checkpointer.close())
+job.checkpointer._log.add_callback(lambda e: e.version == steps and job.checkpointer.close())
 job.run(steps)
-job.checkpointer.log.emit("notice", version=steps)
+job.checkpointer._log.emit("notice", version=steps)
 if fails:
     raise KeyError(fails)
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("fails", [False, True])
 def test_close_that_no_boundary_follows_is_done_when_the_process_ends(
     fails: bool, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
     """But not behind an error, which leaves everything to a successor."""
-    command = [sys.executable, "-c", ASKS_AT_THE_LAST_STEP, path, shm_dir, str(STEPS)]
+    command = [PYTHON, "-c", ASKS_AT_THE_LAST_STEP, path, shm_dir, str(STEPS)]
     ended = subprocess.run([*command, *["fail"][: int(fails)]], capture_output=True, timeout=120)
     assert ended.returncode == int(fails), ended.stderr
     assert bool(in_shm(shm_dir)) == fails

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.facts import found_at
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.core.copies import Found, Location
 from tierckpt.format.ids import ShardKey, VersionId
@@ -64,6 +65,7 @@ def test_the_persistent_level_too(start: Start, tmp_path: Path) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not job.heard("committed", "persistent"):  # which only a boundary hears
             assert time.monotonic() < deadline
+            time.sleep(0.002)
             job.run(job.iteration + 1)
         job.checkpointer.abandon()
 
@@ -77,7 +79,7 @@ def test_the_age_of_a_level_is_of_training_and_not_of_the_time_between_lives(
     def found(level: str, version: int, created: float | None) -> Found:
         key = ShardKey(VersionId(1, version), 0, 1)
         where = Location(level, "here", level)
-        return Found(key, where, ((1, 0),), "life", created_seconds=created)
+        return found_at(key, where, ((1, 0),), "life", created_seconds=created)
 
     limit = VersionId(1, 5)
     lives = object.__new__(JobHistory)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.support.tiny_course import fingerprints
 from tierckpt.snapshot import snapshot
 from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob
@@ -27,7 +28,7 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
         submit = checkpointer._active._copier.submit
 
         def watched(snapshot: Snapshot) -> None:
-            woken.append(snapshot.head.version)
+            woken.append(snapshot.facts.id.version)
             submit(snapshot)
 
         monkeypatch.setattr(checkpointer._active._copier, "submit", watched)
@@ -36,7 +37,7 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
         job.run(3)
         assert woken == [1, 2]
         for parameter in job.model.parameters():
-            checkpointer.release([parameter])
+            checkpointer.adapter.handle.release([parameter])
             assert woken == [1, 2, 3]
         job.run(5)  # nothing is released but by the barrier
         assert woken == [1, 2, 3, 4]
@@ -111,3 +112,23 @@ def test_an_optimizer_that_never_steps_is_told_of(
     else:
         assert version == 0
         assert [r.levelname for r in said] == ["ERROR"], "once, and loudly"
+
+
+@pytest.mark.parametrize("end", ["save", "close"])
+def test_a_version_on_demand_counts_its_iteration_until_the_loop_does(
+    end: str, path: Path, settings: Any
+) -> None:
+    """Between the optimizer's step and `step()`, a second one is of the same iteration."""
+    settings = {**settings, "local_every_steps": 1}
+    with TinyJob(path, **settings) as job:
+        job.run(1)
+        job.train_one()
+        job.checkpointer.save(now=True)
+        if end == "save":
+            job.checkpointer.save(now=True)
+            job.checkpointer.abandon()
+    with TinyJob(path, seed=9, **settings) as job:
+        restored = job.restore()
+        assert (int(restored), restored.version) == (2, 2)
+        job.run(3)
+        assert job.fingerprint() == fingerprints()[3]

@@ -9,6 +9,7 @@ from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.vote_exchange import GroupBallots
 from tierckpt.core.ledger import DONE
+from tierckpt.core.levels import LOCAL, MEMORY
 from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import VersionId
 from tierckpt.group import SingleGroup
@@ -33,8 +34,8 @@ def books(path: Path) -> tuple[Agreement, Two]:
     config = load_config({"path": str(path)}, {})
     made = Agreement(group, GroupBallots(group, VOTE_WIDTH), config, lambda *_: None, lambda: None)
     for version in (4, 5):
-        made.open(VersionId(1, version), ("memory", "local"))
-        for level in ("memory", "local"):
+        made.open(VersionId(1, version), (MEMORY, LOCAL))
+        for level in (MEMORY, LOCAL):
             made.tell(level, VersionId(1, version), DONE)
     return made, group
 
@@ -48,8 +49,8 @@ def test_what_one_rank_knows_to_be_safe_is_safe_for_one_that_has_not_read_it(pat
     ahead.settle()
     second.theirs = first.mine
     behind.settle()
-    for level in ("memory", "local"):
-        ledgers = getattr(ahead, level), getattr(behind, level)
+    for level in (MEMORY, LOCAL):
+        ledgers = ahead.ledgers[level], behind.ledgers[level]
         assert [(one.safe, one.open, one.broken) for one in ledgers] == [
             (VersionId(1, 5), [], [])
         ] * 2

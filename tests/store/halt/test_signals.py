@@ -1,4 +1,5 @@
-"""Who hears a signal: of several checkpointers, of the script, and behind the end."""
+"""The receivers of a signal: several checkpointers, the script's handlers, and the process at its
+end."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import end, python
+
+pytestmark = pytest.mark.usefixtures("warm_python")
 
 PROGRAM = """
 import os, signal, sys, time
@@ -26,7 +29,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("closed", ["", "0", "2", "01", "10", "02", "21"])
 def test_a_process_that_hangs_ends_at_a_signal(closed: str, path: Path, shm_dir: Path) -> None:
-    process = python(PROGRAM, path, shm_dir, *closed)
+    process = python(PROGRAM, path, shm_dir, *closed, warm=True)
     try:
         assert process.wait(50) == 128 + signal.SIGTERM
     finally:
@@ -49,7 +52,7 @@ time.sleep(60)
 def test_behind_the_last_end_a_signal_is_the_processs(
     order: str, path: Path, shm_dir: Path
 ) -> None:
-    process = python(BOTH_CLOSED, path, shm_dir, *order)
+    process = python(BOTH_CLOSED, path, shm_dir, *order, warm=True)
     try:
         assert process.wait(50) == -signal.SIGTERM
     finally:
@@ -71,7 +74,7 @@ sys.exit(7 if heard else 1)
 
 
 def test_a_handler_that_a_script_installs_later_is_obeyed(path: Path, shm_dir: Path) -> None:
-    process = python(OWN_HANDLER, path, shm_dir)
+    process = python(OWN_HANDLER, path, shm_dir, warm=True)
     try:
         assert process.wait(50) == 7
     finally:
@@ -96,8 +99,8 @@ sys.exit(min(1, sum(os.path.getsize(file.name) for file in files)))
 def test_closed_on_another_thread_it_writes_to_no_file_of_the_scripts(
     path: Path, shm_dir: Path
 ) -> None:
-    """Python itself writes a byte for each signal, to the descriptor that it was given."""
-    process = python(CLOSED_ELSEWHERE, path, shm_dir)
+    """Python itself writes a byte for each signal to the wakeup descriptor."""
+    process = python(CLOSED_ELSEWHERE, path, shm_dir, warm=True)
     try:
         assert process.wait(50) == 0
     finally:
@@ -136,7 +139,7 @@ builtins.goes_last = Last(
 
 
 def test_the_same_request_again_is_no_death_behind_a_clean_end(path: Path, shm_dir: Path) -> None:
-    """Python takes back its handlers before it takes down all else."""
+    """Python removes its handlers before everything else."""
     process = python(AGAIN, path, shm_dir)
     try:
         assert process.stdout is not None
@@ -165,8 +168,8 @@ sys.exit(7 if job.checkpointer.should_exit() else 1)
 def test_before_the_first_boundary_a_handler_that_returns_leaves_it_to_us(
     meanwhile: str, path: Path, shm_dir: Path
 ) -> None:
-    """The script wants to go on, however long its first step takes, and to end well."""
-    process = python(STARTING.format(meanwhile=meanwhile), path, shm_dir)
+    """The script wants to continue, however long its first step takes, and to end cleanly."""
+    process = python(STARTING.format(meanwhile=meanwhile), path, shm_dir, warm=True)
     try:
         assert process.wait(50) == 7
     finally:
@@ -185,7 +188,7 @@ time.sleep(60)
 
 
 def test_the_handler_of_a_closed_one_is_none_of_the_scripts(path: Path, shm_dir: Path) -> None:
-    process = python(BEHIND_A_CLOSED_ONE, path, shm_dir)
+    process = python(BEHIND_A_CLOSED_ONE, path, shm_dir, warm=True)
     try:
         assert process.wait(50) == -signal.SIGTERM
     finally:

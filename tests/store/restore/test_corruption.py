@@ -49,7 +49,7 @@ class Left:
 
     def slot(self, version: int) -> Path:
         folder = JobDirectory.at(self.shm, "job")
-        return next(p for p, m in folder.sealed() if m.version == version)
+        return next(p for p, m in folder.sealed() if m.id.version == version)
 
     def forget_memory(self) -> None:
         for slot in JobDirectory.at(self.shm, "job").segments():

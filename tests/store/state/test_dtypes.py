@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
 def filled(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bytes, so also numbers that are none."""
+    """Any bytes, so also values that are not numbers."""
     size = NUMBERS * torch.empty(0, dtype=dtype).element_size()
     top = 2 if dtype is torch.bool else 256
     chance = torch.Generator().manual_seed(seed)
@@ -30,7 +30,7 @@ def filled(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def can_be_made(dtype: torch.dtype) -> bool:
-    """Some are names only, or need scales beside them."""
+    """Some dtypes are only names, or need separate scales."""
     if str(dtype).startswith("torch.q"):
         return False
     try:
@@ -61,7 +61,7 @@ def test_it_comes_back_to_the_bit(dtype: torch.dtype, path: Path, shm_dir: Path)
     first, second = Holder(dtype, 1), Holder(dtype, 3)
     with attached(first) as ckpt:
         first.layer(torch.ones(1, 2)).sum().backward()
-        next(iter(ckpt.state.optimizers.values())).step()
+        next(iter(ckpt._state.optimizers.values())).step()
         ckpt.step()
     with attached(second) as ckpt:
         assert ckpt.restore().version == 1

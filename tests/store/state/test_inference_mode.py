@@ -1,4 +1,4 @@
-"""Evaluations run in inference mode, whose tensors nobody may change outside of it."""
+"""Evaluations run in inference mode; its tensors cannot be changed outside of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_version_asked_for_there_costs_no_other(before: int, path: Path, shm_d
             if step + 1 == before:
                 with torch.inference_mode():
                     ckpt.save(now=True)
-    assert ckpt.log.counts.get("failed", 0) == 0
+    assert ckpt._log.counts.get("failed", 0) == 0
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         for value in model.state_dict().values():

@@ -26,7 +26,7 @@ def on_local(path: Path) -> list[int]:
 
 def on_persistent(path: Path) -> dict[int, Any]:
     store = PersistentStore(str(path))
-    return {n.id.version: dict(store.read_manifest(n).facts.metrics) for n in store.versions()}
+    return {n.id.version: store.read_manifest(n).facts.metric for n in store.versions()}
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_what_is_no_ancestor_any_more_is_not_best(job: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("best", "kept"),
     [
-        ("lowest", {2: {"metric": 0.25}, 8: {"metric": 1.0}}),
-        ("highest", {1: {"metric": 5.0}, 8: {"metric": 1.0}}),
+        ("lowest", {2: 0.25, 8: 1.0}),
+        ("highest", {1: 5.0, 8: 1.0}),
     ],
 )
 def test_the_best_stay_on_the_persistent_level(
@@ -129,7 +129,8 @@ def test_a_metric_is_of_the_state_that_it_was_measured_of(job: Any, tmp_path: Pa
         first.checkpointer.save(now=True)
         train(first, 5)
     store = LocalStore(tmp_path / "ckpts")
-    found = {k.id.version: Manifest.decode(store.read_manifest(k)).metric for k in store.keys()}  # noqa: SIM118
+    manifests = [Manifest.decode(store.read_manifest(k)) for k in store.keys()]  # noqa: SIM118
+    found = {m.id.version: m.facts.metric for m in manifests}
     assert found == {1: 5.0, 2: 0.25, 3: 0.125, 4: 0.75, 5: None}
 
 

@@ -187,8 +187,8 @@ def with_plain_sgd(path: Path, settings: dict[str, Any]) -> Checkpointer:
 def leave_plain_far_away(path: Path, settings: dict[str, Any]) -> None:
     with with_plain_sgd(path, settings) as ckpt:
         for _ in range(2):
-            ckpt.state.model(torch.ones(1, WIDTH)).sum().backward()
-            next(iter(ckpt.state.optimizers.values())).step()
+            ckpt._state.model(torch.ones(1, WIDTH)).sum().backward()
+            next(iter(ckpt._state.optimizers.values())).step()
             ckpt.step()
 
 

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.store.storage import test_persistent_store
-from tests.store.storage.test_persistent_store import LAYOUTS, check, facts, made, name, sources
+from tests.store.storage.test_persistent_store import (
+    LARGEST_BYTES,
+    LAYOUTS,
+    check,
+    facts,
+    made,
+    name,
+    sources,
+)
 from tierckpt._faults import FAULTS_VARIABLE
 from tierckpt.storage.persistent import PersistentStore, RetentionPolicy
 
@@ -65,10 +73,10 @@ def killed(does: str, at: str, place: Path, layout: str) -> PersistentStore:
 
 @pytest.mark.parametrize("at", FLUSH_KILLS)
 def test_a_flush_is_finished_by_the_next(at: str, tmp_path: Path, layout: str) -> None:
-    flush = "store.flush(t.name(1), t.facts(1), t.sources(1))"
+    flush = "store.flush(t.facts(1), t.LARGEST_BYTES, t.sources(1))"
     store = killed(flush, at, tmp_path, layout)
     assert store.versions() == []
-    assert store.flush(name(1), facts(1), sources(1)).committed
+    assert store.flush(facts(1), LARGEST_BYTES, sources(1)).committed
     check(store, 1)
     store.clean()
     assert not list(tmp_path.rglob(".*")), "a temporary file is left"
@@ -78,7 +86,7 @@ def test_a_flush_is_finished_by_the_next(at: str, tmp_path: Path, layout: str) -
 def test_a_removal_is_finished_by_the_next(at: str, tmp_path: Path, layout: str) -> None:
     store = made(tmp_path, LAYOUTS[layout])
     for version in (1, 2):
-        store.flush(name(version), facts(version), sources(version))
+        store.flush(facts(version), LARGEST_BYTES, sources(version))
     store = killed("store.retire(t.name(1))", at, tmp_path, layout)
     if name(1) in store.versions():
         check(store, 1)

@@ -143,7 +143,7 @@ def test_a_flush_killed_in_an_upload_is_done_again_and_leaves_no_upload_behind(
 
     store = PersistentStore(url, **s3_options(endpoint))
     assert store.versions() == []
-    result = store.flush(name_of(key_of(1)), facts_of(key_of(1), 1 << 25), [large(key_of(1))])
+    result = store.flush(facts_of(key_of(1)), 1 << 25, [large(key_of(1))])
     assert result.committed
     assert result.written_bytes == (0 if complete else len(large(key_of(1)).image))
     assert uploads(backend) == [key], "another writer's upload is left alone, ours is not left"
@@ -159,10 +159,10 @@ def test_a_removal_that_was_killed_is_finished_by_the_next(
 ) -> None:
     store = PersistentStore(url, **s3_options(endpoint))
     names = [name_of(key_of(version)) for version in (1, 2)]
-    for version, name in enumerate(names, start=1):
+    for version in (1, 2):
         key = key_of(version)
         source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
-        store.flush(name, facts_of(key, 1 << 20), [source])
+        store.flush(facts_of(key), 1 << 20, [source])
     killed("store.retire(p.name_of(key))", at, tmp_path)
     store.retain(RetentionPolicy(keep_last=1), names[1])
     assert store.versions() == [names[1]]
@@ -189,20 +189,20 @@ def test_a_throttling_server_is_asked_again_and_a_forbidding_one_is_not(
     source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
     failures = iter([503, 500])
     proxy.rule = lambda method, path, number: next(failures, None) if method == "PUT" else None
-    assert store.flush(name_of(key), facts_of(key, 1 << 20), [source]).committed
+    assert store.flush(facts_of(key), 1 << 20, [source]).committed
     assert len(waits) == len(said) == 2
     assert "try 3 in" in said[1]
 
     proxy.rule = lambda method, path, number: 403 if method == "PUT" else None
     with pytest.raises(PersistentError, match="check the credentials") as forbidden:
-        store.flush(name_of(key_of(2)), facts_of(key, 1 << 20), [source])
+        store.flush(facts_of(key_of(2)), 1 << 20, [source])
     assert not forbidden.value.transient
     assert url in str(forbidden.value)
     assert len(waits) == 2
 
     proxy.rule = lambda method, path, number: 503 if method == "PUT" else None
     with pytest.raises(PersistentError, match="given up after 3 tries") as overloaded:
-        store.flush(name_of(key_of(2)), facts_of(key, 1 << 20), [source])
+        store.flush(facts_of(key_of(2)), 1 << 20, [source])
     assert overloaded.value.transient
     assert store.versions() == [name_of(key)]
     store.close()
@@ -215,7 +215,7 @@ def test_a_bucket_that_is_not_there_is_named(endpoint: str) -> None:
     key = key_of(1)
     source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
     with pytest.raises(PersistentError, match=r"s3://nobody-made-this/x.*create the bucket"):
-        store.flush(name_of(key), facts_of(key, 1 << 20), [source])
+        store.flush(facts_of(key), 1 << 20, [source])
     store.close()
 
 

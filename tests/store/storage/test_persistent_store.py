@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.facts import facts_named
 from tests.support.tmpfs import SIZE_BYTES, read_only
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import VersionId
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.format.version_names import MANIFEST, RETIRED
 from tierckpt.storage.persistent import (
     FlushCancelledError,
@@ -27,7 +29,6 @@ from tierckpt.storage.persistent import (
     RetentionPolicy,
     RetryPolicy,
     ShardSource,
-    VersionFacts,
     VersionName,
 )
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
@@ -38,13 +39,21 @@ SHARDS = 5
 LIFE = "5eed"
 LAYOUTS = {"shared": {}, "own": {"shared_writes": False}}
 
+LARGEST_BYTES = SHARDS * 4096
+
 
 def name(version: int, run_id: str = LIFE, generation: int = 1) -> VersionName:
     return VersionName(VersionId(generation, version), SHARDS, run_id)
 
 
-def facts(version: int, **metrics: float) -> VersionFacts:
-    return VersionFacts("job", ((1, 0),), version, 5 * 4096, metrics)
+def facts(
+    version: int,
+    run_id: str = LIFE,
+    generation: int = 1,
+    lineage: Lineage = ((1, 0),),
+    metric: float | None = None,
+) -> VersionFacts:
+    return facts_named(name(version, run_id, generation), lineage=lineage, metric=metric)
 
 
 def source(version: int, shard: int) -> ShardSource:
@@ -100,7 +109,7 @@ def test_whoever_is_last_commits_in_any_order(
 ) -> None:
     for number, shards in enumerate(order, start=1):
         assert store.versions() == []
-        result = store.flush(name(1), facts(1), sources(1, shards))
+        result = store.flush(facts(1), LARGEST_BYTES, sources(1, shards))
         assert result.committed == (number == len(order))
     check(store, 1)
     manifest = store.read_manifest(name(1))
@@ -109,7 +118,7 @@ def test_whoever_is_last_commits_in_any_order(
 
 
 def test_ranges_are_read_without_the_rest(store: PersistentStore) -> None:
-    store.flush(name(1), facts(1), sources(1))
+    store.flush(facts(1), LARGEST_BYTES, sources(1))
     reader, wanted = store.open_shard(name(1), 3), source(1, 3).image
     assert reader.nbytes == len(wanted)
     assert reader.read(4096, 100) == wanted[4096:4196]
@@ -134,14 +143,14 @@ def test_two_that_commit_at_once_write_the_same(
 
     def late(path: str, data: bytes) -> None:
         if path.endswith(MANIFEST):
-            assert other.flush(name(1), facts(1), []).committed
+            assert other.flush(facts(1), LARGEST_BYTES, []).committed
             content.append((tmp_path / path).read_bytes())
         put(path, data)
         if path.endswith(MANIFEST):
             content.append((tmp_path / path).read_bytes())
 
     store._put = late  # type: ignore[method-assign]
-    assert store.flush(name(1), facts(1), sources(1)).committed
+    assert store.flush(facts(1), LARGEST_BYTES, sources(1)).committed
     assert len(content) == 2
     assert content[0] == content[1]
     check(store, 1)
@@ -157,7 +166,7 @@ def test_a_flush_that_was_killed_is_resumed_and_durable_shards_are_not_written_a
         "import sys, json; from pathlib import Path\n"
         "from tests.store.storage import test_persistent_store as t\n"
         "store = t.made(Path(sys.argv[1]), json.loads(sys.argv[2]))\n"
-        "store.flush(t.name(1), t.facts(1), t.sources(1))\n"
+        "store.flush(t.facts(1), t.LARGEST_BYTES, t.sources(1))\n"
     )
     hit = 3 if options else 5  # in the third of three files, or the third of five shards
     done = subprocess.run(
@@ -169,7 +178,7 @@ def test_a_flush_that_was_killed_is_resumed_and_durable_shards_are_not_written_a
     assert store.versions() == []
     durable = len(source(1, 0).image) + len(source(1, 1).image)
     durable += 0 if not options else len(source(1, 2).image) + len(source(1, 3).image)
-    result = store.flush(name(1), facts(1), sources(1))
+    result = store.flush(facts(1), LARGEST_BYTES, sources(1))
     assert result.committed
     assert result.reused_bytes == durable
     assert result.written_bytes == sum(len(s.image) for s in sources(1)) - durable
@@ -183,9 +192,9 @@ def test_what_the_last_writer_left_open_is_finished_by_anybody(store: Persistent
         injected("eio@file:op=rename,target=v0000000001.g000001.of00005.5eed.manifest"),
         pytest.raises(PersistentError),
     ):
-        store.flush(name(1), facts(1), sources(1))
+        store.flush(facts(1), LARGEST_BYTES, sources(1))
     assert store.versions() == []
-    assert store.flush(name(1), facts(1), []).committed
+    assert store.flush(facts(1), LARGEST_BYTES, []).committed
     check(store, 1)
 
 
@@ -198,33 +207,32 @@ def test_a_superseded_flush_ends_between_two_windows(store: PersistentStore) -> 
         seen.append(nbytes)
 
     with pytest.raises(FlushCancelledError, match="superseded"):
-        store.flush(name(1), facts(1), sources(1), counted)
+        store.flush(facts(1), LARGEST_BYTES, sources(1), counted)
     assert len(seen) == 2
     assert store.versions() == []
-    assert store.flush(name(1), facts(1), sources(1)).committed
+    assert store.flush(facts(1), LARGEST_BYTES, sources(1)).committed
 
 
 def test_windows_are_bounded_and_all_are_announced(store: PersistentStore) -> None:
     image = memoryview(bytes(2 * WINDOW_BYTES + 4096))
     seen: list[int] = []
-    big = replace(facts(1), largest_bytes=len(image))
-    store.flush(name(1), big, [ShardSource(0, image, b"m")], seen.append)
+    store.flush(facts(1), len(image), [ShardSource(0, image, b"m")], seen.append)
     assert seen == [WINDOW_BYTES, WINDOW_BYTES, 4096]
 
 
 def test_a_slot_that_was_refilled_meanwhile_is_not_stored(store: PersistentStore) -> None:
     refilled = replace(source(1, 4), still_sealed=lambda: False)
-    store.flush(name(1), facts(1), sources(1, range(4)))
+    store.flush(facts(1), LARGEST_BYTES, sources(1, range(4)))
     with pytest.raises(FlushCancelledError, match="shard 4 was refilled"):
-        store.flush(name(1), facts(1), [refilled])
+        store.flush(facts(1), LARGEST_BYTES, [refilled])
     assert store.versions() == []
-    assert store.flush(name(1), facts(1), [source(1, 4)]).written_bytes == 5 * 4096
+    assert store.flush(facts(1), LARGEST_BYTES, [source(1, 4)]).written_bytes == 5 * 4096
 
 
 def test_a_shard_larger_than_its_place_is_refused(tmp_path: Path) -> None:
     store = made(tmp_path, {})
     with pytest.raises(PersistentError, match="maximum over all ranks"):
-        store.flush(name(1), replace(facts(1), largest_bytes=4096), sources(1))
+        store.flush(facts(1), 4096, sources(1))
     assert store.versions() == []
 
 
@@ -233,7 +241,7 @@ def test_a_shard_larger_than_its_place_is_refused(tmp_path: Path) -> None:
 
 def test_a_corrupted_byte_is_found_wherever_it_is(store: PersistentStore, tmp_path: Path) -> None:
     """In a shard, in a group's record, in the manifest: every file of the version."""
-    store.flush(name(1), facts(1), sources(1))
+    store.flush(facts(1), LARGEST_BYTES, sources(1))
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert len(files) == 7
     for file in files:
@@ -251,13 +259,13 @@ def test_a_corrupted_byte_is_found_wherever_it_is(store: PersistentStore, tmp_pa
 
 def test_a_truncated_file_is_no_whole_group(store: PersistentStore, tmp_path: Path) -> None:
     """Its record is there, its bytes are not: no manifest."""
-    store.flush(name(1), facts(1), sources(1, [0, 2, 3, 4]))
+    store.flush(facts(1), LARGEST_BYTES, sources(1, [0, 2, 3, 4]))
     (file,) = (p for p in tmp_path.rglob("*.shards") if bytes(source(1, 4).image) in p.read_bytes())
     group = next(tmp_path.rglob("00002of00003.group"))
     group.unlink()
     os.truncate(file, file.stat().st_size - 100)
-    assert not store.flush(name(1), facts(1), sources(1, [1])).committed
-    assert not store.flush(name(1), facts(1), []).committed
+    assert not store.flush(facts(1), LARGEST_BYTES, sources(1, [1])).committed
+    assert not store.flush(facts(1), LARGEST_BYTES, []).committed
     assert store.versions() == []
 
 
@@ -267,11 +275,11 @@ def test_a_truncated_file_is_no_whole_group(store: PersistentStore, tmp_path: Pa
 def test_retention_keeps_what_the_policy_says(store: PersistentStore, tmp_path: Path) -> None:
     losses = {1: 5.0, 2: 0.1, 3: 4.0, 4: 3.0, 5: 2.0, 6: 1.0}
     for version, loss in losses.items():
-        store.flush(name(version), facts(version, loss=loss), sources(version))
+        store.flush(facts(version, metric=loss), LARGEST_BYTES, sources(version))
     store.pin(name(1))
-    store.flush(name(3, run_id="dead"), facts(3), sources(3, [0]))
-    store.flush(name(5, run_id=LIFE, generation=2), facts(5), sources(5, [0]))
-    policy = RetentionPolicy(keep_last=1, keep_every=4, keep_best=1, metric="loss")
+    store.flush(facts(3, run_id="dead"), LARGEST_BYTES, sources(3, [0]))
+    store.flush(facts(5, run_id=LIFE, generation=2), LARGEST_BYTES, sources(5, [0]))
+    policy = RetentionPolicy(keep_last=1, keep_every=4, keep_best=1)
     assert store.retain(policy, name(6)) == [name(3), name(5)]
     assert store.versions() == [name(v) for v in (1, 2, 4, 6)]
     for version in (1, 2, 4, 6):
@@ -289,10 +297,10 @@ def test_an_ancestors_versions_go_only_while_the_lease_is_ours(store: Persistent
     """Another living life may take itself for their heir, too."""
     lineage = ((1, 2), (2, 2))
     for version in (1, 2):
-        store.flush(name(version, run_id="01d"), facts(version), sources(version))
+        store.flush(facts(version, run_id="01d"), LARGEST_BYTES, sources(version))
     for version in (3, 4):
-        now = replace(facts(version), lineage=lineage)
-        store.flush(name(version, generation=2), now, sources(version))
+        now = facts(version, generation=2, lineage=lineage)
+        store.flush(now, LARGEST_BYTES, sources(version))
     policy, newest = RetentionPolicy(keep_last=1), name(4, generation=2)
     lease = store.lease(LIFE, "us")
     assert store.retain(policy, newest, lease) == [name(3, generation=2)]
@@ -305,7 +313,7 @@ def test_two_experiments_in_one_place_leave_each_others_versions(store: Persiste
     """Of the same name, and each in its first generation: it never saw the other."""
     for run_id in ("aaaa", "bbbb"):
         for version in (1, 2):
-            store.flush(name(version, run_id), facts(version), sources(version))
+            store.flush(facts(version, run_id), LARGEST_BYTES, sources(version))
     lease = store.lease("aaaa", "us")
     lease.ensure()
     assert store.retain(RetentionPolicy(keep_last=1), name(2, "aaaa"), lease) == [name(1, "aaaa")]
@@ -316,7 +324,7 @@ def test_what_a_reader_keeps_of_a_removed_version_is_removed_later(tmp_path: Pat
     """As NFS has it: the file is busy, and its folder not empty."""
     store = made(tmp_path, {})
     for version in (1, 2):
-        store.flush(name(version), facts(version), sources(version))
+        store.flush(facts(version), LARGEST_BYTES, sources(version))
     (tmp_path / name(1).stem / ".nfs0001").touch()
     policy = RetentionPolicy(keep_last=1)
     with injected("ebusy@file:op=unlink,target=.nfs0001"):
@@ -328,8 +336,8 @@ def test_what_a_reader_keeps_of_a_removed_version_is_removed_later(tmp_path: Pat
 
 
 def test_a_version_is_given_up_unless_it_exists(store: PersistentStore) -> None:
-    store.flush(name(1), facts(1), sources(1))
-    store.flush(name(2), facts(2), sources(2, [0]))
+    store.flush(facts(1), LARGEST_BYTES, sources(1))
+    store.flush(facts(2), LARGEST_BYTES, sources(2, [0]))
     assert not store.give_up(name(1))
     check(store, 1)
     assert store.retired() == []
@@ -343,7 +351,7 @@ def test_a_removal_cut_short_is_finished_and_never_leaves_a_manifest_alone(
 ) -> None:
     store = made(tmp_path, {})
     for version in (1, 2):
-        store.flush(name(version), facts(version), sources(version))
+        store.flush(facts(version), LARGEST_BYTES, sources(version))
     with injected(f"eio@file:hit={hit}") as rules, contextlib.suppress(PersistentError):
         assert store.retire(name(1))
     if not rules[0].hits >= hit:
@@ -365,7 +373,7 @@ def test_a_removal_at_any_moment_of_a_commit_leaves_no_manifest_without_shards(
 ) -> None:
     """The remover does all of its work just before the writer's step number `at`."""
     store, remover = made(tmp_path, {}), made(tmp_path, {})
-    store.flush(name(1), facts(1), sources(1, range(4)))
+    store.flush(facts(1), LARGEST_BYTES, sources(1, range(4)))
     inner, count = store.backend, itertools.count(1)
     happened = []
 
@@ -378,7 +386,7 @@ def test_a_removal_at_any_moment_of_a_commit_leaves_no_manifest_without_shards(
 
     store.backend = Interrupted()  # type: ignore[assignment]
     with contextlib.suppress(FlushCancelledError, FileNotFoundError):
-        store.flush(name(1), facts(1), sources(1, [4]))
+        store.flush(facts(1), LARGEST_BYTES, sources(1, [4]))
     if not happened:
         assert at > 15
         check(remover, 1)
@@ -387,7 +395,7 @@ def test_a_removal_at_any_moment_of_a_commit_leaves_no_manifest_without_shards(
 
 
 def test_a_pin_wins_over_a_removal_that_came_second(store: PersistentStore) -> None:
-    store.flush(name(1), facts(1), sources(1))
+    store.flush(facts(1), LARGEST_BYTES, sources(1))
     store.pin(name(1))
     assert not store.retire(name(1))
     check(store, 1)
@@ -402,16 +410,16 @@ def test_a_pin_wins_over_a_removal_that_came_second(store: PersistentStore) -> N
 def test_a_version_marked_as_retired_does_not_come_to_be(
     store: PersistentStore, tmp_path: Path
 ) -> None:
-    store.flush(name(1), facts(1), sources(1, range(4)))
+    store.flush(facts(1), LARGEST_BYTES, sources(1, range(4)))
     (tmp_path / (name(1).stem + RETIRED)).touch()
     with pytest.raises(FlushCancelledError, match="retired"):
-        store.flush(name(1), facts(1), sources(1, [4]))
+        store.flush(facts(1), LARGEST_BYTES, sources(1, [4]))
     assert store.versions() == []
 
 
 def test_a_reader_reads_on_while_its_version_is_removed(tmp_path: Path) -> None:
     store = made(tmp_path, {})
-    store.flush(name(1), facts(1), sources(1))
+    store.flush(facts(1), LARGEST_BYTES, sources(1))
     (file,) = tmp_path.rglob("00000of00003.shards")
     with file.open("rb") as reading:
         store.retire(name(1))
@@ -425,22 +433,21 @@ def test_a_reader_reads_on_while_its_version_is_removed(tmp_path: Path) -> None:
 
 def test_a_full_file_system_says_so_and_room_can_be_made(small_tmpfs: Path) -> None:
     store = made(small_tmpfs, {})
-    store.flush(name(1), facts(1), sources(1))
+    store.flush(facts(1), LARGEST_BYTES, sources(1))
     image = memoryview(bytes(SIZE_BYTES))
-    big = replace(facts(2), largest_bytes=len(image))
     with pytest.raises(PersistentError, match=f"{small_tmpfs}.*free space") as full:
-        store.flush(name(2), big, [ShardSource(0, image, b"m")])
+        store.flush(facts(2), len(image), [ShardSource(0, image, b"m")])
     assert not full.value.transient
     check(store, 1)
     assert store.retire(name(2)), "what was written of it gives its room back"
-    assert store.flush(name(3), facts(3), sources(3)).committed
+    assert store.flush(facts(3), LARGEST_BYTES, sources(3)).committed
 
 
 def test_a_read_only_file_system_says_so(small_tmpfs: Path) -> None:
     store = made(small_tmpfs, {})
-    store.flush(name(1), facts(1), sources(1))
+    store.flush(facts(1), LARGEST_BYTES, sources(1))
     with read_only(small_tmpfs), pytest.raises(PersistentError, match="read-only"):
-        store.flush(name(2), facts(2), sources(2))
+        store.flush(facts(2), LARGEST_BYTES, sources(2))
     check(store, 1)
 
 
@@ -448,7 +455,7 @@ def test_a_place_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     """A file system that is not mounted must not be written to where it should be."""
     store = made(tmp_path / "unmounted", {})
     with pytest.raises(PersistentError, match="mount it"):
-        store.flush(name(1), facts(1), sources(1))
+        store.flush(facts(1), LARGEST_BYTES, sources(1))
     assert not (tmp_path / "unmounted").exists()
 
 
@@ -456,6 +463,6 @@ def test_trouble_that_passes_is_not_seen(tmp_path: Path) -> None:
     waits: list[float] = []
     store = PersistentStore(str(tmp_path), sleep=waits.append)
     with injected("eio@file:op=write,hit=3;estale@file:op=fsync,hit=5;ebusy@file:op=rename,hit=1"):
-        assert store.flush(name(1), facts(1), sources(1)).committed
+        assert store.flush(facts(1), LARGEST_BYTES, sources(1)).committed
     assert len(waits) == 3
     check(store, 1)

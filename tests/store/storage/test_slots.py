@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import pytest
 from tests.support.processes import end, python
 from tests.support.shards import IMAGE_BYTES, manifest
 from tierckpt.errors import TierckptError
-from tierckpt.format.manifest import Manifest
 from tierckpt.storage.memory import abandoned
 from tierckpt.storage.memory.job_directory import (
     JobBusyError,
@@ -140,9 +140,7 @@ def test_a_slot_that_is_gone_is_not_opened(job: JobDirectory) -> None:
 
 def test_room_for_the_manifest_of_any_number_of_blocks() -> None:
     for blocks in (0, 1, 100, 10_000):
-        full = Manifest(
-            **{**manifest().__dict__, "digests": bytes(8 * (blocks + 1)), "job": "j" * 60}
-        )
+        full = replace(manifest(job="j" * 60), digests=bytes(8 * (blocks + 1)))
         assert len(full.encode()) <= seal_area_bytes(blocks) - 24
 
 
@@ -199,7 +197,7 @@ def test_a_rank_that_lives_in_another_process_is_busy(
     assert f"process {living.pid}" in str(caught.value)
     (waits,) = said
     assert f"process {living.pid}" in waits
-    assert "waiting 0.1 s for its end" in waits
+    assert "waiting at most 0.1 s for its end" in waits
     assert "Two jobs cannot write to one path: give this one another path" in str(caught.value)
     assert "another job_id where that is set" in str(caught.value)
     os.close(job.lock_rank(1, patience_seconds=0.1))
@@ -219,7 +217,7 @@ def test_what_is_no_file_is_no_lock_and_nobody_waits_for_it(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Error: [Errno" in ended.stderr
     assert ended.stderr.rstrip().endswith(f"'{path}'")
-    assert not job.lives(0)
+    assert not job.has_trainer(0)
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
@@ -391,7 +389,7 @@ def test_a_living_job_is_never_removed(
     assert other.remove_dead_jobs(linger_seconds=-1) == ["job"]
 
 
-@pytest.mark.parametrize("look", ["dead_seconds", "lives"])
+@pytest.mark.parametrize("look", ["dead_seconds", "has_trainer"])
 def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
     look: str, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,7 +408,7 @@ def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
 
     monkeypatch.setattr(JobDirectory, look, look_and_come_back)
     try:
-        if look == "lives":
+        if look == "has_trainer":
             other.remove_orphans()
         else:
             assert job.remove_dead_jobs(linger_seconds=-1) == ["other"]
@@ -418,7 +416,7 @@ def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
         (process,) = returned
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"
-        assert other.lives(0), "its lock was removed"
+        assert other.has_trainer(0), "its lock was removed"
         assert other.segments() == [], "it came too late for these"
     finally:
         for process in returned:

@@ -40,10 +40,10 @@ def with_three_slots(settings: dict[str, Any]) -> int:
         job.checkpointer.wait()
         third = job.checkpointer._pool.slots[2]
         manifest = third.manifest() if third is not None else None
-        if manifest is not None and manifest.version == job.checkpointer.version:
+        if manifest is not None and manifest.id.version == job.checkpointer.version:
             break
     job.checkpointer.abandon()
-    return manifest.version
+    return manifest.id.version
 
 
 def test_a_successor_with_fewer_slots_comes_back_from_and_then_removes_them(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from tests.support.facts import found_at
 from tierckpt import RestoreError
 from tierckpt.config import load_config
 from tierckpt.coordination.job_history import JobHistory
@@ -187,7 +188,7 @@ V7 = VersionId(1, 7)
 
 
 def shard(number: int, run_id: str = "") -> Found:
-    return Found(ShardKey(V7, number, 2), Location("local", "a", "x"), ((1, 0),), run_id)
+    return found_at(ShardKey(V7, number, 2), Location("local", "a", "x"), ((1, 0),), run_id)
 
 
 @pytest.mark.parametrize(

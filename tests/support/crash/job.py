@@ -35,7 +35,7 @@ from tests.support import exact
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
 from tierckpt.coordination import job_history
-from tierckpt.restore import restorer
+from tierckpt.restore import loader, verification
 from tierckpt.snapshot import snapshot
 from tierckpt.storage.memory import image_file, slot_pool, slots
 
@@ -46,9 +46,9 @@ CALLS: dict[str, tuple[Any, str]] = {
     "create_slot": (slots.Slot, "create"),
     "make_image": (image_file.ImageFile, "make"),
     "take_inventory": (job_history, "take_inventory"),
-    "verify": (restorer.Restorer, "_verify"),
-    "load_shard": (restorer.Loader, "load_window"),
-    "finish_load": (restorer.Loader, "finish"),
+    "verify": (verification, "verify"),
+    "load_shard": (loader.Loader, "load_window"),
+    "finish_load": (loader.Loader, "finish"),
     "after_load": (tierckpt.Checkpointer, "_go_on_from"),
     "remove_slots": (slot_pool.SlotPool, "close"),
 }
@@ -244,7 +244,7 @@ def hold_layers_back(version: int) -> None:
     release = snapshot.Snapshot.release
 
     def late(self: snapshot.Snapshot, params: Any) -> None:
-        if self.head.version != version:
+        if self.facts.id.version != version:
             release(self, params)
 
     snapshot.Snapshot.release = late  # type: ignore[method-assign]

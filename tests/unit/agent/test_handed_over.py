@@ -1,4 +1,4 @@
-"""What a trainer hands over is answered exactly once, whatever becomes of its agents."""
+"""Everything that a trainer hands over is answered exactly once, in any history of agents."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from tests.support.facts import facts_of
 from tierckpt.agent import protocol
 from tierckpt.agent.address import AgentFiles
 from tierckpt.agent.client import AgentClient, AgentSettings
@@ -46,7 +47,7 @@ ENDS = ["says nothing more", "says nonsense", "closes", "closes in mid message"]
 
 
 class PassedSlot:
-    """A sealed slot, as far as the client looks at it."""
+    """A sealed slot, with the parts that the client uses."""
 
     path, name = None, "passed"
 
@@ -55,7 +56,7 @@ class PassedSlot:
 
 
 class Agents:
-    """An agent always listens; the test says what it answers."""
+    """An agent always listens; the test chooses its answers."""
 
     def __init__(self) -> None:
         self.channel: socket.socket | None = None
@@ -72,7 +73,7 @@ class Agents:
         return ours
 
     def open(self) -> bool:
-        """Whether the trainer's end is."""
+        """True if the trainer's end is open."""
         assert self.channel is not None
         with contextlib.suppress(OSError):
             self.read()
@@ -80,7 +81,7 @@ class Agents:
         return False
 
     def read(self) -> None:
-        """All that was said. Raises OSError when the other end is closed."""
+        """All messages. Raises OSError when the other end is closed."""
         assert self.channel is not None
         while True:
             self.channel.setblocking(False)
@@ -119,14 +120,14 @@ def answer_to(order: Message, fails: bool) -> AgentMessage:
             done = Committed(key.id, 1, 0.0, 0.0, direct=False)
             return CommitFailed(key.id, "x") if fails else done
         case Flush(order=flush):
-            return FlushFailed(flush.id, "x") if fails else Flushed(flush.id, True, 1, 0.0)
+            return FlushFailed(flush.id, "x") if fails else Flushed(flush.id, 1, 0.0, True)
         case Protect(id=id_):
             return ProtectFailed(id_, "x") if fails else Protected(id_, 1, 0.0)
     raise AssertionError(order)
 
 
 class HandingOver(RuleBasedStateMachine):
-    """A client on one thread, and agents that do as they like."""
+    """A client on one thread, and agents that behave in any way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,8 +158,7 @@ class HandingOver(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         id_ = self.id("flush")
-        order = (id_, 1, "run", "job", ((1, 0),), 1, 1, None, "here")
-        self.client.flush(FlushOrder("/nowhere", (0,), *order))
+        self.client.flush(FlushOrder("/nowhere", (0,), facts_of(id_), 1, "here"))
 
     @rule()
     def protect(self) -> None:
@@ -196,7 +196,7 @@ class HandingOver(RuleBasedStateMachine):
         if not rarely:
             self.agents.say(Outdated())
 
-    @precondition(lambda self: self.agents.greeted)
+    @precondition(lambda self: self.agents.channel is not None and self.agents.greeted)
     @rule(fails=st.booleans(), which=st.integers(0, 5))
     def answer(self, fails: bool, which: int) -> None:
         with contextlib.suppress(OSError):
@@ -219,15 +219,15 @@ class HandingOver(RuleBasedStateMachine):
             self.agents.close()
 
     def teardown(self) -> None:
-        """The last agent answers all; nothing is under way then."""
+        """The last agent answers everything; nothing is in progress then."""
         try:
             for _ in range(100):
                 self.poll()
                 if not (self.client.committing() or self.client.under_way()):
                     break
                 # No wait for a predecessor's end, or between two rounds over all places.
-                self.client._line._at = replace(self.client._line._at, ask_after=0.0)
-                self.client._line._reach_now()
+                self.client._connection._at = replace(self.client._connection._at, ask_after=0.0)
+                self.client._connection._reach_now()
                 if not self.agents.greeted:
                     self.welcome()
                 self.poll()
@@ -239,7 +239,7 @@ class HandingOver(RuleBasedStateMachine):
             assert self.answered == self.handed_over
         finally:
             self.patch.undo()
-            self.client._line.hang_up()
+            self.client._connection.hang_up()
             self.agents.close()
             os.close(self.fd)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.facts import facts_of
 from tierckpt.agent import protocol
 from tierckpt.agent.protocol import (
     PACKET_BYTES,
@@ -90,7 +91,10 @@ VALID = json.loads(encode(Commit(ShardKey(VersionId(1, 7), 0, 1), None)))
         ({"op": "protect", "id": [1, True]}, "'protect': id: .* bool is not of type int"),
         ({"op": "protect", "id": 7}, "message 'protect': id: .* int is not a list"),
         ({"op": "flush", "order": []}, "message 'flush': order: .* list is not an object"),
-        ({"op": "flush", "order": {}}, "message 'flush': order: FlushOrder lacks .*'largest"),
+        (
+            {"op": "flush", "order": {}},
+            "message 'flush': order: FlushOrder lacks .*'largest",
+        ),
     ],
 )
 def test_what_is_no_message_is_refused_with_the_reason(data: Any, why: str) -> None:
@@ -126,7 +130,7 @@ def test_a_greeting_of_another_protocol_is_understood_as_far_as_possible(
 
 def test_the_version_that_a_message_is_about() -> None:
     id_ = VersionId(1, 7)
-    order = FlushOrder("/d", (0,), id_, 1, "run", "job", ((1, 0),), 1, 1, None, "here")
+    order = FlushOrder("/d", (0,), facts_of(id_), 1, "here")
     for message in (Commit(ShardKey(id_, 0, 1), None), Flush(order), CommitFailed(id_, "")):
         assert version_of(message) == id_
     for other in (AskProgress(), Bye(), Problem(""), Retire(id_, ())):
@@ -150,7 +154,7 @@ def test_what_is_taken_apart_is_joined_again(texts: list[str]) -> None:
 
 @pytest.mark.parametrize("garbage", [b"{", b"[]", b"\xff", b".", b".}", b"nothing"])
 def test_garbage_costs_itself_and_no_descriptor(garbage: bytes) -> None:
-    """The next message is received as if nothing had been."""
+    """The next message is received normally."""
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, ours:
         before = len(os.listdir("/proc/self/fd"))

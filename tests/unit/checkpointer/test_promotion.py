@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.facts import facts_of
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
-from tierckpt.agent.flusher import FlushOrder
-from tierckpt.agent.protocol import SessionSettings
+from tierckpt.agent.protocol import FlushOrder, SessionSettings
 from tierckpt.checkpointer.promotion import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
@@ -20,6 +20,7 @@ from tierckpt.coordination.peer_setup import PeerSetup
 from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.vote_exchange import GroupBallots
 from tierckpt.core.ledger import BROKEN, DONE
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PEER, PERSISTENT
 from tierckpt.core.retention import Best
 from tierckpt.core.stall_timeout import QUIET_SECONDS
 from tierckpt.core.votes import VOTE_WIDTH
@@ -27,8 +28,6 @@ from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import SingleGroup
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
-
-LEVELS = ("memory", "local", "persistent")
 
 
 class Client(AgentClient):
@@ -95,20 +94,20 @@ class Rank:
     def take(self, version: int, metric: float | None = None, flush: bool = True) -> VersionId:
         """A version of that number on its way to all levels."""
         id_ = VersionId(1, version)
-        self.agreement.open(id_, LEVELS)
+        self.agreement.open(id_, INTERVALS)
         if flush:
-            self.promotion.flush_when_safe(id_, 10 * version)
-        self.agreement.tell("memory", id_, DONE)
+            self.promotion.flush_when_safe(facts_of(id_, 2, iteration=10 * version))
+        self.agreement.tell(MEMORY, id_, DONE)
         self.agreement.tell_shard(id_, 4096 + version, metric)
         return id_
 
     def agree(self, id_: VersionId, state: int) -> None:
         """Another boundary, before which its fate on the local level became known."""
-        self.agreement.tell("local", id_, state)
+        self.agreement.tell(LOCAL, id_, state)
         self.boundary()
 
     def boundary(self) -> None:
-        self.agreement.launch(VersionId(1, 99), slot_free=True, local_free=True)
+        self.agreement.launch(VersionId(1, 99))
         self.agreement.read()
         self.promotion.backlog.go_on()
 
@@ -123,7 +122,7 @@ class Rank:
 
     def through(self, version: int) -> None:
         """The node is through with a flush, as its agent says."""
-        self.agreement.tell("persistent", VersionId(1, version), DONE)
+        self.agreement.tell(PERSISTENT, VersionId(1, version), DONE)
         self.boundary()
 
 
@@ -141,10 +140,8 @@ def test_a_version_is_flushed_when_it_is_complete_and_not_before(
     assert rank.promotion.awaits(id_)
     rank.agree(id_, DONE)
     (order,) = rank.client.flushes
-    assert (order.directory, order.here, order.shards) == (str(tmp_path), (0, 1), 2)
-    assert (order.name.id, order.run_id, order.lineage) == (id_, "life", ((1, 0),))
-    assert (order.iteration, order.largest_bytes, order.metric) == (30, 4099, 0.5)
-    assert order.job == "job"
+    assert (order.directory, order.here, order.largest_bytes) == (str(tmp_path), (0, 1), 4099)
+    assert order.facts == facts_of(id_, 2, iteration=30, metric=0.5)
     assert order.node.startswith("host, /dev/shm/")
     assert rank.promotion.ordered == id_
     assert not rank.promotion.awaits(id_)
@@ -197,11 +194,11 @@ def test_what_peers_can_bring_back_stays_until_they_can_bring_back_something_new
     old, new = ids(1, 2)
     for id_, kept in ((old, {old}), (new, {new})):
         rank.agree(rank.take(id_.version, flush=False), DONE)
-        rank.agreement.open_peer(id_)
+        rank.agreement.open_later(PEER, id_)
         rank.boundary()
         rank.promotion.retire()
         assert rank.client.kept == {old, id_}, "it is still on its way"
-        rank.agreement.tell("peer", id_, DONE)
+        rank.agreement.tell(PEER, id_, DONE)
         rank.boundary()
         rank.promotion.retire()
         assert rank.client.kept == kept
@@ -256,7 +253,7 @@ class Pair:
     def boundary(self) -> None:
         for rank in self.ranks:
             rank.agreement._ballots = self  # type: ignore[assignment]
-            rank.agreement.launch(VersionId(1, 99), slot_free=True, local_free=True)
+            rank.agreement.launch(VersionId(1, 99))
         for rank in self.ranks:
             rank.agreement.read()
             rank.promotion.backlog.go_on()
@@ -264,12 +261,12 @@ class Pair:
     def make_safe(self, *versions: int) -> None:
         for version in versions:
             for rank in self.ranks:
-                rank.agreement.tell("local", rank.take(version), DONE)
+                rank.agreement.tell(LOCAL, rank.take(version), DONE)
             self.boundary()
 
     def through(self, version: int) -> None:
         """The first rank's agent says so; the other one has none to ask."""
-        self.ranks[0].agreement.tell("persistent", VersionId(1, version), DONE)
+        self.ranks[0].agreement.tell(PERSISTENT, VersionId(1, version), DONE)
         self.boundary()
 
     def versions(self) -> set[VersionId]:
@@ -294,7 +291,7 @@ def test_ranks_drop_the_same_whichever_node_is_slow(tmp_path: Path) -> None:
 
 def test_what_becomes_safe_as_the_last_flush_ends_is_the_one_that_waits(rank: Rank) -> None:
     rank.make_safe(4, 8)
-    rank.agreement.tell("persistent", VersionId(1, 4), DONE)
+    rank.agreement.tell(PERSISTENT, VersionId(1, 4), DONE)
     rank.make_safe(12)
     assert (rank.flushed(), rank.dropped) == ([4, 8], [])
     rank.through(8)
@@ -353,7 +350,7 @@ def test_at_the_end_what_waits_is_flushed(rank: Rank) -> None:
 
 def test_another_life_does_not_flush_what_waited(rank: Rank) -> None:
     rank.make_safe(4, 8)
-    rank.agreement.restart(None, None)
+    rank.agreement.restart()
     rank.promotion.restart()
     rank.boundary()
     assert (rank.flushed(), rank.promotion.backlog.versions) == ([4], set())

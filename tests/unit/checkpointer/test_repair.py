@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.support.facts import found_at, parity_at
 from tierckpt.checkpointer.repair import parities_to_mend, shards_to_mend, was_lost
-from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Location
+from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Location
+from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
@@ -22,12 +24,12 @@ def place(node: int) -> Location:
 
 
 def found(shard: int, node: int) -> Found:
-    return Found(ShardKey(ID, shard, RANKS), place(node), LINEAGE, "life")
+    return found_at(ShardKey(ID, shard, RANKS), place(node), LINEAGE, "life")
 
 
 def parity(shard: int, node: int, group: tuple[int, ...] = GROUP.ranks) -> FoundParity:
     key = ParityKey(ID, shard, RANKS)
-    return FoundParity(key, place(node), LINEAGE, "life", group, 2, 2)
+    return parity_at(key, place(node), LINEAGE, "life", group, 2, 2)
 
 
 def world(*lost: int) -> tuple[list[list[Found]], list[list[FoundParity]]]:
@@ -68,7 +70,7 @@ def test_what_was_rebuilt_is_to_be_kept_where_it_was_lost() -> None:
 
 def test_what_other_nodes_can_make_is_not_fetched_from_far_away() -> None:
     far = Location("persistent", EVERYWHERE, "s3://far")
-    every = [Found(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
+    every = [found_at(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
     shards, parities = world(1, 3)
     assert plan_of([[*shards[0], *every], *shards[1:]], parities).levels == {"local": 2, "peer": 2}
     shards, parities = world(0, 1, 3)
@@ -93,7 +95,7 @@ def test_damaged_parity_is_made_again() -> None:
 
 def test_what_is_on_no_disk_was_not_lost_but_what_some_disks_lack_or_was_damaged_there() -> None:
     far = Location("persistent", EVERYWHERE, "s3://far")
-    every = [Found(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
+    every = [found_at(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
     slots = [replace(f, place=Location("memory", f"node{n}", "/shm")) for n, f in enumerate(every)]
     shards, _ = world()
     assert not was_lost(plan_of([every, [], [], []], []), set()), "moved, or removed by retention"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tierckpt.coordination.error_barrier import ErrorBarrier
-from tierckpt.errors import RestoreError
+from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise
+from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.group import SingleGroup
 from tierckpt.testing import GroupAbortedError, ThreadGroup, run_ranks
 
@@ -106,3 +106,52 @@ def test_what_the_group_raises_goes_through_and_an_interrupt_tells_nobody() -> N
     with pytest.raises(KeyboardInterrupt), ErrorBarrier(group):
         raise KeyboardInterrupt
     assert group.asked == 1
+
+
+# --- one piece of work ---------------------------------------------------------------------------
+
+
+def named(ranks: list[int], theirs: TierckptError) -> TierckptError:
+    return RestoreError(f"{ranks}: {type(theirs).__name__}: {theirs}")
+
+
+def gathered(raised: dict[int, Exception]) -> list[object]:
+    """What every rank gets, or raises, where these ranks raise."""
+
+    def program(group: ThreadGroup) -> object:
+        def work() -> int:
+            if group.rank in raised:
+                raise raised[group.rank]
+            return 10 + group.rank
+
+        if not raised:
+            return gather_or_raise(group, work, named)
+        with pytest.raises(RestoreError) as caught:
+            gather_or_raise(group, work, named)
+        assert caught.value.__cause__ is raised.get(group.rank)
+        return str(caught.value)
+
+    return run_ranks(RANKS, program)
+
+
+def test_all_have_what_the_work_gave_on_each() -> None:
+    assert gathered({}) == [[10, 11, 12]] * RANKS
+
+
+@pytest.mark.parametrize("raisers", [{1}, {0, 2}, {0, 1, 2}])
+def test_all_raise_what_is_made_of_the_first_with_all_that_raise_the_same(
+    raisers: set[int],
+) -> None:
+    told = gathered({rank: ConfigError("no such place") for rank in raisers})
+    assert told == [f"{sorted(raisers)}: ConfigError: no such place"] * RANKS
+    two = gathered({1: OSError(5, "the disk fails"), 2: ConfigError("no such place")})
+    assert two == ["[1]: TierckptError: OSError: [Errno 5] the disk fails"] * RANKS
+
+
+def test_an_error_that_is_passed_on_keeps_its_cause() -> None:
+    def work() -> None:
+        raise ConfigError("no such place") from KeyError("cause")
+
+    with pytest.raises(ConfigError) as caught:
+        gather_or_raise(SingleGroup(), work, lambda ranks, theirs: theirs)
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -527,7 +527,7 @@ def test_the_training_learns_of_a_dead_rank_in_its_librarys_words(
         agreement = Agreement(group, box, load_config({}, {}), lambda *_: None, lambda: None)
         said = ""
         if group.rank == 0:
-            agreement.launch(VersionId(1, 1), slot_free=True, local_free=True)
+            agreement.launch(VersionId(1, 1))
 
             def barrier() -> None:
                 raise _Broken("connection closed")

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from tierckpt.config import load_config
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import (
     ENOUGH_STEPS,
     LOOK_STEPS,
     Change,
+    Cost,
     CostEstimate,
     StepTimer,
     Tuner,
 )
-from tierckpt.core.votes import Vote
+from tierckpt.core.votes import LevelVote, Vote
 from tierckpt.errors import ConfigError
 
 STEP_SECONDS = 0.1
@@ -30,7 +32,15 @@ def tuner(**arguments: Any) -> Tuner:
 
 
 def heed(made: Tuner, **figures: int) -> tuple[Change, ...]:
-    return made.heed(LOOK_STEPS, LOOK_STEPS - 1, CostEstimate(**figures))
+    return made.heed(LOOK_STEPS, LOOK_STEPS - 1, estimate(**figures))
+
+
+def estimate(step_us: int, **costs: int) -> CostEstimate:
+    """From costs by names such as `memory_us` and `local_steps`."""
+    get = costs.pop
+    levels = {n: Cost(get(f"{n}_us", 0), get(f"{n}_steps", 0)) for n in INTERVALS}
+    assert not costs
+    return CostEstimate(step_us, levels)
 
 
 # --- the setting ---------------------------------------------------------------------------------
@@ -121,7 +131,7 @@ def test_nothing_is_said_before_enough_was_seen() -> None:
     assert training.meter.figures() == CostEstimate()
     training.run(2, memory_every=1000)
     assert training.meter.figures().step_us == pytest.approx(1e6 * STEP_SECONDS, rel=1e-3)
-    assert training.meter.figures().memory_us == 0, "not known is not free"
+    assert training.meter.figures().of(MEMORY).us == 0, "not known is not free"
 
 
 def test_what_each_level_adds_is_told_apart() -> None:
@@ -129,9 +139,9 @@ def test_what_each_level_adds_is_told_apart() -> None:
     training.run(200, memory_every=2, local_every=12)
     found = training.meter.figures()
     assert found.step_us == pytest.approx(100_000, abs=10)
-    assert found.memory_us == pytest.approx(10_000, abs=10)
-    assert found.local_us == pytest.approx(60_000, abs=10)
-    assert found.local_steps == 3
+    assert found.of(MEMORY).us == pytest.approx(10_000, abs=10)
+    assert found.of(LOCAL).us == pytest.approx(60_000, abs=10)
+    assert found.of(LOCAL).steps == 3
 
 
 def test_what_local_adds_is_told_apart_where_every_step_has_a_version_to_memory() -> None:
@@ -139,7 +149,7 @@ def test_what_local_adds_is_told_apart_where_every_step_has_a_version_to_memory(
     for _ in range(200):
         training.run(1, memory_every=1, local_every=12)
         training.meter.stalled(0.01)
-    assert training.meter.figures().local_us == pytest.approx(60_000, abs=10)
+    assert training.meter.figures().of(LOCAL).us == pytest.approx(60_000, abs=10)
 
 
 def test_a_disk_that_is_always_busy_is_seen() -> None:
@@ -148,8 +158,8 @@ def test_a_disk_that_is_always_busy_is_seen() -> None:
     training.run(100, memory_every=4, local_every=1000)
     training.run(100, memory_every=4, local_every=10)
     found = training.meter.figures()
-    assert found.local_us == pytest.approx(60_000, rel=0.2)
-    assert found.local_steps == 10
+    assert found.of(LOCAL).us == pytest.approx(60_000, rel=0.2)
+    assert found.of(LOCAL).steps == 10
 
 
 @pytest.mark.parametrize("memory_every", [1, 2, 1000])
@@ -157,8 +167,8 @@ def test_what_a_flush_adds_is_told_apart(memory_every: int) -> None:
     training = Training(memory=0.01, local=0.06, writing=3, flush=0.4, flushing=20)
     training.run(600, memory_every, local_every=10, flush_every=50)
     found = training.meter.figures()
-    assert found.persistent_us == pytest.approx(400_000, rel=1e-3)
-    assert found.persistent_steps == 20
+    assert found.of(PERSISTENT).us == pytest.approx(400_000, rel=1e-3)
+    assert found.of(PERSISTENT).steps == 20
     with_memory = memory_every == 1  # then nobody knows what a step is like without
     assert found.step_us == pytest.approx(110_000 if with_memory else 100_000, abs=10)
 
@@ -170,11 +180,17 @@ def test_a_store_that_is_fast_again_is_believed_at_once() -> None:
         training = Training(memory=0.01, flush=6.0, flushing=600)
         training.run(1000 * flushes + 800, memory_every=2, flush_every=1000)
         slow = training.meter.figures()
-        assert (slow.persistent_us, slow.persistent_steps) == (pytest.approx(6e6, rel=1e-3), 600)
+        assert (slow.of(PERSISTENT).us, slow.of(PERSISTENT).steps) == (
+            pytest.approx(6e6, rel=1e-3),
+            600,
+        )
         training.flush, training.flushing = 0.2, 20
         training.run(500, memory_every=2, flush_every=400)
         fast = training.meter.figures()
-        assert (fast.persistent_us, fast.persistent_steps) == (pytest.approx(2e5, rel=1e-3), 20)
+        assert (fast.of(PERSISTENT).us, fast.of(PERSISTENT).steps) == (
+            pytest.approx(2e5, rel=1e-3),
+            20,
+        )
 
 
 def test_a_flush_of_which_nobody_asks_is_a_part_of_all_steps() -> None:
@@ -182,9 +198,9 @@ def test_a_flush_of_which_nobody_asks_is_a_part_of_all_steps() -> None:
     training = Training(memory=0.01, flush=1.0, flushing=100, tells_flushes=False)
     training.run(300, memory_every=2, flush_every=1)
     found = training.meter.figures()
-    assert (found.persistent_us, found.persistent_steps) == (0, 0)
+    assert (found.of(PERSISTENT).us, found.of(PERSISTENT).steps) == (0, 0)
     assert found.step_us == pytest.approx(110_000, abs=10)
-    assert found.memory_us == pytest.approx(10_000, abs=10)
+    assert found.of(MEMORY).us == pytest.approx(10_000, abs=10)
 
 
 def test_slow_steps_now_and_then_are_no_cost() -> None:
@@ -193,7 +209,7 @@ def test_slow_steps_now_and_then_are_no_cost() -> None:
     for _ in range(10):
         training.run(19, memory_every=4)
         training.now += 30.0
-    assert training.meter.figures().memory_us == pytest.approx(10_000, abs=10)
+    assert training.meter.figures().of(MEMORY).us == pytest.approx(10_000, abs=10)
 
 
 def test_a_stall_is_the_least_that_a_version_costs() -> None:
@@ -202,7 +218,7 @@ def test_a_stall_is_the_least_that_a_version_costs() -> None:
     training.run(100, memory_every=1)
     for _ in range(10):
         training.meter.stalled(0.004)
-    assert training.meter.figures().memory_us == 4000
+    assert training.meter.figures().of(MEMORY).us == 4000
 
 
 def test_several_steps_between_two_boundaries_share_the_time() -> None:
@@ -211,7 +227,7 @@ def test_several_steps_between_two_boundaries_share_the_time() -> None:
         meter.boundary(now, 4 * boundary, ["memory"] * (boundary % 2 == 0), False)
         now += 4 * STEP_SECONDS + 0.01 * (boundary % 2 == 0)
     assert meter.figures().step_us == pytest.approx(100_000, abs=10)
-    assert meter.figures().memory_us == pytest.approx(10_000, abs=10)
+    assert meter.figures().of(MEMORY).us == pytest.approx(10_000, abs=10)
 
 
 # --- the tuner -----------------------------------------------------------------------------------
@@ -318,7 +334,7 @@ def test_the_agent_has_time_to_write() -> None:
 
 
 def test_changes_come_at_certain_versions_only() -> None:
-    made, figures = tuner(local_every_steps=0), CostEstimate(step_us=100_000, memory_us=60_000)
+    made, figures = tuner(local_every_steps=0), estimate(step_us=100_000, memory_us=60_000)
     assert made.heed(LOOK_STEPS - 1, 1, figures) == ()
     assert made.heed(LOOK_STEPS + 5, LOOK_STEPS, figures) == ()
     assert made.heed(LOOK_STEPS + 5, LOOK_STEPS - 3, figures) != (), "also when jumped over"
@@ -342,14 +358,11 @@ class Rank:
 
     def vote(self) -> Vote:
         mine = self.meter.figures()
-        return Vote(
-            less_step_us=-mine.step_us,
-            less_memory_us=-mine.memory_us,
-            less_local_us=-mine.local_us,
-            less_local_steps=-mine.local_steps,
-            less_persistent_us=-mine.persistent_us,
-            less_persistent_steps=-mine.persistent_steps,
-        )
+        costs = {
+            level: LevelVote(less_us=-mine.of(level).us, less_steps=-mine.of(level).steps)
+            for level in Vote().levels
+        }
+        return Vote(costs, less_step_us=-mine.step_us)
 
 
 def train(ranks: list[Rank], versions: range, cost: float, noise: float) -> tuple[list[int], float]:
@@ -387,12 +400,13 @@ def test_the_budget_is_held_while_costs_change(noise: float) -> None:
 def test_one_step_in_so_many_is_left_out_to_see_what_it_is_like() -> None:
     made = tuner(local_every_steps=0)
     heed(made, step_us=100_000, memory_us=10)
-    due = [v for v in range(1, 65) if made.due("memory", v - 1, v)]
+    due = [v for v in range(1, 65) if made.due(MEMORY, v - 1, v)]
     assert len(due) == 60
 
 
 def test_without_auto_nothing_is_tuned() -> None:
     schedule = Schedule(load_config({"memory_every_steps": 3}, {}))
-    vote = Vote(less_step_us=-100_000, less_memory_us=-90_000)
+    costs = {**Vote().levels, MEMORY: LevelVote(less_us=-90_000)}
+    vote = Vote(costs, less_step_us=-100_000)
     taken = [v for v in range(1, 40) if schedule.decide(v, vote).take]
     assert taken == list(range(3, 40, 3))

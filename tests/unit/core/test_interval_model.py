@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tierckpt.core.tuning.interval_model import (
     SHARES,
-    Level,
+    LevelModel,
     daly_seconds,
     optimum,
     overhead,
@@ -32,7 +32,7 @@ def exact_time(interval: float, cost: float, rate: float) -> float:
 class Simulation:
     """A job with levels, run until so many failures have come; nothing here knows a formula."""
 
-    def __init__(self, levels: Sequence[Level], segment: float, every: Sequence[int]) -> None:
+    def __init__(self, levels: Sequence[LevelModel], segment: float, every: Sequence[int]) -> None:
         """`every`: a version goes to a level after so many segments of `segment` seconds."""
         self.levels, self.segment, self.every = levels, segment, every
 
@@ -103,13 +103,13 @@ def test_a_checkpoint_longer_than_failures_are_apart() -> None:
 
 
 def test_the_overhead_is_that_of_the_simulated_job() -> None:
-    memory = Level("memory", 0.2, 1 / 400, restart_seconds=3.0, latency_seconds=8.0)
-    local = Level("local", 1.5, 1 / 4000, restart_seconds=20.0, latency_seconds=40.0)
+    memory = LevelModel("memory", 0.2, 1 / 400, restart_seconds=3.0, latency_seconds=8.0)
+    local = LevelModel("local", 1.5, 1 / 4000, restart_seconds=20.0, latency_seconds=40.0)
     levels, every = [memory, local], [1, 6]
     expected = overhead(levels, [11.0, 66.0])
     simulated = Simulation(levels, 11.0, every).goodput(10_000, seed=1)
     assert expected.goodput == pytest.approx(simulated, abs=0.006)
-    without = overhead([memory, Level("local", 1.5, 0.0)], [11.0, 66.0])
+    without = overhead([memory, LevelModel("local", 1.5, 0.0)], [11.0, 66.0])
     assert abs(without.goodput - simulated) > 0.01, "the second level counts"
 
 
@@ -121,7 +121,10 @@ def test_no_other_intervals_are_better_in_the_simulation(
 ) -> None:
     """Two levels; intervals much shorter and longer than the best ones, in all combinations."""
     rate = 1 / 1000
-    levels = [Level("memory", cheap, rate * (1 - share)), Level("local", dear, rate * share)]
+    levels = [
+        LevelModel("memory", cheap, rate * (1 - share)),
+        LevelModel("local", dear, rate * share),
+    ]
     first, second = optimum(levels)
     assert first <= second
     every = max(1, round(second / first))
@@ -133,17 +136,19 @@ def test_no_other_intervals_are_better_in_the_simulation(
 
 
 levels_of = st.lists(st.tuples(costs, rates_of), min_size=1, max_size=4).map(
-    lambda pairs: [Level(str(i), cost, rate) for i, (cost, rate) in enumerate(pairs)]
+    lambda pairs: [LevelModel(str(i), cost, rate) for i, (cost, rate) in enumerate(pairs)]
 )
 
 
-def first_order(levels: Sequence[Level], intervals: Sequence[float]) -> float:
+def first_order(levels: Sequence[LevelModel], intervals: Sequence[float]) -> float:
     pairs = zip(levels, intervals, strict=True)
     return sum(x.cost_seconds / t + x.failures_per_second * t / 2 for x, t in pairs)
 
 
 @given(levels_of, st.integers(0, 2**32))
-def test_levels_come_in_order_and_no_other_order_is_better(levels: list[Level], seed: int) -> None:
+def test_levels_come_in_order_and_no_other_order_is_better(
+    levels: list[LevelModel], seed: int
+) -> None:
     """Intervals that rise from level to level: none of many random ones has less overhead."""
     found = optimum(levels)
     assert found == sorted(found)
@@ -165,14 +170,18 @@ def test_levels_come_in_order_and_no_other_order_is_better(levels: list[Level], 
 
 
 @given(levels_of, st.floats(1.0, 100.0))
-def test_no_interval_is_shorter_than_a_step_or_a_latency(levels: list[Level], step: float) -> None:
-    slow = [Level(x.name, x.cost_seconds, x.failures_per_second, 0.0, 50.0) for x in levels]
+def test_no_interval_is_shorter_than_a_step_or_a_latency(
+    levels: list[LevelModel], step: float
+) -> None:
+    slow = [LevelModel(x.name, x.cost_seconds, x.failures_per_second, 0.0, 50.0) for x in levels]
     assert min(optimum(levels, step)) >= step
     assert min(optimum(slow)) >= 50.0
 
 
 @given(levels_of, st.floats(1e-4, 0.3))
-def test_the_budget_is_held_and_nothing_better_holds_it(levels: list[Level], budget: float) -> None:
+def test_the_budget_is_held_and_nothing_better_holds_it(
+    levels: list[LevelModel], budget: float
+) -> None:
     free = optimum(levels)
     held = within_budget(levels, free, budget)
     spent = overhead(levels, held).checkpoints
@@ -193,12 +202,14 @@ def test_the_budget_is_held_and_nothing_better_holds_it(levels: list[Level], bud
 
 slow_levels_of = st.lists(
     st.tuples(costs, rates_of, st.floats(0.0, 1e4)), min_size=1, max_size=4
-).map(lambda told: [Level(str(i), c, rate, 0.0, late) for i, (c, rate, late) in enumerate(told)])
+).map(
+    lambda told: [LevelModel(str(i), c, rate, 0.0, late) for i, (c, rate, late) in enumerate(told)]
+)
 
 
 @given(slow_levels_of, st.floats(1e-4, 0.3), st.floats(0.0, 100.0), st.booleans())
 def test_what_a_slow_level_may_not_spend_the_others_share(
-    levels: list[Level], budget: float, least: float, use_all: bool
+    levels: list[LevelModel], budget: float, least: float, use_all: bool
 ) -> None:
     """A level is at its latency, or stretched as all others are; and nothing is left over that
     another one could spend."""

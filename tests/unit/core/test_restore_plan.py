@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.facts import found_at
 from tierckpt.config import PersistentConfig
-from tierckpt.core.copies import EVERYWHERE, LEVELS, Found, Location, Problem
+from tierckpt.core.copies import EVERYWHERE, Found, Location, Problem
+from tierckpt.core.levels import RANK, Level
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_first
 from tierckpt.storage.inventory import look_at_persistent
@@ -27,7 +29,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey
     if draw(st.booleans()):
         lineages[3] = draw(st.sampled_from([((3, 0),), (*lineages[max(lineages)], (3, 4))]))
     everything = [
-        Found(
+        found_at(
             ShardKey(VersionId(g, v), s, n),
             Location(level, host, f"/{level}/{copy}"),
             lineage,
@@ -36,7 +38,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey
         for v in range(1, 5)
         for n in (1, 2)
         for s in range(n)
-        for level in LEVELS
+        for level in Level
         for host in HOSTS
         for copy in (0, 1)
     ]
@@ -73,7 +75,7 @@ def test_against_trying_everything(
 ) -> None:
     inventories, bad = world
     plan = plan_restore(inventories, bad, version)
-    line = newest_first((f.key.id, f.lineage) for i in inventories for f in i)
+    line = newest_first((f.key.id, f.facts.lineage) for i in inventories for f in i)
     choice = [
         (id_, shards)
         for id_, shards in possible(inventories, bad)
@@ -99,7 +101,7 @@ def test_against_trying_everything(
         }
         places = [p for p, ranks in viewers.items() if ranks and (key, p) not in bad]
         assert source.place in places
-        assert LEVELS.index(source.place.level) == min(LEVELS.index(p.level) for p in places)
+        assert RANK[source.place.level] == min(RANK[p.level] for p in places)
         assert source.reader in viewers[source.place]
         assert source.direct == (len(viewers[source.place]) == len(inventories))
 
@@ -160,7 +162,7 @@ def test_what_a_rank_cannot_get_at_is_as_if_it_had_never_seen_it(
     left = [
         [f for f in i if (f.key, f.place, rank) not in blind] for rank, i in enumerate(inventories)
     ]
-    line = newest_first((f.key.id, f.lineage) for i in inventories for f in i)
+    line = newest_first((f.key.id, f.facts.lineage) for i in inventories for f in i)
     choice = [(id_, n) for id_, n in possible(left, bad) if id_ in line]
     if not choice:
         assert plan is None
@@ -189,7 +191,7 @@ def test_who_lacks_the_mount_is_not_asked_shard_after_shard(
     """Two versions that rank 0 saw. A version is lost when every rank failed at some shard of it;
     who failed at one is asked for none of it, and for no other while somebody never failed."""
     keys = [ShardKey(VersionId(1, v), s, shards) for v in (1, 2) for s in range(shards)]
-    seen = [Found(key, FAR, ((1, 0),)) for key in keys]
+    seen = [found_at(key, FAR, ((1, 0),)) for key in keys]
     tries = [(key, FAR, rank) for key in keys for rank in range(ranks)]
     failed = data.draw(st.sets(st.sampled_from(tries), max_size=2 * ranks))
     holders = data.draw(st.dictionaries(st.sampled_from(keys), st.integers(0, ranks - 1)))
@@ -226,9 +228,16 @@ def test_a_rank_that_cannot_map_what_others_map_is_sent_it() -> None:
     assert [(s.reader, s.direct) for s in plan.sources] == [(1, True), (0, False)]
 
 
-def found(version: int, shard: int, shards: int, level: str = "memory", where: str = "x") -> Found:
+def found(
+    version: int,
+    shard: int,
+    shards: int,
+    level: str = "memory",
+    where: str = "x",
+    run_id: str = "",
+) -> Found:
     key = ShardKey(VersionId(1, version), shard, shards)
-    return Found(key, Location(level, "a", f"{where}{shard}"), ((1, 0),))
+    return found_at(key, Location(level, "a", f"{where}{shard}"), run_id=run_id)
 
 
 def test_each_rank_reads_its_own_shard_when_it_can() -> None:
@@ -279,7 +288,7 @@ def test_levels_may_be_mixed_within_a_version() -> None:
 
 def test_shards_of_two_lives_never_make_a_version() -> None:
     """Lives that did not see each other's nodes may have taken the same generation number."""
-    mine, theirs = found(11, 0, 2), dataclasses.replace(found(11, 1, 2), run_id="another")
+    mine, theirs = found(11, 0, 2), found(11, 1, 2, run_id="another")
     assert plan_restore([[mine], [theirs]]) is None
     plan = plan_restore([[mine], [theirs], [found(11, 1, 2)]])
     assert plan is not None

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Location
+from tests.support.facts import found_at, parity_at
+from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Location
+from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import RestorePlan, _Load, plan_restore
 from tierckpt.erasure.codes import Code
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
@@ -90,9 +92,9 @@ class World:
                 group = self.group_of(version, shard)
                 code = self.codes[version][group]
                 made = (LINEAGE, "life", group, code.k, code.m)
-                parities.append(FoundParity(ParityKey(*name), self.place(node), *made))
+                parities.append(parity_at(ParityKey(*name), self.place(node), *made))
             else:
-                found.append(Found(ShardKey(*name), self.place(node), LINEAGE, "life"))
+                found.append(found_at(ShardKey(*name), self.place(node), LINEAGE, "life"))
         return found, parities
 
     def out_of_reach(self, version: int, there: set[tuple[int, bool, int]]) -> set[int]:
@@ -164,7 +166,7 @@ def inventories_of(world: World) -> tuple[list[list[Found]], list[list[FoundPari
         seen, made = world.seen_by(node)
         if number == 0:
             seen += [
-                Found(ShardKey(VersionId(1, v), s, world.shards), FAR, LINEAGE, "life")
+                found_at(ShardKey(VersionId(1, v), s, world.shards), FAR, LINEAGE, "life")
                 for v in sorted(world.persistent)
                 for s in range(world.shards)
             ]
@@ -276,9 +278,9 @@ def test_parity_behind_agents_is_read_by_all_ranks_alike(
     for first in range(0, 2 * groups, 2):
         key = (VersionId(1, 1), first + 1, 2 * groups)
         asker, place = number % len(names), agent_of(first)
-        found[asker].append(Found(ShardKey(*key), place, LINEAGE, "life"))
+        found[asker].append(found_at(ShardKey(*key), place, LINEAGE, "life"))
         made = (LINEAGE, "life", (first, first + 1), 1, 1)
-        parities[asker].append(FoundParity(ParityKey(*key), place, *made))
+        parities[asker].append(parity_at(ParityKey(*key), place, *made))
     plan = plan_restore(found, parities=parities, nodes=names)
     assert plan is not None
     readers = [p.reader for rebuild in plan.rebuilds for p in rebuild.parities]
@@ -387,7 +389,7 @@ def test_what_all_see_is_read_on_all_nodes_alike(
     """Nodes of as many ranks each, numbered node after node or in turns."""
     ranks = nodes * per_node
     names = [f"node{r % nodes if dealt else r // per_node}" for r in range(ranks)]
-    seen = [Found(ShardKey(VersionId(1, 1), s, shards), FAR, LINEAGE) for s in range(shards)]
+    seen = [found_at(ShardKey(VersionId(1, 1), s, shards), FAR, LINEAGE) for s in range(shards)]
     plan = plan_restore([seen, *([] for _ in range(ranks - 1))], nodes=names)
     assert plan is not None
     loads = Counter(s.reader for s in plan.sources)
@@ -414,14 +416,12 @@ def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
 def mirror(shard: int, node: int, run_id: str = "life", version: int = 1) -> FoundParity:
     """Of a mirrored pair, 0 and 1: the copy of the other one that lies beside `shard`."""
     key = ParityKey(VersionId(1, version), shard, 2)
-    return FoundParity(
-        key, Location("local", f"node{node}", "/disk"), LINEAGE, run_id, (0, 1), 1, 1
-    )
+    return parity_at(key, Location("local", f"node{node}", "/disk"), LINEAGE, run_id, (0, 1), 1, 1)
 
 
 def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
     """Every shard of v2 is lost, and v1 is whole."""
-    found = [Found(ShardKey(VersionId(1, 1), s, 2), FAR, LINEAGE, "life") for s in range(2)]
+    found = [found_at(ShardKey(VersionId(1, 1), s, 2), FAR, LINEAGE, "life") for s in range(2)]
     plan = plan_restore(
         [found, []], parities=[[mirror(0, 0, version=2)], [mirror(1, 1, version=2)]]
     )
@@ -433,7 +433,7 @@ def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
 def test_shards_and_parity_of_two_lives_are_no_version() -> None:
     """Lives that did not see each other's nodes may have taken the same generation."""
     found = [
-        Found(ShardKey(VersionId(1, 1), 1, 2), Location("local", "node1", "/disk"), LINEAGE, "a")
+        found_at(ShardKey(VersionId(1, 1), 1, 2), Location("local", "node1", "/disk"), LINEAGE, "a")
     ]
     assert plan_restore([[], found], parities=[[], [mirror(1, 1, "another")]]) is None
     assert plan_restore([[], found], parities=[[], [mirror(1, 1, "a")]]) is not None
@@ -441,7 +441,7 @@ def test_shards_and_parity_of_two_lives_are_no_version() -> None:
 
 def test_parity_that_a_rank_cannot_get_at_is_read_by_one_that_can() -> None:
     parity = mirror(1, 1)
-    found = [Found(ShardKey(VersionId(1, 1), 1, 2), parity.place, LINEAGE, "life")]
+    found = [found_at(ShardKey(VersionId(1, 1), 1, 2), parity.place, LINEAGE, "life")]
     for blind, reader in (((), 0), ((0,), 1), ((0, 1), None)):
         lost = frozenset((parity.key, parity.place, rank) for rank in blind)
         plan = plan_restore([found] * 2, parities=[[parity]] * 2, unreachable=lost)
@@ -456,7 +456,7 @@ def is_even(load: Counter[int], ranks: Iterable[int]) -> bool:
 
 def test_few_files_for_many_ranks_are_read_on_all_nodes() -> None:
     """16 shards of a small job, for 64 ranks on 8 nodes: two on each node."""
-    shards = [Found(ShardKey(VersionId(1, 1), s, 16), FAR, LINEAGE) for s in range(16)]
+    shards = [found_at(ShardKey(VersionId(1, 1), s, 16), FAR, LINEAGE) for s in range(16)]
     nodes = [f"node{rank // 8}" for rank in range(64)]
     plan = plan_restore([shards, *([] for _ in range(63))], nodes=nodes)
     assert plan is not None
@@ -477,7 +477,7 @@ def test_a_plan_for_many_ranks_does_not_look_at_all_of_them_for_each_shard(
         return weight(load, rank)
 
     monkeypatch.setattr(_Load, "_weight", counted)
-    seen = [Found(ShardKey(VersionId(1, 1), s, shards), FAR, LINEAGE) for s in range(shards)]
+    seen = [found_at(ShardKey(VersionId(1, 1), s, shards), FAR, LINEAGE) for s in range(shards)]
     nodes = [f"node{rank // per_node}" for rank in range(ranks)]
     plan = plan_restore([seen, *([] for _ in range(ranks - 1))], nodes=nodes)
     assert plan is not None

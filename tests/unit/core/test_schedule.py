@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tierckpt.config import Config, load_config
 from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger
+from tierckpt.core.levels import LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Decision, Schedule
-from tierckpt.core.votes import Vote
+from tierckpt.core.votes import VOTE_WIDTH, LevelVote, Vote
 from tierckpt.format.ids import VersionId
 
 
@@ -36,15 +37,23 @@ def v(version: int) -> VersionId:
 
 # --- votes ---------------------------------------------------------------------------------------
 
+
+def about(no_request: int = 1, **levels: LevelVote) -> Vote:
+    """A vote about some levels, by name."""
+    cast = {Level(name): vote for name, vote in levels.items()}
+    return Vote({**Vote().levels, **cast}, no_request=no_request)
+
+
+SLOTS_BUSY, LOCAL_BUSY = about(memory=LevelVote(free=0)), about(local=LevelVote(free=0))
+states, flags = st.sampled_from([PENDING, DONE, BROKEN]), st.integers(0, 1)
+costs, none = st.integers(-(2**40), 0), st.just(0)
 votes = st.builds(
-    Vote,
-    slot_free=st.integers(0, 1),
-    local_free=st.integers(0, 1),
-    memory_state=st.sampled_from([PENDING, DONE, BROKEN]),
-    local_state=st.sampled_from([PENDING, DONE, BROKEN]),
-    memory_time_left=st.integers(0, 1),
-    local_time_left=st.integers(0, 1),
-    no_request=st.integers(0, 1),
+    about,
+    no_request=flags,
+    memory=st.builds(LevelVote, states, flags, flags, costs, none),
+    local=st.builds(LevelVote, states, flags, flags, costs, costs),
+    peer=st.builds(LevelVote, states, st.just(1), st.just(1), none, none),
+    persistent=st.builds(LevelVote, states, st.just(1), flags, costs, costs),
 )
 
 
@@ -61,14 +70,20 @@ def test_a_vote_survives_packing(vote: Vote) -> None:
 @given(st.lists(votes, min_size=1, max_size=5))
 def test_the_minimum_says_what_holds_on_all_ranks(cast: list[Vote]) -> None:
     agreed = reduced(cast)
-    assert bool(agreed.slot_free) == all(c.slot_free for c in cast)
-    assert bool(agreed.local_free) == all(c.local_free for c in cast)
-    for level in ("memory_state", "local_state"):
-        states = {getattr(c, level) for c in cast}
+    for level, found in agreed.levels.items():
+        each = [c.levels[level] for c in cast]
+        states = {one.state for one in each}
         expected = BROKEN if BROKEN in states else PENDING if PENDING in states else DONE
-        assert getattr(agreed, level) == expected
+        assert found.state == expected
+        assert bool(found.free) == all(one.free for one in each)
+        assert (found.time_left == 0) == any(not one.time_left for one in each)
+        assert agreed.figures.of(level).us == max(-one.less_us for one in each)
     assert (agreed.no_request == 0) == any(not c.no_request for c in cast)
-    assert (agreed.local_time_left == 0) == any(not c.local_time_left for c in cast)
+
+
+def test_a_vote_has_only_the_numbers_that_a_level_needs() -> None:
+    """Every rank's training thread packs it at every boundary."""
+    assert VOTE_WIDTH == 27
 
 
 # --- the schedule --------------------------------------------------------------------------------
@@ -93,7 +108,8 @@ def test_what_goes_to_local_is_in_memory_too() -> None:
 
 def test_when_some_clock_says_so() -> None:
     schedule = Schedule(configured(memory_every_seconds=1.0, local_every_seconds=9.0))
-    due = {4: Vote(memory_time_left=0), 7: Vote(local_time_left=0)}
+    over = LevelVote(time_left=0)
+    due = {4: about(memory=over), 7: about(local=over)}
     assert taken(schedule, due, range(1, 9)) == {4: ("memory",), 7: ("memory", "local")}
 
 
@@ -110,7 +126,7 @@ def test_nothing_is_due_right_after_a_restore() -> None:
 
 def test_a_skipped_version_stays_due_and_is_reported_once() -> None:
     schedule = Schedule(configured(memory_every_steps=5))
-    busy = Vote(slot_free=0)
+    busy = SLOTS_BUSY
     decided = [schedule.decide(version, busy) for version in (5, 6, 7)]
     assert [d.take for d in decided] == [()] * 3
     assert [[level for level, _ in d.skipped] for d in decided] == [["memory"], [], []]
@@ -123,7 +139,7 @@ def test_a_skipped_version_stays_due_and_is_reported_once() -> None:
 def test_every_version_that_is_missed_is_named(every: int, named: list[int]) -> None:
     schedule = Schedule(configured(memory_every_steps=every))
     schedule.start_at(4)
-    busy = Vote(slot_free=0)
+    busy = SLOTS_BUSY
     decided = {version: schedule.decide(version, busy) for version in range(5, 12)}
     assert [version for version, decision in decided.items() if decision.skipped] == named
     assert [version for version, decision in decided.items() if not decision.again] == [5]
@@ -131,7 +147,7 @@ def test_every_version_that_is_missed_is_named(every: int, named: list[int]) -> 
 
 def test_a_busy_local_level_does_not_keep_memory_from_its_version() -> None:
     schedule = Schedule(configured(memory_every_steps=1, local_every_steps=2))
-    decision = schedule.decide(2, Vote(local_free=0))
+    decision = schedule.decide(2, LOCAL_BUSY)
     assert decision.take == ("memory",)
     assert [level for level, _ in decision.skipped] == ["local"]
     assert schedule.decide(3, Vote()).take == ("memory", "local")
@@ -139,11 +155,11 @@ def test_a_busy_local_level_does_not_keep_memory_from_its_version() -> None:
 
 def test_waiting_takes_what_is_due_instead_of_skipping() -> None:
     schedule = Schedule(configured(local_every_steps=1, when_busy="wait"))
-    for busy in (Vote(slot_free=0), Vote(local_free=0)):
-        decision = schedule.decide(schedule.last_local + 1, busy)
+    for busy in (SLOTS_BUSY, LOCAL_BUSY):
+        decision = schedule.decide(schedule.last[LOCAL] + 1, busy)
         assert decision == Decision(("memory", "local"), (), wait=True)
-    assert not schedule.decide(schedule.last_local + 1, Vote()).wait
-    assert not schedule.decide(schedule.last_local, Vote(slot_free=0)).wait, "nothing is due"
+    assert not schedule.decide(schedule.last[LOCAL] + 1, Vote()).wait
+    assert not schedule.decide(schedule.last[LOCAL], SLOTS_BUSY).wait, "nothing is due"
 
 
 @given(
@@ -162,8 +178,8 @@ def test_ranks_that_see_the_same_votes_decide_the_same(
         decision = one.decide(version, vote)
         assert decision == other.decide(version, vote)
         if when_busy == "skip":
-            assert not (decision.take and not vote.slot_free)
-            assert not ("local" in decision.take and not vote.local_free)
+            assert not (decision.take and not vote.levels[MEMORY].free)
+            assert not (LOCAL in decision.take and not vote.levels[LOCAL].free)
         assert decision.take in ((), ("memory",), ("memory", "local"))
 
 
@@ -251,7 +267,7 @@ class Job:
 
     def agreed(self, iteration: int) -> tuple[Vote, VersionId | None]:
         cast = self.ballots[iteration]
-        asked = {about for _, about in cast.values()}
+        asked = {voted for _, voted in cast.values()}
         assert len(asked) == 1, f"ranks voted about different versions: {asked}"
         columns = zip(*(values for values, _ in cast.values()), strict=True)
         return Vote.unpack([min(column) for column in columns]), asked.pop()
@@ -260,20 +276,18 @@ class Job:
         """Read the last vote, decide, launch the next one; returns the version to be taken."""
         agreed = Vote()
         if rank.at:
-            agreed, about = self.agreed(rank.at)
-            rank.ledger.resolve(agreed.memory_state, about)
+            agreed, voted = self.agreed(rank.at)
+            rank.ledger.resolve(agreed.levels[MEMORY].state, voted)
         rank.at += 1
         decision = rank.schedule.decide(rank.at, agreed)
         rank.decisions.append(decision.take)
         newest = v(rank.at) if decision.take else None
         if newest:
             rank.ledger.open.append(newest)
-        about = next((o for o in rank.ledger.open if o != v(rank.at)), None)
-        vote = Vote(
-            slot_free=int(self.chance.random() > 0.1),
-            memory_state=rank.fates.get(about, PENDING) if about else DONE,
-        )
-        self.ballots.setdefault(rank.at, {})[rank.number] = (vote.pack(), about)
+        oldest = next((o for o in rank.ledger.open if o != v(rank.at)), None)
+        state = rank.fates.get(oldest, PENDING) if oldest else DONE
+        vote = about(memory=LevelVote(state, free=int(self.chance.random() > 0.1)))
+        self.ballots.setdefault(rank.at, {})[rank.number] = (vote.pack(), oldest)
         return newest
 
     def overwrite(self, rank: Rank, newest: VersionId) -> int | None:
@@ -305,12 +319,12 @@ class Job:
                 if index is None:  # both hold what must stay: wait for the proof
                     while not self.all_voted(rank.at):
                         yield
-                    agreed, about = self.agreed(rank.at)
+                    agreed, voted = self.agreed(rank.at)
                     protected = rank.ledger.protected() - {newest}
-                    if about and agreed.memory_state == DONE:
-                        protected = rank.ledger.protected(also_safe=about) - {newest}
-                    elif about and agreed.memory_state == BROKEN:
-                        protected -= {about}
+                    if voted and agreed.levels[MEMORY].state == DONE:
+                        protected = rank.ledger.protected(also_safe=voted) - {newest}
+                    elif voted and agreed.levels[MEMORY].state == BROKEN:
+                        protected -= {voted}
                     free = [i for i, held in enumerate(rank.slots) if held not in protected]
                     index = min(free, key=lambda i: rank.slots[i] or v(-1), default=None)
                 broken = index is None or self.chance.random() < self.break_rate

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tierckpt.format.layout import (
     BLOCK_BYTES,
+    PER_RANK,
+    REPLICATED,
     UNIT_BYTES,
     Layout,
     TensorSpec,
@@ -51,10 +53,10 @@ def test_every_element_is_in_exactly_one_shard(
     named = set()
     for layout in all_layouts(striped, own, ranks):
         for piece in layout.pieces:
-            if not piece.own:
+            if piece.placement is REPLICATED:
                 taken[piece.spec.name][piece.start : piece.stop] += 1
                 named.add(piece.spec.name)
-        mine = [(p.spec, p.start, p.stop) for p in layout.pieces if p.own]
+        mine = [(p.spec, p.start, p.stop) for p in layout.pieces if p.placement is PER_RANK]
         assert sorted(mine, key=str) == sorted(((s, 0, s.numel) for s in own), key=str)
     assert all((counts == 1).all() for counts in taken.values())
     assert named == set(taken), "an empty tensor is somewhere, too, or it could not be made again"
@@ -88,7 +90,7 @@ def test_blocks_cover_the_pieces_exactly(
                 piece = layout.pieces[index]
                 assert low == reached[index], "elements of a piece come in order, none left out"
                 assert piece.offset + low * piece.spec.itemsize_bytes == position
-                assert piece.own == block.own, "a block is copied at one time"
+                assert piece.placement == block.placement, "a block is copied at one time"
                 reached[index] = high
                 position += (high - low) * piece.spec.itemsize_bytes
             assert position == block.offset + block.nbytes

@@ -11,20 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.facts import ITERATION_COUNTS, VersionFacts
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
 
 numbers = st.integers(0, 2**62)
-manifests = st.builds(
-    Manifest,
+ids = st.builds(VersionId, numbers, numbers)
+facts = st.builds(
+    VersionFacts,
     job=st.text(max_size=30),
-    version=numbers,
-    generation=numbers,
     run_id=st.text(max_size=16),
+    id=ids,
+    shards=numbers,
     lineage=st.lists(st.tuples(numbers, numbers), max_size=4).map(tuple),
     iteration=numbers,
+    iteration_counts=st.sampled_from(ITERATION_COUNTS),
+    metric=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    complete=st.none() | ids,
+    suspect=st.text(max_size=30),
+)
+manifests = st.builds(
+    Manifest,
+    facts=facts,
     shard=numbers,
-    shards=numbers,
     image_bytes=numbers,
     header_bytes=numbers,
     rank_state_bytes=numbers,
@@ -33,14 +42,16 @@ manifests = st.builds(
 )
 
 EXAMPLE = Manifest(
-    job="ckpts-0123456789ab",
-    version=12,
-    generation=3,
-    run_id="5eed",
-    lineage=((1, 0), (3, 10)),
-    iteration=14,
+    facts=VersionFacts(
+        job="ckpts-0123456789ab",
+        run_id="5eed",
+        id=VersionId(3, 12),
+        shards=2,
+        lineage=((1, 0), (3, 10)),
+        iteration=14,
+        iteration_counts="calls",
+    ),
     shard=1,
-    shards=2,
     image_bytes=12288,
     header_bytes=4096,
     rank_state_bytes=77,
@@ -65,7 +76,9 @@ def test_every_truncation_is_rejected(manifest: Manifest) -> None:
 
 def test_it_says_what_its_iteration_counts() -> None:
     """Calls of `step()`, or optimizer steps; what does not say so is refused."""
-    steps = dataclasses.replace(EXAMPLE, iteration_counts="steps")
+    steps = dataclasses.replace(
+        EXAMPLE, facts=dataclasses.replace(EXAMPLE.facts, iteration_counts="steps")
+    )
     assert Manifest.decode(steps.encode()) == steps != EXAMPLE
     assert (values_of(EXAMPLE)["iteration_counts"], values_of(steps)["iteration_counts"]) == (
         "calls",
@@ -152,4 +165,4 @@ def test_a_digest_sees_every_bit() -> None:
 
 def test_manifests_are_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        EXAMPLE.version = 1  # type: ignore[misc]
+        EXAMPLE.shard = 1  # type: ignore[misc]

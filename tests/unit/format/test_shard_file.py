@@ -162,6 +162,15 @@ def test_a_newer_major_version_is_refused_and_says_what_to_do() -> None:
     )
 
 
+def test_a_placement_that_is_unknown_is_refused() -> None:
+    """As of a tensor that is sharded: its elements would be taken for all of it."""
+    shard = shard_of({"a": torch.ones(2)}, 0, 1)
+    row = ["a", "float32", [2], None, 4, "cpu", 0, 2, 0]
+    assert decode_header(rewritten(shard, pieces=json.dumps([[*row, 1]]))).pieces[0].placement == 1
+    with pytest.raises(FormatError, match="2 is not a valid Placement"):
+        decode_header(rewritten(shard, pieces=json.dumps([[*row, 2]])))
+
+
 def test_bytes_that_are_no_shard_are_refused() -> None:
     good = shard_of({"a": torch.ones(2)}, 0, 1)
     foreign = safetensors.torch.save({"a": torch.ones(2)})

@@ -1,7 +1,9 @@
-"""What damage means for a version: rebuilt, read elsewhere, or gone; what a restart takes then."""
+"""Consequences of damage for a version: rebuilt, read elsewhere, or lost; and the version that a
+restart takes then."""
 
 from __future__ import annotations
 
+from tests.support.facts import found_at, parity_at
 from tierckpt.core.copies import Found, FoundParity, Location
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.offline.restorability import outlook
@@ -16,12 +18,12 @@ def key(version: int, shard: int) -> ShardKey:
 
 
 def found(version: int, shard: int, place: Location = NEAR) -> Found:
-    return Found(key(version, shard), place, ((1, 0),), "life")
+    return found_at(key(version, shard), place, ((1, 0),), "life")
 
 
 def parity(version: int, shard: int) -> FoundParity:
     name = ParityKey(VersionId(1, version), shard, SHARDS)
-    return FoundParity(name, NEAR, ((1, 0),), "life", (0, 1, 2), 2, 1)
+    return parity_at(name, NEAR, ((1, 0),), "life", (0, 1, 2), 2, 1)
 
 
 def survey(*copies: Found, parities: bool = False) -> Survey:

@@ -14,7 +14,6 @@ from tierckpt.format.layout import TensorSpec, plan_layout
 from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
 from tierckpt.restore.shard_image import Part
 from tierckpt.restore.tensor_fill import LARGE_BYTES, TensorPreallocator
-from tierckpt.snapshot.copy_plan import as_bytes
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState, label_optimizers
 
@@ -133,7 +132,7 @@ def parts_of(state: TrainingState) -> tuple[ShardHeader, list[Part]]:
     for piece in layout.pieces:
         low = len(encoded) + piece.offset
         shard[low : low + piece.nbytes] = bytes(
-            as_bytes(tree_codec.flat(entries[piece.spec.name])).numpy()
+            tree_codec.as_bytes(tree_codec.flat(entries[piece.spec.name])).numpy()
         )
     bounds = [0, *range(len(encoded), len(shard), mmap.PAGESIZE), len(shard)]
     parts = [(0, a, memoryview(shard)[a:b]) for a, b in itertools.pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""The persistent level's rules: names, groups, places, records, turns, bandwidth, retention."""
+"""The persistent level's rules: names, groups, places, records, turns, bandwidth."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.facts import facts_of
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError
-from tierckpt.format.ids import Lineage, VersionId, on_lineage
+from tierckpt.format.ids import VersionId
 from tierckpt.format.version_names import Groups, SharedPlaces, parse_run, run_name
 from tierckpt.format.version_records import (
     ShardRecord,
@@ -25,14 +25,10 @@ from tierckpt.format.version_records import (
 )
 from tierckpt.storage.persistent import (
     FlushPacer,
-    HeldVersions,
-    RetentionPolicy,
     Throttle,
     TimeSlots,
-    VersionFacts,
     VersionManifest,
     VersionName,
-    retirable,
 )
 
 lives = st.text("0123456789abcdef", min_size=1, max_size=16)
@@ -157,13 +153,11 @@ def test_a_record_of_another_kind_or_of_the_future_is_refused() -> None:
 
 
 def test_a_versions_manifest_is_read_back_without_what_is_no_number() -> None:
-    facts = VersionFacts("job", ((1, 0), (2, 7)), 9, 4096, {"loss": 0.5, "bad": math.nan})
-    name = VersionName(VersionId(2, 8), 3, "5eed")
-    made = VersionManifest(name, facts, 64, (("g", "abc"),), 12345)
-    found = VersionManifest.decode(made.encode())
-    assert (found.name, found.groups, found.nbytes) == (name, made.groups, 12345)
-    assert found.facts.metrics == {"loss": 0.5}
-    assert found.facts.lineage == facts.lineage
+    facts = facts_of(VersionId(2, 8), 3, lineage=((1, 0), (2, 7)), metric=0.5, suspect="model/a")
+    made = VersionManifest(facts, 4096, 64, (("g", "abc"),), 12345)
+    assert VersionManifest.decode(made.encode()) == made
+    bad = replace(made, facts=replace(facts, metric=math.nan))
+    assert VersionManifest.decode(bad.encode()).facts == replace(facts, metric=None)
 
 
 # --- turns and bandwidth -----------------------------------------------------------------------
@@ -279,143 +273,6 @@ def test_a_superseded_flush_ends_while_it_waits() -> None:
     assert len(kept) >= 6
 
 
-# --- retention ---------------------------------------------------------------------------------
-
-
-def life_of(lineage: Lineage) -> str:
-    return f"{lineage[-1][0]}"
-
-
-def held_of(draw: st.DrawFn) -> list[HeldVersions]:
-    """Some lives, each from a version of the one before or afresh, with some versions each."""
-    found: list[HeldVersions] = []
-    lineage: Lineage = ()
-    for generation in range(1, draw(st.integers(1, 4)) + 1):
-        base = draw(st.integers(0, 12)) if lineage else 0
-        afresh = draw(st.integers(0, 3)) == 0
-        lineage = (*(() if afresh else lineage), (generation, 0 if afresh else base))
-        job = draw(st.sampled_from(["job", "job", "job", "other"]))
-        start = lineage[-1][1]
-        for version in draw(st.sets(st.integers(start + 1, start + 12), max_size=8)):
-            metrics = {} if draw(st.booleans()) else {"loss": float(draw(st.integers(0, 4)))}
-            name = VersionName(VersionId(generation, version), 1, life_of(lineage))
-            found.append(HeldVersions(name, job, lineage, metrics, draw(st.integers(0, 5)) == 0))
-    return found
-
-
-policies = st.builds(
-    RetentionPolicy,
-    keep_last=st.integers(0, 4),
-    keep_every=st.integers(0, 5),
-    keep_best=st.integers(0, 3),
-    metric=st.sampled_from(["loss", "", "accuracy"]),
-    best_is_low=st.booleans(),
-)
-
-
-def oracle(
-    held: list[HeldVersions], policy: RetentionPolicy, lineage: Lineage
-) -> Iterator[VersionName]:
-    """Retention, version by version, as the documents say it."""
-    ours = {g for g, _ in lineage}
-    mine = [h for h in held if h.job == "job" and h.name.id.generation in ours]
-    if not mine:
-        return
-    newest_life = max(mine, key=lambda h: h.name.id).lineage
-    line = [h for h in mine if on_lineage(h.name.id, newest_life)]
-    safe = max(line, key=lambda h: h.name.id)
-    sign = 1 if policy.best_is_low else -1
-    for h in mine:
-        newer = sum(on_lineage(o.name.id, lineage) and o.name.id > h.name.id for o in mine)
-        better = [
-            o
-            for o in line
-            if policy.metric in o.metrics
-            and policy.metric in h.metrics
-            and (sign * o.metrics[policy.metric], -o.name.id.version)
-            < (sign * h.metrics[policy.metric], -h.name.id.version)
-        ]
-        is_best = h in line and policy.metric in h.metrics and len(better) < policy.keep_best
-        if h.pinned or is_best or h.name.id >= safe.name.id:
-            continue
-        if on_lineage(h.name.id, lineage):
-            every = policy.keep_every and h.name.id.version % policy.keep_every == 0
-            if newer >= max(policy.keep_last, 1) and not every:
-                yield h.name
-        elif safe.name.id.generation == lineage[-1][0]:
-            yield h.name
-
-
-@st.composite
-def situations(draw: st.DrawFn) -> tuple[list[HeldVersions], Lineage]:
-    held = held_of(draw)
-    if not held:
-        return [], ((1, 0),)
-    return held, draw(st.sampled_from([h.lineage for h in held]))
-
-
-@given(situations(), policies)
-def test_retention_does_what_the_rules_say(
-    situation: tuple[list[HeldVersions], Lineage], policy: RetentionPolicy
-) -> None:
-    held, lineage = situation
-    gone = retirable(held, policy, "job", lineage, life_of(lineage))
-    assert gone == sorted(oracle(held, policy, lineage))
-
-
-@given(situations(), policies)
-def test_the_last_restorable_version_is_safe_from_every_policy(
-    situation: tuple[list[HeldVersions], Lineage], policy: RetentionPolicy
-) -> None:
-    held, lineage = situation
-    gone = set(retirable(held, policy, "job", lineage, life_of(lineage)))
-    ours = {g for g, _ in lineage}
-    mine = [h for h in held if h.job == "job" and h.name.id.generation in ours]
-    if mine:
-        assert max(h.name for h in mine) not in gone
-    for h in held:
-        if h.job != "job" or h.pinned or h.name.id.generation not in ours:
-            assert h.name not in gone
-
-
-def held_by(run_id: str, generation: int, *versions: int, lineage: Lineage) -> list[HeldVersions]:
-    names = [VersionName(VersionId(generation, version), 1, run_id) for version in versions]
-    return [HeldVersions(name, "job", lineage) for name in names]
-
-
-def test_a_version_that_was_taken_again_takes_one_place_among_the_best() -> None:
-    lineage = ((1, 0), (2, 3), (3, 8))
-    scores = {(1, 2): 0.2, (1, 3): 0.1, (2, 3): 0.1, (2, 8): 0.9, (3, 9): 0.9}
-    held = [
-        HeldVersions(VersionName(VersionId(*id_), 1, "aaaa"), "job", lineage, {"loss": score})
-        for id_, score in scores.items()
-    ]
-    policy = RetentionPolicy(keep_last=1, keep_best=2, metric="loss", best_is_low=True)
-    gone = retirable(held, policy, "job", lineage, "aaaa")
-    assert {(name.id.generation, name.id.version) for name in gone} == {(1, 3), (2, 8)}
-
-
-def test_two_lives_of_one_generation_leave_each_other_alone() -> None:
-    """Two experiments that were given the same place, or never saw each other's nodes."""
-    here = held_by("aaaa", 1, 1, 2, 3, lineage=((1, 0),))
-    there = held_by("bbbb", 1, 4, 5, 6, lineage=((1, 0),))
-    policy = RetentionPolicy(keep_last=1)
-    gone = retirable(here + there, policy, "job", ((1, 0),), "aaaa")
-    assert gone == [h.name for h in here[:2]]
-
-
-def test_of_two_lives_that_may_be_the_ancestor_neither_is_touched() -> None:
-    now = held_by("cccc", 2, 9, 10, lineage=((1, 8), (2, 8)))
-    one = held_by("aaaa", 1, 7, 8, lineage=((1, 0),))
-    other = held_by("bbbb", 1, 6, lineage=((1, 0),))
-    policy, lineage = RetentionPolicy(keep_last=1), ((1, 8), (2, 8))
-    assert retirable(now + one, policy, "job", lineage, "cccc") == [
-        *(h.name for h in one),
-        now[0].name,
-    ]
-    assert retirable(now + one + other, policy, "job", lineage, "cccc") == [now[0].name]
-
-
 def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
     """The agent stays small; whoever names a directory needs no client of object stores."""
     program = (
@@ -425,10 +282,3 @@ def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-
-
-def test_the_newest_version_that_is_no_suspect_stays_however_many_follow() -> None:
-    held = held_by("aaaa", 1, 1, 2, 3, 4, 5, lineage=((1, 0),))
-    held[2:] = [replace(h, suspect=True) for h in held[2:]]
-    gone = retirable(held, RetentionPolicy(keep_last=1), "job", ((1, 0),), "aaaa")
-    assert [name.id.version for name in gone] == [1, 3, 4]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import ClassVar
 
+from tierckpt.core.levels import LOCAL, PEER, PERSISTENT, Level
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
 
 from .settings import (
@@ -21,7 +23,7 @@ from .settings import (
     SessionSettings,
 )
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
 
 # --- from a trainer ------------------------------------------------------------------------------
@@ -152,63 +154,81 @@ class Unwelcome:
 
 
 @dataclass(frozen=True)
-class Committed:
-    """A shard is durable on the local level."""
+class Stored:
+    """This node's part of a version is on a level."""
 
+    level: ClassVar[Level]
     id: VersionId
     nbytes: int
     write_seconds: float
-    commit_seconds: float
-    direct: bool
-    """True when the page cache was bypassed."""
+
+    @property
+    def times_seconds(self) -> dict[str, float]:
+        """How long that took, by part."""
+        return {"write": self.write_seconds}
 
 
 @dataclass(frozen=True)
-class CommitFailed:
-    """A shard is not on the local level."""
+class NotStored:
+    """This node's part of a version is not on a level."""
 
-    id: VersionId
-    error: str
-
-
-@dataclass(frozen=True)
-class Protected:
-    """Other nodes can rebuild this node's shards of a version."""
-
-    id: VersionId
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ProtectFailed:
-    """Other nodes cannot rebuild all of this node's shards of a version."""
-
-    id: VersionId
-    error: str
-    superseded: bool = False
-    """A newer version is protected in its place."""
-
-
-@dataclass(frozen=True)
-class Flushed:
-    """This node's part of a version is on the persistent level."""
-
-    id: VersionId
-    complete: bool
-    """All nodes' parts are."""
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class FlushFailed:
-    """This node's part of a version is not on the persistent level."""
-
+    level: ClassVar[Level]
     id: VersionId
     error: str
     superseded: bool = False
     """A newer version goes there in its place."""
+
+
+@dataclass(frozen=True)
+class Committed(Stored):
+    """A shard is durable on the local level."""
+
+    level = LOCAL
+    commit_seconds: float
+    direct: bool
+    """True when the page cache was bypassed."""
+
+    @property
+    def times_seconds(self) -> dict[str, float]:
+        """See `Stored`."""
+        return {"write": self.write_seconds, "commit": self.commit_seconds}
+
+
+@dataclass(frozen=True)
+class CommitFailed(NotStored):
+    """A shard is not on the local level."""
+
+    level = LOCAL
+
+
+@dataclass(frozen=True)
+class Protected(Stored):
+    """Other nodes can rebuild this node's shards of a version."""
+
+    level = PEER
+
+
+@dataclass(frozen=True)
+class ProtectFailed(NotStored):
+    """Other nodes cannot rebuild all of this node's shards of a version."""
+
+    level = PEER
+
+
+@dataclass(frozen=True)
+class Flushed(Stored):
+    """This node's part of a version is on the persistent level."""
+
+    level = PERSISTENT
+    complete: bool
+    """All nodes' parts are."""
+
+
+@dataclass(frozen=True)
+class FlushFailed(NotStored):
+    """This node's part of a version is not on the persistent level."""
+
+    level = PERSISTENT
 
 
 @dataclass(frozen=True)
@@ -286,15 +306,7 @@ def version_of(message: Message) -> VersionId | None:
             return key.id
         case Flush(order=order):
             return order.id
-        case (
-            Protect(id=id_)
-            | Committed(id=id_)
-            | CommitFailed(id=id_)
-            | Protected(id=id_)
-            | ProtectFailed(id=id_)
-            | Flushed(id=id_)
-            | FlushFailed(id=id_)
-        ):
+        case Protect(id=id_) | Stored(id=id_) | NotStored(id=id_):
             return id_
         case _:
             return None

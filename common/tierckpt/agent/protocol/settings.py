@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tierckpt.config import PersistentConfig
-from tierckpt.format.ids import Lineage, ShardKey, VersionId
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import digest
 from tierckpt.format.version_names import VersionName
 
@@ -61,27 +62,26 @@ class FlushOrder:
     """The directory of the local level."""
     here: tuple[int, ...]
     """Shards that this node's local level has."""
-    id: VersionId
-    shards: int
-    run_id: str
-    job: str
-    lineage: Lineage
-    iteration: int
+    facts: VersionFacts
     largest_bytes: int
-    metric: float | None
-    """The user's measure of the version."""
+    """Length of the version's longest shard."""
     node: str
     """Where the job has its memory level: of the same name, only one run can be alive there."""
 
     @property
+    def id(self) -> VersionId:
+        """The version."""
+        return self.facts.id
+
+    @property
     def name(self) -> VersionName:
         """The version's name on the persistent level."""
-        return VersionName(self.id, self.shards, self.run_id)
+        return self.facts.name
 
     @property
     def keys(self) -> list[ShardKey]:
         """The node's shards."""
-        return [ShardKey(self.id, shard, self.shards) for shard in self.here]
+        return [self.facts.key(shard) for shard in self.here]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,16 @@ is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from math import hypot, sqrt
 from statistics import median
+from typing import NamedTuple
 
-from tierckpt.config import AUTO, Config, LocalConfig, MemoryConfig, PersistentConfig
+from tierckpt.config import AUTO, Config
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT, Level
 
-from .interval_model import SHARES, Level, optimum, rates, whole_steps, within_budget
+from .interval_model import LevelModel, optimum, rates, whole_steps, within_budget
 from .rolling_stats import Hysteresis, RollingStats
 
 WINDOW_STEPS, FRESH_STEPS = 512, 8
@@ -35,8 +37,6 @@ ENOUGH_STEPS = 4
 """Nothing is said of a kind of step before so many of it were seen."""
 LOOK_STEPS = 16
 """Intervals change at multiples of this only."""
-FIRST_STEPS = {"memory": 4, "local": 32, "persistent": 256}
-"""Intervals until something is known."""
 PROBE_STEPS = 16
 """Where a version is due at every step, one in so many is left out, to see a step without."""
 MOST_STEPS = 1_000_000
@@ -48,24 +48,30 @@ SLACK_UP, SLACK_DOWN = 1.1, 0.7
 shall not move it back and forth."""
 
 
+class Cost(NamedTuple):
+    """What versions on one level cost; 0: not known yet."""
+
+    us: int = 0
+    """Microseconds that one adds to the steps during which it is written."""
+    steps: int = 0
+    """How many steps that is; 0 where it is within one."""
+
+
 @dataclass(frozen=True)
 class CostEstimate:
     """What checkpoints cost; 0: not known yet."""
 
     step_us: int = 0
     """Microseconds of a step during which no checkpoint is made."""
-    memory_us: int = 0
-    """Microseconds that a version to memory adds to its step."""
-    local_us: int = 0
-    """Microseconds that the agent's writing of one to local adds to the steps meanwhile."""
-    local_steps: int = 0
-    """How many steps that is."""
-    persistent_us: int = 0
-    """Microseconds that a flush to the persistent level adds to the steps meanwhile."""
-    persistent_steps: int = 0
-    """How many steps that is."""
+    levels: Mapping[Level, Cost] = field(default_factory=dict)
+    """Without those of which nothing is measured."""
+
+    def of(self, level: Level) -> Cost:
+        """What a version on a level adds to one that is on the levels before."""
+        return self.levels.get(level, FREE)
 
 
+FREE = Cost()
 UNKNOWN = CostEstimate()
 
 
@@ -178,11 +184,11 @@ class StepTimer:
             return UNKNOWN
         return CostEstimate(
             step_us=_us(step),
-            memory_us=self._memory_us(),
-            local_us=self._local_us(),
-            local_steps=max(self._commit_steps, default=0),
-            persistent_us=self._flush_us(),
-            persistent_steps=max(self._flushes, default=0),
+            levels={
+                MEMORY: Cost(self._memory_us()),
+                LOCAL: Cost(self._local_us(), max(self._commit_steps, default=0)),
+                PERSISTENT: Cost(self._flush_us(), max(self._flushes, default=0)),
+            },
         )
 
     def _memory_us(self) -> int:
@@ -215,7 +221,7 @@ def _us(seconds: float) -> int:
 class Change:
     """An interval that is another one from now on."""
 
-    level: str
+    level: Level
     every_steps: int
     before_steps: int
     cost_seconds: float
@@ -233,20 +239,22 @@ class Tuner:
     """The intervals; a function of agreed figures alone, so alike on every rank."""
 
     def __init__(self, config: Config) -> None:
-        tables: dict[str, MemoryConfig | LocalConfig | PersistentConfig]
-        tables = {"memory": config.memory, "local": config.local, "persistent": config.persistent}
-        self.every_steps = {n: FIRST_STEPS[n] for n, t in tables.items() if t.every_steps == AUTO}
+        self.every_steps = {
+            level: interval.first_steps
+            for level, interval in INTERVALS.items()
+            if getattr(config, level).every_steps == AUTO
+        }
         """By level: those that are automatic."""
         self._budget = config.overhead_budget
         self._rate_known = config.mean_failure_seconds > 0
-        there = [name for name in SHARES if config.uses(name)]
+        there = [level for level in INTERVALS if config.uses(level)]
         rate = 1 / config.mean_failure_seconds if self._rate_known else RARE
         self._rates = dict(zip(there, rates(there, rate) if there else [], strict=True))
 
-    def due(self, level: str, last: int, version: int) -> bool:
+    def due(self, level: Level, last: int, version: int) -> bool:
         """True when a version of this automatic level is due, `last` having been taken."""
         every = self.every_steps[level]
-        probe = level == "memory" and every == 1 and version % PROBE_STEPS == 0
+        probe = level == MEMORY and every == 1 and version % PROBE_STEPS == 0
         return not probe and version // every > last // every
 
     def heed(self, version: int, before: int, agreed: CostEstimate) -> tuple[Change, ...]:
@@ -254,46 +262,40 @@ class Tuner:
 
         `before`: the version of the last boundary.
         """
-        costs_us = {
-            "memory": agreed.memory_us,
-            "local": agreed.local_us,
-            "persistent": agreed.persistent_us,
-        }
-        # As long again as one lasts, so that steps without it are seen, too.
-        latency_steps = {"local": 2 * agreed.local_steps, "persistent": 2 * agreed.persistent_steps}
-        known = [name for name in self.every_steps if costs_us[name]]
+        known = [level for level in self.every_steps if agreed.of(level).us]
         if version // LOOK_STEPS == before // LOOK_STEPS or not agreed.step_us or not known:
             return ()
         step_seconds = agreed.step_us / 1e6
+        # As long again as one lasts, so that steps without it are seen, too.
         levels = [
-            Level(
-                name,
-                costs_us[name] / 1e6,
-                self._rates[name],
-                latency_seconds=latency_steps.get(name, 0) * step_seconds,
+            LevelModel(
+                level,
+                agreed.of(level).us / 1e6,
+                self._rates[level],
+                latency_seconds=2 * agreed.of(level).steps * step_seconds,
             )
-            for name in known
+            for level in known
         ]
         ideal = self._ideal_steps(levels, step_seconds)
-        steady = [self._near(level.name, s) for level, s in zip(levels, ideal, strict=True)]
+        steady = [self._near(level, steps) for level, steps in zip(known, ideal, strict=True)]
         wanted = whole_steps(steady, 1.0, MOST_STEPS)
-        before_steps = [self.every_steps[name] for name in known]
+        before_steps = [self.every_steps[level] for level in known]
         changes = tuple(
-            Change(level.name, steps, was, level.cost_seconds, step_seconds)
-            for level, steps, was in zip(levels, wanted, before_steps, strict=True)
+            Change(level, steps, was, agreed.of(level).us / 1e6, step_seconds)
+            for level, steps, was in zip(known, wanted, before_steps, strict=True)
             if steps != was
         )
         self.every_steps |= {change.level: change.every_steps for change in changes}
         return changes
 
-    def _ideal_steps(self, levels: list[Level], step_seconds: float) -> list[float]:
+    def _ideal_steps(self, levels: list[LevelModel], step_seconds: float) -> list[float]:
         # Stretched, and only then held to what a level can do: one that is slow need not be rare.
         best = optimum([replace(level, latency_seconds=0.0) for level in levels])
         use_all = not self._rate_known
         best = within_budget(levels, best, self._budget, use_all, least_seconds=step_seconds)
         return [seconds / step_seconds for seconds in best]
 
-    def _near(self, level: str, steps: float) -> float:
+    def _near(self, level: Level, steps: float) -> float:
         """The interval that there is, if that is near enough."""
         every = self.every_steps[level]
         return every if SLACK_DOWN * every <= steps <= SLACK_UP * every else steps

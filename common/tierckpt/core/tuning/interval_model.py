@@ -15,19 +15,19 @@ is the idea of J. Mohan et al. (CheckFreq, FAST 2021).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-SHARES = {"memory": 0.8, "local": 0.15, "persistent": 0.05}
-"""Of a hundred failures, how many leave a level as the first that still has a version: processes
-die more often than nodes, and nodes more often than their disks. An assumption for those who do not
-know better. Only its square root matters: four times off costs the level a quarter of its part."""
+from tierckpt.core.levels import INTERVALS
+
+SHARES: dict[str, float] = {level: interval.failure_share for level, interval in INTERVALS.items()}
+"""Of all failures, how many leave a level as the first that still has a version."""
 
 TINY = 1e-12
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelModel:
     """One level, as far as it matters here."""
 
     name: str
@@ -81,7 +81,7 @@ def daly_seconds(cost_seconds: float, failures_per_second: float) -> float:
     return young * (1 + math.sqrt(x) / 3 + x / 9) - cost_seconds
 
 
-def optimum(levels: Sequence[Level], step_seconds: float = 0.0) -> list[float]:
+def optimum(levels: Sequence[LevelModel], step_seconds: float = 0.0) -> list[float]:
     """Every level's best interval, the cheapest level first; infinite where nothing ever fails.
 
     Taken alone, a level would often be best off with a shorter interval than one that is cheaper.
@@ -91,7 +91,7 @@ def optimum(levels: Sequence[Level], step_seconds: float = 0.0) -> list[float]:
 
     No interval is shorter than a step, or than its level's latency.
     """
-    groups: list[list[Level]] = []
+    groups: list[list[LevelModel]] = []
     for level in levels:
         groups.append([level])
         while len(groups) > 1 and _best(groups[-2]) >= _best(groups[-1]):
@@ -105,7 +105,7 @@ def optimum(levels: Sequence[Level], step_seconds: float = 0.0) -> list[float]:
     return found
 
 
-def _best(group: Iterable[Level]) -> float:
+def _best(group: Iterable[LevelModel]) -> float:
     """The interval of levels that are always taken together."""
     group = list(group)
     return daly_seconds(
@@ -114,7 +114,7 @@ def _best(group: Iterable[Level]) -> float:
     )
 
 
-def overhead(levels: Sequence[Level], intervals_seconds: Sequence[float]) -> Overhead:
+def overhead(levels: Sequence[LevelModel], intervals_seconds: Sequence[float]) -> Overhead:
     """What these intervals cost, on average and in the long run.
 
     A failure costs half an interval, the latency, and the restart. Good as long as failures are
@@ -132,7 +132,7 @@ def overhead(levels: Sequence[Level], intervals_seconds: Sequence[float]) -> Ove
 
 
 def within_budget(
-    levels: Sequence[Level],
+    levels: Sequence[LevelModel],
     intervals_seconds: Sequence[float],
     budget: float,
     use_all: bool = False,
@@ -168,7 +168,7 @@ def within_budget(
     return [least[i] if i in held else factor * t for i, t in enumerate(intervals)]
 
 
-def rates(levels: Sequence[str], failures_per_second: float) -> list[float]:
+def rates(levels: Collection[str], failures_per_second: float) -> list[float]:
     """The failures dealt out to the levels there are, by `SHARES`.
 
     A level also repairs what the missing ones before it would have repaired; the last one repairs

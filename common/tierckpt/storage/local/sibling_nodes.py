@@ -65,7 +65,7 @@ def siblings_of(
         with contextlib.suppress(Exception):  # what cannot be read is said where it is wanted
             store = LocalStore(directory)
             newest = max(store.keys(), key=lambda key: key.id)
-            theirs = Manifest.decode(store.read_manifest(newest)).job
+            theirs = Manifest.decode(store.read_manifest(newest)).facts.job
             if theirs == job and not is_claimed(directory):
                 found.append(Sibling(node, directory, newest.id))
     return sorted(found, key=lambda each: (each.newest, each.node), reverse=True)

@@ -1,7 +1,7 @@
 """The `persistent` level: versions that outlive nodes, allocations and machines.
 
     store = PersistentStore("s3://bucket/prefix")            # or a directory
-    store.flush(name, facts, sources, FlushPacer(...))       # each node's agent, its own shards
+    store.flush(facts, largest_bytes, sources, FlushPacer(...))  # each node's agent, its own shards
     store.versions(); store.read_manifest(name)              # anybody, anywhere
     store.open_shard(name, 3).read(offset, nbytes)
 
@@ -9,10 +9,10 @@ Standard library and xxhash only; fsspec is imported for URLs. docs/internals/pe
 protocols and their reasons, FORMAT.md the bytes.
 """
 
-from tierckpt.core.retention import HeldVersions, RetentionPolicy, retirable
+from tierckpt.core.retention import HeldVersion, RetentionPolicy
 from tierckpt.errors import FlushCancelledError, LeaseHeldError, PersistentError
 from tierckpt.format.version_names import VersionName
-from tierckpt.format.version_records import VersionFacts, VersionManifest
+from tierckpt.format.version_records import VersionManifest
 
 from .lease import Lease
 from .rate_limit import FlushPacer, Throttle, TimeSlots
@@ -25,7 +25,7 @@ __all__ = [
     "FlushCancelledError",
     "FlushPacer",
     "FlushResult",
-    "HeldVersions",
+    "HeldVersion",
     "Lease",
     "LeaseHeldError",
     "PersistentError",
@@ -36,8 +36,6 @@ __all__ = [
     "ShardSource",
     "Throttle",
     "TimeSlots",
-    "VersionFacts",
     "VersionManifest",
     "VersionName",
-    "retirable",
 ]

@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierckpt.core.retention import HeldVersions, RetentionPolicy, retirable
+from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable_names
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
-from tierckpt.format.ids import Lineage
+from tierckpt.format.facts import VersionFacts
 from tierckpt.format.version_names import (
     GROUP,
     MANIFEST,
@@ -38,7 +38,6 @@ from tierckpt.format.version_names import (
 )
 from tierckpt.format.version_records import (
     ShardRecord,
-    VersionFacts,
     VersionManifest,
     decode_shards,
     encode_shards,
@@ -131,8 +130,8 @@ class PersistentStore:
 
     def flush(
         self,
-        name: VersionName,
         facts: VersionFacts,
+        largest_bytes: int,
         sources: Sequence[Source],
         pacer: Callable[[int], None] = lambda nbytes: None,
     ) -> FlushResult:
@@ -145,11 +144,12 @@ class PersistentStore:
         version. Without `sources`, only what others left to be finished is.
         """
         begin = time.perf_counter()
+        name = facts.name
         if self.exists(name):
             return FlushResult(True, 0, sum(s.most_bytes for s in sources), 0.0)
         self._check_not_retired(name)
         groups = Groups(name.shards, self.shards_per_group)
-        parts = parts_of(self.backend, name, groups, facts.largest_bytes, self.read_back)
+        parts = parts_of(self.backend, name, groups, largest_bytes, self.read_back)
         written = reused = 0
         for run in parts.runs([s.shard for s in sources]):
             wanted = [s for s in sources if s.shard in run]
@@ -161,7 +161,7 @@ class PersistentStore:
             self._check_not_retired(name)
         touched = {groups.of(s.shard) for s in sources} or set(range(groups.count))
         closed = [self._close_group(name, parts, groups, g) for g in sorted(touched)]
-        committed = all(closed) and self._commit(name, facts, groups)
+        committed = all(closed) and self._commit(facts, largest_bytes, groups)
         return FlushResult(committed, written, reused, time.perf_counter() - begin)
 
     def _close_group(
@@ -178,8 +178,9 @@ class PersistentStore:
             self._put(path, encode_shards("group", records.values()))
         return True
 
-    def _commit(self, name: VersionName, facts: VersionFacts, groups: Groups) -> bool:
+    def _commit(self, facts: VersionFacts, largest_bytes: int, groups: Groups) -> bool:
         """Write the manifest if every group has its record; False if not."""
+        name = facts.name
         there = self.backend.sizes(name.stem)
         files = [f"{groups.label(g)}{GROUP}" for g in range(groups.count)]
         if not all(file in there for file in files):
@@ -192,7 +193,9 @@ class PersistentStore:
             stems |= {r.base for r in records if r.base}
             prints.append((file, fingerprint(data)))
         bases = tuple(sorted(b for b in map(VersionName.parse, stems) if b is not None))
-        manifest = VersionManifest(name, facts, groups.per_group, tuple(prints), total, bases)
+        manifest = VersionManifest(
+            facts, largest_bytes, groups.per_group, tuple(prints), total, bases
+        )
         self._check_not_retired(name)
         self._put(name.stem + MANIFEST, manifest.encode())
         # Whatever fails from here on, the version exists, unless this says that it must not.
@@ -368,29 +371,22 @@ class PersistentStore:
         """
         asking = self.read_manifest(name).facts
         dead = [n for n in self.incomplete() if n.id < name.id or n.run_id != name.run_id]
-        return self._retain(policy, asking.job, asking.lineage, name.run_id, dead, lease)
+        return self._retain(policy, asking, dead, lease)
 
     def make_room(
-        self,
-        policy: RetentionPolicy,
-        job: str,
-        lineage: Lineage,
-        run_id: str,
-        lease: Lease | None = None,
+        self, policy: RetentionPolicy, asking: VersionFacts, lease: Lease | None = None
     ) -> list[VersionName]:
-        """Apply retention although the last version of `run_id`, which asks, could not be stored,
-        as it is after the newest one that could; otherwise as `retain`. Of what this run has begun
-        nothing goes: other writers may still be at it.
+        """Apply retention although the version `asking` could not be stored, as it is after the
+        newest one of its run that could; otherwise as `retain`. Of what this run has begun nothing
+        goes: other writers may still be at it.
         """
-        dead = [n for n in self.incomplete() if n.run_id != run_id]
-        return self._retain(policy, job, lineage, run_id, dead, lease)
+        dead = [n for n in self.incomplete() if n.run_id != asking.run_id]
+        return self._retain(policy, asking, dead, lease)
 
     def _retain(
         self,
         policy: RetentionPolicy,
-        job: str,
-        lineage: Lineage,
-        run_id: str,
+        asking: VersionFacts,
         dead: list[VersionName],
         lease: Lease | None,
     ) -> list[VersionName]:
@@ -401,14 +397,13 @@ class PersistentStore:
                 manifest = self.read_manifest(found)
             except (FileNotFoundError, CorruptShardError, FormatError):
                 continue  # gone meanwhile; or damaged: that is for people to look at
-            facts, pinned = manifest.facts, found in pins
-            told = (facts.job, facts.lineage, facts.metrics, pinned, manifest.bases)
-            held.append(HeldVersions(found, *told, found in suspects))
-        gone = retirable(held, policy, job, lineage, run_id)
+            suspect = found in suspects or bool(manifest.facts.suspect)
+            held.append(HeldVersion(manifest.facts, found in pins, manifest.bases, suspect))
+        gone = retirable_names(held, policy, asking)
         half = set(self.retired()) - set(self.versions())
         going = {*gone, *dead, *half}
         if lease is None or not lease.held():
-            going = {n for n in going if n.run_id == run_id}
+            going = {n for n in going if n.run_id == asking.run_id}
         return self._retire_all(going)
 
     def _retire_all(self, going: set[VersionName]) -> list[VersionName]:

@@ -13,6 +13,7 @@ from tierckpt.agent.client import AgentClient
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.ledger import BROKEN, DONE
+from tierckpt.core.levels import AWAITED, LEDGERS, LOCAL, MEMORY
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
@@ -26,7 +27,7 @@ CUT_SHORT = "an interrupt came before it was there"
 
 
 def _id_of(snapshot: Snapshot) -> VersionId:
-    return VersionId(snapshot.head.generation, snapshot.head.version)
+    return snapshot.facts.id
 
 
 class SlotHandoff:
@@ -77,14 +78,14 @@ class SlotHandoff:
         id_ = _id_of(snapshot)
         sealed = snapshot.phase is Phase.SEALED
         self._pool.filled(snapshot.slot, id_ if sealed else None)
-        if "local" in snapshot.levels:
+        if LOCAL in snapshot.levels:
             if sealed:
                 assert snapshot.slot is not None
                 assert snapshot.manifest is not None
                 self._commit(id_, snapshot.slot, snapshot.manifest)
             else:
-                self._agreement.tell("local", id_, BROKEN)
-        self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
+                self._agreement.tell(LOCAL, id_, BROKEN)
+        self._agreement.tell(MEMORY, id_, DONE if sealed else BROKEN)
         self.finished.append(snapshot)
         self._begun.pop(id_, None)  # last: before, an interrupt may have cut this short
 
@@ -100,31 +101,31 @@ class SlotHandoff:
         for id_, snapshot in begun.items():
             if snapshot.wait_done(0.0):
                 self._make_up(id_, snapshot)
-        for id_ in self._agreement.undecided("memory"):
+        for id_ in self._agreement.undecided(MEMORY):
             if id_ not in begun:
                 self.broken(id_)
                 self._reports.lost(id_.version, CUT_SHORT)
-        for id_ in self._agreement.undecided("local"):
+        for id_ in self._agreement.undecided(LOCAL):
             if id_ not in begun and not self._agent.concerns(id_):
-                self._agreement.tell("local", id_, BROKEN)
+                self._agreement.tell(LOCAL, id_, BROKEN)
                 self._reports.not_committed_later(id_, CUT_SHORT)
         # Nobody is told that these are lost: they may be there.
-        for level, through in (("peer", BROKEN), ("persistent", DONE)):
+        for level in set(LEDGERS).difference(AWAITED):
             for id_ in self._agreement.undecided(level):
                 if not self._agent.concerns(id_):
-                    self._agreement.tell(level, id_, through)
+                    self._agreement.tell(level, id_, level.facts.failed_state)
 
     def _make_up(self, id_: VersionId, snapshot: Snapshot) -> None:
         """`done` was cut short; whether the agent was told will be seen at the next boundary."""
         sealed = snapshot.phase is Phase.SEALED
         self._pool.filled(snapshot.slot, id_ if sealed else None)
-        self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
+        self._agreement.tell(MEMORY, id_, DONE if sealed else BROKEN)
         self._begun.pop(id_, None)
 
     def broken(self, id_: VersionId) -> None:
         """There is no snapshot of a version that is in the ledgers; training thread."""
-        self._agreement.tell("memory", id_, BROKEN)
-        self._agreement.tell("local", id_, BROKEN)
+        self._agreement.tell(MEMORY, id_, BROKEN)
+        self._agreement.tell(LOCAL, id_, BROKEN)
 
     def commit_sealed(self, id_: VersionId, slot: Slot) -> None:
         """Commit what was sealed before; training thread."""
@@ -133,14 +134,14 @@ class SlotHandoff:
         self._commit(id_, slot, manifest)
 
     def _commit(self, id_: VersionId, slot: Slot, manifest: Manifest) -> None:
-        self._agreement.tell_shard(id_, manifest.image_bytes, manifest.metric)
+        self._agreement.tell_shard(id_, manifest.image_bytes, manifest.facts.metric)
         key = ShardKey(id_, self._group.rank, self._group.size)
         try:
             error = self._agent.commit(key, slot)
         except Exception as problem:  # on the thread that sealed: a version is lost, no more
             error = f"{type(problem).__name__}: {problem}"
         if error:
-            self._agreement.tell("local", id_, BROKEN)
+            self._agreement.tell(LOCAL, id_, BROKEN)
             self._reports.not_committed_later(id_, error)
 
 

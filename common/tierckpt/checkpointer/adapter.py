@@ -1,0 +1,428 @@
+"""The seam between a Checkpointer and the library that reduces gradients and makes steps.
+
+`Adapter` is what a Checkpointer asks, `PlainAdapter` has answers that hold for every loop, and
+`Handle` is what an adapter may do with its Checkpointer. A new adapter derives from `PlainAdapter`,
+overrides what its library does in another way, and is given as `Checkpointer(..., adapter=...)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from tierckpt.core.halt_conditions import Reason
+from tierckpt.core.replica_check import NONE, Finding
+from tierckpt.core.votes import VOID
+from tierckpt.format.ids import Lineage
+from tierckpt.group import Group
+from tierckpt.hooks.iterations import NO_CALLS
+from tierckpt.restored import Restored
+from tierckpt.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from .core import CheckpointerCore
+
+
+class Handle:
+    """The part of one Checkpointer that is for its adapter. Training thread, but for `release`."""
+
+    def __init__(self, checkpointer: CheckpointerCore) -> None:
+        self._checkpointer = checkpointer
+
+    # --- the training --------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Group:
+        """The job's ranks. Its collectives are for calls that are collective themselves."""
+        return self._checkpointer.group
+
+    @property
+    def state(self) -> TrainingState:
+        """The names of parameters, and the optimizers; the checkpointer's own."""
+        return self._checkpointer._state
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps, up to the last boundary."""
+        return self._checkpointer.version
+
+    @property
+    def steps_since_boundary(self) -> int:
+        """Completed optimizer steps after the last boundary."""
+        return self._checkpointer._iterations.steps
+
+    @property
+    def steps_made(self) -> int:
+        """Completed optimizer steps; the sum of the two."""
+        return self._checkpointer._steps_made
+
+    @property
+    def iteration(self) -> int:
+        """The number that `restore()` returns for the live state in a loop that calls `step()`."""
+        return self._checkpointer._live_iteration
+
+    @property
+    def restored(self) -> Restored:
+        """The result of the last `restore()`."""
+        return self._checkpointer.restored
+
+    @property
+    def unregistered_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that step parameters of the model, and that the checkpointer was not given."""
+        return self._checkpointer._own_hooks.unregistered
+
+    # --- the version of the last boundary -------------------------------------------------------
+
+    def release(
+        self,
+        params: Iterable[torch.Tensor],
+        reduction: torch.futures.Future[Any] | None = None,
+        launched_seconds: float | None = None,
+    ) -> None:
+        """The reduction of these parameters' gradients was launched: their layer may be copied.
+
+        On the training thread, or on autograd's while the training thread is in `backward()`.
+
+        Args:
+            params: parameters that no optimizer changes before `Adapter.before_step`.
+            reduction: for the trace: completes when the gradients are reduced.
+            launched_seconds: for the trace: the time of the launch by `time.perf_counter()`;
+                None: now.
+        """
+        self._checkpointer._release(params, reduction, launched_seconds)
+
+    def give_up(self, why: str) -> None:
+        """Fail the version that is being copied, if any; an event gives the reason."""
+        self._checkpointer._active.give_up(why)
+
+    def complete(self) -> None:
+        """See `Checkpointer.complete`."""
+        self._checkpointer.complete()
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether a version was lost because the loop changed tensors that were being copied."""
+        return self._checkpointer._active.overwritten
+
+    @property
+    def has_version(self) -> bool:
+        """Whether the memory level has a version that is complete on all ranks."""
+        return self._checkpointer._agreement.memory.safe is not None
+
+    # --- notices -------------------------------------------------------------------------------
+
+    def notice(self, text: str, severity: int, version: int | None = None) -> None:
+        """Emit an event of this rank; `version`: the one that it is about, if not the newest."""
+        about = self.version if version is None else version
+        self._checkpointer._reports.emit("notice", version=about, severity=severity, message=text)
+
+    def notice_once(self, text: str, severity: int) -> None:
+        """Emit an event that all ranks emit alike: those beside rank 0 do so at level DEBUG."""
+        self._checkpointer._say(text, severity)
+
+    @property
+    def traces(self) -> bool:
+        """Whether the run is traced."""
+        return self._checkpointer._trace is not None
+
+    def name_reductions(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Record which reductions of a library's own timeline are of which parameters.
+
+        `names`: for each reduction the names of parameters. Empty: none of this rank's.
+        """
+        if self._checkpointer._trace is not None:
+            self._checkpointer._trace.know(names)
+
+    # --- a job that ends, or whose ranks change -----------------------------------------------
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether this rank knows of a reason to end the job before its loop does."""
+        return self._checkpointer._halt.reason < Reason.NONE
+
+    def count_step(self) -> None:
+        """Count as an optimizer step a change of the state that no optimizer made."""
+        self._checkpointer._iterations.count_one()
+
+    def count_call(self) -> None:
+        """Count a call of the loop's boundary that takes no version."""
+        self._checkpointer._iterations.called()
+
+    def compare_replicas(self, whole: bool) -> None:
+        """Compare the complete state of all ranks; collective. `whole`: this rank's is one.
+
+        Raises ReplicaError, on all ranks, where replicas differ and `on_drift` is `stop`.
+        """
+        replicas = self._checkpointer._replicas
+        digest = replicas.last_digest(self.version) if whole else NONE
+        replicas.compare_last(self.group.all_gather_object(digest))
+        replicas.raise_error()
+
+    @property
+    def drift(self) -> Finding | None:
+        """The difference between replicas, from its discovery until they are alike again."""
+        return self._checkpointer._replicas.finding
+
+    @property
+    def lineage(self) -> Lineage:
+        """The runs that the live state comes from."""
+        return self._checkpointer._history.lineage
+
+    def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
+        """Go on from the live state, in place of `restore()`; all ranks with the same arguments.
+
+        For ranks that form a new group and have lost none.
+
+        Args:
+            version: optimizer steps that the live state has behind it, on every rank.
+            iteration: calls of `step()` before this one.
+            lineage: `Handle.lineage` of the checkpointer before.
+        """
+        self._checkpointer._carry_on(version, iteration, lineage)
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """The part of a Checkpointer that knows how a library reduces gradients and makes steps.
+
+    Every method is called on the training thread, on every rank at the same point of the job. One
+    that is marked *collective* may use `Handle.group`'s collectives; all others return without
+    waiting for another rank. An adapter serves one Checkpointer. Exceptions reach the training loop
+    where nothing else is said.
+
+    The calls, in order:
+
+    1.  While the Checkpointer is made: the attributes are read, then `reduced_parameters` and
+        `untrained_parameters`, then `attached`.
+    2.  In an iteration, the adapter calls `Handle.release` whenever the library has launched the
+        reduction of some gradients.
+    3.  Before an optimizer's step: `step_function` and `before_step`; after it `step_completed`.
+    4.  At a boundary (a call of `Checkpointer.step` after an optimizer's step; or the next forward
+        pass): `boundary_begins`; `vote`; if a version is taken `resume_iteration`,
+        `newly_unreduced` and `pack`; `boundary_passed`.
+    5.  In `save(now=True)` and `close()`: `inconsistent`; if a version can be taken, in the context
+        of `saving_now`: `resume_iteration`; if the last version is complete `keeps_boundary`,
+        `resume_iteration`, `newly_unreduced` and `pack`, to compare the live state with it; and a
+        boundary (4) unless they are the same.
+    6.  In `restore()`: `restore_begins`; `load` for a version that was loaded; `resumed`.
+    7.  At the end of the Checkpointer: `closed`, once. After it nothing is called.
+    """
+
+    releases_by_layer: bool
+    """Whether the adapter calls `Handle.release`; if not, layers are copied from the boundary
+    on."""
+    extra_syntax: str
+    """A script's way to add an object to the checkpoint, for notices, with `{name}` (or
+    `{name!r}`) and `{it}`."""
+    no_calls_notice: str
+    """The error where the loop makes steps and never calls the boundary."""
+    newly_unreduced_notice: str
+    """The warning about `newly_unreduced`, with `{names}`."""
+
+    def reduced_parameters(self) -> Sequence[torch.Tensor] | None:
+        """The parameters that are alike on all ranks, as they begin alike and their gradients are
+        reduced, or they have none. Every rank stores all of each other one. None: all are alike."""
+        ...
+
+    def untrained_parameters(self) -> Sequence[torch.Tensor]:
+        """Those of `reduced_parameters` that have no gradients now, and so are alike until they are
+        trained; see `newly_unreduced`."""
+        ...
+
+    def attached(self, handle: Handle) -> None:
+        """The Checkpointer is complete: register with the library here, not before.
+
+        May raise: then the Checkpointer's constructor raises that, after `closed`.
+        """
+        ...
+
+    def step_function(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        """The function that changes the optimizer's parameters, for a step with a closure."""
+        ...
+
+    def before_step(self, label: str) -> bool:
+        """The step of the optimizer of this label begins (with a closure: after its first call).
+
+        False when it changes nothing before this is called again (a step within a step); True:
+        then the Checkpointer waits here until what the step may change is copied.
+        """
+        ...
+
+    def step_completed(self, label: str) -> bool:
+        """The step has ended. False when it was not a step of the training."""
+        ...
+
+    def boundary_begins(self, forced: bool) -> None:
+        """An iteration has ended. `forced`: in `saving_now`, wherever the loop is."""
+        ...
+
+    def vote(self) -> int:
+        """A number, 0 or more, of which all ranks receive the smallest at the next boundary; or
+        `VOID`: the state here is no version, on this rank and therefore on none."""
+        ...
+
+    def newly_unreduced(self) -> Iterable[torch.Tensor]:
+        """Those of `untrained_parameters` that are trained by now, and not reduced: from now on
+        they are each rank's own. Others in it are ignored. Also called at a replica check.
+
+        May raise: the version of this boundary is lost then.
+        """
+        ...
+
+    def pack(self) -> Any:
+        """This rank's values for `load`, as JSON has them. May raise: the version is lost then."""
+        ...
+
+    def boundary_passed(self, agreed_vote: int) -> None:
+        """The next iteration begins; `agreed_vote`: the smallest of all `vote` of the boundary
+        before, 0 where there was none."""
+        ...
+
+    def inconsistent(self) -> str:
+        """The reason why the live state, between two steps, is no version; empty if it is one.
+        Collective; the same on all ranks. Not called where the Checkpointer knows a reason."""
+        ...
+
+    def saving_now(self) -> contextlib.AbstractContextManager[None]:
+        """The context of a version that is taken now, wherever the loop is. Entering is
+        collective."""
+        ...
+
+    def keeps_boundary(self) -> bool:
+        """In `saving_now`: whether the version of the last boundary is worth more than the live
+        state, and is stored in its place."""
+        ...
+
+    def resume_iteration(self, iteration: int) -> int:
+        """The iteration that a restart from the live state goes on with, in a loop that calls
+        `step()`: `iteration`, or an earlier one that is to be made again."""
+        ...
+
+    def restore_begins(self) -> None:
+        """A restore begins, perhaps after an iteration that was cut short: end what the library has
+        under way. Collective."""
+        ...
+
+    def load(self, value: Any) -> None:
+        """A version was loaded; `value`: the result of `pack` on this rank, None if there was none
+        or ranks are others now. May raise: then the version counts as damaged on all ranks."""
+        ...
+
+    def resumed(self, iteration: int) -> None:
+        """The live state is that of a version, or another group's: the loop goes on with this
+        iteration."""
+        ...
+
+    def closed(self) -> None:
+        """Undo `attached`, as far as it came. What it raises becomes an event."""
+        ...
+
+
+class PlainAdapter:
+    """The adapter of a single process, and of every loop whose library needs nothing of its own.
+
+    All ranks' parameters are alike, layers are copied from the boundary on, every step of an
+    optimizer counts. See `Adapter` for the methods.
+    """
+
+    releases_by_layer = False
+    extra_syntax = "extra={{{name!r}: {it}}}"
+    no_calls_notice = NO_CALLS
+    newly_unreduced_notice = (
+        "{names}: trained now, and not reduced. From now on these parameters are kept for each rank"
+    )
+    handle: Handle
+    """There from `attached` on."""
+
+    def reduced_parameters(self) -> Sequence[torch.Tensor] | None:
+        """None: all are alike."""
+        return None
+
+    def untrained_parameters(self) -> Sequence[torch.Tensor]:
+        """None of them."""
+        return ()
+
+    def attached(self, handle: Handle) -> None:
+        """Keep the handle."""
+        self.handle = handle
+
+    def step_function(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        """That of the optimizer's class."""
+        return type(optimizer).step
+
+    def before_step(self, label: str) -> bool:
+        """True."""
+        return True
+
+    def step_completed(self, label: str) -> bool:
+        """True."""
+        return True
+
+    def boundary_begins(self, forced: bool) -> None:
+        """Nothing."""
+
+    def vote(self) -> int:
+        """0."""
+        return 0
+
+    def newly_unreduced(self) -> Iterable[torch.Tensor]:
+        """None of them."""
+        return ()
+
+    def pack(self) -> Any:
+        """None."""
+        return None
+
+    def boundary_passed(self, agreed_vote: int) -> None:
+        """Nothing."""
+
+    def inconsistent(self) -> str:
+        """It is a version."""
+        return ""
+
+    def saving_now(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+    def keeps_boundary(self) -> bool:
+        """False."""
+        return False
+
+    def resume_iteration(self, iteration: int) -> int:
+        """The same."""
+        return iteration
+
+    def restore_begins(self) -> None:
+        """Nothing."""
+
+    def load(self, value: Any) -> None:
+        """Nothing."""
+
+    def resumed(self, iteration: int) -> None:
+        """Nothing."""
+
+    def closed(self) -> None:
+        """Nothing."""
+
+
+def check_adapter(adapter: Any) -> Adapter:
+    """The adapter that a Checkpointer was given, or a plain one for None. Raises TypeError."""
+    if adapter is None:
+        return PlainAdapter()
+    if isinstance(adapter, type):
+        raise TypeError(f"adapter={adapter.__name__} is a class; give an instance of it")
+    names = sorted(name for name in vars(PlainAdapter) if not name.startswith("_"))
+    missing = [name for name in names if not hasattr(adapter, name)]
+    if missing:
+        raise TypeError(
+            f"adapter is a {type(adapter).__name__}, which lacks {', '.join(missing)}; derive it "
+            "from tierckpt.checkpointer.adapter.PlainAdapter, which has them"
+        )
+    checked: Adapter = adapter
+    return checked
+
+
+__all__ = ["VOID", "Adapter", "Handle", "PlainAdapter", "check_adapter"]

@@ -1,0 +1,630 @@
+"""The training side: capture at the boundary, release by layer, barrier before the step, seal,
+commit.
+
+Here is what happens in hooks and at boundaries, and what a checkpointer is made of; `Checkpointer`
+has what a script calls. Whatever depends on the library that reduces gradients is the `Adapter`'s.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Unpack
+
+import torch
+
+from tierckpt._text import some
+from tierckpt.callbacks import CallbackList, Callbacks
+from tierckpt.config import Config
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.peer_setup import Groups, redundancy_groups
+from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
+from tierckpt.coordination.vote_exchange import ballots_for
+from tierckpt.core.levels import LOCAL, MEMORY, Level
+from tierckpt.core.schedule import Schedule
+from tierckpt.core.tuning.autotune import StepTimer
+from tierckpt.core.votes import VOID, VOTE_WIDTH
+from tierckpt.errors import TierckptError
+from tierckpt.events import Callback, EventLog, check_receiver
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import Lineage, VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.group import Group, SingleGroup
+from tierckpt.halt.controller import HaltController
+from tierckpt.hooks.epoch_ends import EpochEnds
+from tierckpt.hooks.install import Hooks
+from tierckpt.hooks.iterations import Iterations, Unattached
+from tierckpt.proof.recorder import record_if_ordered
+from tierckpt.replicas.monitor import ReplicaMonitor
+from tierckpt.replicas.unchanged import Unchanged
+from tierckpt.restore.progress import Progress
+from tierckpt.restore.session import RestoreSession
+from tierckpt.restore.verified_version import all_finished
+from tierckpt.restored import Restored
+from tierckpt.settings import Settings
+from tierckpt.snapshot.snapshot import Snapshot
+from tierckpt.state.training_state import TrainingState, label_optimizers
+from tierckpt.state.validate import refuse_model
+from tierckpt.tracing.recorder import open_trace
+
+from . import attach, shutdown
+from .active_snapshot import ActiveSnapshot
+from .adapter import Adapter, Handle, check_adapter
+from .boundary import Boundary
+from .node_resources import NodeResources
+from .repair import repair
+from .save_now import SaveNow, Sealed
+from .tiers import Tiers
+
+HEAVY = (
+    "{what} that the state_dict() of optimizers has beside state and options are copied at every "
+    "boundary, while the training waits. Have its tensors in optimizer.state, under the parameters "
+    "that they are of: they are copied under the allreduce then"
+)
+WAIT_SECONDS = 60.0
+ORPHANS = (
+    "{names}: an optimizer steps this parameter, and the model has it no more (did the forward "
+    "pass put another one in its place?). A job that is started again, whose optimizer has the "
+    "model's, will refuse this state but for restore(strict=False). Change values in place, "
+    "without gradients, or make them a buffer; or give the optimizer the new parameter"
+)
+
+
+def as_number(metric: Any) -> float:
+    """Raises TypeError for what is none."""
+    try:
+        return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
+    except (TypeError, ValueError, RuntimeError):
+        text = f"metric must be one number, or a tensor of one; it is a {type(metric).__name__}"
+        raise TypeError(text) from None
+
+
+class CheckpointerCore(abc.ABC):
+    """The part of a `Checkpointer` that a script does not call. Training thread."""
+
+    version = 0
+    """Completed optimizer steps."""
+    iteration = 0
+    """What `restore()` returned, and with `boundary="explicit"` calls of `step()` since."""
+    metric: float | None = None
+    """What was measured of the state as it is now; see `step`. Rank 0's counts."""
+    restored: Restored
+    """What the last `restore()` did."""
+    _released = 0
+    """Calls of `_release`: where forward passes are boundaries, they say at which iteration ranks
+    are."""
+    _parted: VersionId | None = None
+    """See `Agreement.parted`: the last one that an event reported."""
+    _went_back = False
+    """It was asked for an older version than there is."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer
+        | Sequence[torch.optim.Optimizer]
+        | Mapping[str, torch.optim.Optimizer],
+        *,
+        adapter: Adapter | None = None,
+        group: Group | None = None,
+        extra: Mapping[str, Any] | None = None,
+        extra_per_rank: Mapping[str, Any] | None = None,
+        on_event: Callback | None = None,
+        callbacks: Iterable[Callbacks] = (),
+        config_file: str | os.PathLike[str] | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self._process = os.getpid()
+        self.group: Group = group or SingleGroup()
+        check_receiver(on_event)  # with those that follow while no rank waits for another
+        self.adapter = check_adapter(adapter)
+        self._callbacks = CallbackList(callbacks)
+        self.config: Config
+        try:
+            refuse_model(model)
+            optimizers = label_optimizers(optimizer)
+            reduced, untrained = (
+                self.adapter.reduced_parameters(),
+                self.adapter.untrained_parameters(),
+            )
+            self._state = TrainingState(
+                model, optimizers, extra, extra_per_rank, reduced, untrained
+            )
+            attach.check_state(self._state)
+        except TierckptError as error:
+            raise refused(error, self.group) from error.__cause__
+        self.config, topology = agree_on_settings(settings, config_file, self.group)
+        self._state.forward_changes(self.config.forward_changes)
+        self._node = topology.node(self.group.rank)
+        # While nothing has been started yet.
+        groups, unprotected = redundancy_groups(self.config, topology, self.group)
+        slots = self.config.slots or (3 if self._uses_cuda() else 2)
+        unwell = attach.check_health(self.config, self._state, self.group, self._node, slots)
+        self.restored = Restored(0)
+        with contextlib.ExitStack() as undo:  # or another try would meet what is left of this one
+            undo.callback(self.group.close)
+            self._open_books(on_event, undo)
+            self._resources = NodeResources(self.config, self.group, topology, slots, self._reports)
+            undo.callback(self._resources.let_go)
+            self._pool = self._resources.pool
+            self._resources.tell_of_room(self._state, self.group, self._node)
+            for text in (unwell, unprotected):
+                if text and self.group.rank == 0:
+                    self._reports.notice(text, logging.ERROR)
+            if idle := self.config.idle:
+                self._warn(f"no persistent_path is given, hence nothing is done with {some(idle)}")
+            if omitted := attach.left_out(self._state):
+                self._say(omitted, logging.INFO)
+            for text in attach.own_ways(self._state):
+                self._warn(text)
+            self._join(topology, groups, undo)
+            self._watch(model, undo)
+            self._halt = HaltController(
+                self.config, self.group.rank, self._node, self._reports.notice
+            )
+            undo.callback(self._halt.close)
+            record_if_ordered(self)
+            undo.callback(self._adapter_closed)
+            self.adapter.attached(Handle(self))
+            shutdown.at_exit(self._end_with_process)
+            undo.pop_all()
+
+    def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
+        """What is said of versions, and what ranks agree on."""
+        self._log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
+        undo.callback(self._log.close)
+        self._agreement = Agreement(
+            self.group,
+            ballots_for(self.group, self._node, VOTE_WIDTH),
+            self.config,
+            lambda *safe: self._levels.promotion.local_safe(*safe),
+            lambda: self._levels.promotion.retire(),
+        )
+        undo.callback(self._agreement.close)
+        self._reports = Reports(
+            self.config, self._log, self._callbacks, self._agreement, lambda: self.version
+        )
+
+    def _join(self, topology: JobTopology, groups: Groups, undo: contextlib.ExitStack) -> None:
+        """What is behind the slots, and what copies into them."""
+        config, group, agreement, reports = self.config, self.group, self._agreement, self._reports
+        self._levels = Tiers(config, group, topology, groups, self._resources, agreement, reports)
+        self._history, self._agent = self._levels.history, self._levels.agent
+        undo.callback(self._agent.close, abandoned=True)
+        self._levels.open()
+        self._schedule = Schedule(config)
+        automatic = self._schedule.tuner.every_steps
+        self._meter = StepTimer("persistent" in automatic) if automatic else None
+        self._rounds = Boundary(
+            config, self._schedule, self._meter, agreement, self._pool, self._levels, reports
+        )
+        self._demand = SaveNow(config, group, self._pool, agreement, self._levels)
+        self._unchanged = Unchanged(self._state, self._say)
+        self._epoch_ends = EpochEnds(self._state)
+        self._active = ActiveSnapshot(
+            config,
+            self._state,
+            group,
+            self._pool,
+            self._levels.slot_handoff,
+            reports,
+            self._meter,
+            self.adapter.releases_by_layer,
+            self._unchanged,
+        )
+        undo.callback(self._active.close)
+        self._replicas = ReplicaMonitor(
+            config,
+            group,
+            self._state,
+            reports,
+            self._active.submit,
+            self._keep_apart,
+            self._levels.drift.alike,
+            self._levels.drift.found,
+        )
+
+    def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
+        """What is before them: where iterations and their steps begin and end."""
+        self._ahead = 0
+        """1 where a version has a step of an iteration whose call of `step()` is to come."""
+        self._closed = self._shutdown = self._saving = False
+        self._iterations = Iterations(
+            self.config.boundary,
+            boundary=self._boundary,
+            before_step=self._before_step,
+            made_step=self.adapter.step_completed,
+            keep_streams=self._active.capture.keep_streams,
+            say=self._say,
+            step_of=self.adapter.step_function,
+            no_calls=self.adapter.no_calls_notice,
+        )
+        self._trace = open_trace(self.config, self.group.rank, self._state.name_of, self._log)
+        if self._trace is not None:
+            undo.callback(self._trace.close)
+        self._own_hooks = Hooks(
+            model,
+            self._state,
+            self._iterations,
+            self._barrier,
+            self._before_change,
+            self._say,
+            self._trace,
+            self.adapter.extra_syntax,
+        )
+        undo.callback(self._own_hooks.close)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """`copy.deepcopy(model)` and `torch.save(model)` take the hooks along, and not us."""
+        return (Unattached, ())
+
+    # --- the boundary ---------------------------------------------------------------------------
+
+    def _boundary(self, force: bool = False) -> None:
+        self.adapter.boundary_begins(force)
+        self._own_hooks.unsaved.boundary(speaks=self.group.rank == 0)
+        begin = time.perf_counter()
+        self._active.finish()
+        self.version += self._iterations.pass_boundary()
+        if not self._history.lineage:
+            self._levels.begin_afresh()
+        agreed = self._rounds.hear()
+        if self._agreement.parted is not None:
+            self._part()
+        place = self.iteration if self._iterations.explicit else self._released
+        self._replicas.compare(agreed, self._agreement.rows, place)
+        self._unchanged.compare(agreed.unchanged)
+        if self._agreement.superseded_earlier(self._history.generation):
+            self._resources.clear(self._node)
+        unattended = self._halt.receive(agreed)
+        take, vote = self._rounds.decide(self.version, agreed, force), self.adapter.vote()
+        if self._replicas.refusing or self._agreement.parted is not None:
+            if self._replicas.asking:  # it may turn out that nothing differs
+                self._schedule.requested |= frozenset(take)
+            take = ()
+            if force:
+                what = self._replicas.suspicion or "in what is known in a few steps"
+                self._reports.lost(self.version, f"replicas differ: {what}")
+        snapshot = self._open_snapshot(take, vote == VOID) if take else None
+        halt, check = self._halt.vote(self.version), self._replicas.vote(place)
+        row, unchanged = self._replicas.row(), self._unchanged.count
+        self._rounds.vote(self._id(), begin, take, halt, vote, check, unchanged, row)
+        self._replicas.voted()
+        self._replicas.begin(self.version)
+        if self._active.release_early:
+            self._replicas.wake()
+        if snapshot is not None:
+            self._active.begin(snapshot, begin, self._trace)
+        if self._trace is not None:
+            self._trace = self._trace.boundary(self.version, begin)
+        self.adapter.boundary_passed(agreed.adapter)
+        self._callbacks.call("on_step_boundary", self.version)
+        if self._replicas.error is not None:
+            self._levels.drift.wait()
+            self._replicas.raise_error()
+        if force or not (unattended or agreed.no_close == 0):
+            return
+        self.close()
+        if unattended:
+            raise SystemExit(0)
+
+    def _part(self) -> None:
+        """At each boundary since this rank found that others make other numbers of steps."""
+        self._halt.end_alone()
+        parted = self._agreement.parted
+        if parted is None or parted == self._parted:
+            return
+        self._parted, together = parted, self._agreement.together
+        self._pool.void(parted)
+        what = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
+        at = f"rank {self.group.rank} is at v{self.version} {what}"
+        number = together.version if together is not None else None
+        self._replicas.part(parted.version, number, at, self._agreement.missing)
+
+    def _open_snapshot(self, levels: tuple[Level, ...], void: bool) -> Snapshot | None:
+        """Capture what changes first. A failure here breaks the version, not the training; so does
+        an adapter that says it is `void`."""
+        id_ = self._id()
+        # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
+        self._agreement.open(id_, levels)
+        facts = self._facts()
+        self._levels.promotion.taken(facts, levels)
+        if void:
+            self._levels.slot_handoff.broken(id_)
+            return None
+        with torch.inference_mode(False):  # an evaluation's; what is made here is used again
+            taken = self._active.take(facts, levels, self._measured, self._packed)
+        if orphans := self._state.new_orphans():
+            self._warn(ORPHANS.format(names=some(orphans)))
+        if heavy := self._state.new_heavy():
+            self._warn(HEAVY.format(what=heavy))
+        return taken
+
+    def _facts(self) -> VersionFacts:
+        """The facts of a version of now, without its metric; alike on all ranks."""
+        return VersionFacts(
+            job=self._resources.job.job,
+            run_id=self._history.name,
+            id=self._id(),
+            shards=self.group.size,
+            lineage=self._history.lineage,
+            iteration=self._at(),
+            iteration_counts=self._iterations.counts,
+            complete=self._agreement.local.safe,
+            suspect=self._replicas.suspicion,
+        )
+
+    def _packed(self) -> Any:
+        """The adapter's values; and the last moment to see what is each rank's own."""
+        self._keep_apart()
+        return self.adapter.pack()
+
+    def _measured(self) -> float | None:
+        """Rank 0's metric, if it is a number."""
+        metric = None if self.metric is None or self.group.rank else as_number(self.metric)
+        return metric if metric is not None and math.isfinite(metric) else None
+
+    def _id(self) -> VersionId:
+        return VersionId(self._history.generation, self.version)
+
+    def _at(self) -> int:
+        """The number that `restore()` will return: calls of `step()`, or optimizer steps."""
+        if self._iterations.explicit:
+            return self.adapter.resume_iteration(self._live_iteration)
+        return self.version
+
+    @property
+    def _live_iteration(self) -> int:
+        """Calls of `step()` up to the live state, one that is still to come included."""
+        return self.iteration + self._ahead
+
+    @property
+    def _steps_made(self) -> int:
+        """Completed optimizer steps, those since the last boundary included."""
+        return self.version + self._iterations.steps
+
+    # --- a restore ------------------------------------------------------------------------------
+
+    def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
+        begin = time.perf_counter()
+        # What is being copied is good: no step has changed anything yet.
+        self._agreement.even_out()  # the copier may wait for a vote
+        self.complete()
+        self._agreement.void()
+        self._agent.wait(None)
+        self._collect()
+        restore_session = RestoreSession(
+            self.config,
+            self.group,
+            self._state,
+            self._history,
+            self._reports,
+            bar,
+            begin,
+            self._resources.left_elsewhere,
+        )
+        attempt = restore_session.find(version, self.version)
+        if attempt is None:
+            self._levels.meet()
+            return restore_session.report(Restored(0))
+        with contextlib.closing(attempt):
+            loaded = restore_session.load(attempt, strict, self.adapter.load)
+            result = loaded.result
+            self._go_on_from(loaded.manifest.facts.lineage, result)
+            all_finished(attempt, self.group)
+            chosen = version is not None or bool(restore_session.passed_over)
+            self._went_back = chosen and restore_session.has_newer(attempt)
+            self._state.drop_gradients()  # of an iteration that was cut short, or of none
+            books = (self._agreement, self._pool, self._reports)
+            if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
+                self._schedule.requested = frozenset((MEMORY, LOCAL))
+        return restore_session.report(result)
+
+    def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
+        """The live state is that of `result`; everything else follows."""
+        self.version, self.iteration, self.metric = result.version, int(result), None
+        self._ahead = self._released = 0
+        self._iterations.go_on_from(result)
+        self._active.capture.forget()
+        self._replicas.restart()
+        self._unchanged.forget()
+        self._schedule.start_at(result.version)
+        self._levels.go_on_from(lineage, result)
+        self.adapter.resumed(self.iteration)
+
+    def _carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
+        """See `Handle.carry_on`."""
+        self._history.look()
+        live = Restored(iteration)
+        live.version, live.generation = version, lineage[-1][0] if lineage else 0
+        live.iteration_counts = self._iterations.counts
+        self._go_on_from(lineage, live)
+
+    # --- a version on demand --------------------------------------------------------------------
+
+    def _save_now(self, end: float = math.inf) -> None:
+        """Blocking: the present state to memory and local. Collective. Waits for the disk until
+        `end` (monotonic); what it has not taken then is broken."""
+        self.wait(end - time.monotonic())
+        before = VersionId(self._id().generation, self._steps_made)
+        if self._iterations.steps > 0:
+            self._ahead = 1
+        self._saving = True
+        try:
+            trained = self._iterations.steps > 0
+            with self.adapter.saving_now(), self._epoch_ends.between(trained):
+                found = self._demand.commit(before, self._is_live)
+                if found is Sealed.MOVED_ON:
+                    self._history.take_again(self.version)
+                if found is not Sealed.LIVE:
+                    self._boundary(force=True)
+        finally:
+            self._saving = False
+        self.wait(end - time.monotonic())
+        self._demand.settle(self._id())
+        if found is Sealed.MOVED_ON and self._agreement.memory.safe != self._id():
+            self._save_as_it_was(before, end)
+
+    def _is_live(self, manifest: Manifest, image: memoryview) -> bool:
+        """Whether the live state is, bit for bit, what was sealed so."""
+        if self.adapter.keeps_boundary():
+            return True
+        live, sealed = self._facts(), manifest.facts
+        if (live.iteration, live.iteration_counts, self._measured()) != (
+            sealed.iteration,
+            sealed.iteration_counts,
+            sealed.metric,
+        ):
+            return False
+        with torch.inference_mode(False):
+            return self._active.capture.is_unmoved(manifest, image, self._packed())
+
+    def _save_as_it_was(self, id_: VersionId, end: float) -> None:
+        """What is live could not be taken, and an event said so: better the state at the boundary
+        than none of that step. Collective."""
+        self._warn(f"{id_} is stored as it was at its boundary, as what came after could not be")
+        self._demand.commit_as_it_is(id_)
+        self.wait(end - time.monotonic())
+        self._demand.settle(id_)
+
+    def _no_moment(self) -> str:
+        """See `shutdown.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
+        of its vote."""
+        mine = (self._steps_made, self._agreement.turns)
+        self._agreement.even_out()  # the copier may wait for a vote
+        why, error_barrier, level = shutdown.no_moment(
+            self.group,
+            *mine,
+            self._agreement.parted is not None,
+            self._state.torn,
+            self._iterations.stepping,
+        )
+        if not error_barrier:
+            self._agreement.void()
+            self.wait(WAIT_SECONDS)
+            self._agreement.settle()
+        if not level and self._agreement.parted is None:
+            # Versions of one number would be of different iterations from here on.
+            self._agreement.parted = self._parted = VersionId(0, self.version)
+        return why or self.adapter.inconsistent()
+
+    # --- hooks ----------------------------------------------------------------------------------
+
+    def _release(
+        self,
+        params: Iterable[torch.Tensor],
+        reduction: torch.futures.Future[Any] | None,
+        launched_seconds: float | None,
+    ) -> None:
+        """See `Handle.release`."""
+        if self._trace is not None:
+            params = list(params)
+            self._trace.released(params, self.version, reduction, launched_seconds)
+        self._released += 1
+        if not self._iterations.explicit:
+            self._agreement.passed(self._released)
+        self._replicas.wake()
+        self._active.release(params)
+        if self._callbacks:
+            self._callbacks.call("on_allreduce_launched", params)
+
+    def _before_step(self, label: str) -> None:
+        """An optimizer that was given begins its step."""
+        if self.adapter.before_step(label):
+            self._barrier()
+
+    def _barrier(self) -> None:
+        """Nothing may change before its copy is complete; also where an optimizer begins its step
+        that was not given."""
+        self.metric = None
+        self._before_change()
+
+    def _before_change(self) -> None:
+        """The same before weights are changed by what is no step."""
+        if self._active.snapshot is not None:
+            self._active.finish()
+        self._replicas.finish()
+
+    def _keep_apart(self) -> None:
+        """Of what counts as alike as nobody trains it, some may be trained now and not reduced,
+        hence be every rank's own from here on."""
+        trained = self.adapter.newly_unreduced()
+        mistaken = self._state.placements.assumed_replicated(trained)
+        if not mistaken:
+            return
+        self._state.placements.keep_apart(mistaken)
+        self._active.capture.forget()
+        self._replicas.forget()
+        names = some([self._state.name_of(param) for param in mistaken])
+        self._warn(self.adapter.newly_unreduced_notice.format(names=names))
+
+    def _say(self, text: str, severity: int) -> None:
+        """What all ranks would say, once."""
+        self._reports.notice(text, logging.DEBUG if self.group.rank else severity)
+
+    def _warn(self, text: str) -> None:
+        self._say(text, logging.WARNING)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    @property
+    def _over(self) -> bool:
+        """Nothing is to be done any more: it ended, or is just ending, or this is a forked child,
+        and what there is of checkpoints is its parent's."""
+        return self._closed or self._shutdown or os.getpid() != self._process
+
+    def _uses_cuda(self) -> bool:
+        return any(p.is_cuda for p in self._state.walk().params)
+
+    def _local_enabled(self) -> bool:
+        return self.config.uses("local")
+
+    def _collect(self) -> None:
+        """Hear what the agent said."""
+        self._levels.collect()
+
+    def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
+        self._adapter_closed()
+        self._closed = True
+        self._halt.close()
+        self._own_hooks.close()
+        # The copier would wait for what is never released.
+        self._active.give_up("the job ended in the middle of an iteration")
+        self._agreement.close()  # the copier may wait for the vote of a rank that is gone
+        self._active.close()
+        self._replicas.restart()  # and with it what is held of the state
+        self._levels.drift.wait()
+        self._agent.close(abandoned=abandoned)
+        self._resources.leave(remove)
+        self.group.close()
+        if self._trace is not None:
+            self._trace.close()
+        self._log.close()
+
+    def _adapter_closed(self) -> None:
+        try:
+            self.adapter.closed()
+        except Exception as error:
+            self._reports.notice(f"the adapter failed at the end: {error!r}", logging.ERROR)
+
+    @abc.abstractmethod
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """See `Checkpointer`."""
+
+    @abc.abstractmethod
+    def complete(self) -> None:
+        """See `Checkpointer`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """See `Checkpointer`."""
+
+    @abc.abstractmethod
+    def _end_with_process(self) -> None:
+        """The process ends, and nobody has closed this."""

@@ -1,0 +1,58 @@
+"""One place decides which ranks have which elements of a parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tierckpt.errors import ConfigError
+from tierckpt.format.layout import PER_RANK
+from tierckpt.state.placement import Placements
+
+
+class Model(torch.nn.Module):
+    """A layer, an embedding whose rows the forward pass scales, and a weight beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.rows = torch.nn.Embedding(4, 2, max_norm=1.0)
+        self.beside = torch.nn.Parameter(torch.ones(2))
+
+
+def per_rank(placements: Placements, model: Model) -> set[str]:
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = placements.of([*model.parameters()], [*model.modules()], lambda p: names[id(p)])
+    assert set(found.values()) == {PER_RANK}
+    return {names[number] for number in found}
+
+
+def test_without_an_adapters_word_all_but_renormed_weights_are_replicated() -> None:
+    assert per_rank(Placements(None, ()), Model()) == {"rows.weight"}
+
+
+def test_what_nobody_reduces_is_every_ranks_own() -> None:
+    model = Model()
+    placements = Placements([*model.layer.parameters()], ())
+    assert per_rank(placements, model) == {"rows.weight", "beside"}
+
+
+def test_what_nobody_trains_counts_as_replicated_until_it_is_kept_apart() -> None:
+    model = Model()
+    placements = Placements([*model.parameters()], [model.layer.bias, model.beside])
+    assert per_rank(placements, model) == {"rows.weight"}
+    assumed = placements.assumed_replicated(model.parameters())
+    assert {id(p) for p in assumed} == {id(model.layer.bias), id(model.beside)}
+    placements.keep_apart([model.beside])
+    assert per_rank(placements, model) == {"rows.weight", "beside"}
+    (left,) = placements.assumed_replicated(model.parameters())
+    assert left is model.layer.bias
+
+
+def test_what_the_forward_pass_changes_is_named_with_patterns() -> None:
+    model, placements = Model(), Placements(None, ())
+    names = [name for name, _ in model.named_parameters()]
+    placements.forward_changes("layer.*, beside", names)
+    assert per_rank(placements, model) == {*names}
+    with pytest.raises(ConfigError, match=r"'head\.\*'"):
+        placements.forward_changes("beside, head.*", names)
