@@ -42,7 +42,7 @@ help:
 	@echo 'VENV="$$VIRTUAL_ENV"         install into this environment instead of .venv'
 	@echo 'PY=python                   use this Python unchanged, and install nothing'
 	@echo 'HOROVOD_WITHOUT_MPI=1       build Horovod without MPI even if there is an MPI compiler'
-	@echo 'TEST_WORKERS=3              number of test files that run side by side; 0: one after the other, in one process'
+	@echo 'TEST_WORKERS=3              number of test files that run in parallel; 0: one after the other, in one process'
 	@echo 'REQUIRE_HOROVOD=1           let tests fail if Horovod is missing; also REQUIRE_MPI, REQUIRE_S3, REQUIRE_SLURM'
 
 venv: $(READY)

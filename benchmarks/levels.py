@@ -107,7 +107,7 @@ class Bench:
             repeat = max(1, round((LEAST_STEPS + UNTIMED_STEPS) * step_s / alone_s))
             steps = max(LEAST_STEPS, round(repeat * alone_s / step_s) - UNTIMED_STEPS)
             self._cadence[level] = Cadence(repeat, steps)
-            say(f"{level.name}: {alone_s:.2f} s, {repeat} times beside {steps} steps")
+            say(f"{level.name}: {alone_s:.2f} s, {repeat} times during {steps} steps")
 
     def round(self) -> None:
         """Measure each level once, then all levels at once."""

@@ -38,7 +38,7 @@ def make_sound(view: memoryview) -> bytes:
 
 
 def facts_of(version: int, shards: int) -> VersionFacts:
-    """Of a version of the benchmarks' job."""
+    """The facts of a version of the benchmark's job."""
     return VersionFacts(
         job="benchmark",
         run_id="0",

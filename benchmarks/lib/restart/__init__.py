@@ -1,1 +1,1 @@
-"""The ranks that restart.py starts, and the ways to restart."""
+"""The runs of restart.py, their ranks, and the ways to restart."""
