@@ -1,8 +1,8 @@
-"""Processes of our own, which find this very package, and the standard library before all else.
+"""Child processes that import this very package, with the standard library before everything else.
 
-A child is `python -c`, which knows the folder of this package and goes on in `begin`. The folder is
-not in the environment: what `PYTHONPATH` names comes before the standard library, and the folder of
-an installed package has others in it, such as backports of modules that the library has by now.
+A child is `python -c` with the folder of this package; it continues in `begin`. The folder is not
+in the environment: entries of `PYTHONPATH` come before the standard library, and the folder of an
+installed package contains others, such as backports of modules that the library has itself.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from pathlib import Path
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 _NOT_HANDED_ON = frozenset(
     (
-        "PYTHONPATH",  # a child is given the module path itself
-        "PYTHONWARNINGS",  # those of a child's imports would end it where they are errors
-        *("PYTHONINSPECT", "PYTHONSTARTUP"),  # are for who sits at a terminal
+        "PYTHONPATH",  # a child gets the module path as an argument
+        "PYTHONWARNINGS",  # warnings from a child's imports would end it if they are errors
+        *("PYTHONINSPECT", "PYTHONSTARTUP"),  # are for a terminal
     )
 )
 _BEGINNING = (
     "import json, sys; library = sys.path[:]; root, path, with_site = json.loads(sys.argv[2]); "
     "sys.path.append(root); from tierckpt._children import begin; begin(library, path, with_site)"
 )
-"""sys.argv: "-c", the module, this, and what the module is given."""
+"""The code of `-c`. sys.argv: "-c", the module, the paths, and the module's arguments."""
 
 
 def child_command(module: str, *arguments: str, path: Iterable[str] = ()) -> list[str]:
-    """For `subprocess`: this interpreter, to run a module of ours as `python -m` would.
+    """A command for `subprocess`: this interpreter runs a module of this package as `python -m`
+    would.
 
-    `path` is where the child finds modules after those of the standard library; without it, where
-    this process does. The child's environment is to be `child_environment()`.
+    The child searches `path` for modules after the standard library; the default is this process's
+    path. Start the child with `child_environment()`.
     """
     flags = ["-S", "-P", "-X", f"utf8={sys.flags.utf8_mode}"]
     flags += ["-E"] if sys.flags.ignore_environment else []
@@ -46,14 +47,15 @@ def child_command(module: str, *arguments: str, path: Iterable[str] = ()) -> lis
 
 
 def child_environment() -> dict[str, str]:
-    """For `subprocess`: ours, without what steers another interpreter than this one."""
+    """An environment for `subprocess`: this one without variables that would affect the child's
+    start."""
     return {n: v for n, v in os.environ.items() if n not in _NOT_HANDED_ON}
 
 
 def begin(library: list[str], path: Iterable[str], with_site: bool) -> None:
-    """In the child: become the module that `sys.argv` names. `library` is the path that the
-    interpreter itself began with; `with_site`: take up packages' .pth files, as others do."""
-    # What is opened first would take the numbers of streams that are closed, and be written to.
+    """In the child: run the module named in `sys.argv`. `library` is the interpreter's own initial
+    path; `with_site`: process packages' .pth files, as usual."""
+    # Fill the numbers of closed standard streams: a file opened there would be written to.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
@@ -67,18 +69,18 @@ def begin(library: list[str], path: Iterable[str], with_site: bool) -> None:
 
 
 def module_path() -> list[str]:
-    """Where this process finds modules, for one that runs in another folder."""
+    """This process's module path, for a process in another folder."""
     found = []
     for entry in sys.path:
-        with contextlib.suppress(OSError):  # relative to a folder that was removed
-            # What does not exist may be a name that means something to an import hook.
+        with contextlib.suppress(OSError):  # a path relative to a removed folder
+            # An entry that does not exist may be meant for an import hook.
             found.append(os.path.abspath(entry) if os.path.exists(entry or ".") else entry)
     return found
 
 
 def without_packages_own(path: list[str]) -> list[str]:
-    """Without folders inside installed packages, which put them there as they are imported
-    (setuptools does): they come with the package, and at another moment in each process."""
+    """The path without folders inside installed packages. Packages add them when they are imported
+    (setuptools does), at another moment in each process."""
     sites = [p for p in path if os.path.basename(p) in ("site-packages", "dist-packages")]
     return [p for p in path if not any(p.startswith(site + os.sep) for site in sites)]
 

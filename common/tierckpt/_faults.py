@@ -31,7 +31,7 @@ class Rule:
     hits: int = field(default=0)
 
     def matches(self, where: dict[str, object]) -> bool:
-        """True when all conditions hold; counts the times they do."""
+        """True if all conditions hold; counts how often they do."""
         wanted = {k: v for k, v in self.conditions.items() if k != "hit"}
         if any(str(where.get(k)) != v for k, v in wanted.items()):
             return False
@@ -57,7 +57,7 @@ _rules = parse(os.environ.get(FAULTS_VARIABLE, ""))
 
 
 def point(name: str, **where: object) -> None:
-    """A point where a fault may be asked for. Raises OSError when the rule says so."""
+    """A point where a rule may inject a fault. Raises OSError if a rule says so."""
     if not _rules:
         return
     for rule in _rules:
@@ -66,7 +66,7 @@ def point(name: str, **where: object) -> None:
 
 
 def _claim(rule: Rule) -> bool:
-    """Leave the mark; False when the rule fired before."""
+    """Leave the mark; returns False if the rule fired before."""
     folder = os.environ.get(FIRED_VARIABLE)
     if folder is None:
         return rule.hits == int(rule.conditions.get("hit", 1))
@@ -84,7 +84,8 @@ def _fire(rule: Rule) -> None:
     if rule.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif rule.action == "stop":
-        # To this thread: one meant for the process leaves it running until another thread took it.
+        # To this thread: a signal to the process would let it run until another thread takes the
+        # signal.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     else:
         code = getattr(errno, rule.action.upper())

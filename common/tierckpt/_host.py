@@ -1,4 +1,4 @@
-"""Names of machines. Light: agents need them, too."""
+"""Names of machines. Light, as agents use them, too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def boot_id() -> str:
-    """Of this machine since it was last switched on; empty where that cannot be told."""
+    """The id of this machine's last boot; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -16,12 +16,13 @@ def boot_id() -> str:
 
 
 def host_id(node: str = "") -> str:
-    """This node: its name (the host's if none is given), and the boot: a reboot is another one."""
+    """The id of this node: its name (default: the host's) and its boot; a reboot makes another
+    node."""
     return f"{node or socket.gethostname()}/{boot_id()}"
 
 
 def host_name(host: str) -> str:
-    """For people: what `host_id` made without the boot; anything else as it is."""
+    """The name for people: a `host_id` without the boot; any other text unchanged."""
     return re.sub(r"/([0-9a-f]{8}-[0-9a-f-]{27})?$", "", host)
 
 

@@ -1,4 +1,4 @@
-"""How lists, counts and sizes are told in a sentence."""
+"""Lists, counts and sizes in sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def some(things: Collection[Any], shown: int = 3, between: str = ", ") -> str:
-    """The first few by name, the others by number: `a, b, c and 5 more`."""
+    """The first few by name, the rest by number: `a, b, c and 5 more`."""
     more = f" and {len(things) - shown} more" if len(things) > shown else ""
     return between.join(map(str, islice(things, shown))) + more
 
@@ -20,7 +20,7 @@ def counted(number: int, one: str, several: str = "") -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """In decimal units, three digits; nothing where there is none."""
+    """A size in decimal units with three digits; empty for zero."""
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
@@ -28,10 +28,10 @@ def size_text(nbytes: int) -> str:
 
 
 def directory_of(path: str | os.PathLike[str]) -> str:
-    """The directory that a `file://` URL names; any other path, or URL, as it is."""
+    """The directory of a `file://` URL; any other path or URL unchanged."""
     return os.fspath(path).removeprefix("file://")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """True for what fsspec has to open; `file:` and plain paths are directories."""
+    """True for URLs that fsspec must open; `file:` and plain paths are directories."""
     return "://" in directory_of(path)

@@ -1,4 +1,6 @@
-"""Callbacks: what a user may hang on a job's checkpoints; the same for every adapter.
+"""Callbacks: methods of a user's object, called on events of a job's checkpoints.
+
+They are the same for every adapter.
 
 class Watch(tierckpt.Callbacks):
     def on_sealed(self, event):
@@ -22,61 +24,64 @@ if TYPE_CHECKING:
 
 
 class Callbacks:
-    """Subclass it and override what you need.
+    """Subclass it and override the methods that you need.
 
-    All methods are called on the training thread, on every rank, and must not enter a collective of
-    their own unless all ranks do. What they raise is logged (once, then counted), and training
-    goes on.
+    All methods are called on the training thread, on every rank. They must not start a collective
+    unless all ranks do. An exception is logged (with its traceback once, then counted), and
+    training goes on.
     """
 
     def on_allreduce_launched(self, params: Iterable[torch.Tensor]) -> None:
-        """The reduction of these parameters' gradients is under way (during the backward pass)."""
+        """The reduction of these parameters' gradients is in progress (during the backward
+        pass)."""
 
     def on_step_boundary(self, version: int) -> None:
         """A boundary was passed: the state is that after `version` optimizer steps.
 
-        Whether or not a checkpoint is taken there. If one is, nothing may be changed in the state
-        before the next optimizer step.
+        It is called whether or not a checkpoint is taken. If one is taken, the state must not
+        change before the next optimizer step.
         """
 
     def on_sealed(self, event: Event) -> None:
-        """This rank's shard of `event.version` is complete in memory; heard one boundary later."""
+        """This rank's shard of `event.version` is complete in memory; called one boundary later."""
 
     def on_committed(self, event: Event) -> None:
         """This rank's shard of `event.version` is durable on `event.level`."""
 
     def on_restored(self, restored: Restored) -> None:
-        """`restore()` is done, also when it found nothing (`restored.levels` is then empty)."""
+        """`restore()` has ended; also called if it found nothing (`restored.levels` is then
+        empty)."""
 
 
-AT_EASE = ("on_step_boundary", "on_restored")
-"""Called when their occasion is over, on all ranks at the same place; the others, amid a step or a
-boundary, and at different ones."""
+COLLECTIVE = ("on_step_boundary", "on_restored")
+"""Called after the fact, on all ranks at the same point. The other methods are called within a step
+or a boundary, at points that differ between ranks."""
 
 
 def check_callbacks(given: Iterable[Callbacks]) -> list[Callbacks]:
-    """They, as a list. Raises TypeError for what is none: it would fail at every call."""
+    """The callbacks as a list. Raises TypeError for an object that would fail at every call."""
     if isinstance(given, type | Callbacks) or not isinstance(given, Iterable):
         raise TypeError(f"callbacks is {given!r}; give a list of them, callbacks=[Watch()]")
     callbacks = list(given)
     for each in callbacks:
         if not isinstance(each, Callbacks):
             raise TypeError(
-                f"{each!r} is no tierckpt.Callbacks; derive a class from that, override what you "
-                "need, and give an object of it (a function that is to hear events is on_event)"
+                f"{each!r} is not a tierckpt.Callbacks; derive a class from it, override the "
+                "methods that you need, and give an object of that class (a function that receives "
+                "events is on_event)"
             )
     return callbacks
 
 
 class CallbackList:
-    """Calls everybody's callbacks. Training thread; calling never raises."""
+    """Calls all registered callbacks. Training thread; calling never raises."""
 
     def __init__(self, registered: Iterable[Callbacks] = ()) -> None:
-        """Raises TypeError for what are no callbacks; so does `add`."""
+        """Register the callbacks. Raises TypeError as `check_callbacks` does; so does `add`."""
         self._registered = check_callbacks(registered)
         self._repeated_errors = RepeatedErrorLog()
-        self.telling = 0
-        """While others than AT_EASE are called: how many calls are within each other."""
+        self.depth = 0
+        """Number of nested calls of methods that are not COLLECTIVE."""
 
     def __bool__(self) -> bool:
         return bool(self._registered)
@@ -87,15 +92,15 @@ class CallbackList:
 
     def call(self, name: str, *args: Any) -> None:
         """Call the method `name` of all."""
-        amid = name not in AT_EASE
-        self.telling += amid
+        nested = name not in COLLECTIVE
+        self.depth += nested
         try:
             for which, callbacks in enumerate(self._registered):
-                self._tell(which, callbacks, name, args)
+                self._call_one(which, callbacks, name, args)
         finally:
-            self.telling -= amid
+            self.depth -= nested
 
-    def _tell(self, which: int, callbacks: Callbacks, name: str, args: tuple[Any, ...]) -> None:
+    def _call_one(self, which: int, callbacks: Callbacks, name: str, args: tuple[Any, ...]) -> None:
         try:
             getattr(callbacks, name)(*args)
         except Exception as error:

@@ -26,9 +26,9 @@ NOT_SETTINGS = (
     *("CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR"),
     "PROVE_DIR",
 )
-"""Variables with our prefix that are not settings."""
+"""Variables with the prefix that are not settings."""
 AUTO: Literal["auto"] = "auto"
-"""In place of a number of steps: as often as the overhead budget allows; see `tuning`."""
+"""Stands for a number of steps: as often as the overhead budget allows; see `core.tuning`."""
 Steps = int | Literal["auto"]
 
 
@@ -37,12 +37,12 @@ class MemoryConfig:
     """The memory level: sealed slots, which survive a crashed process."""
 
     every_steps: Steps = 1
-    """Take a version to memory every so many optimizer steps; 0: not by steps; `auto`: as often as
+    """Take a version to memory every N optimizer steps; 0: not by steps; `auto`: as often as
     `overhead_budget` allows."""
     every_seconds: float = 0.0
-    """... or when this much time has passed; 0: not by time."""
+    """Take one also after this time; 0: not by time."""
     linger_seconds: float = 3600.0
-    """Segments of a *dead* job are removed by the next job when nobody came back for so long."""
+    """The next job removes the segments of a *dead* job that nobody has restarted for this time."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +52,28 @@ class LocalConfig:
     every_steps: Steps = 0
     """As for memory."""
     every_seconds: float = 60.0
-    """By default once a minute: a bound on what is lost, however long a step is."""
+    """The default is once a minute: this bounds the loss, however long a step is."""
     keep_last: int = 2
-    """Keep so many of the newest complete versions (at least 1)."""
+    """Number of newest complete versions to keep (at least 1)."""
     keep_every: int = 0
     """Also keep every version that is a multiple of this; 0: none."""
     keep_best: int = 0
-    """Also keep so many of the best by the metric given at boundaries (see `best`); 0: none."""
+    """Also keep this number of best versions, by the metric given at boundaries (see `best`); 0:
+    none."""
     in_place: bool = True
-    """Where the directory is memory (tmpfs, DAX) and there are no codecs, slots are files in it,
-    and are committed without a copy (see `image_file`). False: a copy of its own for each level."""
+    """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
+    and are committed without a copy (see `image_file`). False: each level has its own copy."""
     codecs: str = ""
-    """What is done to shards on their way, in this order: `incremental`, `zstd level=1`,
-    `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: nothing."""
+    """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
+    level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none."""
 
 
 @dataclass(frozen=True)
 class PeerConfig:
-    """The peer level: what is on a node's local level can be rebuilt from other nodes'.
+    """The peer level: a node's local level can be rebuilt from other nodes'.
 
-    Made of every version that is complete on local, by the agents, behind the training's back.
+    The agents make the redundancy of every version that is complete on local, without delaying
+    training.
     """
 
     redundancy: str = "none"
@@ -80,51 +82,52 @@ class PeerConfig:
     group_size: int = 8
     """Members of a group; for `rs` they are k + m."""
     domain: str = ""
-    """What dies together, by name (a rack, a switch); empty: the node."""
+    """Name of the failure domain (a rack, a switch); empty: the node."""
     interface: str = ""
-    """Network interface or address that the agents use; empty: the one towards the other nodes."""
+    """Network interface or address that the agents use; empty: the one that reaches the other
+    nodes."""
     port: int = 0
-    """TCP port that a node's agent listens at; 0: any."""
+    """TCP port of a node's agent; 0: any."""
 
 
 @dataclass(frozen=True)
 class PersistentConfig:
     """The persistent level: whole versions on a parallel file system or an object store.
 
-    A version that goes there goes to local first, and is flushed from there when it is complete on
-    all ranks.
+    Such a version goes to local first, and is flushed from there when it is complete on all ranks.
     """
 
     path: str = ""
-    """A directory that all nodes see, or a URL that fsspec knows (s3://bucket/prefix); empty: no
-    such level."""
+    """A directory that all nodes see, or a URL for fsspec (s3://bucket/prefix); empty: no such
+    level."""
     every_steps: Steps = 0
-    """Take a version there every so many optimizer steps; 0: not by steps; `auto`: as for memory,
-    and at most half of the time is spent on flushing."""
+    """Take a version to this level every N optimizer steps; 0: not by steps; `auto`: as for memory,
+    with at most half of the time spent on flushing."""
     every_seconds: float = 600.0
-    """... or when this much time has passed; 0: not by time."""
+    """Take one also after this time; 0: not by time."""
     keep_last: int = 2
-    """Keep so many of the newest versions (at least 1)."""
+    """Number of newest versions to keep (at least 1)."""
     keep_every: int = 0
     """Also keep every version that is a multiple of this; 0: none."""
     keep_best: int = 0
     """As for local."""
     bytes_per_second: float = 0.0
-    """Of each node at most; 0: no limit."""
+    """Limit of each node's rate; 0: no limit."""
     nodes_at_once: int = 0
-    """So many nodes flush at any moment, in turns; 0: no limit."""
+    """Number of nodes that flush at the same time, in turns; 0: no limit."""
     shards_per_file: int = 64
-    """Aggregation: so many ranks' shards share a file."""
+    """Number of ranks' shards that share a file."""
     read_back: bool = False
     """Read every byte again before a version is declared complete."""
     drop_superseded: bool = False
     """Give up a flush when a newer version is waiting for it, at most twice in a row."""
     codecs: str = ""
-    """As for local; what was done there is undone first."""
+    """As for local; the local level's codecs are undone first."""
     storage_options: str = field(default="", repr=False)
-    """What the store's client is to be told besides the path, for fsspec: endpoint, key, region;
-    a directory takes `direct` and `shared_writes`. Given as a table (a mapping), or as JSON; kept
-    as JSON. May be secret: shown nowhere, and handed to the agent over its private socket."""
+    """Options for the store's client besides the path, for fsspec: endpoint, key, region. A
+    directory takes `direct` and `shared_writes`. Given as a table (a mapping) or as JSON; kept as
+    JSON. The options may be secret: they are shown nowhere, and the agent gets them over its
+    private socket."""
 
     def options(self) -> dict[str, Any]:
         """`storage_options` as keyword arguments."""
@@ -132,91 +135,91 @@ class PersistentConfig:
         return found
 
     def at(self, place: str) -> PersistentConfig:
-        """The same for a place that somebody named, to read it or to put marks there: the options
-        are for URLs. What a directory takes is about how shards are written."""
+        """The settings for another place, to read it or to put marks there. The options are kept
+        for a URL; those of a directory concern writing shards."""
         url = "://" in directory_of(place)
         return replace(self, path=place, storage_options=self.storage_options if url else "")
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. Frozen: what a job runs with does not change under it."""
+    """All settings. Frozen: they do not change during a job."""
 
     path: str = "ckpts"
     """Directory of the local level, and, unless `job_id` says otherwise, the job's identity."""
     job_id: str = ""
-    """Whose successor may take over what is in memory; empty: made from `path`. Jobs with other ids
-    need other paths, too."""
+    """Identity of the job: a job with the same id takes over versions in memory; empty: made from
+    `path`. Jobs with different ids need different paths, too."""
     shm_dir: str = "/dev/shm"
     """Memory file system for the slots."""
     slots: int = 0
-    """Slots per rank; 0: two, or three with a GPU. Two are enough to be always safe; a third lets a
-    version be taken to memory while another one is still being written to disk or drained."""
+    """Slots per rank; 0: two, or three with a GPU. Two are always safe; with a third, a version can
+    be taken to memory while another one is still being written to disk or drained."""
     when_busy: str = "skip"
-    """When a checkpoint is due and no slot is free: `skip` it, or `wait` for one. Of what waits for
-    a slow persistent level: keep the newest, or `wait` for the level."""
+    """If a checkpoint is due and no slot is free: `skip` it, or `wait` for one. If a persistent
+    level is slow: keep the newest waiting version, or `wait` for the level."""
     release: str = "auto"
-    """When copying starts: `backward` (with each layer's allreduce), `forward` (at once), or
-    `auto`: backward, until the barrier turns out to wait for it."""
+    """Start of the copying: `backward` (with each layer's allreduce), `forward` (at once), or
+    `auto`: backward, until the barrier has to wait for it."""
     boundary: str = "explicit"
-    """`explicit`: a call of `step()` is the boundary, and nothing else; `forward`: the next forward
-    pass in training mode after an optimizer step is. `restore()` returns calls, or steps."""
+    """`explicit`: only a call of `step()` is the boundary; `forward`: the next forward pass in
+    training mode after an optimizer step is. `restore()` returns calls, or steps."""
     forward_changes: str = ""
-    """Parameters that the forward pass changes in place (it normalises its weights), by name, with
-    commas between; `*` stands for any part of a name. They are copied at the boundary, whole on
-    each rank, as buffers are. So are those that differ from rank to rank by design."""
+    """Parameters that the forward pass changes in place (it normalises its weights), by name,
+    separated by commas; `*` stands for any part of a name. They are copied at the boundary, whole
+    on each rank, as buffers are. Name also parameters that differ between ranks by design."""
     node: str = ""
-    """Name of this node, where the host name will not do: several nodes on one machine, in tests.
-    In `path`, `{node}` stands for the node's name."""
+    """Name of this node, if the host name is not unique (several nodes on one machine, in tests).
+    `{node}` in `path` stands for it."""
     agent: str = "process"
-    """`process`: one a node, which outlives its trainers; `inline`: a thread of each trainer, for
-    debugging and for places that forbid child processes."""
+    """`process`: one per node, which outlives its trainers; `inline`: a thread of each trainer, for
+    debugging and for environments without child processes."""
     agent_nice: int = 10
-    """CPU niceness of the agent, above its trainers'."""
+    """CPU niceness of the agent, relative to its trainers."""
     agent_linger_seconds: float = 60.0
-    """An agent whose trainer was killed waits so long for its successor, and then ends."""
+    """Time that an agent waits for a new trainer after its own was killed, before it ends."""
     replica_check_steps: int = 50
-    """Compare parameters and optimizer state of all ranks, a slice at each boundary, all of it once
-    in so many; 0: do not."""
+    """Compare parameters and optimizer state between ranks: one slice at each boundary, everything
+    once in N boundaries; 0: do not."""
     on_drift: str = "warn"
-    """When they differ: `warn` with an event, and mark versions as suspect; or `stop`, with a
+    """If replicas differ: `warn` with an event, and mark versions as suspect; or `stop`, with a
     ReplicaError on all ranks."""
     halt_signals: str = "SIGTERM,SIGUSR1"
-    """Signals that mean: one last checkpoint, and the end; empty: none."""
+    """Signals that cause a last checkpoint and the end; empty: none."""
     halt_patience_seconds: float = 10.0
-    """A process that SIGTERM came to, and that passes no boundary for so long (and for twice its
+    """A process that received SIGTERM, and passes no boundary for this time (and for twice its
     longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
-    the launcher kills it. Longer where an evaluation between two boundaries takes longer."""
+    the launcher kills it. Increase it if an evaluation between two boundaries takes longer."""
     halt_seconds_left: float = 0.0
-    """End after a last checkpoint when so many seconds of the scheduler's allocation are left, if
-    its environment tells its end (SLURM_JOB_END_TIME), and so long before the time of a
-    `tierckpt halt --before` that names no `--seconds-left`; 0: do not look at the end of the
-    allocation, and end only after that time."""
+    """Take a last checkpoint and end this long before the end of the scheduler's allocation, if the
+    environment has it (SLURM_JOB_END_TIME), and this long before the time of a `tierckpt halt
+    --before` without `--seconds-left`. 0: ignore the end of the allocation, and end only after that
+    time."""
     halt_grace_seconds: float = 30.0
-    """So long after a signal what has not ended is killed: by torchrun, Slurm (KillWait), or
-    Kubernetes, which all grant 30 s. Where it is not known when the allocation ends, the end waits
+    """Time from a signal until the sender kills the remaining processes: torchrun, Slurm (KillWait)
+    and Kubernetes all grant 30 s. If the end of the allocation is unknown, the end of the job waits
     for other nodes and the persistent level until 10 s before that."""
     health: str = "off"
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
-    not well; `refuse` also ends the start there."""
+    not well; `refuse` also ends the start."""
     health_seconds: float = 20.0
-    """A directory that does not answer for so long is not well."""
+    """A directory that does not answer within this time is not well."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
     trace_dir: str = ""
-    """Write what happened when to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
+    """Write a timeline to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
     trace_steps: int = 50
-    """Stop that after so many steps of every run: a few tell all, and a thousand ranks' files stay
-    small."""
+    """Number of steps of every run in the timeline: a few are enough, and the files of a thousand
+    ranks stay small."""
     best: str = "lowest"
-    """Which metric is best, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a
-    loss), or the `highest` (an accuracy)."""
+    """The best metric, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a loss), or
+    the `highest` (an accuracy)."""
     overhead_budget: float = 0.03
-    """Intervals that are `auto` are so long that checkpoints take at most this share of the
-    training's time. An interval in seconds is kept all the same."""
+    """Limit of the share of training time that checkpoints on `auto` intervals take. An interval in
+    seconds applies all the same."""
     mean_failure_seconds: float = 0.0
-    """How far failures of the job are apart, on average: intervals that are `auto` are then no
-    shorter than is best (see `tierckpt interval`); 0: unknown, and all of the budget is used."""
+    """Mean time between failures of the job: `auto` intervals are then no shorter than the optimum
+    (see `tierckpt interval`); 0: unknown, and the whole budget is used."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     peer: PeerConfig = field(default_factory=PeerConfig)
@@ -243,8 +246,8 @@ class Config:
         _at_least("trace_steps", self.trace_steps, 1)
         if not 1e-4 <= self.overhead_budget < 1:  # NaN is not
             raise ConfigError(
-                f"overhead_budget is {self.overhead_budget}; it is a share of the training's time, "
-                "0.0001 or more and below 1 (0.03 are 3 %)"
+                f"overhead_budget is {self.overhead_budget}; it must be a share of the training "
+                "time, 0.0001 or more and below 1 (0.03 is 3 %)"
             )
         _at_least("mean_failure_seconds", self.mean_failure_seconds, 0)
         _one_of("best", self.best, ("lowest", "highest"))
@@ -270,15 +273,15 @@ class Config:
     def _check_protected(self) -> None:
         if self._wants_parity and not self.uses("local"):
             raise ConfigError(
-                f"peer_redundancy is {self.peer.redundancy!r}, and protects what is on the local "
-                "level, where nothing goes: set local_every_steps or local_every_seconds, or "
+                f"peer_redundancy is {self.peer.redundancy!r}, but no version goes to the local "
+                "level, which it protects: set local_every_steps or local_every_seconds, or set "
                 "peer_redundancy to none"
             )
 
     def _check_places(self) -> None:
-        """Here, where it is known which setting it is."""
+        """Check paths and names here, where the setting's name is known."""
         if not self.path:
-            raise ConfigError("path is empty; name the directory that checkpoints go to")
+            raise ConfigError("path is empty; name the directory for checkpoints")
         if not self.shm_dir:
             raise ConfigError("shm_dir is empty; name a memory file system (default: /dev/shm)")
         for name in FOLDERS:
@@ -287,13 +290,13 @@ class Config:
         _text("persistent_path", shared)
         if shared in (self.path, self.directory):
             raise ConfigError(
-                f"path and persistent_path are both {shared!r}; each level needs a directory of "
-                "its own: path on the node's disk, persistent_path where all nodes see it"
+                f"path and persistent_path are both {shared!r}; each level needs its own "
+                "directory: path on the node's disk, persistent_path where all nodes see it"
             )
         if "{node}" in shared:
             raise ConfigError(
-                f"persistent_path is {shared!r}; it is one place for all nodes, and only in path "
-                "does {node} stand for the node's name"
+                f"persistent_path is {shared!r}; it is one place for all nodes, and {{node}} is "
+                "allowed only in path"
             )
         for name in ("job_id", "node"):
             _file_name(name, getattr(self, name))
@@ -301,13 +304,13 @@ class Config:
         if folder_bytes > NAME_BYTES:
             longer = max(("job_id", "node"), key=lambda name: len(getattr(self, name)))
             raise ConfigError(
-                f"{longer} is too long ({len(getattr(self, longer))} letters): a folder is named "
-                f"after job_id and node, and its name can have {NAME_BYTES} bytes; they would make "
-                f"it {folder_bytes}"
+                f"{longer} is too long ({len(getattr(self, longer))} letters): it is part of the "
+                f"name of a folder, which would have {folder_bytes} bytes with job_id and node, "
+                f"and the limit is {NAME_BYTES}"
             )
 
     def _check_storage_options(self) -> None:
-        """Of a directory; what else a store's client takes, that knows. May be secret."""
+        """Check the options of a directory; a store's client checks its own. They may be secret."""
         if not self.persistent.storage_options:
             return
         from ._text import is_url
@@ -320,7 +323,7 @@ class Config:
                 raise ConfigError(f"{name} in {STORAGE_OPTIONS} must be true or false")
 
     def _check_codecs(self) -> None:
-        """Packages and keys that are missing are told at the start, not by the first commit."""
+        """Report missing packages and keys at the start, not at the first commit."""
         if not (self.local.codecs or self.persistent.codecs):
             return
         from tierckpt.codecs.pipeline import Pipeline
@@ -330,9 +333,9 @@ class Config:
         if local.hides and self.uses("peer"):
             raise ConfigError(
                 f"local_codecs is {self.local.codecs!r}, and peer_redundancy is "
-                f"{self.peer.redundancy!r}: parity is made of shards as they are, so other nodes' "
-                "disks would hold in the clear what this one encrypts. Encrypt on the persistent "
-                "level (persistent_codecs), or do without one of the two"
+                f"{self.peer.redundancy!r}: parity is made of unencrypted shards, so other nodes' "
+                "disks would have in the clear what this one encrypts. Encrypt on the persistent "
+                "level (persistent_codecs), or drop one of the two"
             )
 
     @property
@@ -342,12 +345,12 @@ class Config:
 
     @property
     def here(self) -> str:
-        """What `{node}` in `path` stands for on this node."""
+        """The name of this node, for `{node}` in `path`."""
         return self.node or socket.gethostname()
 
     @property
     def idle(self) -> list[str]:
-        """Settings that were given for a persistent level, of which nobody said where it is."""
+        """Settings of the persistent level that have no effect, as `persistent_path` is not set."""
         if self.persistent.path:
             return []
         there = fields(PersistentConfig)
@@ -359,7 +362,8 @@ class Config:
         return self.peer.redundancy.strip().lower() != "none"
 
     def uses(self, level: str) -> bool:
-        """True when versions go to this level now and then; what is persistent is local first."""
+        """True if versions go to this level. Versions for the persistent level go to local
+        first."""
         if level == "local" and self.uses("persistent"):
             return True
         if level == "peer":
@@ -375,21 +379,22 @@ TABLES = {
     "peer": PeerConfig,
     "persistent": PersistentConfig,
 }
-"""Settings of one level each."""
+"""Tables with the settings of one level each."""
 AUTOMATIC = [
     f"{name}_every_steps" for name, table in TABLES.items() if hasattr(table, "every_steps")
 ]
-"""Numbers that may be `auto`."""
+"""Settings that may be `auto`."""
 FOLDERS = ("path", "shm_dir", "events_dir", "trace_dir")
-"""As `persistent_path`, they may begin with `~`, the home directory, or be `file://` URLs."""
+"""Settings that, like `persistent_path`, may start with `~`, the home directory, or be `file://`
+URLs."""
 STORAGE_OPTIONS = "persistent_storage_options"
 NAME_BYTES = 255
-"""Of a file, on Linux."""
+"""Limit of a file name on Linux."""
 DAY_SECONDS, YEAR_SECONDS = 24 * 3600, 365 * 24 * 3600
-"""Longer than anybody waits, and short enough for every clock of the system: some count no more
-than 25 days."""
+"""Limits for times: longer than any useful wait, and short enough for every clock of the system
+(some are limited to 25 days)."""
 DEFAULT_ID_BYTES = 53
-"""See `job_directory.job_id_of`."""
+"""As `job_directory.job_id_of` makes it."""
 
 
 def known_settings() -> dict[str, type]:
@@ -407,7 +412,7 @@ def known_settings() -> dict[str, type]:
 
 
 def _plain(kind: Any) -> type:
-    """The type of a setting, but for the `auto` that some take, too."""
+    """The type of a setting without the `auto` that some accept."""
     return int if kind == Steps else kind
 
 
@@ -416,9 +421,9 @@ def load_config(
     environment: Mapping[str, str] | None = None,
     config_file: str | os.PathLike[str] | None = None,
 ) -> Config:
-    """Merge the three sources. Raises ConfigError, naming the setting and where it was set.
+    """Merge the three sources. Raises ConfigError that names the setting and its source.
 
-    `config_file` may also be named by TIERCKPT_CONFIG; without either none is read.
+    TIERCKPT_CONFIG may also name the `config_file`; without either no file is read.
     """
     environment = os.environ if environment is None else environment
     config_file = config_file or environment.get(PREFIX + "CONFIG") or None
@@ -448,14 +453,15 @@ def _from_file(path: Path) -> dict[str, Any]:
             inner = {f"{key}_{k}": v for k, v in value.items()}
         elif isinstance(value, dict) and key not in known_settings():
             raise ConfigError(
-                f"there is no table [{key}] in the file {path}: settings of a level are in "
-                f"{', '.join(f'[{table}]' for table in TABLES)}, all others at the top, in none"
+                f"the file {path} has an unknown table [{key}]: settings of a level are in "
+                f"{', '.join(f'[{table}]' for table in TABLES)}, all others at the top level"
             )
         for name, given in inner.items():
             if name in flat:
                 table, _, rest = name.partition("_")
                 raise ConfigError(
-                    f"{name} is given twice in the file {path}: so, and as {rest} in [{table}]"
+                    f"{name} is given twice in the file {path}: at the top level, and as {rest} in "
+                    f"[{table}]"
                 )
             flat[name] = _convert(name, given, f"the file {path}")
     return flat
@@ -471,7 +477,7 @@ ARGUMENTS = (
     "comm_hook",
     "group",
 )
-"""What a Checkpointer takes beside settings: meant, too, by whoever mistypes one."""
+"""Arguments of a Checkpointer that are not settings; a misspelled one gets a hint, too."""
 
 
 def _convert(key: str, value: Any, source: str) -> Any:
@@ -506,23 +512,24 @@ def _convert(key: str, value: Any, source: str) -> Any:
 
 
 def _storage_options(value: Any, source: str) -> str:
-    """A mapping, or JSON of one, as JSON. What was given is not repeated: it may be secret."""
+    """JSON from a mapping or from JSON. Errors do not repeat the value: it may be secret."""
     try:
         options = json.loads(value) if isinstance(value, str) and value else value or {}
         if isinstance(options, Mapping):
             return json.dumps(dict(options), sort_keys=True) if options else ""
-    except (TypeError, ValueError):  # whose texts, and whose traces, may show it
+    except (TypeError, ValueError):  # the errors' texts and tracebacks may show it
         pass
     raise ConfigError(
-        f"{STORAGE_OPTIONS} in {source} must be a table of names and values that JSON can hold, or "
-        "as a text the same in JSON, like "
+        f"{STORAGE_OPTIONS} in {source} must be a table of names and values that JSON can "
+        "represent, or the same as a text in JSON, like "
         '{"endpoint_url": "https://...", "client_kwargs": {"region_name": "..."}}'
     )
 
 
 def _build(flat: Mapping[str, Any]) -> Config:
     inner: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
-    # Absolute from the start: the agent has another working directory, and a job may change its.
+    # Absolute from the start: the agent has another working directory, and a job may change its
+    # own.
     outer: dict[str, Any] = {"path": Config.path}
     for key, value in flat.items():
         table, _, name = key.partition("_")
@@ -537,8 +544,8 @@ def _build(flat: Mapping[str, Any]) -> Config:
     for name in FOLDERS:
         if "://" in outer.get(name, ""):
             raise ConfigError(
-                f"{name} is {outer[name]!r}, and must be a directory; versions go to a URL by "
-                "persistent_path, beside path on the node's own disk"
+                f"{name} is {outer[name]!r}, but must be a directory; for a URL use "
+                "persistent_path, in addition to a path on the node's own disk"
             )
     outer.update({k: os.path.abspath(outer[k]) for k in ("path", "shm_dir") if outer.get(k)})
     if shared.get("path") and "://" not in shared["path"]:
@@ -552,21 +559,21 @@ def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
 
 
 def _text(name: str, value: str) -> None:
-    """Paths go to the agent, and into manifests, as UTF-8."""
+    """Check that a path is UTF-8: the agent and manifests get it so."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} is {value!r}, which is no UTF-8: {error.reason}") from None
+        raise ConfigError(f"{name} is {value!r}, which is not UTF-8: {error.reason}") from None
     if "\0" in value:
-        raise ConfigError(f"{name} is {value!r}; no path has a NUL character in it")
+        raise ConfigError(f"{name} is {value!r}; a path cannot contain a NUL character")
 
 
 def _file_name(name: str, value: str) -> None:
     _text(name, value)
     if "/" in value or value in (".", ".."):
         raise ConfigError(
-            f"{name} is {value!r}; folders are named after it: any text without '/' will do, but "
-            "for '.' and '..'"
+            f"{name} is {value!r}; it is part of folder names: give any text without '/' except "
+            "'.' and '..'"
         )
 
 
@@ -588,8 +595,8 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
         number = signal.Signals.__members__.get(name)
         if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
             raise ConfigError(
-                f"halt_signals: {name!r} is no signal that can be handled; "
-                "give names, for example SIGTERM,SIGUSR1, or nothing"
+                f"halt_signals: {name!r} is not a signal that can be handled; give names, for "
+                "example SIGTERM,SIGUSR1, or nothing"
             )
         found.append(number)
     return tuple(found)

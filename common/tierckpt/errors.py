@@ -1,4 +1,4 @@
-"""Every exception that the package raises on purpose. All derive from `TierckptError`."""
+"""Exceptions that the package raises on purpose. All derive from `TierckptError`."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from typing import Any
 
 
 class TierckptError(Exception):
-    """Base class: catch this to catch everything the package raises on purpose."""
+    """Base class: catch it to catch everything that the package raises on purpose."""
 
 
 class ConfigError(TierckptError, ValueError):
-    """A setting is unknown, or its value is out of range; the text names it and its source."""
+    """A setting is unknown, or its value is out of range; the text names the setting and its
+    source."""
 
 
 class UnsupportedStateError(TierckptError):
-    """The training state holds something that cannot be taken; raised when attaching."""
+    """The training state contains something that cannot be checkpointed; raised when attaching."""
 
 
 class NodeHealthError(TierckptError):
-    """Nodes are not well; the text names each, and what is wrong with it.
+    """Nodes are not well; the text names each node and its problems.
 
     `problems` has a list of sentences for each node's name.
     """
 
     def __init__(self, problems: Mapping[str, Sequence[str]]) -> None:
         self.problems = {node: tuple(each) for node, each in problems.items()}
-        told = [f"node {node}: {each}" for node, many in self.problems.items() for each in many]
-        super().__init__("\n".join(told))
+        texts = [f"node {node}: {each}" for node, many in self.problems.items() for each in many]
+        super().__init__("\n".join(texts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For processes that hand it on."""
+        """Support pickling between processes."""
         return type(self), (self.problems,)
 
 
 class FormatError(TierckptError):
-    """Bytes that should be a shard or a manifest are not, or are of a newer major version."""
+    """Bytes are not a shard or a manifest as expected, or have a newer major version."""
 
 
 class NewerFormatError(FormatError):
-    """They are of a newer major version; what they hold may well be sound."""
+    """The bytes have a newer major version; their content may be sound."""
 
 
 class CorruptShardError(TierckptError):
@@ -47,9 +48,9 @@ class CorruptShardError(TierckptError):
 
 
 class RestoreError(TierckptError):
-    """A restore was asked for and cannot be done; nothing of the live state was changed.
+    """A requested restore is not possible; nothing of the live state was changed.
 
-    `reason` is the message without what its user may do about it, for those who go on all the same.
+    `reason` is the message without the advice to the user, for callers that handle the error.
     """
 
     def __init__(self, reason: str, way_out: str = "") -> None:
@@ -59,62 +60,63 @@ class RestoreError(TierckptError):
 
 
 class StateTornError(TierckptError):
-    """A restore had begun to change the live state and could not end it: some of that is new, some
-    is old. Raised on all ranks. Do not train on it; restore again, or end."""
+    """A restore changed a part of the live state and failed. Raised on all ranks. Do not train on
+    this state; restore again, or end."""
 
 
 class PinError(TierckptError):
-    """A version cannot be pinned, or unpinned: it is nowhere, or a level cannot be asked."""
+    """A version cannot be pinned or unpinned: it does not exist, or a level cannot be reached."""
 
 
 class ReplicaError(TierckptError):
     """Replicas differ, and `on_drift` is "stop". Raised on all ranks at the same boundary.
 
-    `names` has the first tensors that differ, and `ranks` those that are odd, if a majority tells.
+    `names` has the first tensors that differ, and `ranks` those in the minority, if there is a
+    majority.
     """
 
-    def __init__(self, what: str, names: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
-        super().__init__(what)
+    def __init__(self, text: str, names: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
         self.names, self.ranks = tuple(names), tuple(ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For processes that hand it on."""
+        """Support pickling between processes."""
         return type(self), (str(self), self.names, self.ranks)
 
 
 class StateMismatchError(RestoreError):
     """The checkpoint and the live state differ in structure; nothing was changed.
 
-    `differences` lists every one of them, in a form that can be shown to a user.
+    `differences` lists every one of them, in words for a user.
     """
 
-    def __init__(self, what: str, differences: Sequence[str]) -> None:
-        self._what, self.differences = what, tuple(differences)
+    def __init__(self, source: str, differences: Sequence[str]) -> None:
+        self._source, self.differences = source, tuple(differences)
         shown = "\n".join(f"  - {d}" for d in self.differences[:40])
         hidden = len(self.differences) - 40
         if hidden > 0:
             shown += f"\n  ... and {hidden} more"
         super().__init__(
-            f"{what} does not fit the live training state "
+            f"{source} does not fit the live training state "
             f"({len(self.differences)} difference(s)); nothing was changed:\n{shown}",
             "Build the same model and optimizer as the run that wrote it, or pass strict=False to "
-            "load what fits and leave the rest as it is.",
+            "load the parts that fit and leave the rest unchanged.",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For processes that hand it on."""
-        return type(self), (self._what, self.differences)
+        """Support pickling between processes."""
+        return type(self), (self._source, self.differences)
 
 
 LEFT_OUT = "was left out"
-"""So a member puts it that has gone on to a newer version. It is nobody's failure; and as who gives
-up passes on the first one's words, they tell it from failures wherever they come to."""
+"""Part of the text of a member that left an exchange for a newer version. That is not a failure;
+members that give up repeat the first one's text, so the words identify the case everywhere."""
 
 
 class PeerError(TierckptError):
-    """A peer is gone, hangs, or gave up: the text names it and says why.
+    """A peer is gone, hangs, or gave up: the text names it and the reason.
 
-    `member` is its number in the group, where that is known.
+    `member` is its number in the group, if known.
     """
 
     def __init__(self, text: str, member: int | None = None) -> None:
@@ -123,19 +125,19 @@ class PeerError(TierckptError):
 
 
 class RefusedError(PeerError):
-    """A peer does not speak with us: another secret or another protocol. Retrying is of no use."""
+    """A peer refuses this one: it has another secret or another protocol. Retrying is useless."""
 
 
 class ExchangeCancelledError(PeerError):
-    """This side gave the exchange up: superseded by a newer version, or the agent is closing."""
+    """This side gave up the exchange: a newer version superseded it, or the agent is closing."""
 
 
 class PersistentError(TierckptError, OSError):
-    """An operation on the store failed; nothing committed is lost.
+    """An operation on the store failed; no committed version is lost.
 
-    `url` is what was touched. `transient` is True when the cause may pass and every try was used
-    up: the next version may be tried as usual. When it is False, trying again is of no use before
-    somebody acts, and the text says what to do.
+    `url` is the object concerned. `transient` is True if the cause may pass and all retries failed:
+    the next version may be tried as usual. If it is False, a retry is useless before somebody acts,
+    and the text says how.
     """
 
     def __init__(self, text: str, url: str, transient: bool) -> None:
@@ -148,24 +150,24 @@ class PersistentError(TierckptError, OSError):
 
 
 class FlushCancelledError(TierckptError):
-    """A flush was given up between two windows: superseded, or somebody retired the version.
+    """A flush was given up between two windows: it was superseded, or the version was retired.
 
-    What is durable already is found again if the same version is flushed once more.
+    Parts that are durable are found again when the same version is flushed once more.
     """
 
 
 class LeaseHeldError(TierckptError):
-    """Another job holds the place; `owner` says who. `expires_seconds`: when it will have been
-    watched for long enough (Unix time), if it is not renewed."""
+    """Another job holds the lease; `owner` names it. `expires_seconds` is the Unix time at which
+    the lease has been watched for long enough, if it is not renewed."""
 
     def __init__(self, url: str, owner: str, expires_seconds: float, left_seconds: float) -> None:
         self.owner, self.expires_seconds = owner, expires_seconds
         self._given = (url, owner, expires_seconds, left_seconds)
         super().__init__(
-            f"{url} is in use by {owner}, whose lease ends in {left_seconds:.0f} s unless it is "
+            f"{url} is in use by {owner}, and its lease ends in {left_seconds:.0f} s unless it is "
             "renewed. Two jobs cannot write to one place: give this one another persistent path. "
-            "If the other one is dead, wait for that time; nothing need be removed. If it hangs "
-            f"and cannot be ended: tierckpt takeover {url}"
+            "If the other job is dead, wait for that time; nothing has to be removed. If it hangs "
+            f"and you cannot end it: tierckpt takeover {url}"
         )
 
     def __reduce__(self) -> tuple[type[LeaseHeldError], tuple[str, str, float, float]]:

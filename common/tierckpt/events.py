@@ -23,15 +23,15 @@ from typing import Any, BinaryIO
 logger = logging.getLogger("tierckpt")
 
 IN_WORDS = ("notice", "restored")
-"""Events whose message says all; the version of a notice is only the one that it came at."""
+"""Events with a complete message; a notice's version is only the one at which it came."""
 ABOUT_NO_VERSION = ("rejected", "interval")
 ALWAYS_SHOWN = ("restored",)
-"""Shown by those that have set up no logging, too, where warnings are."""
+"""Also shown, like warnings, if the script has set up no logging."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to one version on one level, seen from one rank."""
+    """One event of one version on one level, seen from one rank."""
 
     name: str
     """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `closed`,
@@ -41,22 +41,22 @@ class Event:
     version: int = -1
     rank: int = 0
     nbytes: int = 0
-    """This rank's part."""
+    """Bytes of this rank's part."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By what: `boundary`, `barrier`, `stall` (both), `copy`, `write`, `commit`, ..."""
+    """Durations by name: `boundary`, `barrier`, `stall` (both), `copy`, `write`, `commit`, ..."""
     behind_since: int | None = None
-    """On `failed` and `skipped`: the newest version that the level does have, if any."""
+    """For `failed` and `skipped`: the newest version that the level has, if any."""
     message: str = ""
-    """In words, for people."""
+    """The text for people."""
     severity: int = logging.DEBUG
     time_seconds: float = field(default_factory=time.time)
     """Unix time."""
 
     def text(self) -> str:
-        """One line."""
-        return f"[rank {self.rank}] {self._said()}"
+        """The event in one line."""
+        return f"[rank {self.rank}] {self._content()}"
 
-    def _said(self) -> str:
+    def _content(self) -> str:
         if self.name in IN_WORDS:
             return self.message
         if self.name in ABOUT_NO_VERSION:
@@ -79,22 +79,22 @@ Callback = Callable[[Event], None]
 
 
 def check_receiver(callback: Callback | None) -> None:
-    """Raise TypeError for what cannot be called: it would fail at every event."""
+    """Raise TypeError for an object that is not callable: it would fail at every event."""
     if callback is not None and not callable(callback):
         raise TypeError(f"on_event is {callback!r}; give a function that takes an Event")
 
 
 class EventLog:
-    """Sends events on. Used by the training thread; never raises into it."""
+    """Distributes events. Used on the training thread; never raises into it."""
 
     def __init__(
         self, rank: int, folder: str | None = None, callback: Callback | None = None
     ) -> None:
         self.rank = rank
         self.counts: dict[str, int] = {}
-        """How many events there were, by `name` and `name/level`."""
-        self.telling = 0
-        """While receivers are called: how many calls of `emit` are within each other."""
+        """Number of events, by `name` and `name/level`."""
+        self.depth = 0
+        """Number of nested calls of `emit` while receivers are called."""
         self._callbacks = [] if callback is None else [callback]
         self._repeated_errors = RepeatedErrorLog()
         self._file: BinaryIO | None = None
@@ -102,10 +102,10 @@ class EventLog:
             path = Path(folder) / f"events-r{rank:05d}.jsonl"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # Unbuffered: what a full disk does not take must not be tried again by `close`.
+                # Unbuffered: `close` must not try again to write data that a full disk refused.
                 self._file = path.open("ab", buffering=0)
             except OSError as error:
-                why = f"{path} is not written: {error}; see the setting events_dir"
+                why = f"{path} is not written: {error}; check the setting events_dir"
                 self.emit("notice", message=why, severity=logging.ERROR)
 
     def add_callback(self, callback: Callback) -> None:
@@ -113,7 +113,7 @@ class EventLog:
         self._callbacks.append(callback)
 
     def emit(self, name: str, **values: Any) -> Event:
-        """Make an event and send it on; a failing receiver is reported, not raised."""
+        """Make an event and distribute it; a failing receiver is reported, not raised."""
         event = Event(name=name, rank=self.rank, **values)
         for key in (name, f"{name}/{event.level}"):
             self.counts[key] = self.counts.get(key, 0) + 1
@@ -122,15 +122,15 @@ class EventLog:
                 logger.log(event.severity, "%s", event.text())
         elif logger.isEnabledFor(_severity_shown(event)):
             _show(event.text())
-        self.telling += 1
+        self.depth += 1
         try:
             for which, receive in enumerate((self._write, *self._callbacks)):
-                self._tell(which, receive, event)
+                self._call(which, receive, event)
         finally:
-            self.telling -= 1
+            self.depth -= 1
         return event
 
-    def _tell(self, which: int, receive: Callback, event: Event) -> None:
+    def _call(self, which: int, receive: Callback, event: Event) -> None:
         try:
             receive(event)
         except Exception as error:
@@ -144,12 +144,12 @@ class EventLog:
         try:
             _append(self._file, line.encode())
         except OSError as error:
-            why = f"{self._file.name} is not continued: {error}"
+            why = f"no more events are written to {self._file.name}: {error}"
             self.close()
             self.emit("notice", message=why, severity=logging.ERROR)
 
     def close(self) -> None:
-        """Close the file. All was written before, so a failure here loses nothing."""
+        """Close the file. All events were written before, so a failure here loses nothing."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -157,24 +157,24 @@ class EventLog:
 
 
 def _severity_shown(event: Event) -> int:
-    """As Python shows messages where no logging was set up: warnings, and what is worse."""
+    """The severity used if no logging is set up: Python then shows warnings and errors."""
     if event.name in ALWAYS_SHOWN and event.severity == logging.INFO:
         return logging.WARNING
     return event.severity
 
 
 def _show(text: str) -> None:
-    """On standard error, as Python shows messages where no logging was set up; there the name of
-    the logger would be missing."""
+    """Print on standard error, as Python does without logging set up, but with the logger's
+    name."""
     if logging.lastResort is not None and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
             print(f"tierckpt: {text}", file=sys.stderr, flush=True)
 
 
 def _append(file: BinaryIO, line: bytes) -> None:
     written = file.write(line)
     if written != len(line):
-        with contextlib.suppress(OSError):  # what the next run writes is to begin a line
+        with contextlib.suppress(OSError):  # the next event must start on a new line
             file.truncate(file.tell() - written)
         raise OSError("not everything could be written")
 
@@ -183,19 +183,19 @@ logger = logging.getLogger("tierckpt")
 
 
 class RepeatedErrorLog:
-    """Of one caller. Its thread; never raises."""
+    """Logs repeated errors of one caller at a decreasing rate. Its thread; never raises."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[Hashable, type[Exception]]] = Counter()
 
-    def log(self, whose: Hashable, text: str, error: Exception) -> None:
-        """Say that a function failed, in the words of `text`: with a traceback when `whose` raises
-        an error of this kind for the first time, then in a line for the 10th, 100th, ... time."""
-        kind = (whose, type(error))
+    def log(self, source: Hashable, text: str, error: Exception) -> None:
+        """Report a failed function, described by `text`: with a traceback for the first error of
+        this kind from `source`, then in one line for the 10th, 100th, ... error."""
+        kind = (source, type(error))
         self._counts[kind] += 1
         count = self._counts[kind]
         if count == 1:
             logger.error("%s", text, exc_info=error)
         elif str(count).strip("0") == "1":
-            told = "%s. Such an error %d times so far; the last: %s: %s"
-            logger.error(told, text, count, type(error).__name__, error)
+            repeated = "%s. Such an error %d times so far; the last: %s: %s"
+            logger.error(repeated, text, count, type(error).__name__, error)

@@ -1,8 +1,8 @@
-"""Group: the few collectives the core needs, and the single-process one.
+"""Group: the few collectives that the core needs, and a group of one process.
 
-An adapter hands the core a Group over its own communication library. Every method is called by
-the training thread, by all ranks in the same order; nothing here may be called from another
-thread, except `Pending.wait`.
+An adapter gives the core a Group over its own communication library. All ranks call every method on
+the training thread, in the same order. Only `Pending.wait` and `Pending.done` may be called on
+another thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 
 
 class Pending(Protocol):
-    """An all-reduce under way."""
+    """An all-reduce in progress."""
 
     def wait(self) -> list[int]:
-        """The result, waiting for it. Any thread; may be called again."""
+        """Wait for the result and return it. Any thread; may be called again."""
         ...
 
     def done(self) -> bool:
-        """True when `wait` returns, or raises, at once. Any thread, also while another waits."""
+        """True if `wait` would return or raise at once. Any thread, also while another one
+        waits."""
         ...
 
 
@@ -34,11 +35,11 @@ class Group(Protocol):
     size: int
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. For start and restart, not for steps."""
+        """Return every rank's `value` in rank order. Used at start and restart, not for steps."""
         ...
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
-        """Make every rank's `buffer` (uint8, 1-d, CPU, contiguous) equal to `source`'s."""
+        """Copy `source`'s `buffer` (uint8, 1-d, CPU, contiguous) to all ranks."""
         ...
 
     def all_reduce_min(self, values: list[int]) -> Pending:
@@ -50,14 +51,14 @@ class Group(Protocol):
         ...
 
     def meet(self, timeout_seconds: float) -> bool:
-        """True when all ranks call it in time; never hangs or raises. For the end of a process.
+        """True if all ranks call it in time; never hangs or raises. For the end of a process.
 
-        After a False the group may be good for nothing but `close`.
+        After a False the group may be usable only for `close`.
         """
         ...
 
     def close(self) -> None:
-        """Give up what the group holds."""
+        """Release the group's resources."""
         ...
 
 
@@ -79,25 +80,25 @@ class SingleGroup:
     size = 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See Group."""
+        """As in Group."""
         return [value]
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
-        """See Group."""
+        """As in Group."""
 
     def all_reduce_min(self, values: list[int]) -> Pending:
-        """See Group."""
+        """As in Group."""
         return _Done(list(values))
 
     def barrier(self) -> None:
-        """See Group."""
+        """As in Group."""
 
     def meet(self, timeout_seconds: float) -> bool:
-        """See Group."""
+        """As in Group."""
         return True
 
     def close(self) -> None:
-        """See Group."""
+        """As in Group."""
 
 
 @dataclass(frozen=True)
@@ -105,19 +106,19 @@ class Node:
     """A rank's node among those of the job."""
 
     index: int
-    """Nodes are numbered in the order of their first ranks."""
+    """Index of the node; nodes are numbered in the order of their first ranks."""
     count: int
     ranks: tuple[int, ...]
-    """Of the job, that run here."""
+    """The job's ranks on this node."""
 
     @property
     def first(self) -> int:
-        """The rank that does what is done once a node."""
+        """The rank that does the work needed once per node."""
         return self.ranks[0]
 
     @staticmethod
     def of(host: str, hosts: Sequence[str]) -> Node:
-        """`hosts` names every rank's node."""
+        """The node `host`; `hosts` names every rank's node."""
         nodes = list(dict.fromkeys(hosts))
         ranks = tuple(rank for rank, other in enumerate(hosts) if other == host)
         return Node(nodes.index(host), len(nodes), ranks)

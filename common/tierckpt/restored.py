@@ -1,4 +1,4 @@
-"""What a restore did, as a number that a loop can start from."""
+"""The result of a restore, as a number that a loop can start from."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from tierckpt.format.facts import VersionFacts
 
 
 class Restored(int):
-    """What `restore()` did; as a number, the iteration to go on from (0: nothing was there)."""
+    """The result of `restore()`; as a number, the iteration to resume from (0: nothing was
+    found)."""
 
     version: int = 0
     """Completed optimizer steps."""
     generation: int = 0
     iteration_counts: str = "calls"
-    """What the number counts: `calls` of `step()`, or optimizer `steps` where the version was taken
+    """The unit of the number: `calls` of `step()`, or optimizer `steps` if the version was taken
     with `boundary="forward"`."""
     shard_levels: tuple[str, ...] = ()
-    """The level that each shard came from, by shard number; `peer` is one that was rebuilt, `agent`
-    one that was fetched from a node which is none of the job's any more."""
+    """The level of each shard, by shard number. `peer`: it was rebuilt; `agent`: it was fetched
+    from a node that is no longer part of the job."""
     levels: dict[str, int]
-    """How many shards came from which level."""
+    """Number of shards by level."""
     nbytes: int = 0
     """Bytes of all shards."""
     read_bytes: int = 0
-    """Bytes that this rank read from some level, parity included. The ranks' sum is what the job
-    read: a shard has one reader, and is in its memory or page cache when it is loaded."""
+    """Bytes that this rank read from any level, parity included. The sum over ranks is the amount
+    that the job read: a shard has one reader, and is loaded from its memory or page cache."""
     exchanged_bytes: int = 0
     """Bytes that this rank received from other ranks."""
     seconds: dict[str, float]
-    """By phase: `inventory`, `verify` (reading is in it), `rebuild` (in the background of it),
-    `load`, `total`."""
+    """By phase: `inventory`, `verify` (includes reading), `rebuild` (in the background of
+    `verify`), `load`, `total`."""
     suspect: str = ""
-    """In what replicas differed, or may have, when the version was taken; empty where they did not,
-    as far as is known."""
+    """The known or possible difference of replicas when the version was taken; empty if none is
+    known."""
     rejected: tuple[str, ...] = ()
-    """Copies that were there and could not be used, and why."""
+    """Copies that were found and could not be used, with the reasons."""
 
     def __new__(cls, iteration: int = 0) -> Restored:
-        """See the class."""
+        """Create a result with no levels and no times."""
         made = super().__new__(cls, iteration)
         made.levels, made.seconds = {}, {}
         return made
@@ -57,7 +58,7 @@ class Restored(int):
 
 
 class TransferStats:
-    """Bytes that one rank moved. Any thread."""
+    """Counts of the bytes that one rank moved. Any thread."""
 
     def __init__(self) -> None:
         self.read_bytes = 0
@@ -65,11 +66,11 @@ class TransferStats:
         self._lock = threading.Lock()
 
     def read(self, nbytes: int) -> None:
-        """Bytes came from a level."""
+        """Add bytes that came from a level."""
         with self._lock:
             self.read_bytes += nbytes
 
     def received(self, nbytes: int) -> None:
-        """Bytes came from another rank."""
+        """Add bytes that came from another rank."""
         with self._lock:
             self.exchanged_bytes += nbytes

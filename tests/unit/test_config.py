@@ -185,7 +185,7 @@ def test_an_unknown_setting_without_a_near_one_lists_all() -> None:
 
 @pytest.mark.parametrize("table", ["locl", "tierckpt"])
 def test_an_unknown_table_is_refused(table: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"no table \[{table}\] in the file .*at the top"):
+    with pytest.raises(ConfigError, match=rf"unknown table \[{table}\].*at the top level"):
         load_config({}, {}, toml(tmp_path, f"[{table}]\nevery_steps = 3\n"))
 
 

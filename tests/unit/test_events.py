@@ -89,7 +89,7 @@ def test_a_full_disk_costs_the_file_and_is_said_once(
     log.close()
     said, *others = heard
     assert (said.name, said.severity) == ("notice", logging.ERROR)
-    assert "events-r00000.jsonl is not continued: [Errno 28] No space left" in said.message
+    assert "events-r00000.jsonl: [Errno 28] No space left" in said.message
     assert [e.version for e in others] == [3, 4]
     assert [r.getMessage() for r in caplog.records] == [said.text()]
 

@@ -195,7 +195,7 @@ def test_a_pass_that_a_restore_overtook_is_refused() -> None:
     batches = iter(data)
     next(batches)
     data.load_state_dict(data.state_dict())
-    with pytest.raises(tierckpt.TierckptError, match="iterate over the ResumableLoader anew"):
+    with pytest.raises(tierckpt.TierckptError, match="iterate over the ResumableLoader again"):
         next(batches)
 
 
@@ -213,7 +213,7 @@ def resumed_at(batches: int, make: Make) -> ResumableLoader[Any]:
 
 def test_a_loop_that_begins_at_epoch_0_again_is_refused() -> None:
     data = resumed_at(1, sampled)
-    with pytest.raises(tierckpt.TierckptError, match="begin the loop there"):
+    with pytest.raises(tierckpt.TierckptError, match="start the loop there"):
         data.set_epoch(0)
     data.loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
     with pytest.raises(tierckpt.TierckptError, match=r"epoch 2 of the loader's sampler.*epoch 0"):
@@ -239,7 +239,7 @@ def test_a_loader_that_became_shorter_is_refused_and_the_way_out_works() -> None
     ("options", "text"),
     [
         ({"ahead": 2}, "ahead=2"),
-        ({"skip": "all"}, "skip='all': it is one of auto, load, index, none"),
+        ({"skip": "all"}, "skip='all': it must be one of auto, load, index, none"),
         ({"skip": "index"}, "over a Stream, which has none; skip='load' takes any"),
     ],
 )

@@ -180,7 +180,7 @@ def test_another_order_is_refused_and_nothing_changed(other: dict[str, Any], sai
     trained(before, 2)
     (after,) = job(1, **other)
     untouched = after.position.state_dict()
-    with pytest.raises(tierckpt.ConfigError, match="sampler's of " if "length" in other else said):
+    with pytest.raises(tierckpt.ConfigError, match="sampler's has " if "length" in other else said):
         before.position.load_state_dict(untouched)
     with pytest.raises(tierckpt.ConfigError, match=r"40 samples, shuffled"):
         after.position.load_state_dict(before.position.state_dict())
@@ -259,7 +259,7 @@ def test_a_pass_ends_where_the_position_is_moved() -> None:
         next(drawn)
         sampler.step()
         move()
-        with pytest.raises(tierckpt.TierckptError, match="anew"):
+        with pytest.raises(tierckpt.TierckptError, match="again"):
             next(drawn)
         with pytest.raises(tierckpt.TierckptError, match="no batch was drawn"):
             sampler.step()
@@ -313,7 +313,7 @@ def test_an_order_of_ones_own() -> None:
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"rank": 2, "ranks": 2}, "rank=2, ranks=2"),
-        ({"ranks": None}, "which rank this is"),
+        ({"ranks": None}, "so the rank is unknown"),
         ({"ranks": 4, "drop_last": True}, "4 rank.s. of 3 each with drop_last"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Address: where the agent of a node listens, and what it is started with."""
+"""The address of a node's agent, and the settings that it is started with."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ from pathlib import Path
 from tierckpt.storage.memory.job_directory import JobDirectory
 
 TAKEN = 3
-"""Exit status of an agent that found another one at its place."""
+"""Exit status of an agent that found another one in its place."""
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What an agent is told at its start."""
+    """Settings that an agent gets at its start."""
 
     root: str
-    """Of the job's folder in shared memory."""
+    """Parent directory of the job's folder in shared memory."""
     folder: str
     index: int = 0
-    """Number 1 is started when number 0 is there and does not answer, and so on."""
+    """Number of the agent's place. Place 1 is used when the agent in place 0 hangs, and so on."""
     nice: int = 10
-    """Its own, not beside its starter's."""
+    """The agent's absolute niceness, not relative to its starter's."""
     linger_seconds: float = 60.0
     module_path: tuple[str, ...] = ()
-    """Where it finds modules; empty: where its starter does, then. See `_children`."""
+    """Where the agent finds modules; empty: the same as its starter. See `_children`."""
 
     def place(self) -> AgentFiles:
-        """Where it is found."""
+        """Files of the agent with these settings."""
         return AgentFiles(JobDirectory(Path(self.root), self.folder), self.index)
 
 
 @dataclass(frozen=True)
 class AgentFiles:
-    """Where the agent number `index` of a job on this node is found."""
+    """Lock and socket of agent number `index` of a job on this node."""
 
     job: JobDirectory
     index: int
 
     @property
     def lock(self) -> Path:
-        """Held by the living agent."""
+        """Lock file, held while the agent runs."""
         return self.job.path / f"agent{self.index}.lock"
 
     @property
     def address(self) -> Path:
-        """Of the socket that it listens at."""
+        """Path of the socket at which the agent listens."""
         return self.job.path / f"agent{self.index}.socket"
 
     def owner(self) -> int | None:
-        """Process id of the agent that is here, or was until it was killed."""
+        """Process id of the agent here; also of a killed one."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.lock.read_text())
         return None
 
     def connect(self) -> socket.socket | None:
-        """A connection to the agent that listens here, at once; None when there is none."""
+        """Connect to the agent that listens here, without waiting; None when there is none."""
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)
         try:
@@ -74,7 +74,7 @@ class AgentFiles:
         return channel
 
     def listen(self) -> socket.socket:
-        """Become the listener; what a dead one left is replaced."""
+        """Listen here as the agent; the socket of a dead agent is replaced."""
         self.address.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with self._short() as name:
@@ -84,7 +84,7 @@ class AgentFiles:
 
     @contextlib.contextmanager
     def _short(self) -> Iterator[str]:
-        """The socket's path in less than the 108 bytes that the kernel takes."""
+        """A path for the socket below the kernel's limit of 108 bytes."""
         fd = os.open(self.job.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield f"/proc/self/fd/{fd}/{self.address.name}"

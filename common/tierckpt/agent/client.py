@@ -1,7 +1,7 @@
-"""The training side of the agent: hands it sealed slots and orders, hears how it went.
+"""The trainer's side of the agent: sends it sealed slots and orders, and receives the results.
 
-`commit` may be called by the copier thread, everything else by the training thread. Nothing here
-waits for the agent but `wait` and `close`.
+The copier thread may call `commit`, the training thread everything else. Only `known_nodes`,
+`listen`, `wait`, `outlast` and `close` wait for the agent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.memory.slots import Slot
 
 from .address import AgentSettings
-from .connection import OTHERS, AgentConnection
+from .connection import FOREIGN, AgentConnection
 from .protocol import (
     AgentMessage,
     AskProgress,
@@ -51,7 +51,7 @@ from .protocol import (
 )
 
 LOOK_SECONDS = 5.0
-"""So often the agent is asked whether its flushes get on, while somebody waits for them."""
+"""Interval of requests for the progress of flushes, while the trainer waits for them."""
 
 
 class AgentClient:
@@ -65,75 +65,75 @@ class AgentClient:
         environment: str = "",
         may_start: bool = True,
     ) -> None:
-        """`inline`: the agent is a thread of this process (for debugging, and where processes
-        may not be started); it dies with it. `environment`: the same for all ranks of the node,
-        see `environment.fingerprint`; an agent of others shuts down. `may_start`: they are this
-        process's, too, from which an agent that it starts would have them."""
+        """`inline`: the agent is a thread of this process and ends with it (for debugging, and for
+        systems that allow no processes). `environment`: equal on all ranks of the node, see
+        `environment_fingerprint`; an agent with another one shuts down. `may_start`: this process
+        has that environment itself, so an agent that it starts gets the right one."""
         self.session = session
-        self._line = AgentConnection(settings, session, self, inline, environment, may_start)
-        self._lock = self._line.lock
+        self._connection = AgentConnection(settings, session, self, inline, environment, may_start)
+        self._lock = self._connection.lock
         self._pending: dict[VersionId, tuple[ShardKey, Slot]] = {}
-        self._tried_again: set[VersionId] = set()
-        """Commits that one agent did not survive. Should the next one not either, it is their
-        fault."""
+        self._retried: set[VersionId] = set()
+        """Commits that were handed over again after an agent ended. If the next agent ends as well,
+        they are the likely cause, and fail."""
         self._flushing: dict[VersionId, FlushOrder] = {}
         self._protecting: set[VersionId] = set()
         self._introduction: tuple[Listen, Introduce] | None = None
-        """For an agent that is new: the agents of other nodes."""
-        self._heritage: Inherit | None = None
-        """The same, before this run's agents have met: those that an agent knew that shut down."""
+        """Messages for a new agent: the agents of other nodes."""
+        self._inherit: Inherit | None = None
+        """State of an agent that shut down, for a new agent until this run's agents have met."""
         self._known_nodes: KnownNodes | None = None
-        """The nodes that the agent knew before it was introduced."""
-        self._heard: list[AgentMessage] = []
-        self._asked = False
-        """Whether flushes get on, and there is no answer yet."""
-        self._quiet: list[tuple[float, float]] = []
-        """The answers in seconds, and when they came (monotonic)."""
+        """Nodes that the agent knew before it was introduced to this run's."""
+        self._received: list[AgentMessage] = []
+        self._progress_asked = False
+        """True while a request for the progress of flushes is not answered."""
+        self._quiet_replies: list[tuple[float, float]] = []
+        """Replies (seconds without progress), each with its arrival (monotonic)."""
 
     @property
     def settings(self) -> AgentSettings:
-        """Of the agent that is for us, as far as it is known."""
-        return self._line.settings
+        """Settings of our agent, as far as they are known."""
+        return self._connection.settings
 
     @property
     def pid(self) -> int | None:
         """Process id of the agent, once it said welcome."""
-        return self._line.pid
+        return self._connection.pid
 
     @property
     def starts(self) -> int:
-        """Agents that this client started."""
-        return self._line.starts
+        """Number of agents that this client started."""
+        return self._connection.starts
 
     def find(self, first: bool = True) -> None:
-        """Connect to the agent, if there is one: that of a run before, or of another rank. One is
-        started when something is said to it, at the latest. `first`: see `start`."""
+        """Connect to the agent of an earlier run or of another rank, if there is one. If not, the
+        first message starts one. `first`: see `start`."""
         with self._lock:
-            self._line.find(first)
+            self._connection.find(first)
 
     def start(self, first: bool = True) -> None:
-        """Connect to the agent, or start it; OSError when it cannot be started.
+        """Connect to the agent, or start one. Raises OSError when it cannot be started.
 
-        `first`: this is the node's first rank; the others leave the start to it for a while.
+        `first`: this is the node's first rank; the other ranks wait a while for it to start one.
         """
         with self._lock:
-            self._line.start(first)
+            self._connection.start(first)
 
     def commit(self, key: ShardKey, slot: Slot) -> str:
-        """Hand over a sealed slot; returns "" or why that was not possible. Never blocks."""
+        """Hand over a sealed slot; returns "", or the reason of a failure. Never blocks."""
         with self._lock:
             try:
-                self._line.ready()
+                self._connection.ready()
             except OSError as error:
                 return f"{type(error).__name__}: {error}"
-            self._tried_again.discard(key.id)
+            self._retried.discard(key.id)
             self._hand_over(key, slot)
             return ""
 
     def _hand_over(self, key: ShardKey, slot: Slot) -> None:
         self._pending[key.id] = key, slot
         segment = str(slot.path) if slot.path else None
-        self._line.send(Commit(key, segment), [] if slot.path else [slot.fd])
+        self._connection.send(Commit(key, segment), [] if slot.path else [slot.fd])
 
     def retire(
         self,
@@ -142,71 +142,71 @@ class AgentClient:
         keep: Iterable[VersionId] = (),
         void: Iterable[VersionId] = (),
     ) -> None:
-        """Tell the agent what is safe, so that retention can go on; versions in `keep` stay
-        whatever the policy says, and `void` ones count for nothing. Never blocks."""
+        """Send the agent the newest safe version, so that it can apply retention. Versions in
+        `keep` stay whatever the policy says, and `void` ones count for nothing. Never blocks."""
         message = Retire(safe, lineage, tuple(keep), tuple(void))
         with self._lock:
-            if self._line.welcome:
-                self._line.send(message)
+            if self._connection.welcome:
+                self._connection.send(message)
 
     def flush(self, order: FlushOrder) -> None:
-        """Have a version flushed that is complete on all local levels. Never blocks.
+        """Order the flush of a version complete on all local levels. Never blocks.
 
-        One call for the whole node. An agent that dies meanwhile leaves it to its successor.
+        One call for the whole node. If the agent dies before the end, its successor does it.
         """
         with self._lock:
             self._flushing[order.id] = order
-            self._line.send(Flush(order))
+            self._connection.send(Flush(order))
 
     def protect(self, version: VersionId, lost: Collection[int] | None = None) -> None:
-        """Have a version protected by the agents of other nodes. One call for the whole node.
+        """Order parity for a version from the agents of all nodes. One call for the whole node.
 
-        `lost`: the shards beside which parity is missing, where only that is to be made.
+        `lost`: shards without parity, if only their parity is to be made.
         """
         with self._lock:
             self._protecting.add(version)
-            self._line.send(Protect(version, None if lost is None else tuple(sorted(lost))))
+            self._connection.send(Protect(version, None if lost is None else tuple(sorted(lost))))
 
     def introduce(
         self, where: ListenSettings, parties: Iterable[PartySettings], known_nodes: KnownNodes
     ) -> None:
-        """Introduce other nodes' agents to the agent, which listens at `where`, and to its
-        successor, which listens at the same port: no other node has to know. Never blocks."""
+        """Introduce other nodes' agents to our agent, which listens at `where`. A successor of our
+        agent listens at the same port, so other nodes need no notice. Never blocks."""
         with self._lock:
             introduction = Introduce(tuple(parties), known_nodes)
             self._introduction = Listen(where), introduction
-            self._line.send(introduction)
+            self._connection.send(introduction)
 
     def known_nodes(self, timeout_seconds: float) -> KnownNodes | None:
-        """Other nodes' agents: as introduced here, or else as an agent knows them that was there
-        before and says welcome in time. None where none are known."""
+        """Other nodes' agents: as introduced here, or as an agent of an earlier run knows them that
+        says welcome in time. None when none are known."""
         if self._introduction is not None:
             return self._introduction[1].known_nodes
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             with self._lock:
-                self._line.look()
-                if self._known_nodes or self.starts or not self._line.reaching:
+                self._connection.look()
+                if self._known_nodes or self.starts or not self._connection.reaching:
                     break
             time.sleep(0.002)
         return self._known_nodes
 
     def listen(self, where: ListenSettings, timeout_seconds: float) -> Listening | ListenFailed:
-        """Have the agent listen for other nodes' agents, and wait for the answer; other messages
+        """Make the agent listen for other nodes' agents, and wait for its answer; other messages
         are kept for `poll`.
 
         Raises TimeoutError. For attach and restart, not for steps.
         """
         with self._lock:
-            self._line.send(Listen(where))
+            self._connection.send(Listen(where))
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             with self._lock:
-                self._line.look()
-                for heard in self._heard:
-                    if isinstance(heard, Listening | ListenFailed):
-                        self._heard.remove(heard)
-                        return heard
+                self._connection.look()
+                for message in self._received:
+                    if isinstance(message, Listening | ListenFailed):
+                        self._received.remove(message)
+                        return message
             time.sleep(0.002)
         raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
 
@@ -217,22 +217,22 @@ class AgentClient:
         return {level: sorted(versions) for level, versions in known.items() if versions}
 
     def behind(self) -> list[Level]:
-        """Levels beyond this node that something is under way to."""
+        """Levels beyond this node with a version on its way there."""
         return list(self.under_way())
 
     def busy(self) -> int:
-        """How many commits are under way."""
+        """Number of commits in progress."""
         return len(self._pending)
 
     def committing(self) -> list[VersionId]:
-        """Versions that the agent has yet to commit, or to give up."""
+        """Versions that the agent has neither committed nor given up."""
         return sorted(self._pending)
 
     def concerns(self, id_: VersionId) -> bool:
-        """Whether something of a version is under way, or was answered and not polled yet."""
+        """True if an order for the version is in progress, or its answer was not polled yet."""
         with self._lock:
             known = (*self._pending, *self._protecting, *self._flushing)
-            return id_ in (*known, *map(version_of, self._heard))
+            return id_ in (*known, *map(version_of, self._received))
 
     def pinned(self) -> set[str]:
         """Names of the slots that the agent reads."""
@@ -242,21 +242,21 @@ class AgentClient:
     def poll(self) -> list[AgentMessage]:
         """The agent's messages since the last call. Never blocks."""
         with self._lock:
-            self._line.look()
-            heard, self._heard = self._heard, []
-            return heard
+            self._connection.look()
+            received, self._received = self._received, []
+            return received
 
     def wait(
         self, timeout_seconds: float | None, poll_seconds: float = 0.002, everything: bool = False
     ) -> bool:
-        """Wait until no commit is under way; False on time-out. Messages are kept for `poll`.
+        """Wait until no commit is in progress; False on time-out. Messages are kept for `poll`.
 
-        `everything`: nor any flush, nor an exchange with other nodes.
+        `everything`: also wait for flushes, and for exchanges with other nodes.
         """
         begin = time.monotonic()
         while self._pending or (everything and self.behind()):
             with self._lock:
-                self._line.look()
+                self._connection.look()
             if timeout_seconds is not None and time.monotonic() - begin > timeout_seconds:
                 break
             time.sleep(poll_seconds)
@@ -266,95 +266,100 @@ class AgentClient:
         self,
         quiet_seconds: float,
         seconds_left: Callable[[], float] = lambda: math.inf,
-        meanwhile: Callable[[], None] = lambda: None,
+        on_pause: Callable[[], None] = lambda: None,
     ) -> bool:
-        """`wait` for everything; also False when flushes, or the agent, hang: what is under way has
-        not got on for `quiet_seconds`. A flush that is slow is waited for, while there are
-        `seconds_left`. `meanwhile` is called every few seconds, and may `poll`."""
-        patience = StallTimeout(quiet_seconds, time.monotonic())
+        """Call `wait` for everything, as long as there is progress. False when flushes or the agent
+        made none for `quiet_seconds`, or when no `seconds_left` remain. `on_pause` is called every
+        few seconds, and may `poll`."""
+        timeout = StallTimeout(quiet_seconds, time.monotonic())
         pause = min(LOOK_SECONDS, quiet_seconds / 2)
         while not self.wait(min(pause, seconds_left()), everything=True):
-            meanwhile()
+            on_pause()
             now = time.monotonic()
             with self._lock:
-                while self._quiet:
-                    patience.heard(*self._quiet.pop(0))
-                if seconds_left() <= 0 or patience.is_over(now):
+                while self._quiet_replies:
+                    timeout.heard(*self._quiet_replies.pop(0))
+                if seconds_left() <= 0 or timeout.is_over(now):
                     return False
-                if not self._asked:
-                    self._asked = True
-                    self._line.send(AskProgress())
+                if not self._progress_asked:
+                    self._progress_asked = True
+                    self._connection.send(AskProgress())
         return True
 
     def close(self, timeout_seconds: float = 10.0, abandoned: bool = False) -> None:
-        """Say goodbye and let the agent finish; it is left alone if that takes longer.
+        """Say goodbye and let the agent finish; after `timeout_seconds` it finishes alone.
 
-        `abandoned`: the job may come back, perhaps without this node. An agent that has met those
-        of other nodes lingers then, as for a trainer that was killed."""
-        self._line.close(timeout_seconds, abandoned)
+        `abandoned`: the job may come back, perhaps without this node. An agent that has met agents
+        of other nodes then lingers, as for a trainer that was killed.
+        """
+        self._connection.close(timeout_seconds, abandoned)
 
-    # --- called by the line, with the lock held ------------------------------------------------
+    # --- called by the connection, with the lock held ------------------------------------------
 
     def greeted(self, welcome: Welcome) -> Iterable[TrainerMessage]:
-        """See `connection.Owner`."""
+        """Messages for a new agent, see `connection.Owner`."""
         self._known_nodes = welcome.known_nodes or self._known_nodes
-        return self._introduction or ([self._heritage] if self._heritage is not None else [])
+        return self._introduction or ([self._inherit] if self._inherit is not None else [])
 
     def shutting_down(self, agent: ShuttingDown) -> None:
-        """See `connection.Owner`. One rank of the node reports the flushes that are given up."""
+        """Report the shutdown, see `connection.Owner`. One rank of the node reports its flushes."""
         self._known_nodes = agent.known_nodes or self._known_nodes
         if agent.where is not None:
-            self._heritage = Inherit(agent.where, self._known_nodes)
-        text = f"agent {self.settings.index} of this node has {OTHERS}; it shuts down for ours"
+            self._inherit = Inherit(agent.where, self._known_nodes)
+        text = f"agent {self.settings.index} of this node {FOREIGN}; it shuts down for ours"
         given_up = agent.given_up if self.session.speaks else ()
         if given_up:
             versions = some([f"v{version}" for version in given_up], 8)
-            text += f", and gives up what it still had to flush: {versions}"
+            text += f", and gives up these flushes: {versions}"
         severity = logging.WARNING if given_up else logging.INFO
-        self._heard.append(Problem(text, "persistent" if given_up else "local", severity))
+        self._received.append(Problem(text, "persistent" if given_up else "local", severity))
 
-    def heard(self, message: AgentMessage) -> None:
-        """See `connection.Owner`: what is answered is under way no more."""
+    def received(self, message: AgentMessage) -> None:
+        """Keep a message, see `connection.Owner`; an answered order is in progress no more."""
         match message:
             case Progress(quiet_seconds=seconds):
-                self._asked = False
-                self._quiet.append((seconds, time.monotonic()))
+                self._progress_asked = False
+                self._quiet_replies.append((seconds, time.monotonic()))
                 return
             case Committed(id=id_) | CommitFailed(id=id_):
                 self._pending.pop(id_, None)
-                self._tried_again.discard(id_)
+                self._retried.discard(id_)
             case Protected(id=id_) | ProtectFailed(id=id_):
                 self._protecting.discard(id_)
             case Flushed(id=id_) | FlushFailed(id=id_):
                 self._flushing.pop(id_, None)
-        self._heard.append(message)
+        self._received.append(message)
 
     def lost(self, reason: str) -> None:
-        """See `connection.Owner`. A successor commits what the agent had, and does its flushes."""
-        again = {i: what for i, what in self._pending.items() if i not in self._tried_again}
+        """Report the loss, see `connection.Owner`. A successor gets the same orders."""
+        again = {i: each for i, each in self._pending.items() if i not in self._retried}
         for id_ in again:
             del self._pending[id_]
-        then = "another one commits what it had" if again else "the next commit starts one"
-        self._heard.append(Problem(f"{reason}; {then}"))
-        self._bury(reason)
+        then = (
+            "a new one commits the shards that it still had"
+            if again
+            else "the next commit starts a new one"
+        )
+        self._received.append(Problem(f"{reason}; {then}"))
+        self._fail_orders(reason)
         for key, slot in again.values():
-            self._tried_again.add(key.id)
+            self._retried.add(key.id)
             self._hand_over(key, slot)
 
-    def _bury(self, reason: str) -> None:
-        """What was handed over, or was to be, is not committed; a successor does the flushes."""
-        self._heard += [CommitFailed(id_, reason) for id_ in self._pending]
-        self._heard += [ProtectFailed(id_, reason) for id_ in self._protecting]
-        self._tried_again.difference_update(self._pending)
+    def _fail_orders(self, reason: str) -> None:
+        """Fail all commits and exchanges in progress; a successor does the flushes."""
+        self._received += [CommitFailed(id_, reason) for id_ in self._pending]
+        self._received += [ProtectFailed(id_, reason) for id_ in self._protecting]
+        self._retried.difference_update(self._pending)
         self._pending.clear()
         self._protecting.clear()
-        self._asked = False
-        self._line.hang_up()
+        self._progress_asked = False
+        self._connection.hang_up()
         for order in self._flushing.values():
-            self._line.send(Flush(order))
+            self._connection.send(Flush(order))
 
     def gave_up(self, reason: str) -> None:
-        """See `connection.Owner`: nothing waits for a successor."""
-        self._heard += [FlushFailed(id_, reason) for id_ in self._flushing]
+        """Fail all orders, see `connection.Owner`: nothing waits for a successor."""
+        self._received += [FlushFailed(id_, reason) for id_ in self._flushing]
         self._flushing.clear()
-        self._bury(reason)
+        self._fail_orders(reason)

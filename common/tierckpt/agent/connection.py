@@ -1,8 +1,8 @@
-"""The way to a node's agent: finds the one that is for us, or starts it, and carries messages.
+"""The connection to a node's agent: finds or starts the right agent, and carries messages.
 
-`connection_states` decides what is done; here it is done, and what became of it reported there.
-All is done with `lock` held, which is the owner's to take, and nothing waits for the agent: what it
-cannot be told yet is kept until it is there. What comes, and what becomes of it, is the owner's.
+`connection_states` decides; this module carries out its actions and reports the results to it as
+events. Everything runs with `lock` held, which the owner takes, and nothing waits for the agent:
+messages are queued until it is there. The owner receives the agent's messages and all results.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ from .protocol import (
 from .server import Agent
 
 EXIT_SECONDS = 2.0
-"""From an agent's last act, to remove its lock, to the end of its process."""
-OTHERS = (
-    "an earlier start's keys, credentials or codecs, or is another tierckpt's, or a process where "
-    'agent is "inline"'
+"""Time for a process to end, after its agent has removed its lock as the last step."""
+FOREIGN = (
+    "belongs to an earlier start of this job with other keys, credentials or codecs, or to another "
+    'tierckpt, or to a process where agent is "inline"'
 )
 
 Packet = tuple[bytes, list[int]]
@@ -85,22 +85,22 @@ Packet = tuple[bytes, list[int]]
 
 
 class Owner(Protocol):
-    """Who speaks with the agent. Called with the lock held."""
+    """The user of a connection. Its methods are called with the lock held."""
 
     def greeted(self, welcome: Welcome) -> Iterable[TrainerMessage]:
-        """An agent says welcome; returns what a new one is to have before all other messages."""
+        """An agent said welcome; returns the messages that a new agent gets before all others."""
 
     def shutting_down(self, agent: ShuttingDown) -> None:
-        """An agent that is not for us ends, and says so for the first time."""
+        """The agent of another run shuts down; called once for each agent."""
 
-    def heard(self, message: AgentMessage) -> None:
-        """Any other message."""
+    def received(self, message: AgentMessage) -> None:
+        """Any other message arrived."""
 
     def lost(self, reason: str) -> None:
-        """The agent that said welcome is no more. Calls `hang_up`."""
+        """The agent that had said welcome has ended. Calls `hang_up`."""
 
     def gave_up(self, reason: str) -> None:
-        """No agent can be had before somebody asks for one again. Calls `hang_up`."""
+        """No agent is available until one is requested again. Calls `hang_up`."""
 
 
 class AgentConnection:
@@ -115,39 +115,39 @@ class AgentConnection:
         environment: str,
         may_start: bool,
     ) -> None:
-        """See `AgentClient`."""
+        """Parameters as of `AgentClient`."""
         self.lock = threading.Lock()
         self.starts = 0
-        """Agents that were started here."""
+        """Number of agents that were started here."""
         self._settings = settings
         self._session, self._owner = session, owner
         self._environment = environment
-        if inline:  # no process's: two agents of a node undo each other's work
+        if inline:  # shared with no process: two agents of a node undo each other's work
             self._environment = f"inline {environment}"
         self._inline = Agent(0.0) if inline else None
         self._at = Standing(index=settings.index, may_start=may_start, inline=inline)
         self._began = time.monotonic()
-        """Tells agents the later of two runs."""
+        """Shows agents which of two runs is the later one."""
         self._unsent: deque[Packet] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         """The agent that was started last and is followed, see `Standing.follows`."""
         self._thread: threading.Thread | None = None
         self._channel: socket.socket | None = None
-        """Open in the states GREETING and CONNECTED alone."""
+        """Open only in the states GREETING and CONNECTED."""
         self._packets: deque[bytes] = deque()
-        """Those that came and were not heeded yet."""
+        """Packets that were received and not handled yet."""
         self._incoming = PacketJoiner()
-        self._said: AgentMessage = Unwelcome()
-        """The message that is being heeded, for the actions that it leads to."""
+        self._handling: AgentMessage = Unwelcome()
+        """The message in progress, for the actions that result from it."""
         self._reaching = self._closing = False
         self._reacher: threading.Thread | None = None
-        # A forked child (a DataLoader's worker) would keep the socket open when we are killed.
+        # A forked child (a DataLoader's worker) would keep the socket open after we are killed.
         mine = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(mine()))
 
     @property
     def settings(self) -> AgentSettings:
-        """The settings of the agent that is for us, as far as it is known."""
+        """Settings of our agent, as far as they are known."""
         return replace(self._settings, index=self._at.index)
 
     @property
@@ -157,12 +157,12 @@ class AgentConnection:
 
     @property
     def welcome(self) -> bool:
-        """Whether the agent said welcome, and was not seen to end since."""
+        """True when the agent has said welcome and has not ended since, as far as known."""
         return self._at.state is State.CONNECTED
 
     @property
     def reaching(self) -> bool:
-        """True while an agent is, or may be, there that has not said welcome yet."""
+        """True while there is, or may be, an agent that has not said welcome yet."""
         return self._reaching and not self.welcome
 
     def find(self, first: bool) -> None:
@@ -171,21 +171,21 @@ class AgentConnection:
         self._reach()
 
     def start(self, first: bool) -> None:
-        """See `AgentClient.start`."""
+        """Connect to the agent or start one, see `AgentClient.start`."""
         self._at = replace(self._at, first=first)
         self._on(Needed(again=True))
-        self._receive()  # the one that was found may be gone
+        self._receive()  # the agent that was found may have ended
         self._reach()
 
     def ready(self) -> None:
-        """Take in what came, and do what can be done at once to be connected. Raises OSError, after
-        `Owner.gave_up`, when no agent can be started."""
+        """Handle received messages, and take all steps towards a connection that need no wait.
+        Raises OSError, after `Owner.gave_up`, when no agent can be started."""
         self._on(Needed())
         self._receive()
         self._reach_or_give_up()
 
     def look(self) -> None:
-        """Take in what came, and go on with what could not be sent yet."""
+        """Handle received messages, and continue to send the queued ones."""
         self._receive()
         if self._unsent:
             with contextlib.suppress(OSError):
@@ -193,22 +193,22 @@ class AgentConnection:
                 self._flush()
 
     def send(self, message: TrainerMessage, fds: list[int] | None = None) -> None:
-        """Send a message, or keep it until there is an agent to send it to."""
+        """Send a message, or queue it until there is an agent."""
         self._on(Needed())
         self._unsent.extend(_packed(message, fds))
         self._flush()
 
     def hang_up(self) -> None:
-        """Forget what could not be sent yet, and the agent that it was for."""
+        """Drop the queued messages, and the agent that they were for."""
         self._unsent.clear()
         self._on(HangUp())
 
     def close(self, timeout_seconds: float, abandoned: bool) -> None:
-        """See `AgentClient`. Takes the lock itself."""
+        """Say goodbye and let the agent finish, see `AgentClient.close`. Takes the lock itself."""
         deadline = time.monotonic() + timeout_seconds
         with self.lock:
             self._closing = True
-            # One that is just starting would wait for somebody to speak to.
+            # An agent that is just starting would wait for a trainer.
             while self._has_to_say() and time.monotonic() < deadline:
                 self._receive()
                 with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class AgentConnection:
                 time.sleep(0.005)
             served_by = self.pid
             if self._channel is not None and self._say_goodbye(deadline, abandoned):
-                # The last of its trainers leaves: wait, so that nothing is left when we return.
+                # We are its last trainer: wait, so that nothing is left when we return.
                 while self.settings.place().lock.exists() and time.monotonic() < deadline:
                     time.sleep(0.005)
                 if self._process is not None:
@@ -229,13 +229,13 @@ class AgentConnection:
         if self._inline is not None:
             self._inline.close()
         if self._process is not None:
-            # It ends soon, or serves others on; Popen would warn about a child that still runs.
+            # It ends soon, or serves other ranks; Popen would warn about a running child.
             self._process.returncode = self._process.poll() or 0
 
-    # --- finding one, and being found ----------------------------------------------------------
+    # --- finding an agent ----------------------------------------------------------------------
 
     def _say_goodbye(self, deadline_seconds: float, abandoned: bool = False) -> bool:
-        """Wait until the agent has finished our work; True when it ends, having no other."""
+        """Wait until the agent has finished our work; True when it ends because it has no other."""
         assert self._channel is not None
         last = False
         with contextlib.suppress(OSError, ValueError):
@@ -249,9 +249,9 @@ class AgentConnection:
         return last and self._inline is None
 
     def _call_off(self, served_by: int | None, deadline_seconds: float) -> None:
-        """Of an agent that was started beside the one that served us: once that has gone, it would
-        take its place, and wait for somebody to speak to. It ends at a signal until it looks for a
-        place; then it finds none, or has it and is told."""
+        """End an agent that was started in addition to the one that served us: it would take the
+        other's place later, and wait for a trainer. A signal ends it before it looks for a place.
+        After that it finds no place, or takes one and receives our goodbye."""
         process = self._process
         if process is None or process.pid == served_by or process.poll() is not None:
             return
@@ -272,9 +272,9 @@ class AgentConnection:
             raise
 
     def _reach(self) -> None:
-        """Do what can be done at once to be connected, and leave the rest to a thread.
+        """Take all steps towards a connection that need no wait, and leave the rest to a thread.
 
-        The next boundary may be far off, and what was sealed shall not wait for it. Raises OSError
+        The next boundary may be far away, and sealed shards should not wait for it. Raises OSError
         when no agent, or no thread, can be started.
         """
         self._reach_now()
@@ -285,14 +285,14 @@ class AgentConnection:
             self._reaching = True
             try:
                 reacher.start()
-            except RuntimeError as error:  # as many as the system, or the container, allows
+            except RuntimeError as error:  # the limit of the system or container on threads
                 self._reaching = False
                 raise OSError(str(error)) from error
             self._reacher = reacher
 
     def _reach_soon(self) -> None:
-        """The thread: until the agent has bidden welcome, and has been told what waited; or until
-        there is none, and none needed."""
+        """Run in a thread until the agent has said welcome and has the queued messages, or until
+        there is none and none is needed."""
         while True:
             with self.lock:
                 try:
@@ -320,10 +320,10 @@ class AgentConnection:
             self._on(ProcessEnded(status))
         self._on(Tick())
 
-    # --- what is decided, and done -------------------------------------------------------------
+    # --- decisions and actions -----------------------------------------------------------------
 
     def _on(self, event: Event) -> None:
-        """Something happened: do what follows from it. Raises OSError where no agent can be had."""
+        """Carry out the actions for an event. Raises OSError when no agent is available."""
         followed = self._at.follows
         self._at, actions = next_state(self._at, event, time.monotonic())
         if followed and not self._at.follows:
@@ -345,23 +345,25 @@ class AgentConnection:
             case Fail(error=error):
                 raise error
             case Report(text=text, severity=severity):
-                self._owner.heard(Problem(text, severity=severity))
+                self._owner.received(Problem(text, severity=severity))
             case ReportLost(reason=reason):
                 self._owner.lost(reason)
             case GiveUp(reason=reason):
                 self._owner.gave_up(reason)
             case ReportShutdown():
-                assert isinstance(self._said, ShuttingDown)
-                self._owner.shutting_down(self._said)
+                assert isinstance(self._handling, ShuttingDown)
+                self._owner.shutting_down(self._handling)
             case AcceptWelcome(introduce=introduce):
-                assert isinstance(self._said, Welcome)
-                first = [part for each in self._owner.greeted(self._said) for part in _packed(each)]
+                assert isinstance(self._handling, Welcome)
+                first = [
+                    part for each in self._owner.greeted(self._handling) for part in _packed(each)
+                ]
                 self._unsent.extendleft(reversed(first) if introduce else ())
                 self._flush()
 
     def _connect(self, numbers: Iterable[int]) -> bool:
-        """Connect and say hello; messages follow when the agent has said welcome. False when no
-        agent listens at these places."""
+        """Connect and greet; messages follow when the agent has said welcome. False when no agent
+        listens at these places."""
         for index in numbers:
             place = replace(self._settings, index=index).place()
             if (channel := place.connect()) is not None:
@@ -381,7 +383,7 @@ class AgentConnection:
         self._on(Connected(index))
         try:
             protocol.send(channel, Hello(PROTOCOL, self._session, self._environment, self._began))
-        except OSError:  # it is just ending
+        except OSError:  # it is ending
             self._on(Ended())
 
     def _start_process(self) -> None:
@@ -399,7 +401,7 @@ class AgentConnection:
             start_new_session=True,
             cwd="/",
         )
-        # At once: its start is some 0.1 s of work, beside a restore that wants the cores.
+        # At once: its start costs some 0.1 s of CPU, while a restore needs the cores.
         lower_priority(nice, self._process.pid)
         self._on(ProcessStarted())
         self.starts += 1
@@ -407,17 +409,17 @@ class AgentConnection:
     # --- messages ------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Send what waits, as far as the agent takes it."""
+        """Send queued messages, as far as the agent takes them."""
         while self.welcome and self._unsent:
             assert self._channel is not None
             data, fds = self._unsent[0]
             try:
                 socket.send_fds(self._channel, [data], fds)
             except (BlockingIOError, InterruptedError, ConnectionError):
-                return  # the buffer is full, or it is gone: that will be heard
-            except OSError as error:  # and so will all that come after it
-                why = f"the agent cannot be told what to do ({error})"
-                self._owner.heard(Problem(why))
+                return  # the buffer is full, or the agent has ended, which `_receive` notices
+            except OSError as error:  # all later messages would fail as well
+                why = f"messages cannot be sent to the agent ({error})"
+                self._owner.received(Problem(why))
                 self._owner.gave_up(why)
                 return
             self._unsent.popleft()
@@ -427,15 +429,15 @@ class AgentConnection:
             ended = self._take_packets(self._channel)
             while self._packets and self._channel is not None:
                 if (data := self._incoming.add(self._packets[0])) is not None:
-                    self._hear(data)
-                self._packets.popleft()  # rather heard twice than lost to an interrupt
+                    self._handle(data)
+                self._packets.popleft()  # last: twice is better than lost by an interrupt
             if not ended or self._channel is None:
                 return
             self._on(Ended())
 
     def _take_packets(self, channel: socket.socket) -> bool:
-        """What came; True when nothing will any more. In one call, whose loop is in C: between two
-        an interrupt could come, and have the packet that one returned."""
+        """Read all packets that have arrived; True when no more will. One call with its loop in C:
+        an interrupt between two calls would lose the packet that the first one returned."""
         try:
             self._packets.extend(iter(partial(channel.recv, protocol.PACKET_BYTES), b""))
         except (BlockingIOError, InterruptedError):
@@ -444,7 +446,7 @@ class AgentConnection:
             pass
         return True
 
-    def _hear(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         try:
             message = protocol.decode(data)
             if not isinstance(message, AgentMessage):
@@ -452,7 +454,7 @@ class AgentConnection:
         except ValueError as error:
             self._on(NotUnderstood(f"is not understood ({error})"))
             return
-        self._said = message
+        self._handling = message
         match message:
             case Welcome(pid=pid):
                 self._on(Welcomed(pid))
@@ -461,18 +463,18 @@ class AgentConnection:
             case Outdated():
                 self._on(DeclaredOutdated())
             case Unwelcome():
-                self._on(Unwelcomed(f"has {OTHERS}"))
+                self._on(Unwelcomed(FOREIGN))
             case _:
-                self._owner.heard(message)
+                self._owner.received(message)
 
 
 def _packed(message: TrainerMessage, fds: list[int] | None = None) -> list[Packet]:
-    """The descriptors go with the first packet."""
+    """Packets of a message; its descriptors go with the first one."""
     first, *more = protocol.packets_of(message)
     return [(first, fds or []), *((packet, []) for packet in more)]
 
 
-def _close_in_child(line: AgentConnection | None) -> None:
-    if line is not None and line._channel is not None:
-        line._channel.close()
-        line._channel = None
+def _close_in_child(connection: AgentConnection | None) -> None:
+    if connection is not None and connection._channel is not None:
+        connection._channel.close()
+        connection._channel = None

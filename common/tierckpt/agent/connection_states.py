@@ -1,9 +1,9 @@
-"""The states of a trainer's connection to its node's agent: everything that decides, and no I/O.
+"""The states of a trainer's connection to its node's agent: all decisions, and no I/O.
 
 `next_state` takes a `Standing`, an event and the time, and returns the next `Standing` and the
-actions to carry out, in this order. `connection.py` carries them out, and reports what became of
-them as further events. A node has a few numbered places for agents, as an agent may be stuck, or
-have another job's environment: then it is passed over for the next one.
+actions to carry out, in this order. `connection.py` carries them out, and reports the results as
+further events. A node has a few numbered places for agents: an agent may hang, or have another
+job's environment, and is then passed over for the next place.
 
     SEARCHING  -- Connected -->  GREETING  -- Welcomed -->  CONNECTED
     SEARCHING  -- NobodyListens, ProcessStarted -->  STARTING  -- Connected -->  GREETING
@@ -25,25 +25,25 @@ from dataclasses import dataclass, field, replace
 from .address import TAKEN
 
 ANSWER_SECONDS = 5.0
-"""An agent that does not say welcome for so long is passed over for another."""
+"""An agent that does not say welcome within this time is passed over for another."""
 START_SECONDS = 60.0
-"""A new agent that cannot be reached for so long is given up; the next commit tries again."""
+"""A new agent that cannot be reached within this time is given up; the next commit tries again."""
 JOIN_SECONDS = 2.0
-"""So long the other ranks of a node leave it to the first one to start the agent."""
+"""Time that the other ranks of a node leave to the first one to start the agent."""
 AGAIN_SECONDS = 0.5
-"""An agent that found another one in its place is started again after this at the earliest."""
+"""Time before the next start, after a new agent found another one in its place."""
 GONE_SECONDS = 0.2
-"""So often an agent that shuts down is asked whether it is still there."""
+"""Interval of checks whether an agent that shuts down has ended."""
 MOST_AGENTS = 4
-"""So many are passed over; then, after ANSWER_SECONDS, the first is asked again."""
+"""Number of places. When all were passed over, the first is tried again after ANSWER_SECONDS."""
 OUTDATED = (
-    "a later start of this job, with other keys, credentials or codecs, has this node's agent "
-    "(parts of one job that share a machine need the same, or a node of their own)"
+    "this node's agent serves a later start of this job, with other keys, credentials or codecs; "
+    "parts of one job that share a machine need the same ones, or different values of `node`"
 )
 
 
 class State(enum.Enum):
-    """Where a connection stands."""
+    """State of a connection."""
 
     SEARCHING = enum.auto()
     """No agent is connected, and none that was started here is on its way."""
@@ -66,7 +66,7 @@ LINKED = (State.GREETING, State.CONNECTED)
 
 @dataclass(frozen=True)
 class Standing:
-    """A connection's state, and the facts that decide about the next one. Times are monotonic."""
+    """A connection's state, and the facts that determine the next one. Times are monotonic."""
 
     state: State = State.SEARCHING
     index: int = 0
@@ -78,11 +78,11 @@ class Standing:
     first: bool = True
     """This is the node's first rank."""
     needed: bool = False
-    """Where there is no agent, one is to be started."""
+    """An agent must be started if there is none."""
     pid: int | None = None
     """The process id of the agent that said welcome."""
     greeted: int | None = None
-    """The process id of the last agent that said it."""
+    """The process id of the last agent that said welcome."""
     follows: bool = False
     """A process that was started here has not ended yet, and its place was not passed over."""
     unproved: bool = False
@@ -90,27 +90,27 @@ class Standing:
     exit_status: int = 0
     """The exit status of the process that was followed last."""
     since: float = 0.0
-    """When the connection, or the process, was begun; or the last connection ended."""
+    """When the connection or the process began, or the last connection ended."""
     start_after: float = 0.0
     ask_after: float = -math.inf
     leaving: tuple[int, float] | None = None
-    """The process id of the agent that shuts down for a successor, and since when it does."""
+    """Process id of the agent that shuts down for a successor, and the time of its first notice."""
     inherits: bool = False
-    """An agent that shut down left what only an agent can keep for later runs."""
+    """An agent that shut down left data that only an agent can keep for later runs."""
     passed: frozenset[int] = field(default_factory=frozenset)
-    """Numbers of places whose agents are stuck, or not for this trainer."""
+    """Places of agents that hang, or do not serve this trainer."""
     refused: bool = False
-    """All places were passed over, which was reported, and no agent said welcome since."""
+    """All places were passed over and this was reported; no agent has said welcome since."""
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Numbers of places that were not passed over."""
+        """Places that were not passed over."""
         return tuple(number for number in range(MOST_AGENTS) if number not in self.passed)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of places to look at: other ranks, or an earlier run, may have passed over one
-        that has ended since. While a process is followed, only its own."""
+        """Places to look at. Other ranks or an earlier run may have passed over one whose agent has
+        ended since. While a process is followed, only its own place."""
         return (self.index,) if self.follows else self.places
 
     @property
@@ -119,7 +119,7 @@ class Standing:
         return self.state not in LINKED and self.follows
 
     def settled(self, now: float) -> bool:
-        """No agent is to be reached, or it is."""
+        """True if no agent is needed, or it is connected."""
         waits = self.state is State.WAITING and now < self.ask_after
         coming = self.state is State.GREETING or waits
         return self.state is State.CONNECTED or not (self.needed or coming)
@@ -130,14 +130,14 @@ class Standing:
 
 @dataclass(frozen=True)
 class Needed:
-    """Something is to be sent. `again`: a run begins, and the first rank starts the agent."""
+    """A message is to be sent. `again`: a run begins, and the first rank starts the agent."""
 
     again: bool = False
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed. Decides what can be done at once to be connected."""
+    """Time has passed: take the steps towards a connection that need no wait."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ class ProcessEnded:
 
 @dataclass(frozen=True)
 class Ended:
-    """The agent's end of the connection is closed, or takes no greeting."""
+    """The agent closed its end of the connection, or does not take the greeting."""
 
 
 @dataclass(frozen=True)
 class HangUp:
-    """The owner has no use for the connection any more."""
+    """The owner does not use the connection any more."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class PredecessorEnds:
-    """The agent said `ShuttingDown`. `inherits`: it left something for its successor."""
+    """The agent said `ShuttingDown`. `inherits`: it left data for its successor."""
 
     pid: int
     inherits: bool
@@ -203,7 +203,7 @@ class Unwelcomed:
 
 @dataclass(frozen=True)
 class NotUnderstood:
-    """The agent said what is no message of ours."""
+    """The agent sent an invalid message."""
 
     why: str
 
@@ -247,7 +247,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Fail:
-    """No agent can be had now: raise this error."""
+    """No agent is available now: raise this error."""
 
     error: OSError
 
@@ -262,29 +262,29 @@ class Report:
 
 @dataclass(frozen=True)
 class ReportLost:
-    """Report that the agent which said welcome is no more. The owner answers with `HangUp`."""
+    """Report that the agent that had said welcome has ended. The owner answers with `HangUp`."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Report that no agent can be had before one is needed again."""
+    """Report that no agent is available until one is needed again."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class AcceptWelcome:
-    """Send what waits. `introduce`: the agent is a new one, to which other nodes' are introduced
-    before all else."""
+    """Send the queued messages. `introduce`: the agent is new, and must get the introduction of
+    other nodes' agents first."""
 
     introduce: bool
 
 
 @dataclass(frozen=True)
 class ReportShutdown:
-    """Report that a predecessor shuts down, and what it left."""
+    """Report that a predecessor shuts down, and the data that it left."""
 
 
 Action = (
@@ -304,7 +304,7 @@ Next = tuple[Standing, list[Action]]
 
 
 def next_state(at: Standing, event: Event, now: float) -> Next:
-    """The standing after an event, and the actions to carry out then. Pure."""
+    """The standing after an event, and the actions to carry out. Pure."""
     match event:
         case Needed(again=again):
             return _needed(at, now, again), []
@@ -330,7 +330,7 @@ def next_state(at: Standing, event: Event, now: float) -> Next:
             return at, [ReportLost("the agent ended unexpectedly")]
         case NotUnderstood(why=why) if at.state is State.CONNECTED:
             return at, [ReportLost(f"the agent {why}")]
-        case Ended() | HangUp():  # before a welcome: it was just ending, or had no thread for us
+        case Ended() | HangUp():  # before a welcome: the agent was ending, or had no thread for us
             return _closed(at, now), [Close()]
         case NotUnderstood(why=why):
             return _pass_over(at, now, why, logging.ERROR)
@@ -354,21 +354,21 @@ def _needed(at: Standing, now: float, again: bool) -> Standing:
 
 
 def _leave_start(at: Standing, now: float) -> Standing:
-    """Leave the start to the node's first rank, for a while; for as long as it may take, where an
-    agent of ours would have other keys. What is handed over waits until then."""
+    """Leave the start to the node's first rank for a while, or for START_SECONDS if an agent
+    started here would have the wrong environment. Commits wait until then."""
     seconds = 0.0 if at.first else JOIN_SECONDS
     return replace(at, start_after=now + (seconds if at.may_start else START_SECONDS))
 
 
 def _unlinked(at: Standing) -> Standing:
-    """Bring SEARCHING and STARTING in line with whether a process is followed."""
+    """Set SEARCHING or STARTING according to whether a process is followed."""
     if at.state in (State.SEARCHING, State.STARTING):
         return replace(at, state=State.STARTING if at.follows else State.SEARCHING)
     return at
 
 
 def _closed(at: Standing, now: float) -> Standing:
-    # The agent's process may be seen to live for a moment yet: that is no start that takes long.
+    # The agent's process may still run for a moment: START_SECONDS count from now.
     after = _unlinked(replace(at, state=State.SEARCHING, pid=None, since=now))
     return after if at.may_start else _leave_start(after, now)
 
@@ -397,10 +397,10 @@ def _nobody_listens(at: Standing, now: float) -> Next:
         if now - at.since <= START_SECONDS:
             return at, []
         at = _unlinked(replace(at, follows=False))
-        error = TimeoutError(f"a new agent was not there after {START_SECONDS:.0f} s")
+        error = TimeoutError(f"a new agent could not be reached within {START_SECONDS:.0f} s")
     elif not at.may_start and now >= at.start_after:
         error = TimeoutError(
-            f"the node's first rank, which is to start it, has not in {START_SECONDS:.0f} s"
+            f"the node's first rank has not started it within {START_SECONDS:.0f} s"
         )
     elif at.unproved and at.exit_status not in (0, TAKEN):
         error = ChildProcessError(f"a new agent ended with exit status {at.exit_status}")
@@ -411,7 +411,7 @@ def _nobody_listens(at: Standing, now: float) -> Next:
 
 
 def _pass_over(at: Standing, now: float, why: str, severity: int) -> Next:
-    """The agent here is stuck, or not for this trainer. Nothing was sent to it yet."""
+    """Leave a place: its agent hangs, or does not serve this trainer. It was sent nothing yet."""
     actions: list[Action] = [Close()]
     number, was_refused = at.index, at.refused
     after = replace(_closed(at, now), passed=at.passed | {number}, follows=False, exit_status=0)
@@ -429,20 +429,20 @@ def _pass_over(at: Standing, now: float, why: str, severity: int) -> Next:
     if full:
         actions.append(
             GiveUp(
-                f"none of this node's {MOST_AGENTS} agents is for us, or answers; they are asked "
-                "again"
+                f"none of this node's {MOST_AGENTS} agents answers and serves this run; they are "
+                "asked again"
             )
         )
     return after, actions
 
 
 def _predecessor_ends(at: Standing, event: PredecessorEnds, now: float) -> Next:
-    """The agent's place is ours as soon as it has ended."""
+    """Wait for the agent to end: then its place is free for ours."""
     actions: list[Action] = []
     if at.leaving is None or at.leaving[0] != event.pid:
         at = replace(at, leaving=(event.pid, now))
         actions.append(ReportShutdown())
-        if event.inherits:  # it closes the place where other nodes, and we, find that
+        if event.inherits:  # it closes the port at which other nodes, and we, find that data
             at = _needed(replace(at, inherits=True), now, again=False)
     assert at.leaving is not None
     if now - at.leaving[1] > ANSWER_SECONDS:

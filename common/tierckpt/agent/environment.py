@@ -1,9 +1,9 @@
-"""What an agent's work depends on beside its settings: the trainers' environment, and the folders
-where they find modules.
+"""The environment that an agent's work depends on, besides its settings: variables of the trainers,
+and the folders in which they find modules.
 
-An agent has them from the process that started it, and clients of stores keep what they began
-with. A restarted job that finds the agent of the run before compares: with other keys or
-credentials it needs an agent of its own, for which that one shuts down.
+An agent has the environment of the process that started it, and clients of stores keep the one they
+started with. So a restarted job compares its environment with that of an agent of an earlier run.
+When keys or credentials differ, that agent shuts down and the job starts its own.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from collections.abc import Mapping
 
 from tierckpt._children import module_path, without_packages_own
 
-VARIABLE = "TIERCKPT_AGENT_SURROUNDINGS"
-"""Tells an agent the fingerprint that it was started with; nobody else sees its environment."""
+VARIABLE = "TIERCKPT_AGENT_FINGERPRINT"
+"""Gives an agent its fingerprint through its environment, which only its user can read."""
 PREFIXES = (
     "TIERCKPT_ENCRYPTION_",
     *("AWS_", "BOTO_", "S3_", "AZURE_", "GOOGLE_", "GCLOUD_", "GCS_", "CLOUDSDK_", "OSS_", "OCI_"),
     *("STORAGE_EMULATOR_", "HADOOP_", "KRB5", "HF_", "FSSPEC_", "SSL_CERT_"),
 )
-"""Of variables that keys, stores and their clients read; settings are told otherwise."""
+"""Prefixes of variables that keys, stores and their clients read. Settings come with a session."""
 NAMES = frozenset(
     (
         *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
         *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HOME", "XDG_CONFIG_HOME"),
     )
 )
-"""Further ones, in capitals or not."""
+"""More variables, in upper or lower case."""
 
 
 def environment_fingerprint() -> str:
-    """Of this process: alike where an agent would do the same. From it no value can be read."""
+    """Fingerprint of this process: equal where agents would work alike. It reveals no value."""
     path = without_packages_own(module_path())
-    what = [sys.executable, path, sorted(relevant(os.environ).items())]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    parts = [sys.executable, path, sorted(relevant(os.environ).items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Shards of the local level as sources for the persistent one, each level with its own modules."""
+"""Shards of the local level as sources for the persistent one; each level has its own codecs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .shard_guard import sound_image
 
 @dataclass
 class UnfoldedSource:
-    """A shard that is encoded on the local level and goes on as it was. Holds a block."""
+    """A shard encoded on the local level, and plain on this one. Holds one block in memory."""
 
     shard: int
     manifest: bytes
@@ -35,17 +35,17 @@ class UnfoldedSource:
     base: VersionName | None = None
 
     def windows(self) -> Iterator[memoryview]:
-        """See `Source.windows`."""
+        """Decode the shard, see `Source.windows`."""
         for block in self.plain():
             yield from _windows(block)
 
     def is_stored_as(self, record: ShardRecord) -> bool:
-        """See `Source.is_stored_as`."""
+        """Compare manifests and lengths, see `Source.is_stored_as`."""
         return (record.manifest, record.nbytes) == (self.manifest, self.most_bytes)
 
 
 class EncodedSource:
-    """A shard that goes through modules. Holds a block. One thread."""
+    """A shard encoded for the persistent level. Holds one block in memory. One thread."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class EncodedSource:
         self._complete = False
 
     def windows(self) -> Iterator[memoryview]:
-        """See `Source.windows`. Every call encodes anew: nothing encrypted is ever made twice with
-        one nonce."""
+        """Encode the shard, see `Source.windows`. Every call encodes again, so no nonce is ever
+        used for two encryptions."""
         self._complete = False
         self._encoder = Encoder(self._pipeline, self._sealed_bytes, self._refer_to)
         for block in self._encoder.stored(self._plain()):
@@ -80,12 +80,12 @@ class EncodedSource:
 
     @property
     def manifest(self) -> bytes:
-        """See `Source.manifest`."""
+        """Manifest of the encoded shard, see `Source.manifest`."""
         return self._done.manifest.encode()
 
     @property
     def base(self) -> VersionName | None:
-        """See `Source.base`."""
+        """The version that it refers to, see `Source.base`."""
         encoding = self._done.manifest.encoding
         if encoding is None or encoding.base is None:
             return None
@@ -93,7 +93,7 @@ class EncodedSource:
 
     @property
     def made(self) -> Base | None:
-        """What later versions may refer to, if it was written now and is whole."""
+        """The shard as a base for later versions, if it was written now and is whole."""
         return self._encoder.made if self._encoder is not None and self._complete else None
 
     @property
@@ -102,7 +102,7 @@ class EncodedSource:
         return self._complete and self._done.made is None
 
     def is_stored_as(self, record: ShardRecord) -> bool:
-        """See `Source.is_stored_as`. Encoded twice it may differ; what it was made of tells."""
+        """Compare the origin, see `Source.is_stored_as`: a second encoding may have other bytes."""
         try:
             found = Manifest.decode(record.manifest)
         except (CorruptShardError, FormatError):
@@ -126,10 +126,10 @@ def _windows(block: Buffer) -> Iterator[memoryview]:
 def open_source(
     local: LocalStore, key: ShardKey, pipeline: Pipeline, base: Base | None
 ) -> Iterator[Source]:
-    """A held local shard as a source for the persistent level, whose codecs `pipeline` are.
+    """A guarded local shard as a source for the persistent level with codecs `pipeline`.
 
-    `base`: what it may refer to there. Raises OSError, CorruptShardError, and what `Decoder`
-    raises.
+    `base`: the version that it may refer to there. Raises OSError, CorruptShardError, and the
+    errors of `Decoder`.
     """
     data = local.read_manifest(key)
     manifest = Manifest.decode(data)
@@ -155,8 +155,7 @@ def open_source(
 
 
 class Bases:
-    """What shards may refer to on the persistent level: whole versions that exist there. One
-    thread."""
+    """Bases of the shards on the persistent level: whole versions that exist there. One thread."""
 
     def __init__(self, exists: Callable[[VersionName], bool]) -> None:
         self._exists = exists
@@ -165,7 +164,7 @@ class Bases:
         """Whole shards of versions that were not complete yet when they were written."""
 
     def base_of(self, shard: int, full_every: int) -> Base | None:
-        """What the shard's next version may refer to."""
+        """Base for the shard's next version; None when that must be whole."""
         chain = self._chains.setdefault(shard, Chain())
         candidate = self._candidates.get(shard)
         if candidate is not None and self._exists(_name_of(candidate)):
@@ -174,7 +173,7 @@ class Bases:
         return base if base is not None and self._exists(_name_of(base)) else None
 
     def wrote(self, source: Source) -> None:
-        """The shard is durable there."""
+        """Record that the shard is durable on the persistent level."""
         if isinstance(source, EncodedSource):
             if source.made is not None:
                 self._candidates[source.shard] = source.made

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def lower_priority(nice: int, pid: int = 0) -> None:
-    """Have a process of one thread (0: this one) give way to the training, on the CPU and on the
-    device. What the system refuses is let be."""
+    """Lower the priority of a process with one thread (0: this one) below the training's, for CPU
+    and disk. A refusal of the system is ignored."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, nice)
     with contextlib.suppress(OSError):
@@ -24,10 +24,12 @@ def lower_priority(nice: int, pid: int = 0) -> None:
 
 
 def _lower_session(nice: int, pid: int, tries: int) -> None:
-    """Where Linux groups processes by session (sched(7), autogroup), niceness counts within one
-    alone, and one process in a session of its own has as much of the CPU as all that train in
-    theirs. So the session is made nicer, too; only one that the process leads. Of such changes the
-    machine takes ten a second: with more `tries` this waits for its turn. Raises OSError."""
+    """Lower the priority of the process's session, if the process leads it. Raises OSError.
+
+    Where Linux groups processes by session (sched(7), autogroup), niceness counts only within a
+    session, and one process alone in its session gets as much CPU as all trainers in theirs. The
+    machine allows ten such changes a second: `tries` says how often this waits for another try.
+    """
     if os.getsid(pid) != pid:
         return
     for left in reversed(range(tries)):

@@ -1,4 +1,4 @@
-"""Process: the agent as a process of its own."""
+"""The agent's process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .server import Agent
 
 
 def _let_go_of_output() -> None:
-    """Launchers wait until nobody holds their pipes any more, and notice only then that a rank has
-    ended. What trainers are told goes over their sockets: nothing but a traceback is lost."""
+    """Redirect the output to /dev/null. Launchers notice the end of a rank only when no process
+    holds their pipes any more. Trainers get messages over sockets, so only a traceback is lost."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (1, 2):
         os.dup2(nowhere, fd)
@@ -27,11 +27,11 @@ def _let_go_of_output() -> None:
 
 
 def run(settings: AgentSettings, starter_pid: int) -> int:
-    """Be the agent; returns the exit status."""
+    """Run the agent until it ends; returns the exit status."""
     place = settings.place()
     try:
         fd = take_lock(place.lock)
-    except FileNotFoundError:  # the job ended, and left nothing, before this process had begun
+    except FileNotFoundError:  # the job ended and removed its folder before this process began
         return 0
     if fd is None:
         return TAKEN
@@ -42,7 +42,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
         with contextlib.closing(agent), _process(starter_pid) as starter:
             agent.serve(listener, _let_go_of_output, starter)
     finally:
-        # Only the one who holds the lock may remove these, and the lock goes last.
+        # Only the holder of the lock may remove these, and the lock goes last.
         listener.close()
         place.address.unlink(missing_ok=True)
         place.lock.unlink(missing_ok=True)
@@ -53,13 +53,13 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
 
 @contextlib.contextmanager
 def _process(pid: int) -> Iterator[int | None]:
-    """A descriptor that is readable when the process has ended; None when it has already."""
+    """A descriptor that becomes readable when the process ends; None when it has ended already."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         yield None
         return
-    except (OSError, AttributeError):  # a kernel, C library or container without: as if it lived
+    except (OSError, AttributeError):  # not supported here: as if the process never ended
         fd = os.eventfd(0)
     try:
         yield fd
@@ -68,8 +68,8 @@ def _process(pid: int) -> Iterator[int | None]:
 
 
 def main() -> None:
-    """Entry point of the process: settings, and who started it, in argv."""
-    # The agent ends when its trainers have: signals meant for the job must not cut a write short.
+    """Entry point of the process: argv has the settings, and the starter's process id."""
+    # The agent ends after its trainers: signals meant for the job must not interrupt a write.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     settings = AgentSettings(**json.loads(sys.argv[1]))

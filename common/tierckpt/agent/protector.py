@@ -1,8 +1,8 @@
-"""The agent's part in the peer level: the node's shards, protected with those of other nodes.
+"""The agent's part in the peer level: parity for the node's shards, made with other nodes.
 
-A version is protected when it is complete on the local level of all ranks, from the files there:
-every node's agent is told so by its first trainer, and they meet (`peer.Exchange`). Numpy is
-imported with this module, so only agents of jobs with a peer level pay for it.
+A version is protected once it is complete on the local level of all ranks, from the files there.
+Every node's agent gets the order from its first trainer, and the agents meet (`peer.exchange`).
+numpy is imported with this module, so only agents of jobs with a peer level pay for it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Answer = Callable[[AgentMessage], None]
 
 @dataclass(frozen=True)
 class _Order:
-    """A version to be protected, by those who knew each other when that was ordered: a run that
-    begins meanwhile has other shards here, and other peers."""
+    """A version to protect, with the parties known at the time of the order: a run that begins
+    later has other shards here, and other peers."""
 
     directory: str
     version: VersionId
@@ -65,8 +65,8 @@ class _Order:
 
 
 class Protector:
-    """One a node and job. Any thread may call it; a thread of its own protects version by version,
-    all shards of the node at once."""
+    """Makes the parity of one node and job. Any thread may call it; its own thread protects version
+    by version, all shards of the node at once."""
 
     def __init__(self, held: ShardGuard, on_idle: Callable[[], None]) -> None:
         self._held = held
@@ -75,22 +75,22 @@ class Protector:
         self._secret = b""
         self._place: ListenSettings | None = None
         self._met: ListenSettings | None = None
-        """That of the run in which agents met last. Where those of a later one do not, or not all
-        have heard of it when that ends, this is what they know each other by."""
+        """Place of the run in which agents met last. If a later run ends before all its agents have
+        met, the nodes find each other by this one."""
         self._read_server = ReadServer()
         self._transport: Transport | None = None
         self._parties: Sequence[PartySettings] = ()
         self._known_nodes: KnownNodes | None = None
-        """See `known_nodes`."""
+        """Result of `known_nodes`."""
         self._orders: list[_Order] = []
         self._thread: threading.Thread | None = None
 
     def open(self, where: ListenSettings) -> Address:
-        """Listen for the agents of the run that has this secret. Exchanges of the run before are
-        given up, and its agents may only look. Agents that ask what is here are shown what `where`
-        serves.
+        """Listen for the agents of the run with this secret. Exchanges of the previous run are
+        given up, and its agents may only read. Agents of other nodes may read the stores that
+        `where` serves.
 
-        Raises ConfigError when that is not possible.
+        Raises ConfigError when it cannot listen there.
         """
         with self._lock:
             self._place = where
@@ -100,7 +100,7 @@ class Protector:
             return self._listen()
 
     def _listen(self) -> Address:
-        """With the lock held: at the place, unless it does already. Raises ConfigError."""
+        """With the lock held: listen at the place, unless it does already. Raises ConfigError."""
         assert self._place is not None
         place, secret = self._place, self._place.secret.encode()
         if self._transport is None or self._secret != secret:
@@ -111,9 +111,9 @@ class Protector:
         return self._transport.address
 
     def _successor(self, secret: bytes, host: str, port: int) -> Transport:
-        """With the lock held: of the transport of the run before, and at its port where that will
-        do, as who has not met us in this run looks for us there. Raises ConfigError; what cannot
-        have another port is still there."""
+        """With the lock held: replace the transport of the previous run, at its port if possible,
+        because agents that have not met us in this run look there. Raises ConfigError; if another
+        port was needed, the old transport is still open then."""
         before, former = self._transport, (self._met.secret.encode(),) if self._met else ()
         if before is not None and before.address == Address(host, port or before.address.port):
             before.close()
@@ -126,8 +126,8 @@ class Protector:
         return made
 
     def _listen_again(self) -> None:
-        """With the lock held. A dead agent's port, which all know, may have been somebody's when
-        this one took its place; it may be free by now."""
+        """With the lock held: try again to listen. The port of a dead agent, which all nodes know,
+        may have been in use when this agent took its place, and be free now."""
         if self._transport is None and self._place is not None:
             with contextlib.suppress(ConfigError):
                 self._listen()
@@ -135,7 +135,7 @@ class Protector:
     def introduce(
         self, parties: Sequence[PartySettings], known_nodes: KnownNodes | None = None
     ) -> None:
-        """Set who protects the node's shards from now on, and where all agents of the job are."""
+        """Set the parties that protect the node's shards from now on, and all agents of the job."""
         with self._lock:
             self._parties, self._known_nodes = parties, known_nodes
             self._met = self._place
@@ -143,18 +143,18 @@ class Protector:
                 self._met = replace(self._met, port=self._transport.address.port)
 
     def known_nodes(self) -> KnownNodes | None:
-        """All agents, as `introduce` had them; None before."""
+        """All agents, as given to `introduce`; None before."""
         return self._known_nodes
 
     def met_at(self) -> ListenSettings | None:
-        """Where those agents find this one; None before `introduce`. For `inherit`."""
+        """Place where those agents find this one; None before `introduce`. For `inherit`."""
         with self._lock:
             return self._met
 
     def inherit(self, where: ListenSettings, known_nodes: KnownNodes | None) -> None:
-        """Be to others what an agent was that shut down, and said this: the run that has begun may
-        end before its own agents have met."""
-        with contextlib.suppress(ConfigError):  # for the run itself another port will do
+        """Take over the place of an agent that shut down and reported these values, so that other
+        nodes still find this node if the current run ends before its own agents have met."""
+        with contextlib.suppress(ConfigError):  # the run itself can use another port
             self.open(where)
         self.introduce((), known_nodes)
 
@@ -166,48 +166,48 @@ class Protector:
         lost: Sequence[int] | None,
         answer: Answer,
     ) -> None:
-        """Protect the node's shards of a version; of versions that wait, the newest is enough.
+        """Protect the node's shards of a version. Of waiting versions, only the newest is kept.
 
-        But not of those that are mended: another node may be at it already, and would wait for us.
+        Repairs are all kept: another node may be working on one already, and would wait for us.
 
-        `lost`: the shards beside which parity is to be made, the same everywhere; None: all.
+        `lost`: shards without parity, the same list on all nodes; None: make all parity.
         """
         with self._lock:
             self._listen_again()
             met = (self._parties, self._transport)
             order = _Order(directory, version, shards, *met, lost, answer)
             if not order.keys:
-                order.fail("the agents never met")
+                order.fail("the agents of the nodes have not met")
                 return
             try:
                 self._have_thread()
-            except RuntimeError as error:  # as many as the system, or the container, allows
+            except RuntimeError as error:  # the limit of the system or container on threads
                 order.fail(_text(error))
                 return
             self._held.add(order.keys)
             for older in [each for each in self._orders if each.lost is None]:
                 self._orders.remove(older)
                 self._held.discard(older.keys)
-                older.fail("a newer one came", superseded=True)
+                older.fail("a newer version came", superseded=True)
             self._orders.append(order)
 
     def _have_thread(self) -> None:
-        """With the lock held, for which it waits then. Raises RuntimeError, and there is none."""
+        """With the lock held: start the thread if there is none. Raises RuntimeError."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="tierckpt-protector", daemon=True)
             thread.start()
-            self._thread = thread  # after it: one that never ran would be waited for for ever
+            self._thread = thread  # after the start: one that never ran could not be joined
 
     def busy(self) -> bool:
-        """True while something is protected, or waits."""
+        """True while a version is being protected, or waits for it."""
         return self._thread is not None
 
     def asked_at(self) -> float:
-        """When another node last read what is here (monotonic); -inf before."""
+        """Time of the last read by another node (monotonic); -inf before."""
         return self._read_server.asked_at
 
     def close(self) -> None:
-        """Give the port back. Exchanges under way fail."""
+        """Stop listening. Exchanges in progress fail."""
         with self._lock:
             transport, self._transport, self._place = self._transport, None, None
         if transport is not None:
@@ -223,7 +223,7 @@ class Protector:
             begin = time.perf_counter()
             try:
                 nbytes, errors = _protect_all(order)
-            except Exception as error:  # whatever it is, it costs this version's redundancy only
+            except Exception as error:  # any failure costs only this version's parity
                 nbytes, errors = 0, [_text(error)]
             finally:
                 self._held.discard(order.keys)
@@ -237,7 +237,7 @@ class Protector:
 
 
 def _protect_all(order: _Order) -> tuple[int, list[str]]:
-    """Bytes of parity that were committed, and what went wrong."""
+    """Protect all shards of the node; returns the bytes of parity committed, and all errors."""
     transport = order.transport
     if transport is None:
         return 0, ["the agents do not know each other"]
@@ -256,7 +256,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
         thread = threading.Thread(target=protect, args=(party,), daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the others' groups go on
+        except RuntimeError as error:  # the groups of the other shards continue
             errors.append(f"{order.key(party)}: {_text(error)}")
         else:
             threads.append(thread)
@@ -266,7 +266,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
 
 
 def _protect(transport: Transport, settings: PartySettings, order: _Order) -> int:
-    """One shard's part; returns the bytes of parity that were committed."""
+    """Protect one shard; returns the bytes of parity committed."""
     party, make = _party_of(settings), None
     if order.lost is not None:
         make = [i for i, rank in enumerate(party.group.ranks) if rank in order.lost]

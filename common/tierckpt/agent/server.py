@@ -1,16 +1,16 @@
-"""The agent: one process a node that owns everything after a slot is sealed.
+"""The agent: one process per node that owns every shard after its slot is sealed.
 
-It takes sealed slots through the levels behind memory (today: `local`), so that the trainers'
-Python is never disturbed, and goes on when a trainer is killed: it finishes what was handed to it.
-A restarted trainer finds it where it was; it ends when all its trainers have said goodbye, or when
-those that were killed did not come back for `linger_seconds`. A flush under way is finished first,
-unless its store hangs, or a trainer of another environment comes, for whose agent this one shuts
-down. It runs in a session of its own (launchers kill their workers' process groups) at low CPU and
-I/O priority, and imports neither torch nor numpy.
+It takes sealed slots through the levels below memory, so the Python of the trainers is never
+disturbed. When a trainer is killed, it finishes the work that was handed over, and a restarted
+trainer finds it in the same place. It ends when all trainers have said goodbye, or when killed ones
+have not come back within `linger_seconds`. It finishes flushes in progress first, unless their
+store hangs, or a trainer of another environment comes: then it shuts down for that trainer's agent.
+It runs in its own session (launchers kill their workers' process groups) at low CPU and I/O
+priority, and imports neither torch nor numpy.
 
-Trainers reach it over a Unix socket in the job's private folder; `protocol` has the messages.
-A trainer that was killed is waited for, and one that abandoned its job likewise, where agents of
-other nodes may ask this one.
+Trainers connect over a Unix socket in the job's private folder; `protocol` has the messages. The
+agent waits for a trainer that was killed. It also waits for one that abandoned its job, if agents
+of other nodes may read from this one.
 """
 
 from __future__ import annotations
@@ -47,52 +47,52 @@ if TYPE_CHECKING:
 
 ACCEPT_AGAIN_SECONDS = 0.1
 FIRST_CLIENT_SECONDS = 30.0
-"""An agent that nobody speaks to ends after this; where its starter died before it could speak,
-after the time to linger if that is less."""
+"""An agent without any trainer ends after this time; if its starter has died before it connected,
+after the linger time if it is shorter."""
 STUCK_SECONDS = 1800.0
-"""A flush that does not get on for so long is given up when no trainer is left: its store hangs.
-Not less, as a large file's fsync may take its time."""
+"""Without trainers, a flush without progress for this long is given up: its store hangs. Not less,
+because the fsync of a large file may take long."""
 LOOK_AGAIN_SECONDS = 5.0
 MOST_SECONDS = 3600.0
-"""At a time; the kernel counts milliseconds, and only 25 days of them."""
+"""Limit of one wait: the kernel counts milliseconds, and at most 25 days of them."""
 FIRST_SECONDS = 2.0
-"""An agent that shuts down waits so long for the node's first rank, which is to know the nodes that
-the agent knows."""
+"""Time that an agent waits, before it shuts down, for the node's first rank, which needs the list
+of nodes that the agent knows."""
 
 
 Run = tuple[tuple[int | None, str], float]
-"""A start of the job on this node: protocol and environment of its trainers, and when one of them
-began (monotonic)."""
+"""A start of the job on this node: protocol and environment of its trainers, and the time when one
+of them began (monotonic)."""
 
 
 class Agent:
-    """Serves every trainer that comes, each in a session and a thread of its own."""
+    """Serves every trainer that connects, each in its own session and thread."""
 
     def __init__(self, linger_seconds: float, environment: str = "") -> None:
-        """`environment`: a fingerprint; only trainers of the same are served. Empty: all are."""
+        """`environment`: a fingerprint; only trainers with the same one are served. Empty: all."""
         self.linger_seconds = linger_seconds
         self._environment = environment
         self.shutting_down = False
-        """A run of another environment has begun: no more orders are taken, and this ends."""
+        """A run of another environment has begun: this agent takes no more orders, and ends."""
         self._leave_at = 0.0
-        """Until then the first rank of that run is waited for (monotonic)."""
+        """Wait for the first rank of that run until this time (monotonic)."""
         self._given_up: list[int] = []
-        """Versions whose flush was given up for it."""
+        """Versions with a flush that was given up because of that run."""
         self._run: Run = ((PROTOCOL, environment), -math.inf)
-        """The newest that came."""
+        """The newest run that has connected."""
         self._lock = threading.Lock()
         self._threads: dict[tuple[str, int], threading.Thread] = {}
-        """The thread that serves a shard's last trainer. One trainer of a shard at a time: a
-        killed one's work is finished before its successor's begins."""
-        self._seated: set[TrainerSession] = set()
-        """Where trainers are served."""
+        """The thread that serves a shard's last trainer. One trainer of a shard at a time: the work
+        of a killed one is finished before that of its successor begins."""
+        self._sessions: set[TrainerSession] = set()
+        """Sessions in progress."""
         self._newest: dict[tuple[str, int], TrainerSession] = {}
-        """Of the last trainer that came for a shard."""
+        """The session of the last trainer that connected for each shard."""
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
-        """Shards whose trainer was killed, and until when to wait for its successor."""
-        self._here: dict[str, tuple[int, ...]] = {}
-        """By directory: the node's ranks in the newest run that came."""
+        """Shards with a killed trainer, and the time until which to wait for its successor."""
+        self._ranks_here: dict[str, tuple[int, ...]] = {}
+        """Ranks on this node in the newest run, by directory."""
         self.held = ShardGuard()
         self._flushers: dict[PersistentSettings, Flusher] = {}
         self._protector: Protector | None = None
@@ -104,11 +104,11 @@ class Agent:
         let_go: Callable[[], None] = lambda: None,
         starter: int | None = None,
     ) -> None:
-        """Accept trainers until there is nobody to serve, or to wait for, any more.
+        """Accept trainers until there is none to serve or to wait for any more.
 
-        `starter` is a descriptor of the process that started this one; None: it is gone already.
-        `let_go` is called, perhaps several times, once that has ended or all trainers have gone,
-        whatever is still under way: who waits for their output is not to wait for this process.
+        `starter` is a descriptor of the process that started this one; None: it has ended already.
+        `let_go` is called, possibly several times, once that process has ended or all trainers have
+        left, even with work in progress: readers of their output must not wait for this process.
         """
         nobody_before, looked_again = time.monotonic() + FIRST_CLIENT_SECONDS, False
         with selectors.DefaultSelector() as selector:
@@ -129,7 +129,7 @@ class Agent:
                 over = left is not None and left <= 0
                 if over and (looked_again or not flushing):
                     return
-                if over:  # all of us may have been stopped, and the flusher goes on in a moment
+                if over:  # the whole node may have been stopped, and the flush resumes in a moment
                     left = LOOK_AGAIN_SECONDS
                 looked_again = over
                 if alone and not nobody_before:
@@ -149,7 +149,7 @@ class Agent:
         return min(nobody_before, time.monotonic() + self.linger_seconds)
 
     def _patience(self, nobody_before: float) -> float | None:
-        """How long to wait for a trainer; None: until those that are here have gone."""
+        """Seconds to wait for a trainer; None: until the present ones have left."""
         with self._lock:
             if self.shutting_down:
                 return None if self._serving else self._leave_at - time.monotonic()
@@ -159,30 +159,30 @@ class Agent:
             return max([nobody_before, *self._awaited(), *stuck]) - time.monotonic()
 
     def _awaited(self) -> list[float]:
-        """With the lock held: until when to wait for each trainer that may come back; as long from
-        when another node last read what it left."""
+        """With the lock held: the times until which to wait for trainers that may come back. Reads
+        by other nodes extend them by the linger time."""
         read = self._protector.asked_at() + self.linger_seconds if self._protector else 0.0
         ends = [
             max(end, read)
             for (directory, shard), end in self._missed.items()
-            if shard in self._here.get(directory, (shard,))
+            if shard in self._ranks_here.get(directory, (shard,))
         ]
         now = time.monotonic()
-        return [end for end in ends if end > now]  # the others come back no more
+        return [end for end in ends if end > now]  # the others are not expected any more
 
     def _at_work(self) -> bool:
-        """With the lock held: something goes on that no trainer waits for."""
+        """With the lock held: True if there is work that no trainer waits for."""
         return self._protecting() or bool(self._flushing())
 
     def _protecting(self) -> bool:
         return self._protector is not None and self._protector.busy()
 
     def _flushing(self) -> list[float]:
-        """When each flush that is under way last got on (monotonic)."""
+        """Time of the last progress of each flush (monotonic)."""
         return [f.went_on_at for f in self._flushers.values() if f.busy()]
 
     def close(self) -> None:
-        """Give up what the agent itself holds."""
+        """Release the resources that the agent itself holds."""
         if self._protector is not None:
             self._protector.close()
         for flusher in self._flushers.values():
@@ -191,10 +191,10 @@ class Agent:
         self._wake.close()
 
     def _accept(self, listener: socket.socket) -> bool:
-        """True when there is somebody to serve."""
+        """Accept one connection; True if it is served."""
         try:
             channel, _ = listener.accept()
-        except OSError:  # no descriptor is left, or they hung up
+        except OSError:  # out of descriptors, or the trainer hung up
             time.sleep(ACCEPT_AGAIN_SECONDS)
             return False
         if _peer_uid(channel) != os.getuid():
@@ -202,14 +202,14 @@ class Agent:
             return False
         try:
             self.attend(channel)
-        except OSError:  # it finds itself hung up on, and tries again
+        except OSError:  # the trainer sees a closed connection, and tries again
             return False
         return True
 
     def attend(self, channel: socket.socket) -> threading.Thread:
-        """Serve the trainer at the other end of `channel`, in a new thread; returns that.
+        """Serve the trainer at the other end of `channel`, in a new thread; returns the thread.
 
-        Raises OSError when there may be no more threads; `channel` is closed then.
+        Raises OSError when no thread can be started; `channel` is closed then.
         """
         thread = threading.Thread(
             target=self._attend, args=(channel,), name="tierckpt-session", daemon=True
@@ -234,11 +234,11 @@ class Agent:
                     return
                 settings = hello.session
                 if settings is None or not self._serves(hello):
-                    self._turn_away(hello, channel)
+                    self._refuse(hello, channel)
                     return
                 made = TrainerSession(settings, channel, self)
-                before = self._sit_down(made)
-                said_goodbye = False  # until it does: it is waited for also if the session breaks
+                before = self._register(made)
+                said_goodbye = False  # until it does, wait for it, also if the session breaks
                 made.say(Welcome(os.getpid(), self._known_nodes(settings)))
                 made.await_turn(before)
                 goodbye = made.serve()
@@ -256,21 +256,21 @@ class Agent:
             with self._lock:
                 self._serving -= 1
                 if made is not None:
-                    self._seated.discard(made)
-                    # Its successor may have come before its end was noticed.
+                    self._sessions.discard(made)
+                    # The successor may have connected before this end was noticed.
                     if not said_goodbye and self._newest[made.at] is made:
                         self._missed[made.at] = time.monotonic() + self.linger_seconds
             with contextlib.suppress(OSError):
                 self._wake.send(b"\0")
 
     def _may_be_asked(self) -> bool:
-        """Whether to linger is of use: the agents of several nodes have met, and a run without
-        this node would ask. On the node itself slots and files are found without an agent."""
+        """True if lingering is useful: the agents of several nodes have met, so a run without this
+        node would read from it. On the node itself, slots and files are found without an agent."""
         met = self._protector is not None and bool(self._protector.known_nodes())
         return met and self.linger_seconds > 0
 
     def _serves(self, hello: Hello) -> bool:
-        """Whether such a trainer is served here."""
+        """True if this agent serves the trainer."""
         run_id = _run_of(hello)
         (number, theirs), _ = run_id
         same = theirs == self._environment or not (theirs and self._environment)
@@ -280,16 +280,17 @@ class Agent:
             self._run = max(self._run, run_id, key=_began)
             return True
 
-    def _sit_down(self, session: TrainerSession) -> threading.Thread | None:
-        """Be the newest that serves its shard, in this thread; returns who did before."""
+    def _register(self, session: TrainerSession) -> threading.Thread | None:
+        """Make `session` the one that serves its shard, in this thread; returns the previous
+        thread."""
         with self._lock:
-            self._seated.add(session)
-            if self.shutting_down:  # since that was looked at
+            self._sessions.add(session)
+            if self.shutting_down:  # began after `_serves`
                 self._given_up += session.leave()
             self._missed.pop(session.at, None)
             self._newest[session.at] = session
             if session.settings.ranks:
-                self._here[session.settings.directory] = session.settings.ranks
+                self._ranks_here[session.settings.directory] = session.settings.ranks
             before = self._threads.get(session.at)
             self._threads[session.at] = threading.current_thread()
             return before
@@ -302,8 +303,8 @@ class Agent:
 
     # --- for trainers of other environments ----------------------------------------------------
 
-    def _turn_away(self, hello: Hello, channel: socket.socket) -> None:
-        """Shut down for a later run; a trainer of an earlier one is told that it is over."""
+    def _refuse(self, hello: Hello, channel: socket.socket) -> None:
+        """Shut down for a later run; answer a trainer of an earlier run that it is outdated."""
         run_id, session = _run_of(hello), hello.session
         with self._lock:
             outdated = run_id[0] != self._run[0] and _began(run_id) < _began(self._run)
@@ -321,25 +322,25 @@ class Agent:
             with self._lock:
                 self._leave_at = 0.0
         if self._protector is not None:
-            self._protector.close()  # the port is the successor's
+            self._protector.close()  # the successor needs the port
 
     def _begin_shutdown(self) -> None:
-        """With the lock held: finish the commits under way, and give up all else. Of that nothing
-        is removed: it is left as if this process were killed. Who has not said yet who it is stays
-        connected, as it may be the one to be told."""
+        """With the lock held: finish the commits in progress, and give up all other work, without
+        removing anything, as if this process were killed. Trainers that have not sent their
+        greeting stay connected: one may be the trainer to inform."""
         if self.shutting_down:
             return
         self.shutting_down = True
         self._leave_at = time.monotonic() + FIRST_SECONDS
         for flusher in self._flushers.values():
             self._given_up += flusher.cancel()
-        for session in self._seated:
+        for session in self._sessions:
             self._given_up += session.leave()
 
-    # --- what all sessions share ---------------------------------------------------------------
+    # --- services for all sessions -------------------------------------------------------------
 
     def flusher(self, session: SessionSettings) -> Flusher | None:
-        """One for all sessions that flush to the same place."""
+        """The flusher for all sessions with the same persistent level."""
         if session.persistent is None:
             return None
         settings = session.persistent
@@ -348,8 +349,8 @@ class Agent:
             return self._flushers.setdefault(settings, Flusher(settings, self.held, self._wake_up))
 
     def protector(self) -> Protector:
-        """One for the node."""
-        from .protector import Protector  # and with it numpy
+        """The node's protector."""
+        from .protector import Protector  # imports numpy
 
         with self._lock:
             self._check_stays()
@@ -358,9 +359,10 @@ class Agent:
             return self._protector
 
     def _check_stays(self) -> None:
-        """With the lock held: an order that a trainer gave just before is not begun any more."""
+        """With the lock held: raise RuntimeError for an order that came just before the
+        shutdown."""
         if self.shutting_down:
-            raise RuntimeError("the agent shuts down for a later start's")
+            raise RuntimeError("the agent is shutting down for a later start of the job")
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -368,7 +370,7 @@ class Agent:
 
 
 def _greeting(channel: socket.socket) -> Hello | None:
-    """The trainer's first message; None for anything else."""
+    """The trainer's first message; None if it is not a `Hello`."""
     with contextlib.suppress(ValueError):
         hello, _ = protocol.receive(channel)
         return hello if isinstance(hello, Hello) else None
@@ -376,7 +378,7 @@ def _greeting(channel: socket.socket) -> Hello | None:
 
 
 def _run_of(hello: Hello) -> Run:
-    """The trainer's run. A trainer of another protocol that does not say when it began has just."""
+    """The trainer's run. One of another protocol that does not say when it began counts as new."""
     began = hello.began_seconds
     return (hello.protocol, hello.environment), time.monotonic() if began is None else began
 

@@ -1,4 +1,4 @@
-"""The agent's side of one trainer: its commits, and retention of its shards. One thread."""
+"""The agent's side of one trainer: commits, and retention of the rank's shards. One thread."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from .protector import Protector
 
 LOOK_SECONDS = 0.1
-"""Between two reads of the messages of a trainer that waits for its turn."""
+"""Interval between two reads of messages from a trainer that waits for its turn."""
 Received = tuple[Message | None, list[int]]
-"""A message and its descriptors; None: the trainer is gone."""
+"""A message and its descriptors; None: the trainer has closed the connection."""
 
 
 class NodeServices(Protocol):
@@ -65,19 +65,19 @@ class NodeServices(Protocol):
 
     held: ShardGuard
     shutting_down: bool
-    """No more orders are taken."""
+    """True when the agent takes no more orders."""
 
     def flusher(self, session: SessionSettings) -> Flusher | None:
-        """The persistent level's, if the session has one."""
+        """The flusher of the persistent level, if the session has one."""
         ...
 
     def protector(self) -> Protector:
-        """The peer level's."""
+        """The node's protector."""
         ...
 
 
 class TrainerSession:
-    """Messages wait in the socket while a slot is written."""
+    """Serves one trainer. Its messages wait in the socket while a slot is written."""
 
     def __init__(
         self, settings: SessionSettings, channel: socket.socket, services: NodeServices
@@ -88,71 +88,71 @@ class TrainerSession:
         self.store = LocalStore(settings.directory)
         self._chain = Chain()
         self._bases = References(self.store)
-        self._speaking = threading.Lock()
-        self._hearing = threading.Lock()
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
         self._cleaned_strays = False
         self._waiting: deque[Received] = deque()
-        """Messages that came before the trainer's turn."""
+        """Messages that arrived before the trainer's turn."""
         self._slots: dict[tuple[int, int], Slot] = {}
-        """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
+        """Mapped slots by device and inode; mapping a large segment for every commit is slow."""
 
     @property
     def at(self) -> tuple[str, int]:
-        """The shard that the session is for."""
+        """Directory and shard that the session is for."""
         return self.settings.directory, self.settings.shard
 
     def await_turn(self, before: threading.Thread | None) -> None:
-        """Wait until the shard's last trainer has been served: what it handed over may take long to
-        write. What does not concern the shard is done at once: other nodes' agents wait for it."""
+        """Wait until the shard's previous trainer has been served: its last commits may take long.
+        Orders that do not concern the shard are done at once: other nodes' agents wait for them."""
         try:
             while before is not None and before.is_alive():
-                self._hear_early()
+                self._process_early()
                 before.join(LOOK_SECONDS)
         finally:
-            if before is not None:  # who comes next waits for us alone
+            if before is not None:  # the next session waits only for this thread
                 before.join()
 
-    def _hear_early(self) -> None:
+    def _process_early(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self.channel, selectors.EVENT_READ)
             while not self._is_over() and selector.select(0):
                 message, fds = self._receive()
                 match message:
                     case Flush() | Listen() | Introduce() | Inherit() | Protect():
-                        self._carry_out(message, fds)  # not about the shard
+                        self._carry_out(message, fds)  # does not concern the shard
                     case _:
                         self._waiting.append((message, fds))
 
     def _is_over(self) -> bool:
-        """Whether the last message has come that the trainer says."""
+        """True if the trainer's last message has arrived."""
         return bool(self._waiting) and isinstance(self._waiting[-1][0], Bye | None)
 
     def _receive(self) -> Received:
-        """The next message; for bytes that are none, the problem to answer with."""
+        """The next message; for invalid bytes, the `Problem` to answer with."""
         try:
-            with self._hearing:
+            with self._receiving:
                 return protocol.receive(self.channel)
         except ValueError as error:
-            return Problem(f"the agent does not understand its trainer: {error}"), []
+            return Problem(f"the agent received an invalid message of its trainer: {error}"), []
 
     def leave(self) -> list[int]:
-        """Read no more, as the agent shuts down. Returns the versions whose flush was ordered and
-        not heard of yet, as a commit was under way, say. Any thread; waits for nothing."""
-        unheard: list[int] = []
+        """Stop reading, because the agent shuts down. Returns the versions of flush orders that
+        were still unread, for example during a commit. Any thread; does not wait."""
+        unread: list[int] = []
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RD)
             message, fds = self._receive()
             while message is not None:
                 if isinstance(message, Flush):
-                    unheard.append(message.order.id.version)
+                    unread.append(message.order.id.version)
                 for fd in fds:
                     os.close(fd)
                 message, fds = self._receive()
-        return unheard
+        return unread
 
     def serve(self) -> Bye | None:
-        """Serve until the trainer is gone and its work is done, or the agent shuts down; returns
-        the trainer's goodbye, None when it said none."""
+        """Serve until the trainer has left and its work is done, or the agent shuts down. Returns
+        the trainer's goodbye; None when it said none."""
         self._prepare()
         try:
             while True:
@@ -169,8 +169,8 @@ class TrainerSession:
                 slot.close()
 
     def _carry_out(self, message: Message, fds: list[int]) -> None:
-        """Do as the trainer says. Whatever fails costs what was asked for, and never the session:
-        the trainer would take that for the agent's death, and all that is under way for lost."""
+        """Carry out an order. A failure costs this order only, never the session: the trainer would
+        take that for the agent's death, and all work in progress for lost."""
         try:
             match message:
                 case Commit():
@@ -189,8 +189,8 @@ class TrainerSession:
                 case Inherit(where=where, known_nodes=known_nodes):
                     self.services.protector().inherit(where, known_nodes)
                 case Protect(id=id_, lost=lost):
-                    what = (self.settings.directory, id_, self.settings.shards, lost)
-                    self.services.protector().order(*what, self.say)
+                    wanted = (self.settings.directory, id_, self.settings.shards, lost)
+                    self.services.protector().order(*wanted, self.say)
                 case Problem():
                     self.say(message)
                 case _:
@@ -219,7 +219,7 @@ class TrainerSession:
         finally:
             if slot is not None:
                 unpin(slot.fd)
-                if slot.path is None:  # passed with the message, and will be again
+                if slot.path is None:  # its descriptor came with the message, and will come again
                     self._slots.pop(_file_of(slot.fd)).close()
         seconds = (times.write_seconds, times.commit_seconds)
         self.say(Committed(key.id, nbytes, *seconds, times.direct))
@@ -227,8 +227,8 @@ class TrainerSession:
     def _commit_slot(
         self, key: ShardKey, slot: Slot, nbytes: int, manifest: bytes
     ) -> tuple[CommitTimes, int]:
-        """Commit the shard as the file that the slot is already, or by writing it; also returns how
-        long its file is."""
+        """Commit the shard: link the slot's file if it is one of the store, or write it. Also
+        returns the length of the file."""
 
         def still() -> bool:
             return slot.manifest_bytes() == manifest
@@ -242,19 +242,19 @@ class TrainerSession:
     def _store(
         self, key: ShardKey, image: memoryview, manifest: bytes, still: Callable[[], bool]
     ) -> tuple[CommitTimes, int]:
-        """Write and commit the shard, through the codecs if there are any; also returns bytes
+        """Write and commit the shard, through the codecs if there are any. Also returns the bytes
         written."""
-        # Made anew for each: a key in a file may be another one by now.
+        # Made for each commit: the key in a file may have changed.
         pipeline = Pipeline.of_setting(self.settings.codecs, "local_codecs")
         if not pipeline:
             return self.store.commit(key, image, manifest, still), len(image)
         return commit_encoded(self.store, key, image, manifest, pipeline, self._chain, still)
 
     def _slot(self, segment: str | None, fds: list[int]) -> Slot:
-        """Map the slot, or find it mapped; pinned, so that a restarted trainer lets it be."""
+        """The slot, mapped and pinned: a restarted trainer does not reuse a pinned slot."""
         for file, slot in list(self._slots.items()):
             if slot.path is not None and os.fstat(slot.fd).st_nlink == 0:
-                self._slots.pop(file).close()  # the trainer made a new one: give the memory back
+                self._slots.pop(file).close()  # the trainer replaced it: free the memory
         if segment is None:
             found: Slot | None = Slot(fds[0], "passed", None)
         else:
@@ -268,16 +268,16 @@ class TrainerSession:
         return slot
 
     def _sealed(self, slot: Slot, key: ShardKey) -> tuple[bytes, int]:
-        """The manifest's bytes, and the length of the shard that it is about."""
+        """The manifest's bytes, and the length of its shard."""
         encoded, manifest = slot.manifest_bytes(), slot.manifest()
         if encoded is None or manifest is None or manifest.key != key:
             raise FileNotFoundError(f"{key} is no longer in slot {slot.name}")
         if slot.image_bytes < manifest.image_bytes:
-            raise CorruptShardError(f"the image of {key} in slot {slot.name} is cut short")
+            raise CorruptShardError(f"the image of {key} in slot {slot.name} is truncated")
         return encoded, manifest.image_bytes
 
     def _retire(self, message: Retire) -> None:
-        """Apply retention to this rank's shards, and to those of ranks that are no more."""
+        """Apply retention to this rank's shards, and to those of ranks that no longer exist."""
         safe, lineage, void = message.safe, message.lineage, {*message.void}
         held = [*self.store.keys(), *self.store.parities()]
         mine = [k for k in held if self._is_mine(k)]
@@ -287,13 +287,13 @@ class TrainerSession:
             policy = (self.settings.keep_last, self.settings.keep_every)
             return set(retired({k.id for k in keys}, safe, lineage, *policy, void))
 
-        # Strays go by what the whole node has: alone, the last of them would be kept for ever.
+        # Strays count with all shards of the node: alone, the last one would be kept for ever.
         mine_gone, strays_gone = gone(mine), gone(held) if strays else set[VersionId]()
         going = [k for k in mine if k.id in mine_gone] + [k for k in strays if k.id in strays_gone]
         keep = {*message.keep}
         there = {key for key in (*mine, *strays) if not isinstance(key, ParityKey)}
         went = set[VersionId]()
-        # The newest first: what another refers to goes after that one, never before it.
+        # The newest first: a version goes before its base, never after it.
         for key in sorted(going, key=lambda key: key.id, reverse=True):
             if key.id not in keep and key not in self._bases.of(there):
                 try:
@@ -306,14 +306,14 @@ class TrainerSession:
         self._drop_marks(went)
 
     def _drop_marks(self, went: set[VersionId]) -> None:
-        """Of suspects of which nothing is left on this node."""
+        """Remove the marks of suspect versions that left nothing on this node."""
         with contextlib.suppress(OSError):
             if went:
                 left = {key.id for key in (*self.store.keys(), *self.store.parities())}
                 SuspectMarks(self.store.directory).remove(went - left)
 
     def _retire_one(self, key: ShardKey) -> bool:
-        """False when it is pinned, or something still reads it: it goes with a later one then."""
+        """Retire a shard. False when it is pinned or still being read: a later call retires it."""
         pins = LocalPins(self.store.directory)
         with self.services.held.lock, pins.spared(key.id) as pinned:
             if pinned or key in self.services.held:
@@ -325,7 +325,7 @@ class TrainerSession:
         return self._rank_of(key) == self.settings.shard
 
     def _rank_of(self, key: ShardKey) -> int:
-        """Whose it is now."""
+        """The rank that owns the shard in this run."""
         return key.shard % self.settings.shards
 
     def _strays(
@@ -333,8 +333,9 @@ class TrainerSession:
     ) -> list[ShardKey]:
         """Shards of ranks that are on other nodes in this run; for the node's first session.
 
-        Where nodes share the directory nothing is stray. A version of this run that is complete
-        on all local levels tells: then shards of it are here that ranks of this node did not write.
+        There are none where nodes share the directory. A version of this run that is complete on
+        all local levels shows whether they do: if so, the directory has shards of it that no rank
+        of this node wrote.
         """
         if not self.settings.first or safe is None:
             return []
@@ -346,7 +347,7 @@ class TrainerSession:
         return strays
 
     def _clean_strays(self) -> None:
-        """Once, remove what earlier runs of other shards left half-done, or for reuse."""
+        """Remove, once, unfinished and spare files of earlier runs' shards."""
         if not self._cleaned_strays:
             self._cleaned_strays = True
             for shard in self.store.shards_named() - set(self.settings.ranks):
@@ -368,7 +369,7 @@ class TrainerSession:
 
     def say(self, message: AgentMessage) -> None:
         """Send a message to the trainer. Any thread."""
-        with self._speaking, contextlib.suppress(OSError):  # it is gone: nobody to tell
+        with self._sending, contextlib.suppress(OSError):  # the trainer has left
             protocol.send(self.channel, message)
 
 
@@ -381,7 +382,7 @@ def _file_of(path: str | int) -> tuple[int, int]:
 
 
 def _failure(message: Message, error: str) -> AgentMessage:
-    """The answer to an order that could not even be begun."""
+    """The answer to an order that failed at its start."""
     match message:
         case Commit(key=key):
             return CommitFailed(key.id, error)

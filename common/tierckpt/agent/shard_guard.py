@@ -1,4 +1,4 @@
-"""Local shards that an agent still reads: to flush them, or to protect them with peers."""
+"""Local shards that an agent still reads, for a flush or for an exchange with peers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tierckpt.storage.local.store import LocalStore
 
 
 class ShardGuard:
-    """Local shards that must not be retired now. Any thread."""
+    """Set of local shards that must not be retired now. Any thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Hold it from asking to retiring."""
+        """Hold it from the check to the removal of a shard."""
         self._keys: dict[ShardKey, int] = {}
 
     def add(self, keys: list[ShardKey]) -> None:
-        """Once for every use."""
+        """Guard the shards; call it once for every use."""
         with self.lock:
             for key in keys:
                 self._keys[key] = self._keys.get(key, 0) + 1
 
     def discard(self, keys: list[ShardKey]) -> None:
-        """The inverse of `add`."""
+        """Undo one `add`."""
         with self.lock:
             for key in keys:
                 self._keys[key] -= 1
@@ -39,11 +39,11 @@ class ShardGuard:
 
 @contextlib.contextmanager
 def open_shard(local: LocalStore, key: ShardKey) -> Iterator[tuple[memoryview, bytes]]:
-    """A held shard's image, mapped, and the manifest that it was sealed with.
+    """A guarded shard's image, mapped, and the manifest that it was sealed with.
 
-    Checked: what other nodes or the persistent level were given would count as good there. What
-    codecs did to it is undone first, into a file that has no name. Raises OSError,
-    CorruptShardError, and what `codecs.decoder.Decoder` raises.
+    The image is checked, because other nodes and the persistent level trust it. An encoded shard is
+    decoded first, into a file without a name. Raises OSError, CorruptShardError, and the errors of
+    `codecs.decoder.Decoder`.
     """
     data = local.read_manifest(key)
     manifest = Manifest.decode(data)
@@ -60,7 +60,7 @@ def open_shard(local: LocalStore, key: ShardKey) -> Iterator[tuple[memoryview, b
 
 @contextlib.contextmanager
 def sound_image(local: LocalStore, manifest: Manifest) -> Iterator[memoryview]:
-    """The bytes of a shard that is stored as it was sealed, mapped and checked."""
+    """Bytes of a shard stored without codecs, mapped and checked."""
     from tierckpt.format.verify import verify_shard
 
     mapped = local.open_image(manifest.key)
@@ -69,6 +69,6 @@ def sound_image(local: LocalStore, manifest: Manifest) -> Iterator[memoryview]:
         verify_shard(manifest, image, f"{manifest.key} in {local.directory}")
         yield image
     finally:
-        with contextlib.suppress(BufferError):  # a failure's traceback has a view: freed with it
+        with contextlib.suppress(BufferError):  # a traceback has a view, and frees it later
             image.release()
             mapped.close()

@@ -229,7 +229,7 @@ class Checkpointer(CheckpointerCore):
     @property
     def _amid(self) -> bool:
         """A callback asks that is called amid something: a step, a boundary, another method."""
-        return self._saving or self._log.telling + self._callbacks.telling > 0
+        return self._saving or self._log.depth + self._callbacks.depth > 0
 
     def _refuse_amid(self, what: str, error: type[TierckptError]) -> None:
         """Of what takes all ranks, which hear of events at different moments."""
@@ -261,7 +261,7 @@ class Checkpointer(CheckpointerCore):
             self._agreement.close_asked = True
             return
         with self._end():
-            self._halt.be_calm()
+            self._halt.disarm()
             remove = self._finish()
             drifted = self._replicas.error
             self._reports.emit("closed", message=self.exit_reason or "the training's end")

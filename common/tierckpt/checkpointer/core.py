@@ -282,7 +282,7 @@ class CheckpointerCore(abc.ABC):
         self._unchanged.compare(agreed.unchanged)
         if self._agreement.superseded_earlier(self._history.generation):
             self._resources.clear(self._node)
-        unattended = self._halt.hear(agreed)
+        unattended = self._halt.receive(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.adapter.vote()
         if self._replicas.refusing or self._agreement.parted is not None:
             if self._replicas.asking:  # it may turn out that nothing differs

@@ -129,7 +129,7 @@ class NodeResources:
         count, in_place = len(self.pool.slots), self.pool.in_place is not None
         each_bytes = attach.shard_bytes(state, group.size)
         if in_place:
-            self._reports.notice(image_file.told(self._config, count, each_bytes), logging.INFO)
+            self._reports.notice(image_file.describe(self._config, count, each_bytes), logging.INFO)
         lacking = attach.lacking_room(self._config, self.job, node, each_bytes, count, in_place)
         if lacking:
             self._reports.notice(lacking, logging.ERROR)

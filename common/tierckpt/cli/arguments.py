@@ -1,4 +1,4 @@
-"""What commands are given, as it is parsed."""
+"""Types of command-line arguments."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tierckpt._text import directory_of
 
 
 def place(text: str) -> str:
-    """A directory, or a URL; as in settings, `~` is the home directory, which a shell leaves as it
-    is in quotes. Raises ArgumentTypeError, which argparse shows, for what can have no checkpoints:
-    fsspec's memory, and an empty one, as a variable makes it that is not set (that would else be
-    the working directory)."""
+    """A directory or a URL. `~` is expanded as in settings, since shells do not expand it in
+    quotes. Raises ArgumentTypeError, which argparse prints, for places that cannot have
+    checkpoints: fsspec's memory, and an empty path. An unset shell variable gives an empty path,
+    which would mean the working directory."""
     path = os.path.expanduser(directory_of(text))
     if not path:
-        raise argparse.ArgumentTypeError("it is empty; name a directory, or a URL")
+        raise argparse.ArgumentTypeError("the path is empty; give a directory or a URL")
     if path.startswith("memory://"):
         raise argparse.ArgumentTypeError(
-            f"{path} is in the memory of one process, and no other can look there. What a job has "
-            "in shared memory is found by its path: name that"
+            f"{path} is in the memory of one process, and no other process can read it. A job's "
+            "checkpoints in shared memory are found by its path: give that path"
         )
     return path

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tierckpt.offline.load import Saved
 
-MOST_TOLD = 8
+MOST_SHOWN = 8
 TITLES = ("version", "level", "shards", "size", "taken", "iteration", "metric", "")
 LEFT = ("level", "taken", "")
 PICKLES = (".pt", ".pth")
@@ -40,21 +40,21 @@ PICKLES = (".pt", ".pth")
 
 
 def list_versions(args: argparse.Namespace, console: Console) -> None:
-    """A line for each version on each level. Raises ConfigError, at the end, where something could
-    not be looked at."""
+    """Print a line for each version on each level. Raises ConfigError at the end if some place
+    could not be read."""
     there = without_bare(survey(args.path))
     rows = rows_of(there)
     if args.json:
-        told = {
+        listing = {
             "versions": [row.as_json() for row in rows],
             "problems": there.troubles,
             "memory": there.memory,
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(listing, indent=1))
     else:
         _print_all(rows, there, args.path, console)
     if there.unseen:
-        raise ConfigError("not all could be looked at: there may be more than is told here")
+        raise ConfigError("not all places could be read: there may be more checkpoints")
 
 
 def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Console) -> None:
@@ -62,13 +62,13 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
     if rows:
         print_columns([TITLES, *map(_cells, rows)], LEFT, console)
     elif there.troubles:
-        console.print(f"{where}: no checkpoints that can be read", soft_wrap=True)
+        console.print(f"{where}: no readable checkpoints", soft_wrap=True)
     else:
         console.print(f"{where}: no checkpoints here", soft_wrap=True)
-    for text in there.troubles[:MOST_TOLD]:
+    for text in there.troubles[:MOST_SHOWN]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
-    if (more := len(there.troubles) - MOST_TOLD) > 0:
-        console.print(f"cannot be read: {more} more; --json has all of them", soft_wrap=True)
+    if (more := len(there.troubles) - MOST_SHOWN) > 0:
+        console.print(f"cannot be read: {more} more; --json shows all", soft_wrap=True)
     for text in outlook(there, [key for each in there.problems for key in each.keys]):
         console.print(text, soft_wrap=True)
     for text in _on_memory(rows, there, paths):
@@ -77,23 +77,23 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         console.print(text, soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
-    for what in dict.fromkeys(row.suspect for row in rows if row.suspect):
-        numbers = dict.fromkeys(f"v{row.version}" for row in rows if row.suspect == what)
-        text = f"suspect, as replicas differed when they were taken: {some(numbers, MOST_TOLD)}"
-        console.print(f"{text}: {what}", soft_wrap=True, markup=False)
+    for reason in dict.fromkeys(row.suspect for row in rows if row.suspect):
+        numbers = dict.fromkeys(f"v{row.version}" for row in rows if row.suspect == reason)
+        text = f"suspect, as replicas differed when they were taken: {some(numbers, MOST_SHOWN)}"
+        console.print(f"{text}: {reason}", soft_wrap=True, markup=False)
     if any(row.suspect for row in rows):
         text = (
-            'with on_drift="stop", a restart takes the newest that is not suspect, if there is one'
+            'with on_drift="stop", a restart takes the newest version that is not suspect, if any'
         )
         console.print(text, soft_wrap=True, markup=False)
     own = [row for row in rows if not row.elsewhere]
     if own and not any(row.next for row in own):
-        text = "no version is complete here: a restart needs what is on other nodes, or levels"
+        text = "no version is complete here: a restart needs the other nodes or levels"
         console.print(text, soft_wrap=True)
 
 
 def _on_memory(rows: list[Row], there: Survey, paths: Sequence[str]) -> Iterator[str]:
-    """Where it was looked, and how to look elsewhere if there is nothing on any level."""
+    """Yield the memory that was searched, and how to search elsewhere if no level has a version."""
     found = {str(Path(place).parent) for r in rows if r.level == "memory" for place in r.places}
     if found:
         yield f"in memory: {some(sorted(found))}"
@@ -101,11 +101,11 @@ def _on_memory(rows: list[Row], there: Survey, paths: Sequence[str]) -> Iterator
         yield f"nothing in memory: looked for {some(there.memory)}"
     if there.memory and not rows:
         yield (
-            "where the job has a job_id or a shm_dir of its own, TIERCKPT_JOB_ID and "
-            "TIERCKPT_SHM_DIR have to say so here, too"
+            "if the job sets job_id or shm_dir, set TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR here to "
+            "the same values"
         )
         if not any(NODE in path for path in paths):
-            yield f"where the job's path has {NODE} in it, give it with that here, too, in quotes"
+            yield f"if the job's path contains {NODE}, give it with {NODE} here, too, in quotes"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -128,12 +128,12 @@ def _notes(row: Row) -> list[str]:
     elif row.elsewhere:
         notes.append("not seen by a restart from here")
     elif not row.is_past:
-        notes.append("of a run that a later one went back behind")
+        notes.append("abandoned: a later run restarted from an older version")
     elif not row.restartable:
         notes.append("not complete")
     if row.missing and row.there:
         noun = "shards" if row.missing[1:] else "shard"
-        notes.append(f"{noun} {some(row.missing, MOST_TOLD)} missing")
+        notes.append(f"{noun} {some(row.missing, MOST_SHOWN)} missing")
     if row.parities:
         notes.append(f"parity of {row.parities}")
     if row.suspect:
@@ -154,28 +154,28 @@ def _time_text(seconds: float | None) -> str:
 
 @dataclass
 class _Tally:
-    """Of one version on one level."""
+    """Counts of one version on one level."""
 
     copies: int = 0
     nbytes: int = 0
     bad: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     unchecked: str = ""
-    """Why the content of some could not be looked at."""
+    """The reason why the content of some copies could not be checked."""
 
     def text(self) -> str:
-        """How they are."""
+        """The state of the copies, for people."""
         if self.bad or self.unread:
-            told = [f"{len(self.bad)} DAMAGED"] if self.bad else []
-            told += [f"{len(self.unread)} cannot be read"] if self.unread else []
-            return ", ".join(told)
+            parts = [f"{len(self.bad)} DAMAGED"] if self.bad else []
+            parts += [f"{len(self.unread)} cannot be read"] if self.unread else []
+            return ", ".join(parts)
         if self.unchecked:
             return f"sound as stored; content not checked: {self.unchecked}"
         return "sound"
 
 
 def verify_versions(args: argparse.Namespace, console: Console) -> None:
-    """Read every byte. Raises CorruptShardError where any is wrong, or nothing could be read."""
+    """Read every byte. Raises CorruptShardError if one is wrong, or if something cannot be read."""
     from tierckpt.offline.verify import is_there, verify
 
     there = survey(args.path)
@@ -187,15 +187,15 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
             key, place = verdict.copy.key, verdict.copy.place
             if verdict.why and not is_there(verdict.copy, there):
                 continue
-            what = "parity" if isinstance(verdict.copy, FoundParity) else place.level
-            tally = counts.setdefault(f"{key.id} {what}", _Tally())
+            kind = "parity" if isinstance(verdict.copy, FoundParity) else place.level
+            tally = counts.setdefault(f"{key.id} {kind}", _Tally())
             tally.copies += 1
             tally.nbytes += verdict.nbytes
             tally.unchecked = tally.unchecked or verdict.unchecked
             if verdict.why:
                 bad.add((key, place))
-                told = tally.unread if verdict.unread else tally.bad
-                told.append(f"{key} in {place.where}: {verdict.why}")
+                failed = tally.unread if verdict.unread else tally.bad
+                failed.append(f"{key} in {place.where}: {verdict.why}")
     for name, tally in counts.items():
         files = counted(tally.copies, "copy", "copies")
         text = f"{name}: {files}, {size_text(tally.nbytes) or '0 B'}: {tally.text()}"
@@ -209,20 +209,20 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
 
 
 def _not_complete(there: Survey, version: int | None, lost: Iterable[ShardKey]) -> Iterator[str]:
-    """What is no damage: a node has its own shards alone."""
+    """Yield a sentence about undamaged versions of which other nodes have shards."""
     ids = {copy.key.id for copy in there.copies} - {key.id for key in lost}
     wanted = [id_ for id_ in sorted(ids) if version in (None, id_.version)]
     parts = [id_ for id_ in wanted if there.plan(id_.version) is None]
     if parts:
         yield (
-            f"not complete here, though nothing is damaged: {some(parts, MOST_TOLD)}. To see all, "
-            "give the paths of all nodes, and the persistent_path"
+            f"not complete here, and not damaged: {some(parts, MOST_SHOWN)}. Give the paths of all "
+            "nodes and the persistent_path to see everything"
         )
 
 
 def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -> None:
     if there.troubles:
-        raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_TOLD])}")
+        raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_SHOWN])}")
     if not (every := list(tallies)):
         which = "no checkpoints" if args.version is None else f"no v{args.version}"
         raise ConfigError(f"{', '.join(args.path)}: {which} to verify")
@@ -237,11 +237,11 @@ def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -
 
 
 def export_version(args: argparse.Namespace, console: Console) -> None:
-    """One version to one file, which appears when it is whole."""
+    """Write one version to one file, which appears only when it is complete."""
     out: Path = args.out
     write = _writer_of(out)
     if os.path.lexists(out) and not args.force:
-        raise ConfigError(f"{out} is there already; --force replaces it")
+        raise ConfigError(f"{out} exists; --force replaces it")
     from tierckpt.offline.load import load
     from tierckpt.offline.unknown_classes import import_named
 
@@ -250,7 +250,7 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     saved = load(args.path, args.version, model_only=alone, as_parts=alone)
     temp = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        temp.touch()  # with the rights that any new file has here; safetensors makes a private one
+        temp.touch()  # with the access rights of any new file here; safetensors makes a private one
         rights = temp.stat().st_mode & 0o777
         notices = write(saved, temp)
         with temp.open("rb") as file:
@@ -260,24 +260,28 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     except TierckptError:
         raise
     except FileNotFoundError as error:
-        raise ConfigError(f"{out} cannot be written: there is no directory {out.parent}") from error
-    except Exception as error:  # torch, and safetensors, have their own for a full disk
+        raise ConfigError(
+            f"{out} cannot be written: the directory {out.parent} does not exist"
+        ) from error
+    except Exception as error:  # torch and safetensors raise their own errors for a full disk
         raise ConfigError(f"{out} cannot be written: {error}") from error
     finally:
         with suppress(OSError):
             temp.unlink()
     for text in saved.rejected:
-        console.print(f"passed over: {text}", soft_wrap=True)
+        console.print(f"skipped: {text}", soft_wrap=True)
     levels = " and ".join(saved.levels)
     nbytes = size_text(out.stat().st_size)
     console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
     if saved.suspect:
-        text = "is suspect, it may be the state of no rank, as replicas differed when it was taken"
-        console.print(f"v{saved.version} {text}: {saved.suspect}", soft_wrap=True, markup=False)
+        text = "is suspect: replicas differed when it was taken, so it may be the state of no rank"
+        console.print(f"v{saved.version} {text}. {saved.suspect}", soft_wrap=True, markup=False)
     for text in notices:
         console.print(text, soft_wrap=True)
     if saved.unseen and args.version is None:
-        raise ConfigError(f"not all could be looked at: there may be more than v{saved.version}")
+        raise ConfigError(
+            f"not all places could be read: there may be a version after v{saved.version}"
+        )
 
 
 def _writer_of(out: Path) -> Callable[[Saved, Path], list[str]]:
@@ -286,15 +290,15 @@ def _writer_of(out: Path) -> Callable[[Saved, Path], list[str]]:
     if out.suffix in PICKLES:
         return _write_pickle
     raise ConfigError(
-        f"{out}: its name says no format. .safetensors is the model alone; "
-        f"{' and '.join(PICKLES)} are all, as torch.save has it"
+        f"{out}: unknown suffix. Use .safetensors for the model alone, {' or '.join(PICKLES)} for "
+        "everything, as torch.save writes it"
     )
 
 
 def _write_safetensors(saved: Saved, out: Path) -> list[str]:
-    """The model, as `safetensors.torch.save_model` writes it and `load_model` reads it: what is
-    tied is there under one name, and the file's metadata has the others. Returns a notice of that.
-    """
+    """Write the model as `safetensors.torch.save_model` does, so that `load_model` reads it: a tied
+    tensor is stored under one name, and the file's metadata has its other names. Returns a notice
+    about tied tensors."""
     import torch
 
     try:
@@ -305,8 +309,8 @@ def _write_safetensors(saved: Saved, out: Path) -> list[str]:
     for name, tensor in saved.model.items():
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(
-                f"{name} is no tensor (a module has it in its state_dict()), and safetensors has "
-                "tensors alone; export to a .pt file"
+                f"{name} is not a tensor (a module has it in its state_dict()), and safetensors "
+                "stores only tensors; export to a .pt file"
             )
         if id(tensor) in first:
             tied[name] = first[id(tensor)]
@@ -322,7 +326,7 @@ def _write_safetensors(saved: Saved, out: Path) -> list[str]:
     if not tied:
         return []
     names = some([f"{name} is saved as {kept}" for name, kept in tied.items()])
-    return [f"tied weights: {names}. safetensors.torch.load_model(model, file) reads that"]
+    return [f"tied weights: {names}. safetensors.torch.load_model(model, file) restores both"]
 
 
 def _refuse_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -335,13 +339,13 @@ def _refuse_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
         except Exception as error:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{name} is of dtype {kind}, which this safetensors does not have; export to a "
-                ".pt file"
+                f"{name} has dtype {kind}, which this release of safetensors cannot store; export "
+                "to a .pt file"
             ) from error
 
 
 def _write_pickle(saved: Saved, out: Path) -> list[str]:
-    """What scripts that use `torch.save` have."""
+    """Write everything with `torch.save`, in the form that scripts with `torch.load` expect."""
     import torch
 
     several = set(saved.optimizers) != {"optimizer"}

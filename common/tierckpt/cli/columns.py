@@ -1,4 +1,4 @@
-"""Lines in columns, whatever the terminal's width: one that is cut in two is no line any more."""
+"""Tables for output that keep each row on one line, whatever the terminal's width."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def print_columns(lines: Sequence[Sequence[str]], left: Collection[str], console: Console) -> None:
-    """`lines`: the titles, and then rows of as many cells. Those of titles in `left` are aligned to
+    """Print `lines`, the titles first, then the rows. Columns with a title in `left` are aligned to
     the left, all others to the right."""
     titles = lines[0]
     widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]

@@ -1,4 +1,4 @@
-"""`tierckpt diff`: two versions compared, or how weights evolve over many."""
+"""`tierckpt diff`: compare two versions, or show how weights change over many."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
     from tierckpt.offline.stored_version import StoredVersion
 
 SHOWN = 20
-"""Lines, without `--all`."""
+"""Lines shown without `--all`."""
 TITLES = ("what differs", "elements", "largest", "relative", "norm", "")
 LEFT = ("what differs", "")
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
-    """1 where they differ, 0 where they do not. Raises what reading raises, and ConfigError."""
+    """Run the command; returns 1 if the versions differ, else 0. Raises ConfigError and errors of
+    reading."""
     if args.plot is not None:
         from tierckpt.offline import evolution
 
-        path, first, last = range_of(args.what)
+        path, first, last = range_of(args.targets)
         drawn = evolution.draw(path, first, last, args.plot)
         versions = some([f"v{version}" for version in drawn], 8)
         console.print(f"{args.plot}: {versions}", soft_wrap=True)
         return 0
-    targets = targets_of(args.what)
+    targets = targets_of(args.targets)
     with ExitStack() as stack:
         bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
         a, b, found = _compared(targets, bar, stack)
@@ -54,7 +55,8 @@ def diff(args: argparse.Namespace, console: Console) -> int:
 def _compared(
     targets: Sequence[Target], bar: Progress, stack: ExitStack
 ) -> tuple[StoredVersion, StoredVersion, Comparison]:
-    """Once more with verified copies where one turns out to be damaged: another may be sound."""
+    """Compare. If one copy proves damaged, compare again with verified copies: another may be
+    sound."""
     from tierckpt.offline.difference import compare
     from tierckpt.restore.shard_image import LOST
 
@@ -77,7 +79,7 @@ def _opened(
     there = survey(target.path)
     if target.version is None and there.unseen:
         raise ConfigError(
-            f"{target.path}: not all could be looked at, so its newest version is not known; name "
+            f"{target.path}: not all places could be read, so the newest version is unknown; name "
             f"one: {target.path}@VERSION. {'; '.join(there.troubles[:4])}"
         )
     found = open_version(target.path, target.version, on_read, there, verify)
@@ -85,15 +87,15 @@ def _opened(
     return found
 
 
-# --- what is said --------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def summary(found: Comparison, a: StoredVersion, b: StoredVersion) -> Iterator[str]:
-    """The lines before the table."""
+    """Yield the lines above the table."""
     yield f"A: {a.text()}"
     yield f"B: {b.text()}"
     if found.equal:
-        yield f"equal, bit for bit: {found.tensors} tensors, and all that is kept beside them"
+        yield f"equal, bit for bit: {found.tensors} tensors, and all other values"
         return
     names = {each.name for each in found.differences}
     tensors = sum(name in a.names() or name in b.names() for name in names)
@@ -103,7 +105,7 @@ def summary(found: Comparison, a: StoredVersion, b: StoredVersion) -> Iterator[s
 def print_differences(
     differences: Sequence[Difference], console: Console, most: int | None = None
 ) -> None:
-    """A line for each; at most so many, and how many more there are."""
+    """Print a line for each difference, at most `most` lines, and the number of the rest."""
     if not differences:
         return
     shown = differences[:most]
@@ -138,7 +140,7 @@ def _figure(value: float | None) -> str:
 
 
 def as_json(found: Comparison, a: StoredVersion, b: StoredVersion) -> dict[str, Any]:
-    """All of it, for other programs."""
+    """The whole comparison, for other programs."""
     return {
         "equal": found.equal,
         "a": _side(a),

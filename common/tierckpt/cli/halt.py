@@ -1,4 +1,4 @@
-"""`tierckpt halt`: whose job is asked, and what for."""
+"""`tierckpt halt`: ask a running job to checkpoint and stop."""
 
 from __future__ import annotations
 
@@ -25,70 +25,69 @@ def halt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of `tierckpt halt PATH`."""
     parser = commands.add_parser(
         "halt",
-        help="have a job take a last checkpoint and end",
-        description="Asks the job whose path (or persistent_path, if that is a directory) PATH is "
-        "to take a last checkpoint and end: when any of the conditions holds. They stay until they "
-        "are cleared. Within some seconds the job has read them. A job that has written nothing "
-        "there yet, or never does before its end, is found on its own node, by what it has in "
-        "memory.",
+        help="ask a running job to checkpoint and stop",
+        description="Asks a job to take a last checkpoint and stop as soon as one of the "
+        "conditions holds. The request stays until it is cleared, and the job reads it within "
+        "seconds. PATH is the job's path, or its persistent_path if that is a directory. A job "
+        "that has not written to PATH yet is found on its own node, by its shared memory.",
     )
-    what = "a directory; URLs (a persistent_path in an object store) are not watched"
-    parser.add_argument("path", type=place, metavar="PATH", help=what)
-    what = "when version V, or a later one, is taken"
-    parser.add_argument("--after-version", type=int, metavar="V", help=what)
-    what = (
-        "before a time: HH:MM, or 2026-12-24T18:00. How long before says --seconds-left, or else "
-        "the job's halt_seconds_left. Without either the job ends just AFTER that time: at the "
-        "first boundary that finds it over"
+    text = "a directory; jobs do not watch URLs (a persistent_path in an object store)"
+    parser.add_argument("path", type=place, metavar="PATH", help=text)
+    text = "stop when version V or a later one is taken"
+    parser.add_argument("--after-version", type=int, metavar="V", help=text)
+    text = (
+        "stop before this time: HH:MM, or 2026-12-24T18:00. --seconds-left, or else the job's "
+        "halt_seconds_left, says how long before. Without either the job stops just AFTER this "
+        "time, at its next boundary"
     )
-    parser.add_argument("--before", metavar="TIME", help=what)
-    what = "S seconds before that time, and before the end of the scheduler's allocation"
-    parser.add_argument("--seconds-left", type=float, metavar="S", help=what)
-    parser.add_argument("--now", action="store_true", help="at once")
-    parser.add_argument("--show", action="store_true", help="print what is asked for")
-    what = "also where no job has left anything yet; makes the directory"
-    parser.add_argument("--force", action="store_true", help=what)
-    what = "ask for nothing any more, or only for what is given along with this"
-    parser.add_argument("--clear", action="store_true", help=what)
+    parser.add_argument("--before", metavar="TIME", help=text)
+    text = "stop S seconds before that time, and before the end of the scheduler's allocation"
+    parser.add_argument("--seconds-left", type=float, metavar="S", help=text)
+    parser.add_argument("--now", action="store_true", help="stop at once")
+    parser.add_argument("--show", action="store_true", help="print the current request")
+    text = "write the request even if no job has written to PATH yet; makes the directory"
+    parser.add_argument("--force", action="store_true", help=text)
+    text = "remove the current request; conditions given with --clear make a new one"
+    parser.add_argument("--clear", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """See the parser's text. Raises ConfigError."""
+    """Run the command. Raises ConfigError."""
     from tierckpt.halt import request_file
 
-    asked = _asked(args)
+    request = _request(args)
     try:
-        lookouts = _lookouts(args.path)
-        if not (lookouts or args.force or was_job_here(args.path)):
+        watching = _watching_jobs(args.path)
+        if not (watching or args.force or was_job_here(args.path)):
             raise ConfigError(
-                f"no job has left anything in {args.path} yet, and {_nobody()}. One that runs "
-                "elsewhere would never see this: give the job's path, as it has it on this node. "
-                "--force does it all the same, for a job that is still to start, or to come so far"
+                f"no job has written to {args.path} yet, and {_no_job_watches()}. A job that runs "
+                "elsewhere would never see the request: give the job's path as it is on this node. "
+                "--force writes the request for a job that will start or write later"
             )
         if args.clear:
             request_file.clear(args.path)
         standing = request_file.read(args.path)
-        if asked != halt_conditions.HaltRequest():
-            standing = (standing or halt_conditions.HaltRequest()).merged(asked)
+        if request != halt_conditions.HaltRequest():
+            standing = (standing or halt_conditions.HaltRequest()).merged(request)
             _make(args.path)
             request_file.write(args.path, standing)
     except FormatError as error:
         raise ConfigError(f"{args.path}: {error}; --clear removes it") from error
     except OSError as error:
         raise ConfigError(
-            f"{args.path} cannot be used: {error}; PATH is the directory of the job's checkpoints, "
-            "on a node where the job runs"
+            f"{args.path} cannot be used: {error}; give the job's checkpoint directory, on a node "
+            "where the job runs"
         ) from error
-    said = f"the job is to end: {standing.text()}" if standing else "the job may go on"
-    console.print(f"{args.path}: {said}", soft_wrap=True)
+    state = f"the job is asked to stop: {standing.text()}" if standing else "the job may continue"
+    console.print(f"{args.path}: {state}", soft_wrap=True)
     if standing:
-        console.print(f"{args.path}: {_who_reads_it(lookouts)}", soft_wrap=True)
+        console.print(f"{args.path}: {_reader(watching)}", soft_wrap=True)
 
 
 def was_job_here(directory: str) -> bool:
-    """Whether a job has left anything here: its claim, a shard, a version, a lease, or a request to
-    it. Raises OSError."""
+    """Whether a job has left a claim, a shard, a version, a lease or a halt request here. Raises
+    OSError."""
     from tierckpt.halt.request_file import FILE_NAME
     from tierckpt.storage.local.directory_claim import PREFIX
     from tierckpt.storage.local.store import LocalStore
@@ -100,25 +99,25 @@ def was_job_here(directory: str) -> bool:
         return bool(LocalStore(directory).shards_named()) or store.is_used()
 
 
-def _asked(args: argparse.Namespace) -> HaltRequest:
+def _request(args: argparse.Namespace) -> HaltRequest:
     from tierckpt.halt import request_file
 
     if "://" in args.path:
         raise ConfigError(
-            f"{args.path} is a URL, and no job looks for requests there: give the job's path, a "
-            "directory, on one of its nodes"
+            f"{args.path} is a URL, and jobs do not watch URLs: give the job's path, a directory, "
+            "on one of its nodes"
         )
     before = request_file.parse_time(args.before, datetime.now()) if args.before else None
-    asked = halt_conditions.HaltRequest(args.now, args.after_version, before, args.seconds_left)
-    if wrong := asked.nonsense():
-        raise ConfigError(f"nothing is asked for; {wrong}")
-    if asked == halt_conditions.HaltRequest() and not (args.show or args.clear):
-        raise ConfigError("nothing is asked for; see tierckpt halt --help for the conditions")
-    return asked
+    request = halt_conditions.HaltRequest(args.now, args.after_version, before, args.seconds_left)
+    if wrong := request.nonsense():
+        raise ConfigError(f"the condition is not valid: {wrong}")
+    if request == halt_conditions.HaltRequest() and not (args.show or args.clear):
+        raise ConfigError("no condition is given; tierckpt halt --help lists the conditions")
+    return request
 
 
-def _lookouts(directory: str) -> list[str]:
-    """Jobs that live on this machine and look for requests there, by name."""
+def _watching_jobs(directory: str) -> list[str]:
+    """Names of the live jobs on this machine that watch this directory for requests."""
     from tierckpt.config import load_config
     from tierckpt.storage.memory.job_directory import jobs_at
 
@@ -130,34 +129,33 @@ def _lookouts(directory: str) -> list[str]:
     ]
 
 
-def _nobody() -> str:
+def _no_job_watches() -> str:
     from tierckpt.config import load_config
     from tierckpt.storage.memory.job_directory import JobDirectory
 
     root = JobDirectory.at(load_config().shm_dir, "").root
     return (
-        f"of the jobs that live on this machine (those in {root}; TIERCKPT_SHM_DIR says where else "
-        "to look) none looks there"
+        f"no live job on this machine watches it (looked in {root}; TIERCKPT_SHM_DIR names another "
+        "place)"
     )
 
 
 def _make(directory: str) -> None:
-    """As the job will, but not what it is in, which may be a file system that is not mounted."""
+    """Make the directory as the job will, but not its parent, which may be an unmounted file
+    system."""
     from tierckpt.storage.files import durable
 
     folder = Path(directory)
     if not folder.exists() and not folder.absolute().parent.is_dir():
-        raise ConfigError(
-            f"{folder.absolute().parent} is not there; make it, unless it should have been mounted"
-        )
+        raise ConfigError(f"{folder.absolute().parent} does not exist; mount it, or make it")
     durable.make(folder, parents=False)
 
 
-def _who_reads_it(lookouts: Sequence[str]) -> str:
-    if lookouts:
-        jobs = ", ".join(map(repr, lookouts))
-        return f"job {jobs} on this machine reads it within some seconds"
+def _reader(watching: Sequence[str]) -> str:
+    if watching:
+        jobs = ", ".join(map(repr, watching))
+        return f"job {jobs} on this machine reads it within seconds"
     return (
-        "no job on this machine looks there now; one on another that has this very directory reads "
-        "it within some seconds, and one that is still to start reads it then"
+        "no job on this machine watches it now; a job on another machine with the same directory "
+        "reads it within seconds, and a job that starts later reads it then"
     )

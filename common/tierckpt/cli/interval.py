@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 UNITS_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_STEPS = 10**9
-MEASURED = "what the agent's writing takes from the training is only known of levels on `auto`"
+MEASURED = "the agent's cost to the training is known only for levels on `auto`"
 TIMED = {"sealed": "stall", "interval": "cost"}
-"""Events, and which of their times is asked for."""
+"""Events, and the time that is read from each."""
 Record = dict[str, Any]
 
 
@@ -41,32 +41,33 @@ def interval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the parser of `tierckpt interval`."""
     parser = commands.add_parser(
         "interval",
-        help="compute the best interval between checkpoints, for each level",
-        description="From what a job's events say (events_dir), or from figures given by hand; "
-        "those win. Times are like 20ms, 1.5s, 3m, 8h, 2d; seconds without a unit.",
+        help="compute the best checkpoint interval for each level",
+        description="Uses the events of a job (events_dir), or times given by hand, which take "
+        "precedence. Times look like 20ms, 1.5s, 3m, 8h, 2d; without a unit they are seconds.",
     )
-    what = "what ranks wrote to events_dir"
-    parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="FILE", help=what)
-    what = "a step without a checkpoint"
-    parser.add_argument("--step", type=duration, metavar="TIME", help=what)
-    what = "mean time between failures of the job, of any kind; default: as in the events"
-    parser.add_argument("--failure-every", type=rarity, metavar="TIME", help=what)
+    text = "files that ranks wrote to events_dir"
+    parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="FILE", help=text)
+    text = "duration of a step without a checkpoint"
+    parser.add_argument("--step", type=duration, metavar="TIME", help=text)
+    text = "mean time between failures of the job, of any kind; default: from the events"
+    parser.add_argument("--failure-every", type=rarity, metavar="TIME", help=text)
     parser.add_argument(
         "--level",
         nargs="+",
         action="append",
         default=[],
         metavar=("NAME", "TIME"),
-        help=f"one of {', '.join(SHARES)}, what a version there adds to the training, and if you "
-        "like, the time between failures that need this level, and that of a restart from it",
+        help=f"one of {', '.join(SHARES)}; the time that a version there adds to the training; and "
+        "optionally the time between failures that need this level, and the time of a restart from "
+        "it",
     )
-    what = "share of the training's time that checkpoints may take"
-    parser.add_argument("--budget", type=float, default=0.03, metavar="SHARE", help=what)
+    text = "share of the training time that checkpoints may take"
+    parser.add_argument("--budget", type=float, default=0.03, metavar="SHARE", help=text)
     parser.set_defaults(run=run)
 
 
 def duration(text: str) -> float:
-    """Seconds. Raises ArgumentTypeError, which argparse shows."""
+    """A duration in seconds. Raises ArgumentTypeError, which argparse prints."""
     number = text.rstrip("smhd")
     try:
         seconds = float(number) * UNITS_SECONDS[text[len(number) :] or "s"]
@@ -74,13 +75,13 @@ def duration(text: str) -> float:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no finite time of 0 or more; write for example 1.5s, 20m or 8h"
+            f"{text!r} is not a finite time of 0 or more; write for example 1.5s, 20m or 8h"
         )
     return seconds
 
 
 def rarity(text: str) -> float:
-    """Seconds between failures; `inf` where there are none. Raises what `duration` raises."""
+    """Seconds between failures; `inf` for no failures. Raises as `duration` does."""
     return math.inf if text == "inf" else duration(text)
 
 
@@ -99,21 +100,21 @@ def run(args: argparse.Namespace, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-# --- what is known -------------------------------------------------------------------------------
+# --- observations --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the table is made from."""
+    """The input of the table."""
 
     step_seconds: float = 0.0
     levels: dict[str, LevelModel] = field(default_factory=dict)
-    """In the order of `SHARES`; a rate of NaN is not known yet."""
+    """In the order of `SHARES`. A rate of NaN is unknown."""
     notes: tuple[str, ...] = ()
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
-    """All events, in order of time. Raises ConfigError, naming file and line."""
+    """All events in order of time. Raises ConfigError that names file and line."""
     found = []
     for path in paths:
         try:
@@ -126,14 +127,15 @@ def read(paths: Iterable[Path]) -> list[Record]:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 if line.endswith("\n"):  # the last line of a killed rank may be half a line
                     raise ConfigError(
-                        f"{path}, line {number}: no event of a job; give files that Tierckpt wrote "
-                        "to events_dir"
+                        f"{path}, line {number}: not an event of a job; give files that Tierckpt "
+                        "wrote to events_dir"
                     ) from error
     return sorted(found, key=lambda record: record["time_seconds"])
 
 
 def _event(record: Record) -> Record:
-    """With the fields that are asked for, whatever else it has. Raises what a wrong one raises."""
+    """The record with the fields used here converted. Raises KeyError, TypeError or ValueError if
+    one is missing or wrong."""
     name, seconds = str(record["name"]), record["seconds"]
     if name in TIMED:
         seconds[TIMED[name]]
@@ -144,12 +146,12 @@ def _event(record: Record) -> Record:
         "rank": int(record["rank"]),
         "level": str(record["level"]),
         "version": int(record["version"]),
-        "seconds": {what: float(each) for what, each in seconds.items()},
+        "seconds": {key: float(each) for key, each in seconds.items()},
     }
 
 
 def observe(events: Sequence[Record]) -> Job:
-    """Costs, latencies, and how often what level was needed, from a job's own events."""
+    """Costs, latencies, and how often each level was needed, from a job's own events."""
     costs = _costs(events)
     writing = {name: _writing(events, name) for name in SHARES}
     there = [name for name in SHARES if name in costs or writing.get(name)]
@@ -165,12 +167,12 @@ def observe(events: Sequence[Record]) -> Job:
         for name in there
     }
     unknown = [name for name in there if name not in costs]
-    note = f"{' and '.join(unknown)} counted as costing nothing: {MEASURED}; give --level"
+    note = f"{' and '.join(unknown)} counted at no cost: {MEASURED}; give --level"
     return Job(_step_seconds(events), levels, (note,) if unknown else ())
 
 
 def _costs(events: Sequence[Record]) -> dict[str, float]:
-    """What a version adds: as measured where the interval was automatic, else the stalls."""
+    """The cost of a version by level: as measured on automatic intervals, else the stalls."""
     stalls: dict[int, float] = defaultdict(float)
     for event in events:
         if event["name"] == "sealed":
@@ -182,13 +184,13 @@ def _costs(events: Sequence[Record]) -> dict[str, float]:
 
 
 def _writing(events: Sequence[Record], level: str) -> float:
-    """Seconds from an order to a level until a node has done it; 0 when there was none."""
+    """Median seconds until a node has written a version to a level; 0 if none was written."""
     found = [e for e in events if (e["name"], e["level"]) == ("committed", level)]
     return median(sum(e["seconds"].values()) for e in found) if found else 0.0
 
 
 def _history(events: Sequence[Record]) -> Iterator[list[Record]]:
-    """Each rank's events, cut where it was restarted."""
+    """Each rank's events, split at its restarts."""
     by_rank: dict[int, list[Record]] = defaultdict(list)
     for event in events:
         by_rank[event["rank"]].append(event)
@@ -199,10 +201,10 @@ def _history(events: Sequence[Record]) -> Iterator[list[Record]]:
 
 
 def _step_seconds(events: Sequence[Record]) -> float:
-    """The median step between versions that followed each other in one run."""
+    """The median duration of a step between consecutive versions of one run."""
     found = []
-    for life in _history(events):
-        for one, next_one in pairwise(e for e in life if e["name"] == "sealed"):
+    for run_events in _history(events):
+        for one, next_one in pairwise(e for e in run_events if e["name"] == "sealed"):
             steps = next_one["version"] - one["version"]
             if steps > 0:
                 found.append((next_one["time_seconds"] - one["time_seconds"]) / steps)
@@ -210,8 +212,9 @@ def _step_seconds(events: Sequence[Record]) -> float:
 
 
 def _failures(events: Sequence[Record]) -> tuple[dict[str, int], dict[str, float], float]:
-    """By level: how often a failure needed it, and the median seconds until the job was back; and
-    the seconds of it all. A job that ended as it should and came back later did not fail."""
+    """By level, the number of failures that needed it and the median seconds until the job was
+    back; and the seconds observed in total. A job that was closed and started later did not
+    fail."""
     count, gaps = dict.fromkeys(SHARES, 0), defaultdict(list)
     first = min((event["rank"] for event in events), default=0)
     ended, span_seconds = False, 0.0
@@ -223,7 +226,7 @@ def _failures(events: Sequence[Record]) -> tuple[dict[str, int], dict[str, float
             continue
         if event["level"] and not ended:
             parts = event["level"].split(" and ")
-            # What peers rebuild, and other nodes' agents have, is of the local level.
+            # Shards from peers' parity and from other nodes' agents count as the local level.
             level = max((p if p in SHARES else "local" for p in parts), key=list(SHARES).index)
             count[level] += 1
             gap = event["time_seconds"] - before["time_seconds"]
@@ -233,16 +236,16 @@ def _failures(events: Sequence[Record]) -> tuple[dict[str, int], dict[str, float
 
 
 def by_hand(job: Job, args: argparse.Namespace) -> Job:
-    """With what was given on the command line. Raises ConfigError."""
+    """The job with the values given on the command line. Raises ConfigError."""
     levels = dict(job.levels)
     for name, *times in args.level:
         if name not in SHARES or not 1 <= len(times) <= 3:
             raise ConfigError(
                 f"--level {' '.join([name, *times])}: give one of {', '.join(SHARES)} and one to "
-                "three times: of a version, between failures, of a restart"
+                "three times: cost of a version, time between failures, duration of a restart"
             )
         try:
-            # The second is that between failures.
+            # The second time is the one between failures.
             seconds = [(rarity if n == 1 else duration)(text) for n, text in enumerate(times)]
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"--level {name}: {error}") from error
@@ -265,22 +268,23 @@ def by_hand(job: Job, args: argparse.Namespace) -> Job:
 
 
 def check(job: Job, args: argparse.Namespace) -> None:
-    """Raise ConfigError, saying what to give, unless all is known that is needed."""
+    """Raise ConfigError, with the option to give, if a needed value is unknown."""
     if not job.levels:
-        raise ConfigError("no checkpoint is known of; give --events FILES or --level NAME TIME")
+        raise ConfigError("no checkpoint is known; give --events FILES or --level NAME TIME")
     if not job.step_seconds > 0:
-        raise ConfigError("the duration of a step is not known; give --step TIME")
+        raise ConfigError("the duration of a step is unknown; give --step TIME")
     if not 0 < args.budget < 1:
         raise ConfigError(f"--budget is {args.budget}; give a share between 0 and 1")
     unknown = [n for n, x in job.levels.items() if not x.failures_per_second < math.inf]
     if unknown:
         raise ConfigError(
-            f"how often failures need {' and '.join(unknown)} is not known: no restart is in the "
-            "events; give --failure-every TIME, or the time between failures with --level"
+            f"the rate of failures that need {' and '.join(unknown)} is unknown: the events "
+            "contain no restart; give --failure-every TIME, or the time between failures with "
+            "--level"
         )
 
 
-# --- what is printed -----------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def table(
@@ -289,13 +293,13 @@ def table(
     steps: Sequence[int],
     chosen: Sequence[float],
 ) -> Table:
-    """One line a level: intervals without and with the budget, the share of time that checkpoints
-    take, and the share that is lost with failures."""
+    """One line per level: the interval without and with the budget, the share of time that
+    checkpoints take, and the share lost to failures."""
     from rich.table import Table
 
     shown = Table(title="How often to take a version", title_justify="left")
     shown.add_column("level")
-    for name in ("costs", "fails every", "best", "chosen", "in steps", "takes", "is lost"):
+    for name in ("costs", "fails every", "best", "chosen", "in steps", "takes", "loses"):
         shown.add_column(name, justify="right")
     for level, best, count, interval_seconds in zip(levels, free, steps, chosen, strict=True):
         part = overhead([level], [interval_seconds])
@@ -321,9 +325,9 @@ def conclusions(
         for level, n in zip(levels, steps, strict=True)
     )
     return [
-        f"A step takes {text_of(job.step_seconds)}. Checkpoints take "
-        f"{100 * spent.checkpoints:.2f} % of the training's time (budget {100 * budget:g} %); of "
-        f"the wall time {100 * spent.goodput:.1f} % is useful training.",
+        f"A step takes {text_of(job.step_seconds)}. Checkpoints take {100 * spent.checkpoints:.2f} "
+        f"% of the training time (budget {100 * budget:g} %). {100 * spent.goodput:.1f} % of the "
+        "wall time is useful training.",
         f"Settings: {settings}",
         *(f"Note: {note}" for note in job.notes),
     ]

@@ -1,9 +1,9 @@
 """The command line, `tierckpt` or `python -m tierckpt`.
 
-A command is a function that adds its parser to the subparsers it is given and sets `run`, which
-gets the parsed arguments and a console, and may return an exit status (else it is 0;
-`error_status`, if it is set, is that of an error). Name it in `COMMANDS`, and it is there. Commands
-import what they need when they run: `tierckpt --help` is quick.
+A command is a function that adds its parser to the given subparsers and sets `run`. `run` gets the
+parsed arguments and a console, and may return an exit status (default 0). `error_status`, if set,
+is the exit status after an error (default 1). A command is listed in `COMMANDS`. Commands import
+their modules when they run, so that `tierckpt --help` is quick.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def trace(commands: Subparsers) -> None:
     """`tierckpt trace merge|summary|plot`."""
     parser = commands.add_parser(
         "trace",
-        help="show checkpoints and allreduces on one time axis",
-        description="Reads what ranks wrote to trace_dir, and Horovod's timeline if there is one.",
+        help="draw checkpoints and allreduces on one time axis",
+        description="Reads the traces that ranks wrote to trace_dir, and Horovod's timeline if "
+        "there is one.",
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
@@ -45,25 +46,25 @@ def trace(commands: Subparsers) -> None:
     summary = actions.add_parser(
         "summary", help="print latencies, gaps, and how much of the copying was hidden"
     )
-    what = "leave out what was before version V, e.g. the first, slow steps"
-    summary.add_argument("--from-version", type=int, metavar="V", help=what)
+    text = "leave out all steps before version V, e.g. the first, slow ones"
+    summary.add_argument("--from-version", type=int, metavar="V", help=text)
     _add_inputs(summary, "summary")
 
     plot = actions.add_parser("plot", help="draw one step")
     plot.add_argument("out", type=Path, metavar="OUT.png")
     plot.add_argument(
-        "--version", type=int, metavar="V", help="which step; default: one of median duration"
+        "--version", type=int, metavar="V", help="the step to draw; default: one of median duration"
     )
-    what = "which ranks; default: the first four"
-    plot.add_argument("--ranks", type=int, nargs="+", default=(), metavar="R", help=what)
+    text = "ranks to draw; default: the first four"
+    plot.add_argument("--ranks", type=int, nargs="+", default=(), metavar="R", help=text)
     _add_inputs(plot, "plot")
 
 
 def _add_inputs(parser: argparse.ArgumentParser, action: str) -> None:
-    what = "trace-r*.json of all ranks, in the folder that trace_dir named"
-    parser.add_argument("--ours", type=Path, nargs="+", required=True, metavar="FILE", help=what)
-    what = "the file that HOROVOD_TIMELINE named, of the same run"
-    parser.add_argument("--horovod", type=Path, metavar="FILE", help=what)
+    text = "trace-r*.json of all ranks, from the folder in trace_dir"
+    parser.add_argument("--ours", type=Path, nargs="+", required=True, metavar="FILE", help=text)
+    text = "the file in HOROVOD_TIMELINE, of the same run"
+    parser.add_argument("--horovod", type=Path, metavar="FILE", help=text)
 
     def run(args: argparse.Namespace, console: Console) -> None:
         from . import trace as command
@@ -78,17 +79,17 @@ def health(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "health",
         help="check whether this node can take checkpoints",
-        description="Writes, flushes, reads back and compares a file in each directory. For "
-        "scripts that run before a job: the exit status is 0 when all is well, else 1.",
+        description="Writes, flushes, reads back and compares a file in each directory. Meant for "
+        "scripts that run before a job: the exit status is 0 if the node is well, else 1.",
     )
-    what = "directories for checkpoints: the job's path, its persistent_path, /dev/shm"
-    parser.add_argument("path", type=place, nargs="+", metavar="PATH", help=what)
-    what = "room that each directory must have, e.g. 20G"
-    parser.add_argument("--free", default="0", metavar="SIZE", help=what)
-    what = "memory that must be available, e.g. 64G"
-    parser.add_argument("--memory", default="0", metavar="SIZE", help=what)
-    what = "how long to wait for a directory to answer (default: 20)"
-    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help=what)
+    text = "directories for checkpoints: the job's path, its persistent_path, /dev/shm"
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH", help=text)
+    text = "free space that each directory must have, e.g. 20G"
+    parser.add_argument("--free", default="0", metavar="SIZE", help=text)
+    text = "memory that must be available, e.g. 64G"
+    parser.add_argument("--memory", default="0", metavar="SIZE", help=text)
+    text = "how long to wait for a directory to answer (default: 20)"
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help=text)
     parser.set_defaults(run=_health)
 
 
@@ -99,7 +100,9 @@ def _health(args: argparse.Namespace, console: Console) -> None:
     from tierckpt.storage.health import Need, examine, parse_size
 
     if not 0.1 <= args.seconds <= DAY_SECONDS:  # as health_seconds; NaN is not
-        raise ConfigError(f"--seconds is {args.seconds:g}: give 0.1 to {DAY_SECONDS} (a day)")
+        raise ConfigError(
+            f"--seconds is {args.seconds:g}; it must be from 0.1 to {DAY_SECONDS} (a day)"
+        )
     free, node = parse_size(args.free), os.environ.get("TIERCKPT_NODE") or socket.gethostname()
     needs = [Need(os.path.abspath(path), free) for path in args.path]
     problems = examine(needs, parse_size(args.memory), args.seconds)
@@ -109,10 +112,10 @@ def _health(args: argparse.Namespace, console: Console) -> None:
 
 
 PLACES = (
-    "PATH is a job's path (that of one node, of several, or the folder in which all nodes have "
-    "theirs; {node} in it stands for any name), or its persistent_path, also as a URL, whose "
-    "client is told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says. What a job has in the memory of "
-    "this machine is found by its path. Nothing is changed."
+    "PATH is a job's path or its persistent_path. For several nodes give all paths, or the folder "
+    "above them; {node} in a path stands for any name. A persistent_path may be a URL: its client "
+    "gets the options in TIERCKPT_PERSISTENT_STORAGE_OPTIONS. Checkpoints of the job in this "
+    "machine's memory are found by its path. Nothing is changed."
 )
 
 
@@ -120,9 +123,9 @@ def list_(commands: Subparsers) -> None:
     """`tierckpt list PATH...`."""
     parser = commands.add_parser(
         "list",
-        help="list the checkpoints, and say which one a restart takes",
-        description="Lists the checkpoints that are there, and which one a restart takes. Their "
-        f"data is not read: see verify. {PLACES}",
+        help="list the checkpoints, and the one that a restart takes",
+        description="Lists the checkpoints, and marks the one that a restart takes. Their data is "
+        f"not read; `tierckpt verify` reads it. {PLACES}",
     )
     _add_places(parser, "list_versions")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
@@ -133,13 +136,13 @@ def verify(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "verify",
         help="compare every byte of checkpoints with its checksum",
-        description="Reads every copy of every shard, and all parity. The exit status is 0 when "
-        "all is sound, else 1. What cannot be decoded here (no key, no package) is compared as it "
-        f"is stored: damage is found, and 0 says that there is none. {PLACES}",
+        description="Reads every copy of every shard, and all parity. The exit status is 0 if all "
+        "of it is sound, else 1. A shard that cannot be decoded here (no key, or a missing "
+        f"package) is checked in its stored form, which shows all damage. {PLACES}",
     )
     _add_places(parser, "verify_versions")
     parser.add_argument(
-        "--version", type=int, metavar="V", help="verify only version V; default: all"
+        "--version", type=int, metavar="V", help="verify only version V; default: all versions"
     )
 
 
@@ -147,11 +150,11 @@ def export(commands: Subparsers) -> None:
     """`tierckpt export PATH... OUT`."""
     parser = commands.add_parser(
         "export",
-        help="write a checkpoint to one file: the model, or all as torch.save has it",
-        description="OUT.safetensors gets the model's state_dict(), for evaluating it or giving it "
-        "away; OUT.pt all of it, as torch.save writes it: model, optimizer (or optimizers, by "
-        "their names), extra, version, iteration, metric. Takes the version that a restart would "
-        f"take, verified. In Python: tierckpt.load(PATH). {PLACES}",
+        help="write a checkpoint to one file: the model, or everything as torch.save writes it",
+        description="OUT.safetensors gets the model's state_dict(), to evaluate it or to give it "
+        "away. OUT.pt gets everything, as torch.save writes it: model, optimizer (or optimizers, "
+        "by name), extra, version, iteration, metric. The default is the version that a restart "
+        f"takes. It is verified. In Python: tierckpt.load(PATH). {PLACES}",
     )
     _add_places(parser, "export_version")
     parser.add_argument("out", type=Path, metavar="OUT")
@@ -161,10 +164,12 @@ def export(commands: Subparsers) -> None:
         metavar="V",
         help="export version V; default: the one that a restart takes",
     )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
-    what = "has classes of values in it (torchao's 8-bit state, an Enum); may be given repeatedly"
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    text = (
+        "a module with classes of stored values (torchao's 8-bit state, an Enum); may be repeated"
+    )
     parser.add_argument(
-        "--import", dest="modules", action="append", default=[], metavar="MODULE", help=what
+        "--import", dest="modules", action="append", default=[], metavar="MODULE", help=text
     )
 
 
@@ -184,18 +189,18 @@ def diff(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "diff",
         help="compare two versions, tensor by tensor",
-        description="Compares two versions of one job (`tierckpt diff PATH 100 200`), or of two "
-        "(`tierckpt diff A@100 B@100`; without a number the one that a restart would take): every "
-        "tensor, and all that is kept beside them. What has equal checksums is not read. The exit "
-        "status is 0 when they are equal bit for bit, 1 when they differ, 2 when something is "
-        "wrong. --plot draws how far each layer moves from version to version: `tierckpt diff PATH "
-        f"--plot FILE`, or `PATH 100..200` for some versions of all. {PLACES}",
+        description="Compares two versions of one job (`tierckpt diff PATH 100 200`) or of two "
+        "jobs (`tierckpt diff A@100 B@100`; without a number, the version that a restart takes): "
+        "every tensor and every other value. Tensors with equal checksums are not read. The exit "
+        "status is 0 if the versions are equal bit for bit, 1 if they differ, 2 after an error. "
+        "--plot draws how far each layer moves from version to version: `tierckpt diff PATH --plot "
+        f"FILE` for all versions, `PATH 100..200` for a range. {PLACES}",
     )
-    parser.add_argument("what", nargs="+", metavar="PATH[@VERSION]|VERSION")
+    parser.add_argument("targets", nargs="+", metavar="PATH[@VERSION]|VERSION")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
-    parser.add_argument("--all", action="store_true", help="show all lines, not only the first 20")
-    what = "a picture: how far each layer moves from version to version"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=what)
+    parser.add_argument("--all", action="store_true", help="show all lines, not just the first 20")
+    text = "write a picture that shows how far each layer moves from version to version"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=_diff, error_status=2)
 
 
@@ -210,26 +215,26 @@ def prove(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "prove",
         usage="tierckpt prove [options] -- COMMAND...",
-        help="test whether a script that is killed and started again goes on exactly",
-        description="Runs the command, as it is, twice for some steps: once undisturbed, and once "
-        "killed with SIGKILL on the way and started again; and compares every bit of every step: "
-        "weights, optimizers, random streams, objects. Says that it is exact, or what differs "
-        "first and what usually causes that. Checkpoints go to a scratch folder: those of the job "
-        "itself are never touched. What else the script writes, it writes again each time. The "
-        "exit status is 0 for exact, 1 for not, 2 when nothing can be said.",
+        help="test whether a killed and restarted script continues exactly",
+        description="Runs the command twice for some steps, without changing it: once undisturbed, "
+        "and once killed with SIGKILL on the way and restarted. Compares every bit of every step: "
+        "weights, optimizers, random streams, objects. Prints that the runs are equal, or the "
+        "first difference and its usual cause. Checkpoints go to a scratch folder; those of the "
+        "job itself are not touched. Other files that the script writes are written again by each "
+        "run. The exit status is 0 for exact, 1 for not exact, 2 if the test gave no result.",
     )
-    what = "how many steps to compare after the kill (default: 10)"
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help=what)
-    what = "kill after K steps (default: 5)"
-    parser.add_argument("--kill-after", type=int, default=5, metavar="K", help=what)
-    what = "choose both, at least so many, for an epoch to end before the kill and one after it"
-    parser.add_argument("--epochs", action="store_true", help=what)
-    what = "begin with a copy of this version, and not afresh; without a PATH that of the settings"
-    parser.add_argument("--from", dest="begin", metavar="[PATH@]VERSION", help=what)
-    what = "keep logs and records in this folder; with several nodes, one that all of them see"
-    parser.add_argument("--dir", type=Path, metavar="FOLDER", help=what)
-    what = "give up a run that makes no step for this long (default: 900)"
-    parser.add_argument("--patience", type=float, default=900.0, metavar="SECONDS", help=what)
+    text = "number of steps to compare after the kill (default: 10)"
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help=text)
+    text = "kill after K steps (default: 5)"
+    parser.add_argument("--kill-after", type=int, default=5, metavar="K", help=text)
+    text = "raise both as needed, so that an epoch ends before the kill and another one after it"
+    parser.add_argument("--epochs", action="store_true", help=text)
+    text = "start from a copy of this version, not from scratch; PATH defaults to the settings'"
+    parser.add_argument("--from", dest="begin", metavar="[PATH@]VERSION", help=text)
+    text = "keep logs and records in this folder; on several nodes, a folder that all of them see"
+    parser.add_argument("--dir", type=Path, metavar="FOLDER", help=text)
+    text = "give up a run that makes no step for this time (default: 900)"
+    parser.add_argument("--patience", type=float, default=900.0, metavar="SECONDS", help=text)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_prove, error_status=2)
 
@@ -242,21 +247,22 @@ def _prove(args: argparse.Namespace, console: Console) -> int:
 
 def pin(commands: Subparsers) -> None:
     """`tierckpt pin PATH VERSION`."""
-    _add_pin(commands, "pin", "keep a version: it is not deleted when it is old")
+    _add_pin(commands, "pin", "keep a version: retention does not delete it")
 
 
 def unpin(commands: Subparsers) -> None:
     """`tierckpt unpin PATH VERSION`."""
-    _add_pin(commands, "unpin", "end a pin: the version may be deleted when it is old")
+    _add_pin(commands, "unpin", "end a pin: retention may delete the version again")
 
 
-def _add_pin(commands: Subparsers, action: str, what: str) -> None:
+def _add_pin(commands: Subparsers, action: str, text: str) -> None:
     parser = commands.add_parser(
         action,
-        help=what,
-        description="PATH is a job's path, on this node alone, or its persistent_path, also as a "
-        "URL, whose client is told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says. On several nodes "
-        f"with a path each, run it on all of them, or call {action}() in the job.",
+        help=text,
+        description="PATH is a job's path on this node, or its persistent_path. A persistent_path "
+        "may be a URL: its client gets the options in TIERCKPT_PERSISTENT_STORAGE_OPTIONS. If "
+        f"every node has a path of its own, run the command on all of them, or call {action}() in "
+        "the job.",
     )
     parser.add_argument("path", type=place, metavar="PATH")
     parser.add_argument("version", type=int, metavar="VERSION")
@@ -279,10 +285,11 @@ def takeover(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "takeover",
         help="take a persistent_path away from a job that hangs",
-        description="Takes the lease of a persistent_path, a directory or a URL (whose client is "
-        "told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says), away from the job that holds it; the "
-        "next job that asks has it. For a job that hangs somewhere, renews its lease, and cannot "
-        "be ended: the lease of one that is dead ends by itself.",
+        description="Takes the lease of a persistent_path away from the job that holds it. The "
+        "next job that asks for the lease gets it. Use this for a job that hangs and still renews "
+        "its lease, if you cannot end it; the lease of a dead job expires by itself. PATH is a "
+        "directory or a URL; the client of a URL gets the options in "
+        "TIERCKPT_PERSISTENT_STORAGE_OPTIONS.",
     )
     parser.add_argument("path", type=place, metavar="PATH")
     parser.set_defaults(run=_takeover)
@@ -298,13 +305,13 @@ def _takeover(args: argparse.Namespace, console: Console) -> None:
     there = load_config().persistent.at(args.path)
     try:
         if not is_url(args.path) and not Path(args.path).is_dir():
-            raise ConfigError(f"{args.path} is no directory; PATH is a job's persistent_path")
+            raise ConfigError(f"{args.path} is not a directory; give a job's persistent_path")
         with closing(PersistentStore(there.path, **there.options())) as store:
             owner = store.take_over()
     except OSError as error:
         raise ConfigError(f"{args.path} cannot be used: {error}") from error
-    said = f"it was {owner}'s; the next job that asks has it" if owner else "no job holds it"
-    console.print(f"{args.path}: {said}", soft_wrap=True)
+    result = f"taken from {owner}; the next job that asks gets it" if owner else "no job holds it"
+    console.print(f"{args.path}: {result}", soft_wrap=True)
 
 
 COMMANDS: tuple[Callable[[Any], None], ...] = (
@@ -324,21 +331,21 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. Errors of ours, and of the system, are one sentence
-    on stderr; Ctrl-C is 130, as in shells."""
+    """Run a command; returns the exit status. Tierckpt's errors and the system's are printed on
+    stderr, as one sentence. Ctrl-C gives 130, as in shells."""
     args = argparse.Namespace()
     try:
-        _take_any_name()
+        _accept_any_file_name()
         args = _parser().parse_args(arguments)
         from rich.console import Console
 
         status = args.run(args, Console(highlight=False, markup=False))
         print(end="", flush=True)
     except BrokenPipeError:  # `| head`
-        _let_go_of_output()
+        _discard_output()
         return 1
     except (TierckptError, OSError) as error:
-        _let_go_of_output()
+        _discard_output()
         print(f"tierckpt: {error}", file=sys.stderr)
         return getattr(args, "error_status", 1)
     except KeyboardInterrupt:
@@ -346,15 +353,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-def _take_any_name() -> None:
-    """Names of files need be no text in the terminal's encoding, nor in any."""
+def _accept_any_file_name() -> None:
+    """Escape characters on stdout that its encoding lacks: file names may contain any."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _let_go_of_output() -> None:
-    """Where it takes no more (nobody reads it, its disk is full): else Python would try once more
-    at its end, and say so."""
+def _discard_output() -> None:
+    """Send output to /dev/null if it cannot be written (reader gone, disk full). Otherwise Python
+    would try again at exit, and print an error."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -363,7 +370,7 @@ def _let_go_of_output() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "tierckpt", description="Looks at a job's checkpoints, and steers the job."
+        "tierckpt", description="Inspects a job's checkpoints, and controls the job."
     )
     parser.add_argument("--version", action="version", version=f"tierckpt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

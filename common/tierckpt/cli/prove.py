@@ -1,4 +1,4 @@
-"""`tierckpt prove`: is a script that is killed and started again the same, bit for bit?"""
+"""`tierckpt prove`: test whether a killed and restarted script continues bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierckpt.coordination.proof_order import KEPT as KEPT_FOLDER
 from tierckpt.coordination.proof_order import SEED, ProofOrder
 from tierckpt.errors import ConfigError
 from tierckpt.proof import coverage, verdict
-from tierckpt.proof.coverage import Asked
+from tierckpt.proof.coverage import Request
 from tierckpt.proof.progress import Bar
 from tierckpt.proof.runs import ProveError, Run
 from tierckpt.proof.seed import link_all, version_in
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KEPT = 2
-"""A job that begins afresh is compared with one that begins with its own version of this number, or
-the next one: so what nobody seeded (numpy's random stream) is no difference."""
+"""A job that starts from scratch is compared with one that starts from its own version of this
+number or the next. Random streams without a seed (numpy's) therefore make no difference."""
 LEAST_BEFORE = 3
-"""Steps before the kill: two until all ranks know that a version is whole, and one more."""
+"""Steps before the kill: two until all ranks know that a version is complete, and one more."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for."""
+    """One test, as requested on the command line."""
 
     command: tuple[str, ...]
     folder: Path
     begin: int
-    """The version that all runs begin with; 0: the first one begins afresh."""
+    """The version that all runs start from; 0: the first run starts from scratch."""
     kill_after: int
     steps: int
     patience_seconds: float
     console: Console
 
     @property
-    def asked(self) -> Asked:
-        """Its numbers."""
-        return Asked(self.begin, self.kill_after, self.steps)
+    def request(self) -> Request:
+        """The numbers of the request."""
+        return Request(self.begin, self.kill_after, self.steps)
 
     @property
     def kill_at(self) -> int:
@@ -60,27 +60,29 @@ class Plan:
 
     @property
     def seed(self) -> Path:
-        """What the second and later runs begin with, in folders as in a run's own."""
+        """The folder with the version that later runs start from, laid out like a run's own
+        folder."""
         return self.folder / "undisturbed" / KEPT_FOLDER
 
     def first(self) -> Run:
-        """The run that nobody disturbs."""
+        """Carry out the undisturbed run."""
         until = self.kill_at + self.steps
         order = ProofOrder(self.folder / "undisturbed", until, None if self.begin else KEPT)
         order.write()
         if self.begin:
             link_all(self.folder / SEED, order.folder / SEED)
         run = self._carry_out(order)
-        began = {life.restored or 0 for record in run.records.values() for life in record.firsts()}
+        began = {each.restored or 0 for record in run.records.values() for each in record.firsts()}
         if began != {self.begin} and began != {0}:
             raise ProveError(
-                f"{run.name} began at version {some(sorted(began))} and not at {self.begin}; "
-                f"see {run.log}"
+                f"{run.name} started at version {some(sorted(began))} instead of {self.begin}; see "
+                f"{run.log}"
             )
         return run
 
     def again(self, name: str, until: int, kill: bool = False) -> Run:
-        """A run that begins with what the first one began with, or kept."""
+        """Carry out a run that starts from the seed, or from the version that the first run
+        kept."""
         taken = len([*self.folder.glob(f"{name}*")])
         folder = self.folder / (f"{name}{taken + 1}" if taken else name)
         order = ProofOrder(folder, until, None, self.kill_at if kill else None)
@@ -100,8 +102,8 @@ class Plan:
 
 
 def prove(args: argparse.Namespace, console: Console) -> int:
-    """0 where it is exact, 1 where it is not. Raises ProveError, ConfigError where nothing can be
-    said."""
+    """Run the test; returns 0 if the script is exact, 1 if not. Raises ProveError and ConfigError
+    if the test gave no result."""
     command = tuple(args.command[1:] if args.command[:1] == ["--"] else args.command)
     if not command:
         raise ConfigError("give the command that starts the job: tierckpt prove -- torchrun ...")
@@ -112,8 +114,8 @@ def prove(args: argparse.Namespace, console: Console) -> int:
         least = LEAST_BEFORE if begin else KEPT + LEAST_BEFORE
         if args.steps < 1 or args.kill_after < least:
             raise ConfigError(
-                f"--steps is 1 or more, --kill-after {least} or more; they are {args.steps} and "
-                f"{args.kill_after}"
+                f"--steps must be 1 or more and --kill-after {least} or more; they are "
+                f"{args.steps} and {args.kill_after}"
             )
         how = (args.kill_after, args.steps, args.patience)
         with _ending_at_sigterm():
@@ -129,7 +131,7 @@ def prove(args: argparse.Namespace, console: Console) -> int:
 
 @contextmanager
 def _ending_at_sigterm() -> Iterator[None]:
-    """As at Ctrl-C: what was started is ended, too."""
+    """Handle SIGTERM like Ctrl-C: started processes are ended, too."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -147,13 +149,13 @@ def _folder(given: Path | None) -> Path:
     folder = Path(os.path.abspath(given))
     with suppress(FileNotFoundError):
         if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty; --dir makes a new folder, or takes an empty")
+            raise ConfigError(f"{folder} is not empty; give --dir a new or an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _seed(begin: str | None, folder: Path) -> int:
-    """Copy the version to begin with; returns its number, 0 for none."""
+    """Copy the version to start from; returns its number, 0 for none."""
     if begin is None:
         return 0
     from tierckpt.config import load_config
@@ -174,7 +176,7 @@ def _judge(plan: Plan, epochs: bool) -> int:
         calm.order.folder.rename(plan.folder / "pace")
         plan, calm = longer, longer.first()
     if not plan.begin and version_in(plan.seed) is None:
-        raise ProveError(f"{calm.name} kept no version to begin with; see {calm.log}")
+        raise ProveError(f"{calm.name} kept no version to start from; see {calm.log}")
     killed = plan.again("killed", calm.order.until, kill=True)
     if calm.records.keys() != killed.records.keys():
         raise ProveError("the two runs do not have the same checkpointers")
@@ -185,14 +187,15 @@ def _judge(plan: Plan, epochs: bool) -> int:
 
 
 def _over_epochs(plan: Plan, calm: Run) -> Plan:
-    """Whose kill has an epoch's end before it, and one after it; by the pace of that run."""
-    lives = [record.firsts()[0] for record in calm.records.values()]
-    found = [coverage.over_epochs(life, plan.asked) for life in lives if life.passes]
-    known = [each for each in found if each is not None]
-    if not known:
-        raise ProveError(f"--epochs: no DataLoader whose length is known was seen in {calm.name}")
-    longest = max(known, key=lambda each: each.kill_after + each.steps)
-    if longest == plan.asked:
+    """A plan with an epoch's end before the kill and another one after it, at the pace of run
+    `calm`."""
+    runs = [record.firsts()[0] for record in calm.records.values()]
+    plans = [coverage.over_epochs(run, plan.request) for run in runs if run.passes]
+    feasible = [each for each in plans if each is not None]
+    if not feasible:
+        raise ProveError(f"--epochs: {calm.name} used no DataLoader of known length")
+    longest = max(feasible, key=lambda each: each.kill_after + each.steps)
+    if longest == plan.request:
         return plan
     how = f"--kill-after {longest.kill_after} --steps {longest.steps}"
     plan.console.print(f"for an epoch to end before the kill and one after it: {how}")
@@ -200,19 +203,19 @@ def _over_epochs(plan: Plan, calm: Run) -> Plan:
 
 
 class _Judge:
-    """Of one checkpointer of the runs."""
+    """The comparison of one checkpointer's runs."""
 
     def __init__(self, plan: Plan, job: str, calm: Run, killed: Run) -> None:
         self._plan, self._job = plan, job
         self._whole = calm.records[job].by_rank()
         self._first = killed.records[job].by_rank()
         self._last = killed.records[job].by_rank(-1)
-        ends = [life.last for life in (*self._whole.values(), *self._last.values())]
+        ends = [run.last for run in (*self._whole.values(), *self._last.values())]
         self._until = min(calm.order.until, *ends)
-        lives = killed.records[job].all_lives()
-        # One of several checkpointers carries it out.
-        at = max((life.killed or 0 for life in lives), default=0)
-        self._at = at or 1 + min(life.last for life in self._first.values())
+        runs = killed.records[job].all_runs()
+        # If there are several checkpointers, one of them carries out the kill.
+        at = max((run.killed or 0 for run in runs), default=0)
+        self._at = at or 1 + min(run.last for run in self._first.values())
         if len(calm.records) > 1:
             self._say(f"{calm.records[job].path}:")
 
@@ -220,13 +223,13 @@ class _Judge:
         self._plan.console.print(text, soft_wrap=True)
 
     def judge(self) -> int:
-        """The command's exit status, of this one."""
-        resumed = [life.restored or 0 for life in (*self._first.values(), *self._last.values())]
+        """Print the verdict on this checkpointer; returns its exit status."""
+        resumed = [run.restored or 0 for run in (*self._first.values(), *self._last.values())]
         if not all(resumed):
             self._say(f"not exact: {verdict.NOT_RESUMED}")
             return 1
-        begun = max(life.restored or 0 for life in self._first.values())
-        resumed_from = max(life.restored or 0 for life in self._last.values())
+        begun = max(run.restored or 0 for run in self._first.values())
+        resumed_from = max(run.restored or 0 for run in self._last.values())
         how = f"resumed from step {begun}"
         before = verdict.common_versions(self._first, begun, self._at - 1)
         found = verdict.departure(self._whole, self._first, before)
@@ -239,25 +242,25 @@ class _Judge:
         if found is None:
             self._say(self._exact(how, after))
             first = self._whole[min(self._whole)]
-            gaps = coverage.gaps(first, after, self._plan.asked)
+            gaps = coverage.gaps(first, after, self._plan.request)
             for text in (*gaps, *self._unsaved()):
                 self._say(text)
             return 0
         if self._differs_by_itself(found):
-            what, why = "not deterministic", verdict.NOT_DETERMINISTIC
+            result, why = "not deterministic", verdict.NOT_DETERMINISTIC
         else:
-            what, why = f"not exact, {how}", verdict.cause(found)
+            result, why = f"not exact, {how}", verdict.cause(found)
         names = verdict.description(found)
-        self._say(f"{what}: step {found.version} is the first that differs, in {names}")
+        self._say(f"{result}: step {found.version} is the first that differs, in {names}")
         self._say(why)
         for text in self._unsaved():
             self._say(text)
         return 1
 
     def _unsaved(self) -> list[str]:
-        """What the script has and no checkpoint; each once."""
-        lives = (*self._whole.values(), *self._last.values())
-        texts = dict.fromkeys(text for life in lives for text in life.unsaved)
+        """Notices about objects of the script that are in no checkpoint, each once."""
+        runs = (*self._whole.values(), *self._last.values())
+        texts = dict.fromkeys(text for run in runs for text in run.unsaved)
         return [f"not in the checkpoints: {text}" for text in texts]
 
     def _exact(self, how: str, versions: Sequence[int]) -> str:
@@ -271,10 +274,10 @@ class _Judge:
         )
 
     def _differs_by_itself(self, found: Departure) -> bool:
-        """Whether a run that began where the killed one did is not the same as that either, with
-        nobody killed; or else as the first one."""
+        """Whether an unkilled run, from where the killed one started, differs as well: from the
+        killed run before its kill, else from the undisturbed run."""
         if self._plan.begin and found.version < self._at:
-            return True  # both began with the same version, and nobody was killed yet
+            return True  # both started from the same version, and the kill was later
         again = self._plan.again("control", found.version).records[self._job].by_rank()
         other = self._first if found.version < self._at else self._whole
         return verdict.departure(other, again, [found.version]) is not None

@@ -17,10 +17,10 @@ from tierckpt.tracing.tierckpt_traces import read_trace
 
 
 def load(ours: Sequence[Path], horovod: Path | None) -> Timeline:
-    """All files on one axis, with notes on how well they fit. Raises TimelineError."""
+    """All files on one time axis, with notes on how well they fit. Raises TimelineError."""
     timeline = Timeline()
     writer: dict[int, Path] = {}
-    told: list[Names] = []
+    recorded_names: list[Names] = []
     for path in ours:
         recorded = read_trace(path)
         rank = recorded.spans[0].rank
@@ -30,36 +30,39 @@ def load(ours: Sequence[Path], horovod: Path | None) -> Timeline:
             )
         writer[rank] = path
         timeline.add(recorded.spans)
-        told += [] if recorded.reductions is None else [recorded.reductions]
+        recorded_names += [] if recorded.reductions is None else [recorded.reductions]
     if horovod is not None:
-        if told and not any(told):
+        if recorded_names and not any(recorded_names):
             raise TimelineError(
-                f"{horovod} has no reductions of these ranks: Horovod's rank 0 writes it, with "
-                "those of its own process set alone, and a job of one process reduces nothing"
+                f"{horovod} has no reductions of these ranks: Horovod's rank 0 writes only those "
+                "of its own process set, and a job of one process has none"
             )
         _add_horovod(
-            timeline, horovod, {n: layers for names in told for n, layers in names.items()}
+            timeline,
+            horovod,
+            {n: layers for names in recorded_names for n, layers in names.items()},
         )
     return timeline
 
 
 def _add_horovod(timeline: Timeline, path: Path, reductions: Names) -> None:
-    """As much of Horovod's timeline as the traces cover: theirs may be a part of the run."""
+    """Add the part of Horovod's timeline that the traces cover: they may cover a part of the
+    run."""
     ours = timeline.of()
     begin, end = min(s.begin_us for s in ours), max(s.end_us for s in ours)
     spans = read_horovod(path, reductions)
     found = [s for s in spans if s.begin_us >= begin and s.end_us <= end]
     if not found:
         raise TimelineError(
-            f"{path} has no allreduce from the time that the traces cover; are they of one run?"
+            f"{path} has no allreduce from the time that the traces cover; give files of one run"
         )
     timeline.add(found)
     fit = agreement(timeline)
     timeline.notes.append(f"Horovod: {fit.text()}")
     if not fit.plausible:
         timeline.notes.append(
-            f"Warning: {path} and the traces contradict each other: they are of different runs, or "
-            "a clock was set meanwhile"
+            f"Warning: {path} and the traces contradict each other: they are from different runs, "
+            "or a clock was set during the run"
         )
 
 
@@ -98,7 +101,7 @@ def plot(args: argparse.Namespace, console: Console) -> None:
 
 
 def since(timeline: Timeline, version: int) -> Timeline:
-    """Without what came before the boundary of that version. Raises TimelineError."""
+    """The timeline from the boundary of `version` on. Raises TimelineError."""
     begins = [s.begin_us for s in timeline.of("boundary") if s.version >= version]
     if not begins:
         raise TimelineError(f"no boundary of v{version} or later is in the traces")
@@ -116,7 +119,7 @@ def _notes(timeline: Timeline, console: Console) -> None:
 
 
 def tables(found: Summary) -> list[Table]:
-    """What `summary` prints."""
+    """The tables that `summary` prints."""
     return [
         *([_allreduces(found.buckets)] if found.buckets else []),
         _durations({"between weight updates": found.gaps, **found.durations}),
@@ -137,7 +140,7 @@ def _cells(stats: Stats) -> list[str]:
 
 
 def _allreduces(buckets: Sequence[SizeBucket]) -> Table:
-    columns = ("size", "count", "min ms", "avg ms", "max ms", "of it moving, avg ms")
+    columns = ("size", "count", "min ms", "avg ms", "max ms", "data moving, avg ms")
     table = _table("Allreduces, from launch to end", *columns)
     for b in buckets:
         size = f"{_size(b.above_bytes)} to {_size(b.upto_bytes)}"
@@ -155,7 +158,7 @@ def _size(nbytes: int) -> str:
 
 
 def _durations(durations: dict[str, Stats]) -> Table:
-    table = _table("Times", "what", "count", "min ms", "avg ms", "max ms")
+    table = _table("Times", "span", "count", "min ms", "avg ms", "max ms")
     for name, stats in durations.items():
         if stats.count:
             table.add_row(name, str(stats.count), *_cells(stats))

@@ -1,4 +1,4 @@
-"""Versions as commands name them: `PATH`, or `PATH@VERSION`."""
+"""Versions as they are named on the command line: `PATH` or `PATH@VERSION`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tierckpt.errors import ConfigError
 from .arguments import place
 
 USAGE = (
-    "give two versions: `tierckpt diff PATH 100 200`, `tierckpt diff A@100 B@100`, or A and B "
-    "alone, whose newest versions are taken; with --plot one PATH will do, or PATH 100..200"
+    "give two versions: `tierckpt diff PATH 100 200`, `tierckpt diff A@100 B@100`, or `tierckpt "
+    "diff A B` for the newest version of each; with --plot give one PATH, or PATH 100..200"
 )
 
 
 @dataclass(frozen=True)
 class Target:
-    """A version that somebody named."""
+    """A version named on the command line."""
 
     path: str
     version: int | None
-    """None: what a restart would take."""
+    """None: the version that a restart takes."""
 
 
 def target_of(text: str) -> Target:
-    """`PATH`, or `PATH@VERSION`, where no directory has that name. Raises ConfigError."""
+    """Parse `PATH`, or `PATH@VERSION` unless a directory has that name. Raises ConfigError."""
     path, at, version = text.rpartition("@")
     if at and version.isdecimal() and not os.path.isdir(text):
         return Target(place_of(path), int(version))
@@ -36,7 +36,7 @@ def target_of(text: str) -> Target:
 
 
 def place_of(text: str) -> str:
-    """As `arguments.place`. Raises ConfigError."""
+    """Parse a path as `arguments.place` does. Raises ConfigError."""
     try:
         return place(text)
     except argparse.ArgumentTypeError as error:
@@ -44,13 +44,13 @@ def place_of(text: str) -> str:
 
 
 def targets_of(given: Sequence[str]) -> tuple[Target, Target]:
-    """Of the command's arguments. Raises ConfigError for what names no two versions."""
+    """The two versions that the arguments name. Raises ConfigError if they do not name two."""
     first, *more = given
     numbers = [int(text) for text in more if text.isdecimal() and not os.path.isdir(text)]
     if more and len(numbers) == len(more) <= 2:
         path = target_of(first)
         if path.version is not None:
-            raise ConfigError(f"{first} names a version already, beside {' and '.join(more)}")
+            raise ConfigError(f"{first} already names a version; leave out {' and '.join(more)}")
         versions: list[int | None] = [*numbers, None]
         return Target(path.path, versions[0]), Target(path.path, versions[1])
     if len(more) != 1:
@@ -59,7 +59,7 @@ def targets_of(given: Sequence[str]) -> tuple[Target, Target]:
 
 
 def range_of(given: Sequence[str]) -> tuple[str, int | None, int | None]:
-    """A path, and the first and last version to draw, if they were named. Raises ConfigError."""
+    """A path, and the first and last version to draw (None: not given). Raises ConfigError."""
     path, *more = given
     named = re.fullmatch(r"(\d*)\.\.(\d*)", more[0]) if len(more) == 1 else None
     if len(more) == 2 and all(text.isdecimal() for text in more):

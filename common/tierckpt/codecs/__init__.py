@@ -1,15 +1,15 @@
-"""Codecs: what is done to a shard's blocks on their way to a level, in the order the user gives.
+"""Codecs: transformations of a shard's blocks on their way to a level, in the user's order.
 
     local_codecs = "zstd level=3"
     persistent_codecs = "incremental, zstd, aes-gcm"
 
-| file | what |
+| file | content |
 |---|---|
-| `codec` | what a codec is |
+| `codec` | the interface of a codec |
 | `zstd`, `aes_gcm` | the codecs that come with Tierckpt |
-| `pipeline` | several in a row; their names, also from entry points |
-| `encoder`, `decoder` | a shard, block by block, there and back |
-| `delta` | blocks that did not change are those of an earlier version |
+| `pipeline` | a sequence of codecs; their names, also from entry points |
+| `encoder`, `decoder` | encoding and decoding of a shard, block by block |
+| `delta` | incremental versions: unchanged blocks refer to an earlier version |
 
-Nothing is imported here: the agent pays only for what is used.
+Nothing is imported here: the agent imports only the codecs that it uses.
 """

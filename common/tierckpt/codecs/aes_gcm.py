@@ -1,19 +1,19 @@
-"""The codec `aes-gcm`: encryption at rest, with a key that is never stored, sent or logged.
+"""The codec `aes-gcm`: encryption at rest, with a key never stored, sent or logged.
 
 Every block is encrypted by itself with AES-256-GCM, and bound to its place: job, run, version,
 shard and number of the block are authenticated with it, so blocks cannot be swapped, replayed into
-another version or changed. Each block has a key of its own, which HKDF-SHA256 derives from the
-job's key and 32 random bytes that are stored with the block (as in Tink's streaming AEAD). So no
-counter has to survive a crash, and a nonce cannot repeat under one key. AES-GCM-SIV would need no
-derived key, and took eight times the CPU (docs/decisions.md).
+another version or changed. Each block has its own key, which HKDF-SHA256 derives from the job's key
+and 32 random bytes stored with the block (as in Tink's streaming AEAD). So no counter has
+to survive a crash, and a nonce cannot repeat under one key. AES-GCM-SIV would need no derived key,
+and took eight times the CPU (docs/decisions.md).
 
-The key is 32 bytes, looked for in this order:
+The key is 32 bytes, and is looked up in this order:
 
 1. the file that TIERCKPT_ENCRYPTION_KEY_FILE names: 32 bytes, or 64 hexadecimal digits;
 2. TIERCKPT_ENCRYPTION_KEY itself: 64 hexadecimal digits.
 
-What is left in the clear: the manifest's facts (job, version, lengths), how long each stored block
-is, and checksums of what was encrypted.
+Not encrypted: the manifest's facts (job, version, lengths), the length of each stored block, and
+checksums of the encrypted bytes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ KEY_VARIABLE = "TIERCKPT_ENCRYPTION_KEY"
 KEY_BYTES = 32
 SALT_BYTES, TAG_BYTES = 32, 16
 NONCE = bytes(12)
-"""The same for all blocks, as each has a key of its own."""
-GIVE = f"Give that one in the file that {FILE_VARIABLE} names, or in {KEY_VARIABLE}, on every node"
+"""The same for all blocks, as each has its own key."""
+GIVE = f"Give that key in the file that {FILE_VARIABLE} names, or in {KEY_VARIABLE}, on every node"
 MAKE_ONE = "openssl rand -hex 32 makes one"
 
 
 class AesGcm:
-    """`key_id` is for readers: the key must be the one that it was written with.
+    """`key_id` is for readers: the key must be the one that the shard was written with.
 
     Raises CodecError, naming the places, when there is no key, or another one.
     """
@@ -58,24 +58,26 @@ class AesGcm:
         key, where = found
         self.key_id = fingerprint(key)
         if key_id and key_id != self.key_id:
-            raise CodecError(f"{_needs(key_id)}, and the one in {where} has {self.key_id}. {GIVE}")
+            raise CodecError(
+                f"{_needs(key_id)}, and the key in {where} has the id {self.key_id}. {GIVE}"
+            )
         self._key, self._ciphers = key, _Ciphers()
 
     def __repr__(self) -> str:
         return f"AesGcm(key_id={self.key_id!r})"
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """A fingerprint, from which the key cannot be found."""
+        """A fingerprint, which does not reveal the key."""
         return {"key_id": self.key_id}
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Codec.encode`."""
+        """Encrypt one block, see `Codec.encode`."""
         salt = os.urandom(SALT_BYTES)
         cipher = self._ciphers.of_block(self._key, salt)
         return b"".join((salt, cipher.encrypt(NONCE, block, where.as_bytes())))
 
     def decode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Codec.decode`. Raises CorruptShardError for what was changed, or moved."""
+        """Decrypt one block, see `Codec.decode`. Raises CorruptShardError for a changed one."""
         view = memoryview(block)
         try:
             cipher = self._ciphers.of_block(self._key, bytes(view[:SALT_BYTES]))
@@ -83,13 +85,13 @@ class AesGcm:
             return plain
         except (self._ciphers.invalid, ValueError) as error:
             raise CorruptShardError(
-                f"block {where.index} of shard {where.shard} is not what was encrypted for this "
-                "place: it was changed, or is another's"
+                f"block {where.index} of shard {where.shard} was changed, or was encrypted for "
+                "another place"
             ) from error
 
 
 class _Ciphers:
-    """What is called of the package `cryptography`. Threads may share one."""
+    """The classes used of the package `cryptography`. Threads may share one instance."""
 
     def __init__(self) -> None:
         try:
@@ -107,7 +109,7 @@ class _Ciphers:
         self._hash: Any = hashes.SHA256
 
     def of_block(self, key: bytes, salt: bytes) -> Any:
-        """AES-256-GCM with the key that HKDF-SHA256 (RFC 5869) makes of `key` for this block."""
+        """AES-256-GCM with the block's key, which HKDF-SHA256 (RFC 5869) derives from `key`."""
         derive = self._hkdf(self._hash(), KEY_BYTES, salt, b"tierckpt block key")
         return self._aesgcm(derive.derive(key))
 
@@ -126,8 +128,8 @@ def _no_key(key_id: str) -> str:
 
 
 def find_key() -> tuple[bytes, str] | None:
-    """The key, and in words where it was found; None when none is given. Raises CodecError for
-    what is no key."""
+    """The key, and a description of its place; None when none is given. Raises CodecError for an
+    invalid key."""
     path, text = os.environ.get(FILE_VARIABLE, ""), os.environ.get(KEY_VARIABLE, "")
     if path:
         where = f"the file {path}, which {FILE_VARIABLE} names"
@@ -143,7 +145,7 @@ def find_key() -> tuple[bytes, str] | None:
         return found, where
     try:
         key = bytes.fromhex(found.decode("ascii"))
-    except ValueError:  # whose text would show the key
+    except ValueError:  # its text would show the key
         key = b""
     if len(key) != KEY_BYTES:
         raise CodecError(
@@ -154,5 +156,5 @@ def find_key() -> tuple[bytes, str] | None:
 
 
 def fingerprint(key: bytes) -> str:
-    """Names a key without telling it: 64 bits of a MAC that the key makes of a fixed text."""
+    """Identify a key without revealing it: 64 bits of a MAC of a fixed text under the key."""
     return hmac.new(key, b"tierckpt key id", hashlib.sha256).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""What a codec is: something done to every block of a shard on its way to a level, and undone.
+"""The interface of a codec: a reversible operation on every block of a shard.
 
-A codec is told nothing of files, levels or other blocks, and keeps nothing between calls. So one
+A codec knows nothing of files, levels or other blocks, and keeps nothing between calls. So one
 instance serves any number of shards and threads, a block can be read without its neighbours, and
-memory stays bounded by a few blocks. (Filters in a row over chunks are HDF5's idea.)
+memory stays bounded by a few blocks. (Filters in sequence over chunks are HDF5's idea.)
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tierckpt.format.encoding import Buffer, Parameter
 
 
 class CodecError(TierckptError):
-    """A codec cannot do its work: its package, or its key, is missing or is another one."""
+    """A codec cannot work: its package or its key is missing, or is another one."""
 
 
 @dataclass(frozen=True)
 class BlockId:
-    """Which block it is. No two blocks that a job ever stores agree in everything but the last."""
+    """Identity of a block. No two blocks of a job agree in all fields but the last."""
 
     job: str
     run_id: str
@@ -33,45 +33,45 @@ class BlockId:
     index: int
     """Number of the block in the shard."""
     item_bytes: int = 1
-    """Size of the numbers in the block (of most of them). Known when encoding only."""
+    """Size of the numbers in the block (of most of them). Known only when encoding."""
 
     def as_bytes(self) -> bytes:
-        """Everything but `item_bytes`, for those who bind a block to its place."""
+        """Everything but `item_bytes`, for codecs that bind a block to its place."""
         place = (self.job, self.run_id, self.generation, self.version, self.shard, self.shards)
         return json.dumps([*place, self.index], separators=(",", ":")).encode()
 
 
 class Codec(Protocol):
-    """A class of these is called with the parameters that the user gave, by name, as keywords; and
-    with those of `parameters`, to read what another instance wrote.
+    """A codec's class is called with the user's parameters as keywords. To read the blocks of
+    another instance, it is called with that instance's `parameters`.
 
-    Any thread may call it, several at once. Work that takes long should let go of the GIL.
-    `testing.CodecConformance` checks what is said here.
+    Any thread may call it, several at once. Long work should release the GIL.
+    `testing.CodecConformance` checks this contract.
     """
 
     name: str
-    """As in the settings and in manifests."""
+    """Name in the settings and in manifests."""
     most_extra_bytes: int
-    """What `encode` returns is at most so much longer than what it was given."""
+    """The result of `encode` is at most this much longer than its input."""
     hides: bool
-    """True when nobody can learn anything of the content from what `encode` returns."""
+    """True when the result of `encode` reveals nothing of the content."""
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """What a reader must know. Goes into manifests, which anybody may read: no secrets."""
+        """Parameters that a reader needs. Manifests show them to anybody: no secrets."""
         ...
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
-        """What is to be stored; at least one byte. `block` is the caller's and not kept.
+        """Bytes to store for a block; at least one. `block` is the caller's and not kept.
 
         Raises CodecError.
         """
         ...
 
     def decode(self, block: Buffer, where: BlockId) -> Buffer:
-        """The inverse, to the byte.
+        """The exact inverse of `encode`.
 
-        Raises CorruptShardError when `block` is not what `encode` made, where that can be told;
-        what gets by is found later, by the shard's own checksums. Raises CodecError. What it
-        returns must not grow beyond all bounds, whatever it is given.
+        Raises CorruptShardError when it detects that `block` is not a result of `encode`; the
+        shard's own checksums find the rest later. Raises CodecError. The result must have a bounded
+        length, whatever the input.
         """
         ...

@@ -1,4 +1,4 @@
-"""A shard on its way back: stored blocks in, plain blocks out, any of them, by any thread."""
+"""Decoding of a shard: stored blocks in, plain blocks out, in any order, by any thread."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .encoder import where
 from .pipeline import Pipeline
 
 Read = Callable[[int, int], bytes]
-"""`read(offset, nbytes)`: a range of what is stored of a shard; less where it ends. Any thread."""
+"""`read(offset, nbytes)`: a range of a stored shard; shorter where it ends. Any thread."""
 OpenOther = Callable[[ShardKey], tuple[Manifest, Read]]
-"""Finds the same shard of another version on the same level."""
+"""Opens the same shard of another version on the same level."""
 
 
 class Decoder:
-    """One encoded shard. Any thread may ask for blocks; each call holds one."""
+    """One encoded shard. Any thread may ask for blocks; each call holds one in memory."""
 
     def __init__(self, manifest: Manifest, read: Read, open_other: OpenOther) -> None:
-        """Reads the sealed manifest, and with it proves that codecs and keys are the right ones.
+        """Read the sealed manifest, which also proves that codecs and keys are the right ones.
 
-        Raises what `read` and `open_other` raise; CodecError; CorruptShardError or FormatError
-        when what is stored is not what the manifests say.
+        Raises the errors of `read` and `open_other`; CodecError; CorruptShardError or FormatError
+        when the stored bytes do not match the manifests.
         """
         self._manifest, self._read = manifest, read
         self.encoding = _encoding_of(manifest)
@@ -45,7 +45,7 @@ class Decoder:
 
     @property
     def hides(self) -> bool:
-        """True when it is encrypted."""
+        """True when the shard is encrypted."""
         return self._pipeline.hides
 
     def _open_base(self, open_other: OpenOther) -> Decoder | None:
@@ -56,9 +56,9 @@ class Decoder:
         base, read = open_other(other)
         theirs = _encoding_of(base)
         if (base.key, base.facts.run_id, theirs.base) != (other, self._manifest.facts.run_id, None):
-            raise FormatError(f"{key} refers to {other}, which cannot be what was meant")
+            raise FormatError(f"{key} refers to {other}, which cannot be its base")
         if theirs.plain_bytes != self.encoding.plain_bytes:
-            raise FormatError(f"{key} refers to {other}, which is cut in another way")
+            raise FormatError(f"{key} refers to {other}, which has blocks of other lengths")
         return Decoder(base, read, open_other)
 
     def block(self, index: int) -> Buffer:
@@ -67,7 +67,7 @@ class Decoder:
         if self._base is not None and not self.encoding.stored_bytes[index]:
             source = self._base
             if source._digest(index) != self._digest(index):
-                raise CorruptShardError(f"block {index} of {source._manifest.key} is another one")
+                raise CorruptShardError(f"block {index} of {source._manifest.key} was replaced")
         block = source._block(index)
         nbytes = self.encoding.plain_bytes[index]
         if len(block) != nbytes:
@@ -81,8 +81,8 @@ class Decoder:
         return (self.block(index) for index in range(len(self.encoding.plain_bytes)))
 
     def bring(self, low: int, high: int, into: memoryview) -> None:
-        """Have bytes `[low, high)` of the image, and the rest of their blocks, in `into`, which has
-        room for all of it."""
+        """Put bytes `[low, high)` of the image, and the rest of their blocks, into `into`, which
+        has the size of the image."""
         begins = self.encoding.plain_offsets
         for index in range(bisect_right(begins, low) - 1, len(begins) - 1):
             if begins[index] >= high:
@@ -90,7 +90,7 @@ class Decoder:
             into[begins[index] : begins[index + 1]] = self.block(index)
 
     def _block(self, index: int) -> Buffer:
-        """A block that is stored here; the one behind the image's is the sealed manifest."""
+        """A block stored in this shard; the one after the image's blocks is the sealed manifest."""
         stored = stored_block(self._manifest, self.encoding, self._read, index)
         return self._pipeline.decode(stored, where(self._manifest, index))
 
@@ -99,14 +99,14 @@ class Decoder:
 
 
 def check_stored(manifest: Manifest, read: Read) -> int:
-    """Compare what is stored of an encoded shard with its digests; returns its bytes. That takes
-    neither codecs nor keys, and says nothing of what they would make of it.
+    """Compare the stored bytes of an encoded shard with their digests; returns their number. This
+    needs neither codecs nor keys, and does not prove that decoding would succeed.
 
-    Raises what `read` raises; CorruptShardError and FormatError.
+    Raises the errors of `read`; CorruptShardError and FormatError.
     """
     encoding = _encoding_of(manifest)
     for index, nbytes in enumerate(encoding.stored_bytes):
-        if nbytes:  # else it is another version's, which has its own digests
+        if nbytes:  # else it is stored in another version, which has its own digests
             stored_block(manifest, encoding, read, index)
     return manifest.image_bytes
 

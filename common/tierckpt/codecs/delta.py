@@ -1,11 +1,11 @@
-"""Incremental versions: blocks that did not change are those of an earlier, whole version.
+"""Incremental versions: an unchanged block refers to the block of an earlier, whole version.
 
-Frozen layers and embeddings then cost nothing after their first time. A version refers to one
-other, which refers to none: what is read is never more than two files deep, retention has to look
-one step only, and a damaged file harms the versions that refer to it and no others.
+Frozen layers and embeddings then cost nothing after their first version. A version refers to at
+most one other, and that one to none. So a read opens at most two files, retention follows one
+reference only, and a damaged file affects the versions that refer to it and no others.
 
-Blocks are compared by their xxh3_128, kept in memory by whoever writes them. So a writer that was
-started anew begins with a whole version, and nothing on a level tells which blocks are alike.
+Blocks are compared by their xxh3_128, which the writer keeps in memory. So a restarted writer
+begins with a whole version, and nothing on a level reveals which blocks are equal.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from tierckpt.format.manifest import Manifest
 
 
 def content_hash(block: Buffer) -> bytes:
-    """What blocks are compared by."""
+    """The hash by which blocks are compared."""
     return xxhash.xxh3_128_digest(block)
 
 
 @dataclass(frozen=True)
 class Base:
-    """A whole version of one shard, to refer to."""
+    """A whole version of one shard, for other versions to refer to."""
 
     manifest: Manifest
-    """As it is stored."""
+    """The manifest as it is stored."""
     hashes: tuple[bytes, ...]
-    """Of every block of its image."""
+    """Hash of every block of the image."""
 
     @property
     def encoding(self) -> Encoding:
-        """Of its manifest."""
+        """Encoding in the manifest."""
         assert self.manifest.encoding is not None
         return self.manifest.encoding
 
     def fits(self, sealed: Manifest, described: object, cut: tuple[int, ...]) -> bool:
-        """True when the shard that was sealed may refer to it."""
+        """True when the shard with manifest `sealed` may refer to this version."""
         ours, theirs = self.manifest.facts, sealed.facts
         return (
             (ours.job, ours.run_id, ours.id.generation, ours.shards)
@@ -52,18 +52,18 @@ class Base:
 
 @dataclass
 class Chain:
-    """Of one shard on one level: the base, and how many versions refer to it. One thread."""
+    """The base of one shard on one level, and the number of references to it. One thread."""
 
     base: Base | None = None
     references: int = 0
     """Versions that were written with this base."""
 
     def base_for_next(self, full_every: int) -> Base | None:
-        """What the next version may refer to, if of so many one is to be whole; None: it is."""
+        """Base for the next version; None when it must be whole, as one of `full_every` is."""
         return self.base if self.references < full_every - 1 else None
 
     def wrote(self, made: Base | None) -> None:
-        """A version was written: a whole one (`made`), or one that refers to the base (None)."""
+        """Record a written version: a whole one (`made`), or one that refers to the base (None)."""
         if made is None:
             self.references += 1
         else:

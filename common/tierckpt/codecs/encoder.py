@@ -1,4 +1,4 @@
-"""A shard on its way to a level: plain blocks in, stored blocks out, one at a time."""
+"""Encoding of a shard: plain blocks in, stored blocks out, one at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pipeline import Pipeline
 
 
 def cut(image: memoryview, header_bytes: int) -> Iterator[memoryview]:
-    """The blocks of an image that is in memory. Raises FormatError."""
+    """The blocks of an image in memory. Raises FormatError."""
     low = 0
     for block in blocks_of(image, header_bytes):
         yield image[low : low + block.nbytes]
@@ -25,8 +25,8 @@ class Encoder:
     """One shard, encoded once. One thread; buffers one block."""
 
     def __init__(self, pipeline: Pipeline, sealed: bytes, base: Base | None = None) -> None:
-        """`sealed` is the manifest that the shard was sealed with. Blocks that did not change since
-        `base` are referred to, where it fits."""
+        """`sealed` is the manifest that the shard was sealed with. Blocks that are the same in
+        `base` become references to it, if it fits."""
         self._pipeline, self._sealed_bytes, self._base = pipeline, sealed, base
         self._sealed = Manifest.decode(sealed)
         self._hashes: list[bytes] = []
@@ -35,10 +35,10 @@ class Encoder:
         self._cut: list[Block] = []
 
     def stored(self, plain: Iterable[Buffer]) -> Iterator[Buffer]:
-        """What is to be stored, one after the other; `plain` are all blocks of the image in order.
+        """Bytes to store, block by block; `plain` are all blocks of the image in order.
 
         A block that was yielded is valid until the next one is asked for. Raises CodecError, and
-        FormatError when the blocks are no shard.
+        FormatError when the blocks are not those of a shard.
         """
         for index, block in enumerate(plain):
             if index == 0:
@@ -49,7 +49,7 @@ class Encoder:
                     continue
             yield self._store(block, index)
         if not self._base or 0 not in self._lengths:
-            self._base = None  # nothing is referred to: it is a whole version
+            self._base = None  # without a reference it is a whole version
         yield self._store(self._sealed_bytes, len(self._cut))
 
     def _begin(self, header: Buffer) -> None:
@@ -59,7 +59,7 @@ class Encoder:
             self._base = None
 
     def _refer(self, index: int) -> bool:
-        """Take the base's block instead, if it is the same."""
+        """Refer to the base's block, if it is the same; returns True then."""
         if self._base is None or self._base.hashes[index] != self._hashes[index]:
             return False
         self._lengths.append(0)
@@ -75,7 +75,7 @@ class Encoder:
 
     @property
     def manifest(self) -> Manifest:
-        """Of what was stored, once it all was."""
+        """Manifest of the stored shard, once everything was yielded."""
         encoding = Encoding(
             self._pipeline.description,
             tuple(block.nbytes for block in self._cut),
@@ -93,16 +93,16 @@ class Encoder:
 
     @property
     def made(self) -> Base | None:
-        """What later versions may refer to; None when this one refers to another itself."""
+        """This version as a base for later ones; None when it refers to a base itself."""
         return None if self._base else Base(self.manifest, tuple(self._hashes))
 
 
 def where(sealed: Manifest, index: int, item_bytes: int = 1) -> BlockId:
-    """The place of a block of this shard."""
+    """The identity of a block of this shard."""
     facts, id_ = sealed.facts, sealed.facts.id
     version = (facts.job, facts.run_id, id_.generation, id_.version)
     return BlockId(*version, sealed.shard, facts.shards, index, item_bytes)
 
 
 Plain = Callable[[], Iterator[Buffer]]
-"""The blocks of an image, from the first on at every call."""
+"""The blocks of an image, from the first one at every call."""

@@ -1,10 +1,10 @@
 """The codec `zstd`: lossless compression of numbers, byte planes first.
 
-Floating-point numbers hardly compress as they lie: their low bytes are noise. So first bytes, then
-second bytes and so on are gathered (Blosc calls that shuffling), and the high ones, which hold sign
-and exponent, compress well. What is not smaller then is stored as it is.
+Floating-point numbers hardly compress as they are: their low bytes are noise. So all first bytes
+are gathered, then all second bytes and so on (Blosc calls this shuffling). The high bytes, which
+hold sign and exponent, then compress well. A block that does not get smaller is stored as it is.
 
-Numpy is imported with this, so only agents that compress pay for it.
+numpy is imported here, so only agents that compress pay for it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tierckpt.format.encoding import Buffer, Parameter
 from .codec import BlockId, CodecError
 
 AS_IT_IS = 0
-"""First byte of a stored block that was not compressed; else it is the size of the numbers."""
+"""First byte of an uncompressed block; else the first byte is the size of the numbers."""
 MOST_BLOCK_BYTES = 1 << 31
-"""A damaged length must not ask for more memory than any block has."""
+"""Limit of a decompressed block: a damaged length must not allocate more than that."""
 
 
 class Zstd:
-    """`level` is Zstandard's: 1 to 22 from fast to small, negative ones are faster still."""
+    """`level` is Zstandard's: 1 to 22 from fast to small; negative ones are faster still."""
 
     name = "zstd"
     most_extra_bytes = 1
@@ -49,13 +49,13 @@ class Zstd:
         self._mine = threading.local()
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """The level; a reader does not need it, but may like to know."""
+        """The level; a reader does not need it, but may show it."""
         return {"level": self.level}
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Codec.encode`."""
+        """Compress one block, see `Codec.encode`."""
         coder = getattr(self._mine, "compressor", None)
-        if coder is None:  # a compressor is one thread's
+        if coder is None:  # one thread for each compressor
             coder = self._mine.compressor = self._zstd.ZstdCompressor(level=self.level)
         size = where.item_bytes if len(block) % where.item_bytes == 0 else 1
         packed = coder.compress(gather_planes(block, size))
@@ -64,7 +64,7 @@ class Zstd:
         return b"".join((bytes([size]), packed))
 
     def decode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Codec.decode`."""
+        """Decompress one block, see `Codec.decode`."""
         view = memoryview(block)
         if view[0] == AS_IT_IS:
             return view[1:]
@@ -74,7 +74,7 @@ class Zstd:
         try:
             expected = self._zstd.frame_content_size(view[1:])
             if not 0 <= expected <= MOST_BLOCK_BYTES:
-                raise CorruptShardError(f"block {where.index} says that it has {expected} bytes")
+                raise CorruptShardError(f"block {where.index} claims to have {expected} bytes")
             plain = coder.decompress(view[1:])
         except self._zstd.ZstdError as error:
             raise CorruptShardError(f"block {where.index} is no zstd frame: {error}") from error
@@ -90,7 +90,7 @@ def gather_planes(block: Buffer, item_bytes: int) -> Buffer:
 
 
 def scatter_planes(planes: Buffer, item_bytes: int) -> Buffer:
-    """The inverse of `gather_planes`. Raises CorruptShardError when that is not possible."""
+    """The inverse of `gather_planes`. Raises CorruptShardError when it cannot."""
     if item_bytes == 1:
         return planes
     if len(planes) % item_bytes:

@@ -1,15 +1,15 @@
-"""Which bytes belong together: shards cut in segments, rows of segments, and their parity.
+"""The bytes that belong together: shards cut into segments, rows of segments, and their parity.
 
 Pure. A *code* protects the *members* of a group, numbered 0 to n - 1 on a ring. Each member's shard
-is cut in k *segments* of equal length; the last may be short, or empty, and what is missing of it
-counts as zeros that nobody stores or sends. There are n *rows*. A row is one code word: k data
-segments of k members, and m parity segments that m other members store. Losing any m members
-takes at most m segments from each row, and any k of a row's k + m bring back the others.
+is cut into k *segments* of equal length; the last may be short or empty, and its missing bytes
+count as zeros, which are neither stored nor sent. There are n *rows*. A row is one code word: k
+data segments of k members, and m parity segments that m other members store. Losing any m members
+takes at most m segments from each row, and any k of a row's k + m restore the others.
 
     row r:   data s     is segment s of member r - 1 - s       s = 0 ... k - 1     (mod n)
              parity p   is stored by member r + p              p = 0 ... m - 1     (mod n)
 
-So the ring is cut at r: data lies before, parity behind. Example, n = 4, k = 2, m = 2, member by
+So row r cuts the ring at r: data lies before, parity after. Example, n = 4, k = 2, m = 2, member by
 member (`d0 @1` is data segment 0, of row 1):
 
     member 0            member 1            member 2            member 3
@@ -18,9 +18,9 @@ member (`d0 @1` is data segment 0, of row 1):
 
 Each member stores m parity segments: m / k of a shard, wherever it is on the ring, as in RAID with
 rotated parity (Patterson, Gibson and Katz, 1988), and as SCR does (Moody et al., 2010) with XOR
-(k = n - 1, m = 1). A ring may be longer than k + m: then the code stays as asked, and many losses
-of more than m members are survived, too. Partner copies are the same with k = 1: the segment is the
-shard, and "parity" p of row r a copy of member r - 1's shard (see `field`).
+(k = n - 1, m = 1). A ring may be longer than k + m: the code is still the one that was asked for,
+and many losses of more than m members are survived, too. Partner copies are the same with k = 1:
+the segment is the shard, and "parity" p of row r is a copy of member r - 1's shard (see `gf256`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .gf256 import MOST_SYMBOLS
 
 @dataclass(frozen=True, order=True)
 class Segment:
-    """Segment `index` of what `member` stores: of its shard, or of its parity."""
+    """Segment `index` of a member's shard, or of its parity."""
 
     member: int
     parity: bool
@@ -50,7 +50,7 @@ class Segment:
 class Code:
     """`k` data and `m` parity segments a row, on a ring of `n` members.
 
-    Raises ValueError when that is no code.
+    Raises ValueError for numbers that give no code.
     """
 
     n: int
@@ -72,7 +72,7 @@ class Code:
         return (*data, *parity)
 
     def row_of(self, segment: Segment) -> int:
-        """The one row that the segment is in."""
+        """The one row that contains the segment."""
         if segment.parity:
             return (segment.member - segment.index) % self.n
         return (segment.member + 1 + segment.index) % self.n
@@ -80,22 +80,22 @@ class Code:
 
 @dataclass(frozen=True)
 class Stripes:
-    """A code over shards of given lengths: how many bytes every segment has.
+    """A code over shards of given lengths; gives the length of every segment.
 
-    `shard_bytes` holds every member's, in the order of the ring.
+    `shard_bytes` holds the length of every member's shard, in the order of the ring.
     """
 
     code: Code
     shard_bytes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError when there is not one length for every member."""
+        """Check the lengths. Raises ValueError unless there is one for every member."""
         if len(self.shard_bytes) != self.code.n or min(self.shard_bytes) < 0:
             raise ValueError(f"{self.code} takes {self.code.n} lengths: got {self.shard_bytes}")
 
     @cached_property
     def segment_bytes(self) -> int:
-        """Distance of segments in shard and parity: k of them hold the longest shard.
+        """Distance between segments in shard and parity: k of them hold the longest shard.
 
         A multiple of PAGE_BYTES, so that parity, and segments of shards, suit O_DIRECT.
         """
@@ -103,18 +103,18 @@ class Stripes:
 
     @property
     def parity_bytes(self) -> int:
-        """Length of what every member stores for the others."""
+        """Length of the parity that every member stores for the others."""
         return self.code.m * self.segment_bytes
 
     def offset(self, segment: Segment) -> int:
-        """Where the segment begins in its member's shard, or parity."""
+        """Offset of the segment in its member's shard, or parity."""
         return segment.index * self.segment_bytes
 
     def extent(self, segment: Segment) -> int:
-        """How many bytes of the segment there are; what follows up to segment_bytes is zero.
+        """Length of the segment in bytes; the rest up to segment_bytes counts as zeros.
 
-        Of a data segment, what the shard has. A parity segment is as long as the longest data
-        segment of its row: a partner copy is as long as the shard.
+        A data segment ends with its shard. A parity segment is as long as the longest data segment
+        of its row, so a partner copy is as long as the shard.
         """
         if segment.parity:
             row = self.code.row(self.code.row_of(segment))
@@ -123,9 +123,9 @@ class Stripes:
         return min(max(left, 0), self.segment_bytes)
 
     def windows(self, window_bytes: int) -> Iterator[tuple[int, int]]:
-        """Cut the segments in windows: ranges [low, high) counted from a segment's beginning.
+        """Cut the segments into windows: ranges [low, high) counted from a segment's beginning.
 
-        All rows go through the same windows, in step: what is buffered is windows, never segments.
+        All rows go through the same windows in step, so buffers hold windows, never segments.
         """
         if window_bytes < 1:
             raise ValueError(f"window_bytes is {window_bytes}; it must be 1 or more")

@@ -1,19 +1,21 @@
-"""Who sends what to whom: to encode, and to rebuild what was lost. Pure: plans are plain values.
+"""Plans of messages: which member sends which segment to which, to encode and to rebuild.
 
-A *task* makes segments of one row out of k others. They come together at the task's *collector*, a
-member that has one of the k anyway: it receives the other k - 1, multiplies, and sends every
-segment it made to the member that stores it. Encoding is the case that all parity is missing.
+Pure: plans are plain values.
 
-What that costs. All k + m members of a row must be connected by what is sent, so a row takes at
-least k + m - 1 messages as long as bytes at different offsets are not mixed; this is that minimum.
+A *task* computes segments of one row from k others. They are collected at the task's *collector*, a
+member that already has one of the k: it receives the other k - 1, multiplies, and sends every
+result to the member that stores it. Encoding is the case in which all parity is missing.
+
+The cost. Messages must connect all k + m members of a row, so a row takes at least k + m - 1
+messages as long as bytes at different offsets are not mixed; this plan reaches that minimum.
 (Without a collector all data would go to each of m parities, in k * m messages.) Encoding has n
-rows, and every member collects one. So each sends, and receives, k + m - 1 segments, which are
-(k + m - 1) / k shards. For XOR that is exactly one shard, as in SCR's pipelined reduction, but with
-no chain of n - 1 steps. The work is even as well: each member multiplies a shard's worth of data.
+rows, and every member collects one. So each member sends, and receives, k + m - 1 segments, which
+are (k + m - 1) / k shards. For XOR this is exactly one shard, as in SCR's pipelined reduction, but
+without a chain of n - 1 steps. The work is even as well: each member multiplies one shard of data.
 
-To rebuild, survivors collect, again in the fewest messages. A member that was lost then receives
-nothing but its own k + m segments. The survivors share the rows about evenly, and receive k - 1
-segments for each that they collect.
+To rebuild, survivors collect, again with the fewest messages. A lost member then receives only its
+own k + m segments. The survivors share the rows about evenly, and receive k - 1 segments for each
+row that they collect.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from .gf256 import Matrix, decoding
 
 @dataclass(frozen=True)
 class Task:
-    """Make `outputs` as `matrix` times `sources`, at the member `collector`."""
+    """Compute `outputs` as `matrix` times `sources`, at the member `collector`."""
 
     row: int
     collector: int
@@ -40,10 +42,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Round:
-    """What a member sends and receives at the same time.
+    """Segments that a member sends and receives at the same time.
 
-    In a round every member sends to the one that lies a fixed distance ahead, and receives from
-    the one as far behind: nobody is sent to by two at a time.
+    In a round every member sends to the one at a fixed distance after it on the ring, and receives
+    from the one at the same distance before it: no member receives from two at a time.
     """
 
     to: int
@@ -54,15 +56,15 @@ class Round:
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """What one member does with every window: `gather`, then `tasks`, then `scatter`, in order.
+    """Work of one member in every window: `gather`, then `tasks`, then `scatter`, in order.
 
-    A member owns what it stores; a window of a segment that it receives in `gather` is needed until
-    the task is done, one that a task makes for another member until it was sent. So a member needs
-    at most k - 1 + m buffers of one window for every task it collects, and holds no more. With a
-    second set of them the next window can be gathered meanwhile.
+    A member owns the segments that it stores. It needs a window of a segment received in `gather`
+    until the task is done, and a window made for another member until it was sent. So it needs at
+    most k - 1 + m buffers of one window for every task it collects, and holds no more. A second set
+    of buffers allows the next window to be gathered at the same time.
 
-    A message is told by its segment and window, and has the length of `Stripes.range_of`; an empty
-    one need not be sent, since its receiver knows. All members go through all windows.
+    Segment and window identify a message, and `Stripes.range_of` gives its length. An empty message
+    is not sent: its receiver knows its length. All members go through all windows.
     """
 
     gather: tuple[Round, ...]
@@ -71,7 +73,7 @@ class MemberPlan:
 
 
 def plan_encode(code: Code) -> tuple[Task, ...]:
-    """The tasks that make all parity."""
+    """The tasks that compute all parity."""
     return plan_rebuild(code, (), range(code.n))
 
 
@@ -81,19 +83,19 @@ def plan_rebuild(
     lost_parities: Iterable[int],
     restore_parities: bool = True,
 ) -> tuple[Task, ...]:
-    """The tasks that bring back what is lost: any `m` members, and as many as the rows allow.
+    """The tasks that restore the losses: any `m` members, and more where the rows allow it.
 
     A lost node is in both lists, a damaged file in one. With `restore_parities` False only the
-    shards come back, at less cost: what a restart waits for. The rest can follow, with the shards
-    no longer lost. A lost member's number stands for whoever takes its place, spare or survivor.
-    Every member makes the same plan from the same lists.
+    shards are restored, at less cost: a restart waits for these. The rest can follow, with the
+    shards no longer lost. The number of a lost member stands for its replacement, spare or
+    survivor. Every member computes the same plan from the same lists.
 
-    Raises RestoreError when a shard (or parity, if asked for) cannot be brought back; then nothing
-    is planned at all. ValueError when a member is not on the ring.
+    Raises RestoreError when a shard (or parity, if asked for) cannot be restored; nothing is
+    planned then. Raises ValueError when a member is not on the ring.
     """
     lost = {False: frozenset(lost_shards), True: frozenset(lost_parities)}
-    if strangers := sorted((lost[False] | lost[True]) - set(range(code.n))):
-        raise ValueError(f"members {strangers} are not on a ring of {code.n}")
+    if unknown := sorted((lost[False] | lost[True]) - set(range(code.n))):
+        raise ValueError(f"members {unknown} are not on a ring of {code.n}")
     loads = [0] * code.n
     tasks = []
     for row in range(code.n):
@@ -108,7 +110,7 @@ def plan_rebuild(
             continue
         if len(known) < code.k:
             raise RestoreError(_too_many(code, word, known, lost))
-        # Data first, then low parities: a single loss is then brought back by XOR alone.
+        # Data first, then low parities: XOR alone then restores a single loss.
         known = known[: code.k]
         sources = tuple(word[i] for i in known)
         collector = min((s.member for s in sources), key=lambda member: loads[member])
@@ -125,14 +127,14 @@ def _too_many(
     members = ", ".join(str(m) for m in sorted(lost[False] | lost[True]))
     return (
         f"the group cannot be rebuilt from its peers: of its {code.n} members {members} lost data, "
-        f"and {code.k}+{code.m} survives any {code.m}. It takes {code.k} segments of a row, and of "
+        f"and {code.k}+{code.m} survives any {code.m}. A row takes {code.k} segments, and of "
         f"these {code.k + code.m} only {len(known)} are left; lost are {gone}. Use another level, "
         "or an older version"
     )
 
 
 def transfers(task: Task) -> Iterator[tuple[bool, int, int, Segment]]:
-    """Every message of a task: (is it of a result, sender, receiver, what)."""
+    """Every message of a task: (is it a result, sender, receiver, segment)."""
     for segment in task.sources:
         if segment.member != task.collector:
             yield False, segment.member, task.collector, segment

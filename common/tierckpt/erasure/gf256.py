@@ -1,13 +1,13 @@
-"""The field GF(2^8), and the coefficients of the one code that all schemes are cut from.
+"""The field GF(2^8), and the coefficients of the one code of all schemes.
 
-Pure, and for single numbers: `kernels` does the same to megabytes. Addition is XOR; multiplication
-is that of polynomials modulo x^8 + x^4 + x^3 + x^2 + 1 (0x11d), which ISA-L uses too.
+Pure, and for single numbers: `kernels` does the same for megabytes. Addition is XOR; multiplication
+is that of polynomials modulo x^8 + x^4 + x^3 + x^2 + 1 (0x11d), as in ISA-L.
 
 The code is a Cauchy Reed-Solomon code (Blömer et al., 1995): parity `p` of data `d_0 ... d_(k-1)`
-is the sum of `coefficient(p, s) * d_s`, and any k of the k + m symbols determine the rest. Its
-rows and columns are scaled so that the first of each is all ones, which changes nothing of that:
-with one parity it *is* XOR, with one datum it *is* copying, and losing one shard costs no more
-than XOR under any scheme. A coefficient depends on its row and column only, not on k or m.
+is the sum of `coefficient(p, s) * d_s`, and any k of the k + m symbols determine the rest. Its rows
+and columns are scaled so that the first of each is all ones. This keeps the property, and makes one
+parity plain XOR, one datum plain copying, and the repair of one shard as cheap as XOR under any
+scheme. A coefficient depends on its row and column only, not on k or m.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 POLYNOMIAL = 0x11D
 
 MOST_SYMBOLS = 256
-"""k + m at most: the code needs so many different elements of the field."""
+"""Limit of k + m: the code needs one distinct element of the field for each symbol."""
 
 Matrix = tuple[tuple[int, ...], ...]
 """A row for every output, a column for every source."""
 
 
 def _powers_of_two() -> list[int]:
-    """2^0, 2^1, ... twice round: 2 generates the field, and sums of two logarithms need no mod."""
+    """2^0, 2^1, ... for two cycles: 2 generates the field, and a sum of logarithms needs no mod."""
     powers, value = [], 1
     for _ in range(2 * 255):
         powers.append(value)
@@ -44,18 +44,18 @@ def multiply(a: int, b: int) -> int:
 
 
 def inverse(a: int) -> int:
-    """The element that makes 1 with `a`. Raises ZeroDivisionError for 0."""
+    """The element with product 1 with `a`. Raises ZeroDivisionError for 0."""
     if not a:
         raise ZeroDivisionError("0 has no inverse")
     return _EXP[255 - _LOG[a]]
 
 
 def coefficient(parity: int, datum: int) -> int:
-    """What datum number `datum` is multiplied with in parity number `parity`; never 0.
+    """Factor of datum number `datum` in parity number `parity`; never 0.
 
-    1 / (x + y) with x = 255 - parity and y = datum is a Cauchy matrix as long as no x is a y, that
-    is up to MOST_SYMBOLS symbols; times (x + y_0) (x_0 + y) / (x_0 + y_0), which scales rows and
-    columns, the first ones are ones.
+    1 / (x + y) with x = 255 - parity and y = datum is a Cauchy matrix as long as no x equals a y,
+    so for up to MOST_SYMBOLS symbols. The factor (x + y_0) (x_0 + y) / (x_0 + y_0) scales rows and
+    columns so that the first ones are all ones.
     """
     scale = multiply(multiply(255 ^ parity, 255 ^ datum), inverse(255))
     return multiply(scale, inverse(255 ^ parity ^ datum))
@@ -77,11 +77,11 @@ def invert(matrix: Sequence[Sequence[int]]) -> Matrix:
 
 
 def decoding(k: int, known: Sequence[int], wanted: Sequence[int]) -> Matrix:
-    """The matrix that makes the `wanted` symbols of a code word out of `k` `known` ones.
+    """The matrix that computes the `wanted` symbols of a code word from `k` `known` ones.
 
     Symbols 0 to k - 1 are the data, the parities follow. Columns are in the order of `known`. With
-    all the data known and parities wanted, this is the encoding matrix. Only as many equations are
-    solved as data are missing (at most m), so its cost is small for large k, too.
+    all data known and parities wanted, this is the encoding matrix. It solves only one equation for
+    each missing datum (at most m), so its cost stays small for large k.
     """
     if len(set(known)) != k or len(known) != k:
         raise ValueError(f"a code word of {k} data takes {k} known symbols, not {list(known)}")
@@ -90,7 +90,7 @@ def decoding(k: int, known: Sequence[int], wanted: Sequence[int]) -> Matrix:
     solved = invert([[coefficient(p, s) for s in missing] for p in checks])
     data: dict[int, list[int]] = {s: [int(s == c) for c in known] for s in range(k) if s in known}
     for s, weights in zip(missing, solved, strict=True):
-        # The parities, less what the known data contributed to them, through the inverse.
+        # The parities, minus the contributions of the known data, through the inverse.
         row = [0] * k
         for p, weight in zip(checks, weights, strict=True):
             part = [coefficient(p, c) if c < k else int(c == k + p) for c in known]

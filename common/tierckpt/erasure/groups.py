@@ -1,8 +1,9 @@
-"""Which ranks protect one another: groups across failure domains.
+"""Redundancy groups: which ranks protect each other, across failure domains.
 
-Pure, and the same on every rank that has the same list: nobody needs to talk. A failure domain is
-what dies together, told by a string: a node's name unless rack, switch or power is configured. No
-two members of a group are of one domain, so a domain that dies costs each group one member.
+Pure, and the same on every rank that has the same list, so no rank needs to communicate. A failure
+domain is a set of ranks that fail together, named by a string: a node's name unless rack, switch or
+power is configured. No two members of a group are in one domain, so the loss of a domain costs each
+group at most one member.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ GROUP_SIZE = 8
 """Members of a group unless configured: XOR then costs 1/7 of a shard."""
 
 MOST_MEMBERS = 128
-"""Largest group size for partner and xor; left-overs may make a group half as large again."""
+"""Largest group size for partner and xor; left-over ranks may make a group half as large again."""
 
 FORMS = "none, partner, partner <copies>, xor, rs <k>+<m>"
 
 
 class TooFewDomainsError(ConfigError):
-    """The scheme is sound, and the job's ranks are too few, or crowd too much, for it."""
+    """The scheme is valid, but the job has too few ranks for it, or too many in one domain."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a group's members protect one another. `str()` gives the form that `parse` takes.
+    """How a group's members protect each other. `str()` gives the form that `parse` takes.
 
-    `none`: not at all. `partner`: `m` whole copies on other members; survives any m losses in a
+    `none`: no protection. `partner`: `m` whole copies on other members; survives any m losses in a
     group, more if not adjacent, at m shards extra. `xor`: survives 1 at 1/(n-1), for a group of n.
     `rs`: survives any m at m/k.
     """
@@ -44,7 +45,7 @@ class Scheme:
     k: int = 0
     """Data segments of a row; 0 for xor, where it is the group's size less one."""
     m: int = 0
-    """How many lost members any group survives, whichever they are."""
+    """Number of lost members that any group survives, whichever they are."""
 
     @staticmethod
     def parse(text: str) -> Scheme:
@@ -63,7 +64,7 @@ class Scheme:
         if scheme.least > MOST_SYMBOLS:
             raise ConfigError(
                 f"redundancy is {text!r}: {scheme.least} segments a row; at most {MOST_SYMBOLS} "
-                "can be told apart, so use smaller numbers"
+                "are possible, so use smaller numbers"
             )
         return scheme
 
@@ -74,11 +75,11 @@ class Scheme:
 
     @property
     def least(self) -> int:
-        """The fewest members that a group can have."""
+        """The smallest size of a group."""
         return max(self.k, 1) + self.m
 
     def code(self, members: int) -> Code:
-        """The code of a group with so many members, at least `least`. Not for `none`."""
+        """The code of a group of `members`, at least `least`. Not for `none`."""
         return Code(members, self.k or members - 1, self.m)
 
 
@@ -95,22 +96,22 @@ def plan_groups(
 ) -> tuple[RedundancyGroup, ...]:
     """Put every rank in exactly one group; `domains[r]` is the failure domain of rank r.
 
-    Domain after domain, ranks are dealt to the groups in turn, like cards. As there are at least
-    as many groups as the fullest domain has ranks, a domain's ranks get to different groups, and
-    two groups differ by one member at most. A group's members come from domains far from each
-    other in the order of ranks, where launchers put neighbours in a rack next to each other.
+    Domain after domain, ranks are dealt to the groups in turn, like cards. As there are at least as
+    many groups as the fullest domain has ranks, a domain's ranks get to different groups, and two
+    groups differ by one member at most. A group's members come from domains far from each other in
+    the order of ranks, where launchers put neighbours in a rack next to each other.
 
-    How many groups: as many as bring their size nearest to the one asked for, which is k + m for
-    rs and `group_size` for the others. Left-overs are spread over all groups: none is more than a
+    The number of groups brings their size nearest to the requested one, which is k + m for rs and
+    `group_size` for the others. Left-over ranks are spread over all groups: none is more than a
     half larger, and none more than a third smaller unless the job is small or its ranks crowd in
-    one domain. A group of rs is never smaller than k + m, so that its code, the cost, and the
-    promise to survive any m losses are exactly those asked for (`codes` says how a ring longer than
-    k + m works); in a job of less than 2 (k + m) ranks the one group takes them all.
+    one domain. A group of rs is never smaller than k + m, so that its code, its cost, and the
+    promise to survive any m losses are exactly the requested ones (`codes` explains a ring longer
+    than k + m); in a job of less than 2 (k + m) ranks the one group takes them all.
 
-    Every rank of a group stores the same; a node, in proportion to its ranks. O(n).
+    Every rank of a group stores the same amount; a node, in proportion to its ranks. O(n).
 
-    Raises TooFewDomainsError, with the arithmetic and what would work, when the ranks cannot be
-    grouped; ConfigError for a `group_size` that the scheme cannot have.
+    Raises TooFewDomainsError, with the arithmetic and alternatives, when the ranks cannot be
+    grouped; ConfigError for a `group_size` that the scheme does not allow.
     """
     if scheme.name == "none" or not domains:
         return ()
@@ -141,7 +142,7 @@ def _by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _cannot(scheme: Scheme, members: dict[str, list[int]], ranks: int, fullest: int) -> str:
-    """Why, and what instead."""
+    """The message of TooFewDomainsError: the arithmetic, and the alternatives."""
     least = scheme.least
     if len(members) < least:
         names = some([repr(host_name(name)) for name in members], 4)
@@ -155,17 +156,17 @@ def _cannot(scheme: Scheme, members: dict[str, list[int]], ranks: int, fullest: 
         why = (
             f"the job has {len(members)}, but {crowded!r} holds {fullest} of its {ranks} ranks; no "
             f"two of them may share a group, so there must be {fullest} groups, and {ranks} ranks "
-            f"make them only {ranks // fullest} strong"
+            f"give each only {ranks // fullest} of them"
         )
     return (
-        f"{scheme} needs {least} failure domains per group: {why}. So use "
+        f"{scheme} needs {least} failure domains per group: {why}. Use "
         f"{', or '.join(_instead(scheme, ranks // fullest))}, or spread the ranks evenly over "
         f"{least} domains or more"
     )
 
 
 def _instead(scheme: Scheme, size: int) -> Iterable[str]:
-    """What groups of `size` members can do, nearest to `scheme` first."""
+    """Schemes for groups of `size` members, nearest to `scheme` first."""
     if size > scheme.m >= 1 and scheme.name == "rs":
         yield str(Scheme("rs", size - scheme.m, scheme.m))
     if size > 1 and scheme.name != "xor":

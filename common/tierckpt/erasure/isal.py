@@ -1,8 +1,8 @@
-"""A thin binding to ISA-L, Intel's library for erasure codes, where there is one.
+"""A thin binding to ISA-L, Intel's library for erasure codes, if it is installed.
 
-Called through ctypes, which lets go of the GIL, on the addresses of the buffers themselves: no
-copies. The library is the system's, or the one that pyeclib's wheel carries. Without it `kernels`
-computes the same bytes with numpy, several times slower.
+Called through ctypes, which releases the GIL, on the addresses of the buffers themselves: no
+copies. The library is the system's, or the one in pyeclib's wheel. Without it `kernels` computes
+the same bytes with numpy, several times slower.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MISSING = (
 """For a notice at the start of a job that asks for rs; see `find`."""
 
 TABLE_BYTES = 32
-"""What ISA-L keeps for each coefficient."""
+"""Size of ISA-L's table for each coefficient."""
 
 _CALL_BYTES = 1 << 30
-"""ISA-L counts in C ints."""
+"""Limit of one call: ISA-L counts in C ints."""
 
 
 class Isal:
@@ -54,7 +54,7 @@ class Isal:
             raise ValueError(f"{path} computes in another field than 0x11d")
 
     def tables(self, matrix: Matrix) -> ctypes.Array[ctypes.c_char]:
-        """What `encode` wants for `matrix`, which must have a row and a column at least."""
+        """Tables of `matrix` for `encode`; the matrix has at least one row and column."""
         flat = bytes(value for row in matrix for value in row)
         tables = ctypes.create_string_buffer(TABLE_BYTES * len(flat))
         self._init_tables(len(matrix[0]), len(matrix), flat, tables)
@@ -67,9 +67,9 @@ class Isal:
         outputs: Sequence[int],
         nbytes: int,
     ) -> None:
-        """Write `nbytes` at each address of `outputs`, from as many at each of `sources`.
+        """Write `nbytes` at each address of `outputs`, from `nbytes` at each address of `sources`.
 
-        The memory must stay where it is, and outputs must overlap nothing. Any alignment.
+        The memory must not move, and outputs must not overlap any other buffer. Any alignment.
         """
         for done in range(0, nbytes, _CALL_BYTES):
             ins = (ctypes.c_void_p * len(sources))(*(a + done for a in sources))
@@ -80,7 +80,7 @@ class Isal:
 
 @cache
 def find() -> Isal | None:
-    """The first library that can be used; None when there is none. Looks once a process."""
+    """The first usable library; None when there is none. Looks once per process."""
     for path in _candidates():
         try:
             return Isal(path)
@@ -90,8 +90,8 @@ def find() -> Isal | None:
 
 
 def _candidates() -> Iterator[str]:
-    yield SONAME  # the loader knows where the system's is
-    wheel = importlib.util.find_spec("pyeclib")  # found, not imported
+    yield SONAME  # the loader knows the path of the system's library
+    wheel = importlib.util.find_spec("pyeclib")  # finds the wheel without importing it
     for folder in (wheel.submodule_search_locations or ()) if wheel else ():
         beside = Path(folder).parent / "pyeclib.libs"
         yield from (str(path) for path in sorted(beside.glob("libisal*.so.2")))

@@ -1,7 +1,7 @@
 """The arithmetic over windows of memory: outputs = matrix x sources, in place, by ISA-L or numpy.
 
 Both give the same bytes. ISA-L runs at the speed of memory, also where all coefficients are one and
-the product is a plain XOR. numpy comes near to it for XOR; other products it has to look up.
+the product is a plain XOR. numpy comes near to it for XOR; it computes other products from tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Buffer: TypeAlias = memoryview | bytes | bytearray
 
 TILE_BYTES = 128 * 1024
-"""numpy goes over a tile once for each source, so it should stay in the core's own cache."""
+"""numpy reads a tile once for each source, so a tile should fit into the core's own cache."""
 
 _Compute: TypeAlias = Callable[[list[Bytes], list[Bytes]], None]
 
@@ -28,12 +28,12 @@ _Compute: TypeAlias = Callable[[list[Bytes], list[Bytes]], None]
 class Product:
     """Multiplies windows by one matrix. Threads may share it, and run it at the same time.
 
-    `library` is what `isal.find()` found; None computes with numpy. Raises ValueError when `matrix`
-    is empty or ragged.
+    `library` is the result of `isal.find()`; None computes with numpy. Raises ValueError when
+    `matrix` is empty or ragged.
     """
 
     def __init__(self, matrix: Matrix, library: Isal | None) -> None:
-        """See the class."""
+        """Check the matrix."""
         if not matrix or not matrix[0] or len({len(row) for row in matrix}) != 1:
             raise ValueError(f"not a matrix: {matrix}")
         self.matrix = matrix
@@ -41,12 +41,12 @@ class Product:
         self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], _Compute] = {}
 
     def run(self, sources: Sequence[Buffer], outputs: Sequence[Buffer]) -> None:
-        """Overwrite `outputs` with their rows of the matrix times `sources`.
+        """Overwrite `outputs` with the product of the matrix and `sources`.
 
-        Buffers may differ in length and have any alignment. A source that is shorter than others
-        goes on as zeros; of an output's row so much is computed as the output is long. Outputs must
-        be writable and overlap no other buffer. No reference to a buffer is kept after return, no
-        Python object grows with the length, and the GIL is free while bytes are computed.
+        Buffers may differ in length and have any alignment. A source shorter than others counts as
+        padded with zeros; a row of the product is computed up to the length of its output. Outputs
+        must be writable and overlap no other buffer. After return no reference to a buffer is kept.
+        No Python object grows with the length, and the GIL is free while bytes are computed.
 
         Raises ValueError when the matrix has another shape, or an output is read-only.
         """
@@ -58,7 +58,7 @@ class Product:
         ins, outs = [_array(s) for s in sources], [_array(o) for o in outputs]
         if not all(out.flags.writeable for out in outs):
             raise ValueError("an output is read-only")
-        # Where buffers end at different places, each stretch has a smaller matrix of its own.
+        # Where buffers have different lengths, each stretch gets its own, smaller matrix.
         low = 0
         for high in sorted({a.size for a in (*ins, *outs)} - {0}):
             rows = tuple(i for i, out in enumerate(outs) if out.size >= high)
@@ -72,7 +72,7 @@ class Product:
             low = high
 
     def _part(self, rows: tuple[int, ...], columns: tuple[int, ...]) -> _Compute:
-        """What computes these rows from these columns alone."""
+        """The function that computes these rows from these columns alone."""
         if (rows, columns) not in self._parts:
             matrix = tuple(tuple(self.matrix[r][c] for c in columns) for r in rows)
             library = self._library
@@ -126,7 +126,7 @@ def _scaled(factor: int, tile: Bytes, scratch: NDArray[np.uint16]) -> Bytes:
     """factor * tile, in `scratch`."""
     pairs, odd = divmod(tile.size, 2)
     table = _table(factor)
-    # Every index is in the table; `clip` only says so to numpy, which otherwise makes a copy.
+    # Every index is in the table; `clip` only stops numpy from making a copy for its check.
     np.take(table, tile[: 2 * pairs].view(np.uint16), out=scratch[:pairs], mode="clip")
     scaled = scratch.view(np.uint8)[: tile.size]
     if odd:
@@ -136,6 +136,6 @@ def _scaled(factor: int, tile: Bytes, scratch: NDArray[np.uint16]) -> Bytes:
 
 @cache
 def _table(factor: int) -> NDArray[np.uint16]:
-    """The products of all pairs of bytes: 128 KiB a coefficient, and there are at most 255."""
+    """The products of all pairs of bytes: 128 KiB for a coefficient; at most 255 coefficients."""
     single = np.array([multiply(factor, value) for value in range(256)], np.uint16)
     return (single[:, None] << 8 | single[None, :]).astype(np.uint16).reshape(-1)

@@ -1,4 +1,4 @@
-"""Parity manifest: what a parity file says of itself."""
+"""The manifest of a parity file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .codes import Code, Stripes
 
 @dataclass(frozen=True)
 class ParityManifest:
-    """What is known of one parity file."""
+    """Facts about one parity file."""
 
     facts: VersionFacts
     """Those in the manifest of the shard that it lies beside."""
     shard: int
-    """Number of that shard."""
+    """Number of the shard of the member that stores the parity."""
     k: int
     m: int
     group: tuple[int, ...]
@@ -33,14 +33,14 @@ class ParityManifest:
     segment_bytes: int
     image_bytes: int
     digests: bytes
-    """xxh3_64 of every block of BLOCK_BYTES, the last being what is left."""
+    """xxh3_64 of every block of BLOCK_BYTES; the last block may be shorter."""
     members: tuple[str, ...]
     """The encoded manifest of each member's shard, in the order of the ring."""
     created_seconds: float
 
     @staticmethod
     def of(shards: Sequence[Manifest], code: Code, member: int, digests: bytes) -> ParityManifest:
-        """The manifest of what `member` stores; `shards` are the members', on the ring."""
+        """Manifest of the parity that `member` stores; `shards` are the members', on the ring."""
         own = shards[member]
         stripes = Stripes(code, tuple(shard.image_bytes for shard in shards))
         return ParityManifest(
@@ -58,17 +58,17 @@ class ParityManifest:
 
     @property
     def key(self) -> ParityKey:
-        """The parity's name."""
+        """Name of the parity."""
         return ParityKey(self.facts.id, self.shard, self.facts.shards)
 
     @property
     def member(self) -> int:
-        """Where on the ring it lies."""
+        """The member, on the ring, that stores the parity."""
         return self.group.index(self.shard)
 
     @cached_property
     def manifests(self) -> tuple[Manifest, ...]:
-        """The members' shards, on the ring."""
+        """Manifests of the members' shards, on the ring."""
         return tuple(Manifest.decode(text.encode()) for text in self.members)
 
     @cached_property
@@ -78,7 +78,7 @@ class ParityManifest:
         return Stripes(code, tuple(shard.image_bytes for shard in self.manifests))
 
     def encode(self) -> bytes:
-        """A line of JSON, and a line with its xxh3_128."""
+        """Encode as a line of JSON, and a line with its xxh3_128."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "facts"}
         digests = base64.b64encode(self.digests).decode()
         return seal("parity", {**self.facts.to_json(), **own, "digests": digests})
@@ -87,8 +87,8 @@ class ParityManifest:
     def decode(data: bytes) -> ParityManifest:
         """The inverse of `encode`.
 
-        Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when
-        they are intact but not ours, of a newer major version, or at odds with themselves.
+        Raises CorruptShardError when the bytes do not match their own checksum, FormatError when
+        they are intact but no parity manifest, of a newer major version, or contradictory.
         """
         values = unseal("parity", data)
         try:

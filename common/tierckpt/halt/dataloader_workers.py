@@ -1,23 +1,23 @@
-"""Workers of a DataLoader, when everybody is signalled.
+"""Workers of a DataLoader, when a signal goes to every process.
 
-torchrun hands SIGTERM on to the whole process group of a rank, and Slurm signals every process of a
-step. What `signals` hears in a trainer therefore comes to the workers of its DataLoader, too. They
-would die of it, torch would raise that in the middle of the training loop, and the last checkpoint
-would never be taken. The trainer ends the job, and its workers with it: so they ignore a signal,
-unless it is meant for them. It is
+torchrun sends SIGTERM to the whole process group of a rank, and Slurm signals every process of a
+step. A signal that `signals` handles in a trainer therefore reaches the workers of its DataLoader,
+too. They would die, torch would raise that in the middle of the training loop, and the last
+checkpoint would never be taken. The trainer ends the job, and its workers with it. So a worker
+ignores a signal unless
 
-- where their parent sent it: DataLoader and multiprocessing end workers so;
-- where their parent is gone, or goes afterwards;
-- where the worker's own code has come to handle it.
+- its parent sent it: DataLoader and multiprocessing end workers that way;
+- its parent has gone, or goes later;
+- the worker's own code has installed a handler.
 
-Handlers in Python are not told who sent a signal, and torch's in C take the place of others. So the
+A Python handler cannot see the sender of a signal, and torch's C handlers replace others. So the
 signals are blocked in a worker, and a thread waits for them. Programs that a worker starts would
-inherit that, and could not be ended: before the first one, the thread that starts it blocks them no
-more, and from then on the worker is as it would be without us.
+inherit the mask, and could not be ended. So before the first start, the starting thread unblocks
+them, and from then on the worker behaves as without Tierckpt.
 
-Only workers that are forked can be reached. Where workers are made in another way they die, and
-`Checkpointer` has the newest version in memory written to disk. And a thread in Python cannot run
-beside a worker that never lets go of the interpreter's lock: such a one ends by SIGKILL only.
+Only forked workers can be protected. Workers made in another way die, and `Checkpointer` then has
+the newest version in memory written to disk. A worker that never releases the interpreter's lock
+ends by SIGKILL only, as no Python thread can run beside it.
 """
 
 from __future__ import annotations
@@ -31,60 +31,60 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LOOK_SECONDS = 1.0
-"""So often a worker that ignored a signal looks whether its parent is still there."""
+"""Interval at which a worker that ignored a signal checks whether its parent still exists."""
 WORK = "_worker_loop"
-"""What workers run, those of torch as well as those of torchdata."""
+"""The function that workers of torch and torchdata run."""
 LAUNCHES = frozenset(
     ("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec")
 )
-"""Events, as `sys.addaudithook` has them, before which a mask is about to be inherited."""
+"""Audit events (`sys.addaudithook`) before which a child is about to inherit the mask."""
 
 
 def shield(numbers: Iterable[signal.Signals], parent: int) -> None:
-    """Have this process ignore these, unless they are meant for it; if it is a DataLoader's worker.
+    """In a DataLoader's worker, ignore these signals unless they are meant for it.
 
-    For a child that multiprocessing just forked, on its only thread. `parent` is who forked it, and
-    hears them.
+    Called in a child that multiprocessing just forked, on its only thread. `parent` is the process
+    that forked it and handles the signals.
     """
     work = getattr(multiprocessing.current_process(), "_target", None)
     if getattr(work, "__name__", "") != WORK or os.getppid() != parent:
         return
     found = {number: signal.getsignal(number) for number in numbers}
     wanted = found.keys() - signal.pthread_sigmask(signal.SIG_BLOCK, found)
-    if not wanted:  # another checkpointer's, or the script's own
+    if not wanted:  # another checkpointer or the script blocks them
         return
     found = {number: found[number] for number in wanted}
-    waits = threading.Thread(
+    waiter = threading.Thread(
         target=_wait, args=(found, parent), name="tierckpt-signals", daemon=True
     )
     try:
         sys.addaudithook(lambda event, _: _unblock(wanted) if event in LAUNCHES else None)
-        waits.start()
+        waiter.start()
     except RuntimeError:  # no more threads
         _unblock(wanted)
 
 
 def _unblock(numbers: Iterable[int]) -> None:
-    """On this thread."""
+    """Unblock signals on this thread."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _wait(found: Mapping[signal.Signals, Any], parent: int) -> None:
-    """The thread. `found`: the handlers that there were as the worker began."""
+    """The thread's work. `found`: the handlers at the worker's start."""
     waiting, ignored = set(found), None
     while waiting:
         if ignored is None:
-            told = signal.sigwaitinfo(waiting)
+            info = signal.sigwaitinfo(waiting)
         else:
-            told = signal.sigtimedwait(waiting, LOOK_SECONDS) or ignored
-        number = signal.Signals(told.si_signo)
+            info = signal.sigtimedwait(waiting, LOOK_SECONDS) or ignored
+        number = signal.Signals(info.si_signo)
         handled = signal.getsignal(number) != found[number]
-        if told.si_pid == parent and number == signal.SIGTERM and not handled:
-            os._exit(0)  # as torch's own handler does, which asks who sent it
-        if told.si_pid == parent or os.getppid() != parent or handled:
+        if info.si_pid == parent and number == signal.SIGTERM and not handled:
+            os._exit(0)  # as torch's own handler does, which checks the sender
+        if info.si_pid == parent or os.getppid() != parent or handled:
             waiting.discard(number)
             ignored = None
             _unblock([number])
             os.kill(os.getpid(), number)
         else:
-            ignored = told
+            ignored = info

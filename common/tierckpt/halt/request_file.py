@@ -1,8 +1,8 @@
-"""Halt requests: an operator's wish that a job end early, as a file in its checkpoints' directory.
+"""Halt requests: a file in a job's checkpoint directory by which an operator ends the job early.
 
-The conditions are SCR's (Scalable Checkpoint/Restart, Moody et al., SC 2010): after a version,
-before a time, when so many seconds of the allocation are left, at once. The request stays until it
-is cleared: a job that is started again under it ends again, and says why.
+The conditions are those of SCR (Scalable Checkpoint/Restart, Moody et al., SC 2010): after a
+version, before a time, when a given time of the allocation is left, at once. The request stays
+until it is cleared: a job that is restarted with the request in place ends again, and reports why.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read(directory: str | os.PathLike[str]) -> HaltRequest | None:
 
 
 def write(directory: str | os.PathLike[str], request: HaltRequest) -> None:
-    """Put the request in place of one that is there, atomically. Raises OSError."""
+    """Replace the request atomically. Raises OSError."""
     folder = Path(directory)
     temp = folder / f".{FILE_NAME}.{socket.gethostname()}.{os.getpid()}.tmp"
     try:
@@ -67,35 +67,35 @@ def clear(directory: str | os.PathLike[str]) -> bool:
 
 
 def parse_time(text: str, now: datetime) -> float:
-    """Unix seconds of `HH:MM` (the next one), or of a date and time as ISO 8601 writes them, in
-    local time unless it names an offset. Raises ConfigError."""
+    """Unix seconds of `HH:MM` (its next occurrence), or of an ISO 8601 date and time. Times without
+    an offset are local. Raises ConfigError."""
     with contextlib.suppress(ValueError):
         clock = datetime.strptime(text, "%H:%M")
         then = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
         return (then if then > now else then + timedelta(days=1)).timestamp()
-    with contextlib.suppress(ValueError, OverflowError):  # the latter: the year 1
+    with contextlib.suppress(ValueError, OverflowError):  # OverflowError: the year 1
         return datetime.fromisoformat(text).timestamp()
     raise ConfigError(
-        f"{text!r} is no time; give HH:MM, or date and time, for example 2026-12-24T18:00"
+        f"{text!r} is not a time; give HH:MM, or date and time, for example 2026-12-24T18:00"
     )
 
 
 def allocation_end(environment: Mapping[str, str]) -> float | None:
-    """When the scheduler ends this job, in Unix seconds, if its environment tells: that of newer
-    versions of Slurm does (SLURM_JOB_END_TIME; 22.05 does not set it). One that is over is that of
-    before the allocation was prolonged, and tells nothing."""
+    """The end of this job's allocation in Unix seconds, if the environment has it: newer versions
+    of Slurm set SLURM_JOB_END_TIME (22.05 does not). A time in the past is None: the allocation was
+    extended since it was set."""
     seconds = _end_named(environment)
     return seconds if seconds is not None and seconds > time.time() else None
 
 
 def why_no_end(environment: Mapping[str, str]) -> str:
-    """Why `allocation_end` is None, in words."""
+    """The reason why `allocation_end` is None."""
     if END_VARIABLE not in environment:
         return f"{END_VARIABLE} is not set"
-    said = f"{END_VARIABLE} is {environment[END_VARIABLE]!r}"
+    value = f"{END_VARIABLE} is {environment[END_VARIABLE]!r}"
     if _end_named(environment) is None:
-        return f"{said}, which is no Unix time in seconds"
-    return f"{said}, which is over already"
+        return f"{value}, which is not a Unix time in seconds"
+    return f"{value}, which is in the past"
 
 
 def _end_named(environment: Mapping[str, str]) -> float | None:

@@ -1,17 +1,17 @@
-"""Signals: the word of a launcher or a scheduler that this process is to end, kept for a boundary.
+"""Signals: a launcher's or scheduler's request to end this process, kept until a boundary.
 
-A signal that is heard here does not end the process: it is remembered in `came`, and what was there
-to handle it is called, too. The process ends at once, as it would have without us, when
+A signal handled here does not end the process. It is recorded in `received`, and the previous
+handler is called, too. The process ends at once, as it would without Tierckpt, if
 
-- it has not passed a boundary yet, so there is nothing to save, and the script has no handler of
-  its own, which may want it to go on;
-- the same signal comes again, later than REPEATED_SECONDS after the first;
-- SIGTERM came, and no boundary is passed for `patience_seconds`: it hangs in a collective whose
-  other side is gone. A handler in Python would never be run then, so a thread sees to that, which
-  the interpreter's own C handler wakes through a pipe (`signal.set_wakeup_fd`). A launcher that
-  ends the survivors of a failure does not wait for its grace period to pass. Other signals are no
-  launcher's, and leave time for what is between two boundaries (an evaluation). Once the ranks
-  have agreed to end, there is time, too.
+- it has passed no boundary yet, so there is nothing to save, and the script has no handler of its
+  own, which may want the process to continue;
+- the same signal arrives again, later than REPEATED_SECONDS after the first;
+- SIGTERM arrived, and no boundary is passed for `patience_seconds`: the process hangs in a
+  collective with a dead peer. A Python handler would never run then, so a thread checks this. The
+  interpreter's own C handler wakes it through a pipe (`signal.set_wakeup_fd`). A launcher that ends
+  the survivors of a failure does not wait for its grace period. Other signals do not come from a
+  launcher, and leave time for work between two boundaries (an evaluation). There is also time once
+  the ranks have agreed to end.
 """
 
 from __future__ import annotations
@@ -35,128 +35,130 @@ from . import dataloader_workers
 logger = logging.getLogger("tierckpt")
 
 REPEATED_SECONDS = 5.0
-"""The same signal within so long is the same request: a scheduler may signal every process of a
-job, and a launcher among them hands on what it got."""
+"""The same signal within this time is the same request: a scheduler may signal every process of a
+job, and a launcher among them forwards the signal."""
 STARTING_SECONDS = 1.0
-"""The same before the first boundary."""
+"""The patience before the first boundary."""
 END = b"\0"
-"""What the thread reads when it is to end; there is no such signal."""
+"""The byte that ends the thread; no signal has this number."""
 _watching: weakref.WeakSet[Signals] = weakref.WeakSet()
-"""Those with a pipe, of which the interpreter's C handler writes to one."""
+"""The objects with a pipe; the interpreter's C handler writes to one of the pipes."""
 
 
 class Signals:
-    """See the module's text. Made, told and closed on the main thread; elsewhere it hears nothing.
+    """The handlers of one process, as the module describes. Created, used and closed on the main
+    thread; on another thread it handles no signals.
 
-    `close()` puts everything back.
+    `close()` restores the previous handlers.
     """
 
     def __init__(self, wanted: Iterable[signal.Signals], patience_seconds: float = 10.0) -> None:
-        """`patience_seconds`: so long, or twice the longest iteration if that is more, a process
-        that SIGTERM came to may be without a boundary."""
-        self.came: signal.Signals | None = None
-        """The first one that came."""
-        self.left_alone: dict[signal.Signals, str] = {}
-        """What is not heard, and why."""
+        """`patience_seconds`: a process that received SIGTERM may be without a boundary for this
+        time, or for twice its longest iteration if that is more."""
+        self.received: signal.Signals | None = None
+        """The first signal that arrived."""
+        self.unhandled: dict[signal.Signals, str] = {}
+        """Signals that are not handled, with the reasons."""
         self._previous: dict[signal.Signals, Any] = {}
         self._first_seconds: dict[signal.Signals, float] = {}
         self._patience_seconds = patience_seconds
         self._pid = os.getpid()
         self._boundary_seconds = 0.0
-        """When the last boundary was passed; 0 before the first."""
+        """The time of the last boundary; 0 before the first."""
         self._longest_seconds = 0.0
-        self._calm = self._over = False
+        self._disarmed = self._over = False
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
         wanted = tuple(wanted)
         if threading.current_thread() is not threading.main_thread():
-            self.left_alone = dict.fromkeys(wanted, "only the main thread can ask for signals")
+            self.unhandled = dict.fromkeys(wanted, "only the main thread can handle signals")
             return
         for number in wanted:
             self._install(number)
         if self._previous:
             self._start_watching()
-        mine = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _let_go_in_child(mine()))
-        util.register_after_fork(self, _shield_worker)  # comes after the above
+        weak = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _release_in_child(weak()))
+        util.register_after_fork(self, _shield_worker)  # runs after the previous one
 
     @property
-    def came_seconds(self) -> float | None:
-        """When the first one came, by `time.monotonic()`; None while none has."""
-        return None if self.came is None else self._first_seconds[self.came]
+    def received_seconds(self) -> float | None:
+        """The time of the first signal by `time.monotonic()`; None if none arrived."""
+        return None if self.received is None else self._first_seconds[self.received]
 
-    # --- what the training tells ---------------------------------------------------------------
+    # --- calls from the training ---------------------------------------------------------------
 
     def passed_boundary(self) -> None:
-        """An iteration has ended."""
+        """Record that an iteration has ended."""
         now = time.monotonic()
         if self._boundary_seconds:
             passed = now - self._boundary_seconds
             self._longest_seconds = max(self._longest_seconds, passed)
         self._boundary_seconds = now
 
-    def be_calm(self) -> None:
-        """The end has begun: no further boundary is expected."""
-        self._calm = True
+    def disarm(self) -> None:
+        """Stop the deadline: the end has begun, and no further boundary is expected."""
+        self._disarmed = True
 
     def close(self) -> None:
-        """Put back what was there before.
+        """Restore the previous handlers.
 
-        But where a signal came, the process is about to end: until it does, the same request sent
-        once more must not turn a clean end into a death by signal. See `_outlast_python`, too.
+        If a signal arrived, the handlers stay: the process is about to end, and the same request
+        sent again must not turn a clean end into a death by signal. See also `_ignore_after_exit`.
         """
-        self.be_calm()
+        self.disarm()
         if self._pipe is not None:
             self._stop_watching(*self._pipe)
             self._pipe = None
         self._over = True
-        if self.came is None:
+        if self.received is None:
             self._restore_handlers()
 
-    def hand_on(self) -> None:
-        """Have the signal that came, if one did, do what it would have done without us. A handler
-        of the script's was called when it came, and is not called again."""
-        if self.came is None or self._over:
+    def redeliver(self) -> None:
+        """Let a received signal do what it would have done without Tierckpt. A handler of the
+        script was called when the signal arrived, and is not called again."""
+        if self.received is None or self._over:
             return
-        previous = _behind_the_ended(self._previous[self.came], self.came)
+        previous = _live_handler(self._previous[self.received], self.received)
         if previous is signal.default_int_handler or not callable(previous):
-            signal.signal(self.came, previous)
-            os.kill(os.getpid(), self.came)
+            signal.signal(self.received, previous)
+            os.kill(os.getpid(), self.received)
 
     # --- handlers ------------------------------------------------------------------------------
 
     def _install(self, number: signal.Signals) -> None:
         found = signal.getsignal(number)
         if found is signal.SIG_IGN:
-            self.left_alone[number] = "this process was told to ignore it"
+            self.unhandled[number] = "this process ignores it"
         elif found is None or (found is signal.SIG_DFL and _caught(number)):
-            self.left_alone[number] = "a handler that is not Python's is there (faulthandler's?)"
+            self.unhandled[number] = "a handler outside Python is installed (faulthandler's?)"
         else:
-            self._previous[number] = _behind_the_ended(found, number)
+            self._previous[number] = _live_handler(found, number)
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Main thread, between two instructions of anything: it only remembers."""
+        """Record the signal. Runs on the main thread, between any two instructions."""
         which = signal.Signals(number)
         now = time.monotonic()
         first = self._first_seconds.setdefault(which, now)
-        previous = _behind_the_ended(self._previous[which], number)
+        previous = _live_handler(self._previous[which], number)
         handled = callable(previous) and previous is not signal.default_int_handler
-        starting = not self._boundary_seconds and not self._calm and not handled
+        starting = not self._boundary_seconds and not self._disarmed and not handled
         if starting or now - first > REPEATED_SECONDS or os.getpid() != self._pid:
             signal.signal(which, previous)
             os.kill(os.getpid(), which)
             return
-        self.came = self.came or which
+        self.received = self.received or which
         if handled:
             previous(number, frame)
 
     def _restore_handlers(self) -> None:
         for number, previous in self._previous.items():
-            # Somebody who chained to us stays where they are.
+            # A handler that was chained to this one stays in place.
             if signal.getsignal(number) == self._on_signal:
-                with contextlib.suppress(ValueError):  # closed on another thread than made
-                    signal.signal(number, _behind_the_ended(previous, number))
+                # closed on another thread than the one that made it
+                with contextlib.suppress(ValueError):
+                    signal.signal(number, _live_handler(previous, number))
 
     # --- the thread ----------------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ class Signals:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         others = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if others != -1:  # an event loop's, perhaps; it needs it more
+        if others != -1:  # perhaps an event loop's, which needs it more
             signal.set_wakeup_fd(others)
         self._thread = threading.Thread(
             target=self._watch, args=(self._pipe[0],), name="tierckpt-signals", daemon=True
@@ -187,15 +189,15 @@ class Signals:
             self._thread.join()
         os.close(read_fd)
         if ours:
-            # Only the main thread may say otherwise, so signals are written to this number still,
-            # and whoever got it next would have them in a file.
+            # Only the main thread can change the wakeup descriptor, so signals are still written to
+            # this number; the next file with this number would receive them.
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), write_fd)
         else:
             os.close(write_fd)
 
     def _watch(self, read_fd: int) -> None:
-        """Sleep until SIGTERM comes; then see to it that the process gets to a boundary."""
+        """Sleep until SIGTERM arrives; then end the process if it passes no boundary in time."""
         since = 0.0
         while True:
             wait = max(self._deadline(since) - time.monotonic(), 0.05) if since else None
@@ -205,16 +207,16 @@ class Signals:
                     return
                 if signal.SIGTERM in numbers and signal.SIGTERM in self._previous and not since:
                     since = time.monotonic()
-            if since and not self._calm and time.monotonic() > self._deadline(since):
-                # Unless the script has a handler of its own by now, which does not call ours.
-                if self.came is None and _owner(signal.getsignal(signal.SIGTERM)) is None:
+            if since and not self._disarmed and time.monotonic() > self._deadline(since):
+                # Except if the script has since installed a handler that does not call this one.
+                if self.received is None and _owner(signal.getsignal(signal.SIGTERM)) is None:
                     since = 0.0
                     continue
                 self._end(signal.SIGTERM)
 
     def _deadline(self, since: float) -> float:
         if not self._boundary_seconds:
-            # The script's own handler was called, so it doesn't hang: it may be long in starting.
+            # The script's own handler ran, so it does not hang; its start may take long.
             handled = signal.SIGTERM in self._first_seconds
             return (time.monotonic() if handled else since) + STARTING_SECONDS
         patience = max(self._patience_seconds, 2 * self._longest_seconds)
@@ -222,40 +224,40 @@ class Signals:
 
     def _end(self, number: signal.Signals) -> None:
         logger.error(
-            "%s came, and no boundary is being passed: this process ends without a last "
-            "checkpoint; what is in memory and on disk stays",
+            "%s came, and no boundary is passed: this process ends without a last checkpoint; "
+            "versions in memory and on disk stay",
             number.name,
         )
-        # Handlers can only be put back by the main thread, which does not come.
+        # Only the main thread can restore handlers, and it hangs.
         os._exit(128 + number)
 
 
 def _owner(handler: Any) -> Signals | None:
-    """Whose handler it is, of ours."""
+    """The object that a handler belongs to, if it is one of ours."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, Signals) else None
 
 
-def _behind_the_ended(handler: Any, number: int) -> Any:
-    """Itself; or what was there before, where it is one of ours that is closed."""
+def _live_handler(handler: Any, number: int) -> Any:
+    """The handler itself; for one of a closed object, the handler before it."""
     while (owner := _owner(handler)) is not None and owner._over:
         handler = owner._previous[signal.Signals(number)]
     return handler
 
 
 @atexit.register
-def _outlast_python() -> None:
-    """Python is about to end, and to take its handlers away: where those of ours are still there as
-    a signal came (see `Signals.close`), it is ignored from here on, by the system itself."""
+def _ignore_after_exit() -> None:
+    """At exit, Python removes its handlers. Ignore the signals of handlers kept by `Signals.close`
+    from here on, in the kernel."""
     for number in signal.valid_signals():
         owner = _owner(signal.getsignal(number))
-        if owner is not None and owner.came is not None and owner._pid == os.getpid():
+        if owner is not None and owner.received is not None and owner._pid == os.getpid():
             with contextlib.suppress(ValueError):  # not on the main thread
                 signal.signal(number, signal.SIG_IGN)
 
 
 def _caught(number: signal.Signals) -> bool:
-    """True when the process has a handler for it, whoever installed it."""
+    """True if the process has a handler for it, installed by any code."""
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
         for line in file:
             if line.startswith("SigCgt:"):
@@ -263,8 +265,8 @@ def _caught(number: signal.Signals) -> bool:
     return False
 
 
-def _let_go_in_child(signals: Signals | None) -> None:
-    """A forked child ends when told to, and must not write to our pipe."""
+def _release_in_child(signals: Signals | None) -> None:
+    """In a forked child: restore the handlers, and do not write to the parent's pipe."""
     if signals is not None and signals._pipe is not None:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
@@ -275,6 +277,6 @@ def _let_go_in_child(signals: Signals | None) -> None:
 
 
 def _shield_worker(signals: Signals) -> None:
-    """The child is multiprocessing's, perhaps a DataLoader's worker; see `dataloader_workers`."""
-    if signals.came is not None or not signals._over:
+    """In a child of multiprocessing, perhaps a DataLoader's worker; see `dataloader_workers`."""
+    if signals.received is not None or not signals._over:
         dataloader_workers.shield(signals._previous, signals._pid)

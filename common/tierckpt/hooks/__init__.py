@@ -1,1 +1,1 @@
-"""Hooks: where steps and backward passes begin and end."""
+"""Hooks: they notice the start and end of steps and iterations."""

@@ -1,10 +1,10 @@
-"""Closures: a step whose first act is to call its closure need not wait for copies before that.
+"""Closures: a step that calls its closure first needs no barrier before that call.
 
-Where forward and backward pass are the closure of `optimizer.step(closure)`, the step begins before
-them, and a barrier at its beginning would have nothing to overlap with. All optimizers of torch's
-own call the closure before they change anything, so the barrier of such a step comes after the
-first call. Of any other step it comes before all else: a step that is not known here may change
-weights first (SAM does), and so may hooks of others.
+If the forward and backward pass are the closure of `optimizer.step(closure)`, the step starts
+before them, and a barrier at its start would overlap with nothing. All optimizers of torch call the
+closure before they change anything, so the barrier of such a step comes after the first call. For
+any other step the barrier comes before everything else: an unknown step may change weights first
+(SAM does), and so may other hooks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a step is called with, the optimizer itself first."""
+"""The arguments of a step, the optimizer itself first."""
 
 CALL_IT_FIRST = frozenset(
     f"torch.optim.{module}.{name}.step"
@@ -29,14 +29,14 @@ CALL_IT_FIRST = frozenset(
         *(("rprop", "Rprop"), ("sgd", "SGD"), ("sparse_adam", "SparseAdam")),
     )
 )
-"""Steps that were read, and are tried by a test. AdamW's is Adam's since torch 2.7; an older one of
-its own, like any step that is not here, has the barrier before it."""
+"""Steps whose source was read; a test checks them, too. AdamW uses Adam's step since torch 2.7; an
+older AdamW, like any step that is not listed, has the barrier before it."""
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure that a step is called with, if any."""
+    """The closure argument of a step, or None."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
@@ -47,14 +47,14 @@ def after_first_call(
     kwargs: dict[str, Any],
     then: Callable[[], None],
 ) -> Arguments | None:
-    """Other arguments for `step`, by which `then` is called once, when the closure has returned for
-    the first time. None where something may change before that, or there is no closure: then
-    nothing was arranged."""
+    """Other arguments for `step`: with them `then` is called once, after the closure has returned
+    for the first time. None, and no effect, if there is no closure or if something may change
+    before the closure is called."""
     closure = closure_of(args, kwargs)
     if not callable(closure) or not _calls_it_first(step) or others_come_first(optimizer):
         return None
     if step.__qualname__ == "LBFGS.step" and not optimizer.state:
-        return None  # it makes an entry there before the call
+        return None  # the first step makes an entry there before the call
     ours = _in_place_of(closure, then)
     if len(args) > 1:
         return (args[0], ours, *args[2:]), kwargs
@@ -62,7 +62,8 @@ def after_first_call(
 
 
 def _in_place_of(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """For one step. Where that is compiled, the closure still is, and `then` is not."""
+    """A replacement of the closure for one step. In a compiled step the closure is still compiled,
+    and `then` is not."""
     left = [torch.compiler.disable(then)]
 
     def first_call() -> Any:
@@ -76,7 +77,7 @@ def _in_place_of(closure: Callable[[], Any], then: Callable[[], None]) -> Callab
 
 
 def others_come_first(optimizer: Any) -> bool:
-    """Whether pre-hooks that are not ours may change weights before a step does."""
+    """Whether pre-hooks of other code may change weights before a step does."""
     hooks = [
         *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
         *_global_optimizer_pre_hooks.values(),
@@ -86,7 +87,7 @@ def others_come_first(optimizer: Any) -> bool:
 
 @functools.lru_cache(256)
 def _calls_it_first(step: Callable[..., Any]) -> bool:
-    """Whether it is one of torch's own, with nothing but torch's own around it."""
+    """Whether it is a step of torch, wrapped by nothing but torch."""
     if f"{step.__module__}.{step.__qualname__}" not in CALL_IT_FIRST:
         return False
     while True:

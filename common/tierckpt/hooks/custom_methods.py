@@ -1,8 +1,9 @@
-"""Own methods: what an optimizer's class has beside torch's, and may change weights outside a step.
+"""Custom methods: those of an optimizer's class beside torch's, which may change weights outside a
+step.
 
-SAM climbs in `first_step()`, ScheduleFree swaps weights in `train()` and `eval()`; torch calls no
-hook before these, so what is being copied would be torn. Each of them therefore waits for copies,
-as a step does; and so does the step of one for which torch calls no hooks.
+SAM climbs in `first_step()`, ScheduleFree swaps weights in `train()` and `eval()`. torch calls no
+hook before these, so the snapshot would be torn. Each of them therefore waits for copies, as a step
+does; and so does the step of an optimizer for which torch calls no hooks.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import torch
 
 from .step_hook import never_compiled
 
-# Horovod's wait for reductions, under which copying goes on; its step has torch's hooks.
+# Horovod's methods wait for reductions, and copying goes on meanwhile; its step has torch's hooks.
 NOT_THEIRS = ("torch.", "horovod.", "tierckpt", "abc", "builtins", "typing")
 
 
 class CustomMethods:
-    """Owns what it puts in their place: `close` takes it away. Training thread."""
+    """Owns the replaced methods: `close` restores them. Training thread."""
 
     def __init__(
         self, optimizers: Iterable[Any], hollow: Iterable[Any], barrier: Callable[[], None]
     ) -> None:
-        """`barrier`, a method whose object is not kept alive, returns when weights may change. Of
-        the `hollow` ones the steps wait, too."""
+        """`barrier`, a method whose object is not kept alive, returns when weights may change. The
+        steps of the `hollow` optimizers wait, too."""
         weak, process = weakref.WeakMethod(barrier), os.getpid()
 
         @never_compiled("Tierckpt waits here for copies")
@@ -48,7 +49,7 @@ class CustomMethods:
                     self._put.append((weakref.ref(each), name, waiting))
 
     def close(self) -> None:
-        """The inverse, where nobody put something else in its place since."""
+        """Restore the methods, except those that other code has replaced since."""
         for weak, name, waiting in self._put:
             each = weak()
             if each is None or vars(each).get(name) is not waiting:
@@ -61,7 +62,7 @@ class CustomMethods:
 
 
 class Waiting:
-    """A method of one object that waits before it begins. In a copy of that object it is the plain
+    """A method of one object that waits before it runs. In a copy of the object it is the plain
     method."""
 
     def __init__(
@@ -71,8 +72,8 @@ class Waiting:
         wait: Callable[[], None],
         before: Callable[..., Any] | None,
     ) -> None:
-        """`before`: what the object had in the place of its class's `function`, as a scheduler puts
-        there."""
+        """`before`: an earlier replacement of the class's `function` on this object, such as a
+        scheduler's."""
         self.before = before
         self._owner = weakref.ref(owner)
         if before is not None:
@@ -87,24 +88,25 @@ class Waiting:
             return plain(owner, *args, **kwargs)
 
         self.__func__ = waits
-        """As a bound method has it: schedulers ask for that."""
+        """The attribute of a bound method that schedulers read."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the method."""
+        """Call the method."""
         return self.__func__(self._owner(), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """See `copy.deepcopy`: the copy is in `memo` before its attributes are copied."""
+        """Copy for `copy.deepcopy`: the owner's copy is in `memo` before its attributes are
+        copied."""
         owner = self._owner()
         return types.MethodType(self._function, memo.get(id(owner), owner))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle."""
+        """Reduce for pickle."""
         return getattr, (self._owner(), self.__name__)
 
 
 def _of_nobody(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With an owner in front, that is not handed on."""
+    """The function with an additional first argument that is ignored."""
 
     def called(_owner: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -113,7 +115,7 @@ def _of_nobody(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own(kind: type, with_step: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public methods that torch.optim.Optimizer does not have, as the class sees them."""
+    """Public methods that torch.optim.Optimizer does not have, as the class defines them."""
     base = vars(torch.optim.Optimizer)
     found: dict[str, Callable[..., Any]] = {}
     for each in kind.__mro__:

@@ -1,7 +1,7 @@
-"""Hooks: what a checkpointer puts on the model and on optimizers, put up and taken down together.
+"""Hooks of one checkpointer on its model and on optimizers, installed and removed together.
 
-Before any step of any optimizer it is asked whose that is: one that was given (`iterations`), one
-that was not and changes the state (`unregistered`), or none of our business.
+Before any step of any optimizer of the process, one of three cases is found: a given optimizer
+(`iterations`), another one that changes the state (`unregistered_optimizers`), or an unrelated one.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """Owns them: `close` removes them. Training thread."""
+    """Owns the hooks: `close` removes them. Training thread."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         state: TrainingState,
         iterations: Iterations,
-        before_stranger: Callable[[], None],
+        before_unregistered: Callable[[], None],
         before_change: Callable[[], None],
         say: Callable[[str, int], None],
         trace: Trace | None,
         line: str,
     ) -> None:
-        """`before_stranger` returns when an optimizer that was not given may change the state, and
-        `before_change`, a method, when something else than a step may; `say` takes text and
-        severity, each thing once. `line`: see `unsaved_objects`."""
+        """`before_unregistered` returns when an optimizer that was not given may change the state,
+        and `before_change`, a method, when other code than a step may. `say` takes text and
+        severity, each text once. `line`: as in `unsaved_objects`."""
         self._iterations = iterations
-        self._unregistered = UnregisteredOptimizers(state, before_stranger, say)
+        self._unregistered = UnregisteredOptimizers(state, before_unregistered, say)
         self._counters = Counters(state, say)
         self.unsaved = Unsaved(state, self._unregistered.found, line, say)
         given, steppers = state.given.values(), state.steppers
@@ -55,7 +55,7 @@ class Hooks:
             within = [inner for each in given for _, inner in inside(each)]
             undo.callback(CustomMethods([*given, *within], state.hollow, before_change).close)
             undo.callback(GlobalStepHook(self._before_any_step).close)
-            if trace is not None:  # behind the stepwatch: what is waited for there is no update
+            if trace is not None:  # after the step hook: waiting there is not part of an update
                 for hook in trace.watch({n: each[0] for n, each in steppers.items() if each}):
                     undo.callback(hook.remove)
             self._undo = undo.pop_all()
@@ -66,14 +66,14 @@ class Hooks:
         return self._unregistered.found()
 
     def called(self) -> None:
-        """The loop called `step()`, of the checkpointer: the iteration is over."""
+        """The loop called the checkpointer's `step()`: the iteration is over."""
         stepped = self._iterations.stepped
-        self._unregistered.unstepped.boundary(stepped)
+        self._unregistered.idle.boundary(stepped)
         if stepped:
             self._counters.boundary()
 
     def close(self) -> None:
-        """Be called no more; may be called again."""
+        """Remove the hooks. May be called again."""
         self._undo.close()
 
     def _before_any_step(

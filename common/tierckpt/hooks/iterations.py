@@ -1,10 +1,10 @@
-"""Iterations: where one ends and the next begins, by hooks on the optimizers and the model.
+"""Iterations: the boundaries between them, found by hooks on the optimizers and the model.
 
-With `boundary="explicit"` a call of `step()` is the boundary. With `boundary="forward"` it is the
-first forward pass in training mode after an optimizer step; with optimizers that take a closure,
-the next step. The mode is that of the settings, for the whole run.
+With `boundary="explicit"` a call of `step()` is the boundary. With `boundary="forward"` the
+boundary is the first forward pass in training mode after an optimizer step; for optimizers with a
+closure, it is the next step. The settings decide the mode for the whole run.
 
-`restore()` returns calls of `step()` in the one mode, optimizer steps in the other. A version
+`restore()` returns calls of `step()` in the first mode, optimizer steps in the second. A version
 records which of the two its number counts.
 """
 
@@ -25,62 +25,62 @@ from .closures import Arguments, after_first_call, closure_of
 from .step_hook import never_compiled
 
 STEPS_UNTIL_CALL = 16
-"""Optimizer steps without any call of `step()` after which an error is reported. (A loop may well
-make several optimizer steps in one iteration.)"""
+"""Optimizer steps without any call of `step()` after which an error is reported. (A loop may make
+several optimizer steps in one iteration.)"""
 
 STEPS_UNTIL_FORWARD = 32
 """Optimizer steps without a forward pass of the module after which an error is reported."""
 
 STEPLESS_CALLS = 1000
-"""Calls of `step()` in a row without a step of an optimizer: the loop steps another one. Nobody
+"""Calls of `step()` in a row without an optimizer step: the loop steps another optimizer. No loop
 accumulates gradients for that long."""
 
 NO_STEPS = (
-    f"step() was called {STEPLESS_CALLS} times, and the optimizer given to the checkpointer made "
-    "no step in all of them: no checkpoint is taken. Give it the optimizer whose step() the loop "
-    "calls (what a library's prepare() or DistributedOptimizer() returned, not what went in). A "
-    "step that is replayed from a CUDA graph cannot be seen either"
+    f"no checkpoint is taken: step() was called {STEPLESS_CALLS} times, and the optimizer given to "
+    "the checkpointer made no step. Give the optimizer whose step() the loop calls (the result of "
+    "a library's prepare() or DistributedOptimizer(), not its argument). A step replayed from a "
+    "CUDA graph cannot be seen either"
 )
 NO_CALLS = (
-    f"the optimizer made {STEPS_UNTIL_CALL} steps, and step() of the checkpointer was not called: "
-    "no checkpoint is taken until it is. Call checkpointer.step() once an iteration, after "
-    'optimizer.step(); where the loop cannot be changed, set boundary="forward", and the next '
+    f"no checkpoint is taken: the optimizer made {STEPS_UNTIL_CALL} steps, and step() of the "
+    "checkpointer was not called. Call checkpointer.step() once per iteration, after "
+    'optimizer.step(). If you cannot change the loop, set boundary="forward": then the next '
     "forward pass in training mode after an optimizer step is the boundary. A loop that makes more "
-    f"than {STEPS_UNTIL_CALL} steps in one iteration need do nothing"
+    f"than {STEPS_UNTIL_CALL} steps in one iteration needs no change"
 )
 FIRST_CALL = (
     "step() of the checkpointer was called for the first time, after {steps} optimizer steps: "
     "checkpoints are taken from here on"
 )
 NO_EFFECT = (
-    'step() of the checkpointer does nothing with boundary="forward", but that it takes `metric`: '
-    "the next forward pass in training mode after an optimizer step is the boundary. Remove the "
-    'call; or give the argument boundary="explicit", and calls of step() are the boundaries'
+    'step() of the checkpointer does nothing but take `metric` if boundary="forward": the '
+    "boundary is the next forward pass in training mode after an optimizer step. Remove the "
+    'call; or set boundary="explicit", and calls of step() are the boundaries'
 )
 NO_FORWARD = (
-    f"the optimizer made {STEPS_UNTIL_FORWARD} steps, and the module given to the checkpointer was "
-    "not called in training mode in all of them: no boundary is seen, and no checkpoint is taken. "
-    "Give it the module that the loop calls, not one that only holds it; or give the argument "
-    'boundary="explicit", and call checkpointer.step() once an iteration'
+    f"no checkpoint is taken: the optimizer made {STEPS_UNTIL_FORWARD} steps, and the module given "
+    "to the checkpointer was not called in training mode. Give the module that the loop calls, not "
+    "one that contains it; or give the argument "
+    'boundary="explicit", and call checkpointer.step() once per iteration'
 )
 IN_THE_GRAPH = (
-    'Tierckpt takes forward passes of this module for the boundary (boundary="forward"). For one '
-    "graph call the checkpointer's step() once an iteration and give the argument "
-    'boundary="explicit", or give the checkpointer what torch.compile() returned'
+    'Tierckpt uses forward passes of this module as the boundary (boundary="forward"). For one '
+    "graph call the checkpointer's step() once per iteration and give the argument "
+    'boundary="explicit", or give the checkpointer the result of torch.compile()'
 )
 COUNTED_CALLS = (
-    "restore() returns {number}, the calls of step() up to v{version}, which was taken with "
-    'boundary="explicit". This run has boundary="forward": its versions count optimizer steps, and '
-    'go on from {version}. To go on counting calls, give the argument boundary="explicit" and call '
-    "step() once an iteration. To go on with steps, make sure that the loop may begin at {number}; "
+    'restore() returns {number}: v{version} was taken with boundary="explicit", and this is its '
+    'number of calls of step(). This run has boundary="forward": its versions count optimizer '
+    'steps, and continue from {version}. To keep counting calls, set boundary="explicit" and call '
+    "step() once per iteration. To count steps, make sure that the loop may start at {number}; "
     "later restarts return optimizer steps"
 )
 COUNTED_STEPS = (
-    "restore() returns {number}, the optimizer steps up to v{version}, which was taken with "
-    'boundary="forward", maybe in the middle of an iteration. This run has boundary="explicit": '
-    "its versions count calls of step(), and go on from {number}. To go on counting steps, set "
-    'boundary="forward". To go on with calls, make sure that the loop may begin at {number}: '
-    "where it makes several optimizer steps in one iteration, that is none of its iterations"
+    'restore() returns {number}: v{version} was taken with boundary="forward", and this is its '
+    "number of optimizer steps, maybe in the middle of an iteration. This run has "
+    'boundary="explicit": its versions count calls of step(), and continue from {number}. To keep '
+    'counting steps, set boundary="forward". To count calls, make sure that the loop may start at '
+    "{number}: if it makes several optimizer steps in one iteration, that is not an iteration"
 )
 
 Say = Callable[[str, int], None]
@@ -104,51 +104,51 @@ class Iterations:
         ),
         no_calls: str = NO_CALLS,
     ) -> None:
-        """Callbacks, all of them called on the training thread.
+        """Store the callbacks; all of them are called on the training thread.
 
         Args:
             mode: `Config.boundary`.
-            boundary: a forward pass (or the step of a closure) began the next iteration.
-            before_step: the optimizer of this label is about to change something. (Where the
-                backward pass is the closure of its step, that has been called once: `closures`.)
-            made_step: its step ended; returns False when that was none of the training's.
-            keep_streams: a step was made whose boundary is a forward pass: the next batch is drawn
-                before that.
-            say: reports what is odd about the loop, each thing once.
+            boundary: a forward pass (or the step of a closure) started the next iteration.
+            before_step: the optimizer of this label is about to change something. (If the backward
+                pass is the closure of its step, the closure was called once before: `closures`.)
+            made_step: its step ended; returns False if the step was not part of the training.
+            keep_streams: a step was made and the next forward pass is its boundary: the next batch
+                is drawn before that.
+            say: reports problems of the loop, each text once.
             step_of: the function that changes an optimizer's parameters.
             no_calls: the error after STEPS_UNTIL_CALL steps without a call of `step()`.
         """
         self.explicit = mode == "explicit"
-        """Boundaries are calls of `step()`."""
+        """True if boundaries are calls of `step()`."""
         self.counts = "calls" if self.explicit else "steps"
-        """What the number of a version counts; see `VersionFacts.iteration_counts`."""
+        """The unit of version numbers; see `VersionFacts.iteration_counts`."""
         self.stepping: set[str] = set()
-        """Optimizers whose step has begun."""
+        """Labels of optimizers in the middle of a step."""
         self._boundary, self._before_step = boundary, before_step
         self._made_step, self._keep_streams = made_step, keep_streams
         self._say, self._step_of, self._no_calls = say, step_of, no_calls
         self._since: dict[str, int] = {}
         """Steps of each optimizer since the last boundary."""
         self._called = False
-        """`step()` was, in this run."""
+        """True after the first call of `step()` in this run."""
         self._uncalled: Counter[str] = Counter()
-        """Steps of each optimizer before that."""
+        """Steps of each optimizer before that call."""
         self._stepless = 0
-        """Calls of `step()` since an optimizer made one."""
+        """Calls of `step()` since the last optimizer step."""
         self._said: set[str] = set()
         self._labels: dict[int, str] = {}
-        """Of the optimizers, by `id()`."""
+        """Labels of the optimizers, by `id()`."""
         self._hooks: list[Any] = []
         self._process = os.getpid()
 
     def watch(
         self, model: torch.nn.Module, steppers: Mapping[str, Iterable[torch.optim.Optimizer]]
     ) -> None:
-        """Register the hooks; beside them `begins` is to be called before all steps.
+        """Register the hooks. In addition the caller must call `begins` before all steps.
 
-        `steppers` has for each label the optimizers whose steps are its; one of them may step
-        within another's step. The model gets a hook only where forward passes are boundaries: a
-        module with a hook is another one to `torch.compile` and `torch.jit.script`.
+        `steppers` has for each label the optimizers whose steps count for it; one of them may step
+        within another's step. The model gets a hook only if forward passes are boundaries:
+        `torch.compile` and `torch.jit.script` treat a module with a hook differently.
         """
         for label, optimizers in steppers.items():
             for optimizer in optimizers:
@@ -158,7 +158,7 @@ class Iterations:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
 
     def unwatch(self) -> None:
-        """The inverse of `watch`."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -171,21 +171,21 @@ class Iterations:
 
     @property
     def stepped(self) -> list[str]:
-        """Labels of those that made steps since the last boundary."""
+        """Labels of the optimizers that stepped since the last boundary."""
         return [label for label, steps in self._since.items() if steps]
 
     def pass_boundary(self) -> int:
-        """Begin to count at 0 again; returns the steps that were made."""
+        """Start counting at 0 again; returns the steps made."""
         steps = self.steps
         self._since.clear()
         return steps
 
     def count_one(self) -> None:
-        """Count as a step what changed the state without an optimizer."""
+        """Count a change of the state without an optimizer as a step."""
         self._since[""] = self._since.get("", 0) + 1
 
     def called(self) -> bool:
-        """`step()` was called; returns whether that ends an iteration."""
+        """The loop called `step()`; returns whether that ends an iteration."""
         if not self.explicit:
             self._say_once(NO_EFFECT, logging.ERROR)
             return False
@@ -199,24 +199,25 @@ class Iterations:
         return True
 
     def go_on_from(self, restored: Restored) -> None:
-        """The state is that of a version. Warns where its number counts what this run does not."""
+        """The state of a version was loaded. Warns if its number has another unit than this
+        run's."""
         self.pass_boundary()
-        self.stepping.clear()  # of one that an exception ended, which the restore has undone
+        self.stepping.clear()  # a step that an exception ended is undone by the restore
         if restored.iteration_counts != self.counts:
             text = COUNTED_STEPS if self.explicit else COUNTED_CALLS
             text = text.format(number=int(restored), version=restored.version)
             self._say_once(text, logging.WARNING)
 
     def watches(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is one of these."""
+        """Whether this optimizer is watched."""
         return id(optimizer) in self._labels
 
     def begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """A step of one of these begins; returns what it is to be called with instead, if anything.
+        """A step of a watched optimizer begins; returns other arguments for it, or None.
 
-        To be called before every other hook: one of the user's may change what is being copied.
+        Must be called before every other hook: a user's hook may change state that is being copied.
         """
         label = self._labels[id(optimizer)]
         closure = closure_of(args, kwargs)
@@ -230,7 +231,7 @@ class Iterations:
         return others
 
     def _counter(self, label: str) -> Callable[..., None]:
-        """Hook that runs after each step; a step inside another (Horovod's) fires it twice."""
+        """A hook that runs after each step; a step inside another (Horovod's) calls it twice."""
 
         def after_step(*_: Any) -> None:
             if label not in self.stepping:
@@ -256,9 +257,9 @@ class Iterations:
             self._pass_forward()
 
     def _pass_forward(self) -> None:
-        """A boundary that the loop does not call."""
+        """Pass a boundary that the loop does not call."""
         if os.getpid() == self._process:
-            # A forked child has the hooks as well, and neither the agent nor its threads.
+            # A forked child has the hooks as well, but not the agent connection or the threads.
             self._boundary()
 
     def _say_once(self, text: str, severity: int) -> None:
@@ -267,12 +268,13 @@ class Iterations:
             self._say(text, severity)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """`copy.deepcopy(model)` and `torch.save(model)` take the hooks along, and not us."""
+        """Keep the copies that `copy.deepcopy(model)` and `torch.save(model)` make of the hooks
+        inert."""
         return (Unattached, ())
 
 
 class Unattached:
-    """In a copy of a model, in the place of the original's hooks: every call does nothing."""
+    """Replaces the hooks in a copy of a model: every call does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -281,7 +283,7 @@ class Unattached:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """See Unattached."""
+    """Do nothing, for `Unattached`."""
 
 
 __all__ = ["Iterations", "Unattached"]

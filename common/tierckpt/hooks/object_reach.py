@@ -1,8 +1,9 @@
-"""Reach: what the objects lead to that are to be stored, as far as their own state may come from.
+"""Object reach: all objects that the given ones refer to, as far as their state may come from
+there.
 
-A scheduler inside a composed one, in a class of the user's own, or read by a function that somebody
-gave as `state_dict`, is stored by what leads to it. Libraries, optimizers and checkpointers lead
-to everything in a process, so nothing is followed through these.
+A scheduler inside another one, inside a user's class, or read by a function given as `state_dict`,
+is stored by the object that refers to it. Libraries, optimizers and checkpointers refer to
+everything in a process, so no reference is followed through these.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 import torch
 
 MOST_OBJECTS = 20_000
-"""So many are looked at, the nearest ones first: a loader leads to its data set."""
+"""Limit of objects searched, the nearest first: a loader refers to its dataset."""
 MOST_MEMBERS = 1_000
-"""A longer container is data."""
+"""A longer container is taken as data."""
 CHECKPOINTER = "tierckpt.checkpointer.checkpointer.Checkpointer"
 _ENDS = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType),
@@ -30,22 +31,24 @@ _ENDS = (
 
 
 def reached(given: Iterable[Any], wanted: Iterable[Any]) -> set[int]:
-    """`id()`s of those of `wanted` that any of `given` is, or leads to. Calls nothing of theirs."""
+    """`id()`s of the objects in `wanted` that one of `given` is or refers to. Calls none of their
+    methods."""
     looked_for = {id(each) for each in wanted}
     first = [*given]
     queue = deque(value for each in first for value in _stored_by(each))
-    known = {id(each): each for each in (*first, *queue)}
-    """Kept: another object may have the `id()` of one that is gone."""
-    while queue and len(known) < MOST_OBJECTS and not looked_for <= known.keys():
+    seen = {id(each): each for each in (*first, *queue)}
+    """Keeps the objects alive: a new object could get the `id()` of a deleted one."""
+    while queue and len(seen) < MOST_OBJECTS and not looked_for <= seen.keys():
         for each in _next(queue.popleft()):
-            if id(each) not in known:
-                known[id(each)] = each
+            if id(each) not in seen:
+                seen[id(each)] = each
                 queue.append(each)
-    return looked_for & known.keys()
+    return looked_for & seen.keys()
 
 
 def _stored_by(given: Any) -> Iterator[Any]:
-    """What its `state_dict()` may read, as far as that shows; else all that it leads to."""
+    """The objects that its `state_dict()` may read, as far as the code shows; else all
+    references."""
     if issubclass(type(given), _ENDS):
         return
     function = getattr(type(given), "state_dict", None)
@@ -58,15 +61,15 @@ def _stored_by(given: Any) -> Iterator[Any]:
 
 
 def attributes_read(kind: type, function: Any) -> set[str] | None:
-    """Names of the attributes of `self` that a method and those that it calls read; None: maybe all
-    of them, as it hands itself on."""
+    """Names of the attributes of `self` that a method and its callees read. None: possibly all, as
+    the method passes `self` on."""
     found: set[str] = set()
-    left, known = [function], list[Any]()
+    left, seen = [function], list[Any]()
     while left:
         function = left.pop()
-        if any(function is each for each in known):
+        if any(function is each for each in seen):
             continue
-        known.append(function)
+        seen.append(function)
         names = _attributes_in(function)
         if names is None or "__dict__" in names:
             return None
@@ -100,13 +103,13 @@ def _attributes_in(function: Any) -> set[str] | None:
 
 
 def vars_of(each: Any) -> dict[str, Any]:
-    """Its attributes; none where it has no dict."""
+    """The object's attributes; empty if it has no dict."""
     found = getattr(each, "__dict__", None)
     return found if isinstance(found, dict) else {}
 
 
 def _next(each: Any) -> Iterator[Any]:
-    kind = type(each)  # of a lazy proxy not what it stands for: it would be made
+    kind = type(each)  # not `__class__`: that of a lazy proxy would create the object
     if issubclass(kind, _ENDS) or _is_checkpointer(kind):
         return
     if issubclass(kind, (list, tuple, set, frozenset, deque, dict)):
@@ -118,7 +121,7 @@ def _next(each: Any) -> Iterator[Any]:
         yield from (each.__self__, each.__func__)
     elif issubclass(kind, functools.partial):
         yield from (each.func, *each.args, *each.keywords.values())
-    elif issubclass(kind, torch.nn.Module):  # hooks lead elsewhere
+    elif issubclass(kind, torch.nn.Module):  # hooks refer to other code
         yield from each._modules.values()
         yield from (value for name, value in vars(each).items() if not name.startswith("_"))
     else:
@@ -137,7 +140,7 @@ def _of_instance(each: Any) -> Iterator[Any]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
-    """What it closes over, its defaults, and globals that it names."""
+    """Objects in its closure, its defaults, and the globals that it names."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -158,7 +161,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_checkpointer(kind: type) -> bool:
-    """A script's own object may hold it, and it leads to all that it looks for."""
+    """A script's object may refer to the checkpointer, which refers to all wanted objects."""
     return any(f"{each.__module__}.{each.__name__}" == CHECKPOINTER for each in kind.__mro__)
 
 

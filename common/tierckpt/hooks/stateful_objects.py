@@ -1,7 +1,7 @@
-"""Stateful: objects of the process that have a state which a training may need, by their classes,
-and whether they are of this one.
+"""Stateful objects: objects of the process whose classes have a state that a training may need.
 
-Nothing of theirs is called but loaders' and modules' plain attributes.
+They are found by class, and then by whether they belong to this training. Nothing of theirs is
+called, except plain attributes of loaders and modules.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch.utils.data import DataLoader
 from .object_reach import attributes_read, reached, vars_of
 
 SCHEDULES = re.compile(r"(?i:sched|anneal|plateau|warmup)|LR$|LR[A-Z]")
-"""Classes of schedulers that are none of torch's (timm's, Megatron's, one's own)."""
+"""Classes of schedulers outside torch (timm's, Megatron's, a user's)."""
 AVERAGES = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
-"""Classes of averages that are none of torch's."""
+"""Classes of averages outside torch."""
 OWN = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
 
 
 @dataclass
 class Found:
-    """What there is, of whatever training."""
+    """The objects of the process, of any training."""
 
     schedulers: list[Any] = field(default_factory=list)
     averages: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
-    """Those that give and take their place (torchdata's)."""
+    """Loaders that store and load their position (torchdata's)."""
 
 
 def look() -> Found:
-    """Through all objects that Python's collector knows; takes what half a collection does."""
+    """Search all objects that Python's collector tracks. Takes half the time of a collection."""
     found = Found()
     kinds: dict[type, list[Any] | None] = {}
     for each in gc.get_objects():
@@ -73,8 +73,8 @@ def _list_for(kind: type, found: Found) -> list[Any] | None:
 
 
 def steps_any(scheduler: Any, optimizers: Iterable[Any]) -> bool:
-    """Whether it holds one of these, or one that has parameter groups in common with one of them,
-    as Horovod's has with the one that it was made from."""
+    """Whether it holds one of these optimizers, or one that shares parameter groups with one of
+    them, as Horovod's optimizer does with the original."""
     every = [*optimizers]
     groups = {id(group) for each in every for group in getattr(each, "param_groups", ())}
     held: list[Any] = []
@@ -91,7 +91,7 @@ def steps_any(scheduler: Any, optimizers: Iterable[Any]) -> bool:
 
 
 def is_stored(scheduler: Any, stored: set[int]) -> bool:
-    """Whether it is in `stored`, by `id()`; or has nothing but what is (a ChainedScheduler,
+    """Whether its `id()` is in `stored`, or all of its members are (a ChainedScheduler,
     Accelerate's)."""
     if id(scheduler) in stored:
         return True
@@ -105,7 +105,7 @@ def is_stored(scheduler: Any, stored: set[int]) -> bool:
 
 
 def outermost(schedulers: list[Any]) -> list[Any]:
-    """Without those that are in another one of them."""
+    """The schedulers that are not inside another one."""
     return [
         each
         for each in schedulers
@@ -119,8 +119,8 @@ def outermost(schedulers: list[Any]) -> list[Any]:
 
 
 def averages_any(averages: Any, model: torch.nn.Module) -> bool:
-    """Whether it has tensors of the shapes of this model's parameters (all, or the trained ones),
-    or of one of several in it, and is in none."""
+    """Whether it has tensors of the shapes of the parameters (all, or the trained ones) of this
+    model or of one of its children, and is not part of the model."""
     if any(each is averages for each in model.modules()):
         return False
     every = [[*each.parameters()] for each in (model, *model.children())]
@@ -141,7 +141,7 @@ def _shapes(value: Any) -> list[torch.Size]:
 
 
 def trained_on(loaders: Iterable[Any]) -> Iterator[Any]:
-    """The one of these that is in the midst of a pass, and furthest, if there is any."""
+    """The loader in the middle of a pass, the furthest one, if there is any."""
     amid = [
         each
         for each in loaders

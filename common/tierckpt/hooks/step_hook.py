@@ -1,8 +1,9 @@
-"""Stepwatch: who is called before any step of any optimizer of this process, and before all hooks.
+"""The step hook: called before any step of any optimizer of this process, and before all other
+hooks.
 
-What is being copied must not change before the barrier. Hooks of the user's may change it (a weight
-decay of their own, through `.data`), and torch calls them in the order in which they were
-registered, those for all optimizers first. So ours is one of these, and is put in front.
+State that is being copied must not change before the barrier. A user's hook may change it (its own
+weight decay, through `.data`), and torch calls hooks in order of registration, the global ones
+first. So this hook is a global one, and is moved to the front.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .closures import Arguments
 
 BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Arguments | None]
-"""Takes the optimizer, and what its step was called with; returns what it is to be called with."""
+"""Takes the optimizer and its step's arguments; returns other arguments, or None."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def never_compiled(reason: str) -> Callable[[Function], Function]:
-    """Have `torch.compile` leave the function as it is: what is compiled has a graph break there,
-    or, with `fullgraph=True`, an error that tells the reason where this torch can."""
-    tells = "reason" in inspect.signature(torch.compiler.disable).parameters
+    """Exclude a function from `torch.compile`: compiled code has a graph break there or, with
+    `fullgraph=True`, an error, which contains the reason if this torch supports that."""
+    with_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
 
     def marked(function: Function) -> Function:
         disabled: Function = torch.compiler.disable(
-            function, **({"reason": reason} if tells else {})
+            function, **({"reason": reason} if with_reason else {})
         )
         return disabled
 
@@ -43,9 +44,9 @@ class GlobalStepHook:
     """Owns the hook: `close` removes it."""
 
     def __init__(self, before_step: BeforeStep) -> None:
-        """`before_step` is a method, whose object is not kept alive. It is called by whoever makes
-        the step: the training thread."""
-        # A forked child has the hook as well, and no thread that copies what is waited for.
+        """`before_step` is a method; its object is not kept alive. It is called on the thread that
+        makes the step: the training thread."""
+        # A forked child has the hook as well, but not the thread that makes the copies.
         weak, process = weakref.WeakMethod(before_step), os.getpid()
 
         @never_compiled("Tierckpt waits here for copies; leave optimizer.step() out of the graph")
@@ -61,12 +62,12 @@ class GlobalStepHook:
         _put_first(self._hook)
 
     def close(self) -> None:
-        """Be called no more."""
+        """Remove the hook."""
         self._hook.remove()
 
 
 def _put_first(handle: Any) -> None:
-    """Have a hook called before those that are there already, as far as this torch allows."""
+    """Move a hook before the existing ones, as far as this torch allows."""
     hooks = getattr(handle, "hooks_dict_ref", lambda: None)()
     if isinstance(hooks, OrderedDict) and handle.id in hooks:
         hooks.move_to_end(handle.id, last=False)

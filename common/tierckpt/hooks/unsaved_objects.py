@@ -1,10 +1,10 @@
-"""Unsaved: objects that belong to the training, have a state, and were not given.
+"""Unsaved objects: they belong to the training, have a state, and were not given.
 
-A scheduler's place in its schedule, a scaler's scale, averaged weights: a run that goes on without
-what they had is another one, and nothing fails. Torch keeps no list of them, and an optimizer does
-not know its schedulers; they know it. So the process's objects are looked through once, at the
-first boundary, when a script has made and registered what it has; and again when an option of an
-optimizer's groups shows that a scheduler was made since. The scaler is the one that calls the step.
+A scheduler's place in its schedule, a scaler's scale, averaged weights: without them a resumed run
+differs, and nothing fails. torch keeps no list of them, and an optimizer does not know its
+schedulers; they know it. So the process's objects are searched once, at the first boundary, when a
+script has made and registered its objects; and again when an option in an optimizer's groups shows
+a new scheduler. A scaler is found as the caller of the step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from . import stateful_objects
 from .object_reach import reached
 
 MOST_FRAMES = 24
-"""Between a scaler and the optimizer whose step it calls there are wrappers and hooks."""
+"""Limit of frames between a scaler and the optimizer's step that it calls: wrappers and hooks."""
 MARKS = ("_wrapped_by_lr_sched", "_with_counter")
-"""Torch's schedulers put one on the `step` of their optimizer; the second one in older versions."""
+"""torch's schedulers set one of them on the `step` of their optimizer; the second in older
+versions."""
 MOST_LOOKS = 8
-"""Some optimizers may change the keys of their groups for ever."""
+"""Limit of searches: some optimizers may keep changing the keys of their groups."""
 EXTRA, PER_RANK = "extra=", "extra_per_rank="
 
 Say = Callable[[str, int], None]
@@ -39,7 +40,8 @@ _Ref = Callable[[], Any]
 
 
 class Unsaved:
-    """Looks for them, and says what to write. Training thread; nothing here is collective."""
+    """Searches for unsaved objects and reports how to give them. Training thread; not
+    collective."""
 
     def __init__(
         self,
@@ -48,8 +50,8 @@ class Unsaved:
         line: str,
         say: Say,
     ) -> None:
-        """`unregistered` are optimizers beside the given ones that step the model's parameters;
-        `line` is how an object is given, with `{name}` and `{it}`; `say` takes text and
+        """`unregistered` returns optimizers that step the model's parameters and were not given.
+        `line` shows how to give an object, with `{name}` and `{it}`. `say` takes text and
         severity."""
         self._state, self._unregistered, self._line, self._say = state, unregistered, line, say
         self._scalers: list[_Ref] = []
@@ -59,10 +61,10 @@ class Unsaved:
         self.texts: list[str] = []
         """The warnings so far."""
         self.schedulers = 0
-        """So many were found, given or not."""
+        """Number of schedulers found, given or not."""
 
     def step_begins(self) -> None:
-        """Any optimizer's: called in the midst of it."""
+        """A step of any optimizer begins; called inside the step."""
         if self._looks:
             return
         frame = sys._getframe(1)
@@ -78,14 +80,14 @@ class Unsaved:
             frame = frame.f_back
 
     def boundary(self, speaks: bool) -> None:
-        """Look if it is the first one, or something shows that there is more to see; on the one
-        rank that `speaks`, as the others' objects are the same."""
+        """Search at the first boundary, or if something shows a new object. Only the rank that
+        `speaks` searches, as the objects are the same on all ranks."""
         try:
             if self._is_due(speaks):
                 self._look()
-        except Exception as error:  # other libraries' objects are looked at
+        except Exception as error:  # the search reads other libraries' objects
             self._looks = MOST_LOOKS
-            text = f"what else has a state was not looked for: {error!r}"
+            text = f"the search for unsaved objects failed: {error!r}"
             self._say(text, logging.INFO)
 
     def _is_due(self, speaks: bool) -> bool:
@@ -100,7 +102,7 @@ class Unsaved:
     def _look(self) -> None:
         missing = self._missing()
         if missing:
-            gc.collect()  # what is kept by a cycle alone is nobody's any more
+            gc.collect()  # objects kept alive only by a cycle are not in use
         for ref, name, text in missing:
             if (each := ref()) is not None:
                 self._report(each, name, text)
@@ -112,7 +114,7 @@ class Unsaved:
         return [each for each in every if not isinstance(each, PlainValues)]
 
     def _missing(self) -> list[tuple[_Ref, str, str]]:
-        """What was not given: the object, a name for it, and what it does."""
+        """Objects that were not given: a reference, a name, and a description of each."""
         found = stateful_objects.look()
         ours = [*self._ours()]
         schedulers = [each for each in found.schedulers if stateful_objects.steps_any(each, ours)]
@@ -123,7 +125,7 @@ class Unsaved:
         scalers = [each for ref in self._scalers if (each := ref()) is not None]
         loaders = found.loaders if EXTRA in self._line else []
         stored = reached(self._given(), [*schedulers, *scalers, *averages, *loaders])
-        if any(id(each) in stored for each in loaders):  # others are an evaluation's
+        if any(id(each) in stored for each in loaders):  # the others are an evaluation's
             loaders = []
         lost = [each for each in schedulers if not stateful_objects.is_stored(each, stored)]
         missing = [
@@ -153,22 +155,23 @@ class Unsaved:
             ),
             ("", None),
         )
-        whose = f"optimizer {label!r}, {optimizer_class(optimizer)}" if optimizer else SOME
-        return OF_SCHEDULER.format(whose=whose)
+        owner = f"optimizer {label!r}, {optimizer_class(optimizer)}" if optimizer else SOME
+        return OF_SCHEDULER.format(owner=owner)
 
     def _report(self, obj: Any, name: str, text: str) -> None:
         self._reported.append(_ref(obj))
         it = name_in_script(obj) or name
         how = self._line.replace(EXTRA, PER_RANK) if text is OF_LOADER else self._line
         line = how.format(name=it.rpartition(".")[2], it=it)
-        self._warn(f"{type(obj).__name__} {text} Give it along: {line}")
+        self._warn(f"{type(obj).__name__} {text} Give it, too: {line}")
 
     def _say_of_hidden(self) -> None:
-        """After gc.freeze() objects cannot be found; torch's mark is still there."""
+        """Warn of a scheduler after gc.freeze(), which hides objects; torch's mark is still
+        there."""
         marked = any(_marks_of(each)[0] for each in self._state.given.values())
         if marked and not any(isinstance(each, LRScheduler) for each in self._given()):
             line = self._line.format(name="scheduler", it="scheduler")
-            self._warn(f"A scheduler {OF_SCHEDULER.format(whose=SOME)} Give it along: {line}")
+            self._warn(f"A scheduler {OF_SCHEDULER.format(owner=SOME)} Give it, too: {line}")
 
     def _warn(self, text: str) -> None:
         self.texts.append(text)
@@ -176,27 +179,27 @@ class Unsaved:
 
 
 SOME = "an optimizer that steps parameters of the model"
-NOTHING = "and nothing that the checkpointer was given stores it:"
+NOTHING = "and no object given to the checkpointer stores it:"
 OF_SCHEDULER = (
-    f"sets the learning rate of {{whose}}, {NOTHING} its place in the schedule is in no "
-    "checkpoint, so a resumed run begins the schedule anew."
+    f"sets the learning rate of {{owner}}, {NOTHING} its place in the schedule is in no "
+    "checkpoint, so a resumed run starts the schedule again."
 )
 OF_SCALER = (
-    f"scales the loss, {NOTHING} its scale is in no checkpoint, so a resumed run begins with the "
-    "first one, and skips other steps."
+    f"scales the loss, {NOTHING} its scale is in no checkpoint, so a resumed run starts with the "
+    "first scale, and skips other steps."
 )
 OF_MEAN = (
     f"has averages of the model's weights, {NOTHING} they are in no checkpoint, so a resumed run "
-    "begins to average anew."
+    "starts new averages."
 )
 OF_LOADER = (
-    f"is in the midst of a pass, {NOTHING} its place in the data is in no checkpoint, so a resumed "
-    "run begins the epoch anew."
+    f"is in the middle of a pass, {NOTHING} its place in the data is in no checkpoint, so a "
+    "resumed run starts the epoch again."
 )
 
 
 def _ref(obj: Any) -> _Ref:
-    """Weak, where the class has that."""
+    """A weak reference, if the class allows it."""
     try:
         return weakref.ref(obj)
     except TypeError:
@@ -208,7 +211,7 @@ def _has(refs: Iterable[_Ref], obj: Any) -> bool:
 
 
 def _marks_of(optimizer: Any) -> tuple[bool, int]:
-    """What schedulers leave there: a mark, and options of their own in the groups."""
+    """Traces of schedulers on an optimizer: a mark, and their own options in the groups."""
     groups = getattr(optimizer, "param_groups", None) or [{}]
     step = getattr(optimizer, "step", None)
     step = getattr(step, "before", step)
@@ -216,8 +219,8 @@ def _marks_of(optimizer: Any) -> tuple[bool, int]:
 
 
 def name_in_script(obj: Any) -> str:
-    """The variable, or attribute of `self`, of the functions that are running that holds it; empty
-    where none does."""
+    """The name of the variable, or attribute of `self`, in the running functions that holds the
+    object; empty if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in stateful_objects.OWN:

@@ -1,4 +1,4 @@
-"""A survey, version by version and level by level: the rows of `tierckpt list`."""
+"""The catalog: a survey by version and level, the rows of `tierckpt list`."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from tierckpt.storage.persistent import VersionName
 from .survey import Copy, OpenPersistent, Survey, job_of
 
 Group = tuple[VersionId, str, int, str]
-"""Version, life, number of shards, and level."""
+"""Version, run, number of shards, and level."""
 
 
 @dataclass
 class Row:
-    """What one level has of one version of one run."""
+    """The copies of one version of one run on one level."""
 
     version: int
     generation: int
     run_id: str
     level: str
     shards: int
-    """Of the whole version."""
+    """Number of shards of the whole version."""
     there: set[int] = field(default_factory=set)
-    """Shard numbers that were seen."""
+    """Numbers of the shards seen."""
     parities: int = 0
-    """Of how many shards the parity was seen."""
+    """Number of shards with parity seen."""
     places: list[str] = field(default_factory=list)
     nbytes: int = 0
-    """As stored, of the shards that were seen, each once."""
+    """Stored bytes of the shards seen, each counted once."""
     created_seconds: float | None = None
-    """Unix time of the seal; the persistent level does not tell."""
+    """Unix time of the seal; unknown on the persistent level."""
     iteration: int | None = None
     metric: float | None = None
     encoded: bool = False
     pinned: bool = False
     suspect: str = ""
-    """In what replicas differed, or may have, when it was taken."""
+    """The known or possible difference of replicas when it was taken."""
     is_past: bool = True
-    """False for what a later run went back behind: no restart takes it by itself."""
+    """False if a later run restarted from an older version: no restart takes this one by itself."""
     restartable: bool = False
-    """A restart that sees what was seen here can take this version."""
+    """True if a restart that sees the same files can take this version."""
     elsewhere: str = ""
-    """Memory that no restart from these places sees has the id of its job here."""
+    """The job's id, for memory that no restart from these places sees."""
     next: bool = False
-    """A restart that sees what was seen here takes this version, from this level."""
+    """True if a restart that sees the same files takes this version from this level."""
 
     @property
     def missing(self) -> list[int]:
-        """Shards that this level was not seen to have."""
+        """Shards that were not seen on this level."""
         return [shard for shard in range(self.shards) if shard not in self.there]
 
     def as_json(self) -> dict[str, Any]:
-        """For other programs."""
+        """The row for other programs."""
         values = dict(vars(self))
         values["missing"] = self.missing
         values["there"] = len(self.there)
@@ -70,9 +70,9 @@ class Row:
 
 
 def rows_of(there: Survey) -> list[Row]:
-    """Oldest first, each version's levels cheapest first.
+    """The rows, oldest version first, and each version's levels cheapest first.
 
-    A shard of which only the manifest is left counts as missing, and is added to the problems.
+    A shard with only a manifest counts as missing, and is added to the problems.
     """
     there = without_bare(there)
     own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
@@ -86,13 +86,13 @@ def rows_of(there: Survey) -> list[Row]:
         row.pinned = (level, id_.generation, id_.version) in there.pinned
         if taken is not None and (taken.id, taken.run_id) == (id_, run_id) and not row.elsewhere:
             row.next = level in taken.levels or (level == "local" and "peer" in taken.levels)
-    _tell_what_can_be_restored(there, rows.values())
+    _mark_restorable(there, rows.values())
     _add_details(there, rows)
     return list(rows.values())
 
 
 def without_bare(there: Survey) -> Survey:
-    """Without the shards of which only the manifest is left, which are added to the problems."""
+    """The survey without shards that have only a manifest; these are added to the problems."""
     bare = [
         each
         for each in there.found
@@ -100,13 +100,13 @@ def without_bare(there: Survey) -> Survey:
     ]
     for each in bare:
         where = replace(each.place, where=f"{each.place.where}/{each.key.stem}")
-        why = f"the data file of {each.key} is missing; its manifest is there"
+        why = f"the data file of {each.key} is missing, only its manifest exists"
         there.problems.append(Problem(where, why, keys=(each.key,)))
     return replace(there, found=[each for each in there.found if each not in bare])
 
 
 def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
-    """In order; a local level's row has its parity, too."""
+    """The rows in order; a row of the local level also counts its parity."""
     found: dict[Group, list[Found]] = {}
     parities: dict[Group, list[FoundParity]] = {}
     for each in there.found:
@@ -128,17 +128,17 @@ def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
         yield group, row
 
 
-def _tell_what_can_be_restored(there: Survey, rows: Iterable[Row]) -> None:
-    known: dict[int, tuple[VersionId, str] | None] = {}
+def _mark_restorable(there: Survey, rows: Iterable[Row]) -> None:
+    plans: dict[int, tuple[VersionId, str] | None] = {}
     for row in rows:
-        if row.version not in known:
+        if row.version not in plans:
             plan = there.plan(row.version)
-            known[row.version] = (plan.id, plan.run_id) if plan else None
-        row.restartable = known[row.version] == (VersionId(row.generation, row.version), row.run_id)
+            plans[row.version] = (plan.id, plan.run_id) if plan else None
+        row.restartable = plans[row.version] == (VersionId(row.generation, row.version), row.run_id)
 
 
 def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
-    """What manifests say. Those that are gone meanwhile say nothing."""
+    """Add facts from manifests. A manifest that has been removed adds nothing."""
     seen: set[tuple[Group, int]] = set()
     for each in there.found:
         group = (each.key.id, each.facts.run_id, each.key.shards, each.place.level)
@@ -158,7 +158,7 @@ def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
 
 
 def manifest_at(key: ShardKey, place: Location) -> Manifest | None:
-    """Of one copy in memory or on a disk; None where it is no longer there, or not sound."""
+    """The manifest of one copy in memory or on a disk; None if it is gone or damaged."""
     with suppress(Exception):
         if place.level == "memory":
             manifest = read_seal(Path(place.where))

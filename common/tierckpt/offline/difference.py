@@ -1,6 +1,7 @@
-"""How two stored versions differ: tensor by tensor, in float64; what has equal digests is not read.
+"""The difference of two stored versions: tensor by tensor, in float64.
 
-Pure, but that the versions read what is asked of them. Besides them, memory holds a few megabytes.
+Tensors with equal digests are not read. Pure, except that the versions read on demand. Apart from
+the versions, memory holds a few megabytes.
 """
 
 from __future__ import annotations
@@ -20,45 +21,46 @@ from .leaves import Leaf, bits_of, leaves_of, raw_bytes, shown
 from .stored_version import StoredTensor, StoredVersion
 
 CHUNK_ELEMENTS = 1 << 19
-"""Compared at once: a few megabytes in float64."""
+"""Number of elements compared at once: a few megabytes in float64."""
 
 
 @dataclass
 class Numbers:
-    """How the values of two tensors of one shape and dtype differ. Those of floating point (and
-    complex) ones, over pairs that are both finite; of all others the count alone."""
+    """The difference of two tensors of one shape and dtype. Floating-point and complex values are
+    compared where both are finite; other types are only counted."""
 
     elements: int = 0
     differing: int = 0
-    """Elements that are not equal bit for bit."""
+    """Number of elements that are not equal bit for bit."""
     max_absolute: float | None = None
     max_relative: float | None = None
     """The largest |b - a| / max(|a|, |b|)."""
     norm: float | None = None
-    """Euclidean, of b - a."""
+    """Euclidean norm of b - a."""
     norm_relative: float | None = None
-    """The same by the norm of a; None where that is 0."""
+    """The norm divided by the norm of a; None if that is 0."""
     nans: tuple[int, int] = (0, 0)
-    """In a and in b."""
+    """Numbers in a and in b."""
     infs: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same in A and B."""
+    """One value that differs between A and B."""
 
     name: str
     what: str
     """`values`, `shape`, `dtype`, `only in A`, `only in B`, `ranks`."""
     ranks: tuple[int, ...] = ()
-    """Where it is each rank's own, those that it is about; empty: all that both have."""
+    """Ranks with the difference, for state that each rank has for itself; empty: all common
+    ranks."""
     a: str = ""
     b: str = ""
-    """What each has, for what can be said shortly."""
+    """Both values, if they are short."""
     numbers: Numbers | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """For other programs."""
+        """The difference for other programs."""
         values = asdict(self)
         values.update(values.pop("numbers") or {})
         return values
@@ -66,23 +68,23 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Of two versions."""
+    """The comparison of two versions."""
 
     differences: list[Difference] = field(default_factory=list)
     tensors: int = 0
-    """So many were compared, by name."""
+    """Number of tensors compared, by name."""
 
     @property
     def equal(self) -> bool:
-        """Bit for bit."""
+        """Whether the versions are equal bit for bit."""
         return not self.differences
 
 
 def compare(a: StoredVersion, b: StoredVersion) -> Comparison:
-    """All of it. Raises CorruptShardError, OSError where what differs cannot be read."""
+    """Compare everything. Raises CorruptShardError and OSError if differing data cannot be read."""
     found = Comparison()
     common = range(min(len(a.shards), len(b.shards)))
-    # As they lie in shards: neighbours are in the same blocks.
+    # In the order of the shards: neighbours are in the same blocks.
     tensors = dict.fromkeys((*a.striped, *a.own, *b.striped, *b.own))
     found.tensors = len(tensors)
     rows: list[Difference] = []
@@ -100,7 +102,7 @@ def compare(a: StoredVersion, b: StoredVersion) -> Comparison:
             text = f"{len(more.shards)} ranks there, {len(fewer.shards)} in the other"
             what = f"only in {side}"
             found.differences.append(
-                Difference("what is each rank's own", what, tuple(extra), a=text)
+                Difference("each rank's own state", what, tuple(extra), a=text)
             )
     return found
 
@@ -116,7 +118,7 @@ def _one_name(
 
 
 def compare_tensors(name: str, a: StoredTensor | None, b: StoredTensor | None) -> Difference | None:
-    """None where they are equal bit for bit."""
+    """The difference of two tensors; None if they are equal bit for bit."""
     if a is None or b is None:
         there = a or b
         if there is None:
@@ -155,7 +157,7 @@ def _row_major(tensor: StoredTensor) -> np.ndarray:
 
 
 class _Sums:
-    """Adds chunk after chunk of two tensors."""
+    """Sums over chunks of two tensors."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._found = dtype, Numbers()
@@ -163,7 +165,7 @@ class _Sums:
         self._squares = self._base = 0.0
 
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
-        """Bytes of as many elements each."""
+        """Add the bytes of a chunk of both tensors, with the same number of elements."""
         self._found.elements += len(a) // self._dtype.itemsize
         self._found.differing += _differing(a, b, self._dtype.itemsize)
         if self._is_number:
@@ -188,7 +190,7 @@ class _Sums:
         found.max_relative = max(found.max_relative or 0.0, float(relative.nan_to_num_().max()))
 
     def numbers(self) -> Numbers:
-        """Of all that was added."""
+        """The result for all chunks."""
         if self._found.max_absolute is not None:
             self._found.norm = math.sqrt(self._squares)
             if self._base > 0:
@@ -197,7 +199,7 @@ class _Sums:
 
 
 def _differing(a: np.ndarray, b: np.ndarray, size: int) -> int:
-    """Elements of so many bytes that are not equal."""
+    """Number of elements of `size` bytes that differ."""
     word = min(size, 8)
     words = a.view(f"u{word}") != b.view(f"u{word}")
     return int(np.count_nonzero(words if word == size else words.reshape(-1, size // word).any(1)))
@@ -208,7 +210,7 @@ def _wide(data: np.ndarray, dtype: torch.dtype, wide: torch.dtype) -> torch.Tens
     return raw.view(dtype).to(wide)
 
 
-# --- what is no tensor of model or optimizer -----------------------------------------------------
+# --- values other than tensors of model or optimizer ---------------------------------------------
 
 
 def _leaves(
@@ -243,7 +245,7 @@ def _as_tensor(leaf: Leaf) -> torch.Tensor | None:
 
 
 def _structures(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Of optimizers: their classes, and which parameters are in which group."""
+    """Compare the optimizers' classes, and the parameters in their groups."""
     for label in a.keys() | b.keys():
         one, other = a.get(label), b.get(label)
         if one is None or other is None:
@@ -257,11 +259,11 @@ def _structures(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differen
             yield Difference(f"options/{label}/parameters", "values", a=sizes[0], b=sizes[1])
 
 
-# --- in order ------------------------------------------------------------------------------------
+# --- order ---------------------------------------------------------------------------------------
 
 
 def _merged(rows: Iterable[Difference], ranks: int) -> Iterator[Difference]:
-    """Rows of several ranks that say the same become one."""
+    """Merge equal rows of several ranks into one."""
     same: dict[Any, list[int]] = {}
     kept: dict[Any, Difference] = {}
     for row in rows:

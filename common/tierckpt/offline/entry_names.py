@@ -1,4 +1,4 @@
-"""Names of what is in a version: which part of it they are of, and their order for people. Pure."""
+"""Names of entries in a version: the part that each belongs to, and their order. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 PARTS = ("model", "buffer", "", "options", "extra", "extra_per_rank", "rng", "adapter", "metric")
-"""In this order; the empty one is what optimizers keep."""
+"""The parts in order; the empty one is optimizer state."""
 
 
 def part_of(name: str) -> str:
-    """Which of `PARTS` it is in."""
+    """The one of `PARTS` that a name belongs to."""
     part = re.split(r"[/\[]", name, maxsplit=1)[0]
     return part if part in PARTS else ""
 
 
 def order(name: str) -> tuple[int, list[Any]]:
-    """By part, and then as people count: `layer.10` after `layer.9`."""
+    """Sort key: by part, then in natural order, `layer.10` after `layer.9`."""
     pieces = re.split(r"(\d+)", name)
     return PARTS.index(part_of(name)), [int(p) if p.isdigit() else p for p in pieces]
 

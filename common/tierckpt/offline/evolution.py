@@ -1,4 +1,4 @@
-"""A picture of how weights evolve: how far each layer moves from version to version."""
+"""A picture of the weights' evolution: the change of each layer from version to version."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 MOST_ROWS = 24
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.22, 150
 Norms = dict[str, float]
-"""Of the change of each layer."""
+"""Norm of the change, by layer."""
 
 
 def draw(path: str, first: int | None, last: int | None, out: Path) -> list[int]:
-    """Draw the versions of `path` from `first` to `last`, those that a restart could take; returns
-    which. Two are open at a time.
+    """Draw the restorable versions of `path` from `first` to `last`; returns their numbers. Two are
+    open at a time.
 
-    Raises ConfigError where there are no two, or nothing can be drawn with, or written.
+    Raises ConfigError if there are fewer than two, if matplotlib is missing, or if the file cannot
+    be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -40,7 +41,7 @@ def draw(path: str, first: int | None, last: int | None, out: Path) -> list[int]
     versions = versions_at(path, first, last)
     changes = [layer_norms(each) for each in changes_of(path, versions)]
     if not any(changes):
-        raise ConfigError(f"{path}: no weight is of the same shape in two versions")
+        raise ConfigError(f"{path}: no weight has the same shape in two versions")
     figure = Figure(figsize=(WIDTH_INCHES, 1.6 + ROW_INCHES * min(len(changes[0]), MOST_ROWS)))
     FigureCanvasAgg(figure)
     _draw(figure, changes, versions)
@@ -52,21 +53,21 @@ def draw(path: str, first: int | None, last: int | None, out: Path) -> list[int]
 
 
 def versions_at(path: str, first: int | None, last: int | None) -> list[int]:
-    """Those that a restart could take, in order. Raises ConfigError for fewer than two."""
+    """The restorable versions in order. Raises ConfigError for fewer than two."""
     rows = [row for row in rows_of(survey(path)) if row.restartable and row.is_past]
     low, high = first or 0, last if last is not None else max((r.version for r in rows), default=0)
     found = sorted({row.version for row in rows if low <= row.version <= high})
     if len(found) < 2:
         there = ", ".join(f"v{version}" for version in found) or "none"
         raise ConfigError(
-            f"{path}: a change takes two versions, and there is {there} to choose from; "
-            "local_keep_last, local_keep_every say how many a job keeps"
+            f"{path}: the change needs two versions, but there is {there}; local_keep_last and "
+            "local_keep_every decide how many a job keeps"
         )
     return found
 
 
 def changes_of(path: str, versions: Sequence[int]) -> list[Norms]:
-    """From each version to the next one: norms by parameter, of those that both have alike."""
+    """Norms of the change from each version to the next, for parameters of equal shape."""
     found: list[Norms] = []
     with ExitStack() as stack:
         bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
@@ -99,8 +100,8 @@ def _norms(a: StoredVersion, b: StoredVersion) -> Norms:
 
 
 def layer_norms(norms: Mapping[str, float]) -> Norms:
-    """By layer: `model/body.0.weight` and `model/body.0.bias` are `body.0`; where that leaves too
-    many, names are cut shorter."""
+    """Norms by layer: `model/body.0.weight` and `model/body.0.bias` are `body.0`. If there are too
+    many layers, names are shortened further."""
     names = {name: name.split("/", 1)[1] for name in norms}
     deepest = max((name.count(".") for name in names.values()), default=0)
     rows = names
@@ -115,7 +116,7 @@ def layer_norms(norms: Mapping[str, float]) -> Norms:
 
 
 def _draw(figure: Figure, changes: Sequence[Norms], versions: Sequence[int]) -> None:
-    """A row for each layer, a column for each step from version to version."""
+    """Draw a row for each layer, and a column for each step between versions."""
     import numpy as np
     from matplotlib.colors import LogNorm
 
@@ -124,15 +125,15 @@ def _draw(figure: Figure, changes: Sequence[Norms], versions: Sequence[int]) -> 
     table[table == 0] = np.nan
     axis = figure.subplots()
     axis.set_facecolor("0.92")
-    known = table[np.isfinite(table)]
-    scale = LogNorm(known.min(), max(known.max(), known.min() * 1.001)) if known.size else None
+    finite = table[np.isfinite(table)]
+    scale = LogNorm(finite.min(), max(finite.max(), finite.min() * 1.001)) if finite.size else None
     shown = axis.pcolormesh(np.ma.masked_invalid(table), norm=scale, cmap="viridis")
     axis.set_yticks(np.arange(len(layers)) + 0.5, layers, fontsize=8)
     axis.invert_yaxis()
     some = range(0, len(versions), max(1, len(versions) // 12))
     axis.set_xticks([*some], [f"v{versions[i]}" for i in some], fontsize=8)
     axis.set_xlabel("version; between two, the norm of the change (grey: none)", fontsize=9)
-    if known.size:
+    if finite.size:
         figure.colorbar(shown, ax=axis).ax.tick_params(which="both", labelsize=8)
     figure.tight_layout()
 

@@ -1,4 +1,4 @@
-"""The version that a restart would take, before there is a model: `tierckpt.latest`."""
+"""The version that a restart takes, found without a model: `tierckpt.latest`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .survey import MissingPathError, Survey, Where, survey
 
 @dataclass(frozen=True)
 class Latest:
-    """A version, as its manifests describe it. As an index, `iteration`."""
+    """A version as its manifests describe it. As an index it is `iteration`."""
 
     version: int
     """Completed optimizer steps."""
     iteration: int
-    """What `restore()` would return."""
+    """The number that `restore()` would return."""
     metric: float | None
-    """What was measured of it, see `Checkpointer.step`."""
+    """The metric of this version, see `Checkpointer.step`."""
     ranks: int
-    """That took it, a shard each."""
+    """Number of ranks that took it, one shard each."""
     levels: tuple[str, ...]
-    """Where a restart would take it from, cheapest first."""
+    """The levels that a restart would read, cheapest first."""
 
     def __index__(self) -> int:
         return self.iteration
@@ -36,20 +36,20 @@ class Latest:
 
 
 def latest(path: Where | Sequence[Where]) -> Latest | None:
-    """The newest complete version that a restart from here finds; None where a job would start
-    afresh, as nothing is there.
+    """The newest complete version that a restart from here finds; None if there is none, so that a
+    job would start from scratch.
 
-    For what a script has to know before it makes model and optimizer: the stage of a curriculum,
-    the size of a grown model, the position in a stream of data. Reads manifests alone, so damage
-    that only `restore()` finds can make that go on from an older version: compare what it returns.
-    Not collective. Each process sees what its node sees: where nodes have disks of their own, ask
-    after `restore()`, or give the `persistent_path` along.
+    For a script that must know the version before it makes model and optimizer: the stage of a
+    curriculum, the size of a grown model, the position in a data stream. Only manifests are read.
+    If `restore()` then finds damage, it uses an older version: compare its result. Not collective.
+    Each process sees the files that its node sees: if each node has its own disk, call this after
+    `restore()`, or add the `persistent_path`.
 
     Args:
         path: as for `tierckpt.load`.
 
-    Raises RestoreError where something is there that no restart from here can take, or that cannot
-    be looked at: this is no fresh start.
+    Raises RestoreError if there are files that no restart from here can take, or that cannot be
+    read: this is not a fresh start.
     """
     given = [path] if isinstance(path, str | os.PathLike) else path
     order = order_here()
@@ -68,12 +68,12 @@ def latest(path: Where | Sequence[Where]) -> Latest | None:
             return None
         versions = some([f"v{v}" for v in sorted({c.key.id.version for c in there.copies})[-8:]])
         raise RestoreError(
-            f"{shown}: there are shards of {versions}, and no version is complete here",
-            "A restart needs the other nodes, or levels. Give their paths along, or ask restore()",
+            f"{shown}: there are shards of {versions}, but no version is complete here",
+            "A restart needs the other nodes or levels. Add their paths, or call restore()",
         )
     iteration = next((row.iteration for row in taken if row.iteration is not None), None)
     if iteration is None:
-        raise RestoreError(f"{shown}: v{taken[0].version} was retired while it was looked at")
+        raise RestoreError(f"{shown}: v{taken[0].version} was retired while it was read")
     return Latest(
         version=taken[0].version,
         iteration=iteration,
@@ -84,7 +84,7 @@ def latest(path: Where | Sequence[Where]) -> Latest | None:
 
 
 def _is_there(place: Where) -> bool:
-    """False for a directory that nobody made yet, with nothing of its job in memory."""
+    """False for a directory that does not exist yet, if its job has nothing in memory."""
     try:
         survey(place)
     except MissingPathError:
@@ -96,12 +96,13 @@ def _refuse_unseen(there: Survey, shown: str) -> None:
     newer = [each for each in there.problems if each.newer]
     if newer:
         raise RestoreError(
-            f"{shown}: a newer tierckpt was here: {newer[0].place.where}: {newer[0].why}",
-            "Use that one, or another path",
+            f"{shown}: a newer release of tierckpt wrote {newer[0].place.where}: {newer[0].why}",
+            "Use that release, or another path",
         )
     if there.unseen:
         why = some([f"{each.place.where}: {each.why}" for each in there.unseen], 4)
-        raise RestoreError(f"{shown}: not all could be looked at: {why}", "Put that right")
+        text = f"{shown}: not all places could be read: {why}"
+        raise RestoreError(text, "Make them readable, and try again")
 
 
 __all__ = ["Latest", "latest"]

@@ -1,4 +1,4 @@
-"""A decoded rank tree as leaves by path: learning rates, generators, what objects returned."""
+"""The leaves of a decoded rank tree by path: learning rates, generators, objects' states."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ Leaf = Any
 
 @dataclass(frozen=True)
 class Kind:
-    """A leaf: which class a value is of that is none of torch's. What it holds are leaves, too."""
+    """A leaf: the class of a value that is not torch's. Its contents are leaves, too."""
 
     name: str
     size: tuple[int, ...] | None = None
-    """A tensor's."""
+    """The size of a tensor."""
 
 
 def leaves_of(tree: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Of a rank tree as `tree.decode` returns it. Options of optimizers are `options/...`; what
-    optimizers keep and is no tensor has names as its tensors have; a generator is one leaf."""
+    """Leaves of a rank tree from `tree_codec.decode`. Optimizer options are `options/...`;
+    optimizer state that is not a tensor is named like the optimizer's tensors; a generator is one
+    leaf."""
     found: dict[str, Leaf] = {}
     for kind, state in tree.get("rng", {}).items():
         named = {f"rng/cuda[{i}]": each for i, each in enumerate(state)} if kind == "cuda" else {}
@@ -53,7 +54,7 @@ def leaves_of(tree: Mapping[str, Any]) -> dict[str, Leaf]:
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Leaf]]:
-    """An empty container is a leaf, too, and so is what came in an unusual one."""
+    """Flatten a value. An empty container is a leaf, too, and so is the type of an unusual one."""
     if isinstance(value, torch.Tensor) and is_made_of_tensors(value):
         value = taken_apart(value)
     if isinstance(value, Parts):
@@ -84,7 +85,7 @@ def _inner(parts: Mapping[str, Any], path: str) -> Iterator[tuple[str, Leaf]]:
 
 
 def _scheme_of(value: torch.Tensor) -> str:
-    """By which integers are values: in digits that are exact."""
+    """The quantization scheme, with exact digits."""
     if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return f"{value.dtype} {value.q_scale()!r} {value.q_zero_point()}"
     scales, points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
@@ -93,7 +94,7 @@ def _scheme_of(value: torch.Tensor) -> str:
 
 
 def bits_of(leaf: Leaf) -> tuple[str, bytes]:
-    """Kind and bytes: equal where leaves are, bit for bit."""
+    """Kind and bytes of a leaf; they are equal if the leaves are, bit for bit."""
     if isinstance(leaf, torch.Tensor):
         return f"{leaf.dtype}{list(leaf.shape)}", raw_bytes(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
@@ -102,7 +103,8 @@ def bits_of(leaf: Leaf) -> tuple[str, bytes]:
 
 
 def _text(value: Any) -> str:
-    """`repr`, but the same in every process: the order of a set's members is each process's own."""
+    """`repr`, but the same in every process: the order of a set's members differs between
+    processes."""
     if isinstance(value, set | frozenset):
         return f"{type(value).__name__}{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, tuple):
@@ -113,13 +115,13 @@ def _text(value: Any) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """In row-major order, whatever its own is."""
+    """The bytes in row-major order, whatever the tensor's own order is."""
     plain = tensor.detach().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def shown(leaf: Leaf) -> str:
-    """For people; empty for what nobody reads (a generator's state)."""
+    """The leaf for people; empty for unreadable content (a generator's state)."""
     if isinstance(leaf, torch.Tensor | np.ndarray):
         return bits_of(leaf)[0].removeprefix("torch.")
     if isinstance(leaf, Kind):
@@ -129,7 +131,7 @@ def shown(leaf: Leaf) -> str:
 
 
 def fingerprint(leaf: Leaf) -> str:
-    """Short, and equal for equal leaves alone; a plain value is shown as it is."""
+    """A short text that is equal only for equal leaves; a plain value is shown itself."""
     kind, data = bits_of(leaf)
     plain = isinstance(leaf, bool | int | float | str | None)
     text = shown(leaf) if plain else ""

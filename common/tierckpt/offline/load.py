@@ -1,4 +1,4 @@
-"""A version's tensors, without the job that made it: `tierckpt.load`."""
+"""Loading a version's tensors without the job that made it: `tierckpt.load`."""
 
 from __future__ import annotations
 
@@ -34,39 +34,40 @@ from .survey import Survey, Where, job_of, survey, why_elsewhere
 from .unknown_classes import refuse_unknown
 
 TRIES = 5
-"""A job that goes on may retire a version while it is read; then there is a newer one."""
+"""A running job may retire a version while it is read; then there is a newer one."""
 
 
 @dataclass
 class Saved:
-    """One version, on the host. Everything is the caller's."""
+    """One version in host memory. Everything belongs to the caller."""
 
     version: int
     """Completed optimizer steps."""
     iteration: int
-    """What `restore()` would return."""
+    """The number that `restore()` would return."""
     metric: float | None
-    """What was measured of it, see `Checkpointer.step`."""
+    """The metric of this version, see `Checkpointer.step`."""
     model: dict[str, Any]
-    """For `model.load_state_dict`: what `model.state_dict()` gave, also where modules are saved in
-    a way of their own; names are as without any wrapper (DDP, `torch.compile`). Buffers are rank
-    0's. Tied weights are one tensor under all their names."""
+    """For `model.load_state_dict`: the result of `model.state_dict()`, also for modules with a save
+    format of their own; names have no wrapper (DDP, `torch.compile`). Buffers are rank 0's. Tied
+    weights are one tensor under all their names."""
     optimizers: dict[str, dict[str, Any]]
-    """For each optimizer's `load_state_dict`; a single one is called `optimizer`. One inside of it
-    (its attribute `base_optimizer`) is called `optimizer.base_optimizer`, unless the `state_dict()`
-    of the outer one has its state, too. Empty if only the model was asked for."""
+    """For each optimizer's `load_state_dict`; a single one is called `optimizer`. An inner one (its
+    attribute `base_optimizer`) is called `optimizer.base_optimizer`, unless the outer
+    `state_dict()` contains its state. Empty with `model_only`."""
     extra: dict[str, Any]
-    """What the `extra` objects' `state_dict()` returned."""
+    """The states of the `extra` objects, as `state_dict()` returned them."""
     extra_per_rank: dict[str, Any]
-    """The same of rank 0's own."""
+    """The states of rank 0's own objects."""
     levels: dict[str, int]
-    """How many shards came from which level."""
+    """Number of shards by level."""
     rejected: tuple[str, ...]
-    """Copies that were not sound, could not be read, or were left out, and why."""
+    """Copies that were damaged, unreadable or left out, with the reasons."""
     suspect: str = ""
-    """In what replicas differed, or may have, when it was taken: it may be the state of no rank."""
+    """The known or possible difference of replicas when it was taken: it may be the state of no
+    rank."""
     unseen: bool = False
-    """Some of it could not be looked at: there may be a newer version."""
+    """True if some places could not be read: there may be a newer version."""
 
 
 def load(
@@ -77,24 +78,24 @@ def load(
     as_parts: bool = False,
     progress: bool | None = None,
 ) -> Saved:
-    """Read a checkpoint where there is no job, to evaluate it, to go on from its weights, to look.
+    """Read a checkpoint without a job: to evaluate it, to start from its weights, to inspect it.
 
-    Takes what a restart would take: the newest version that is complete and sound. Nothing is
-    changed, and no pickle is read. One process; on how many ranks it was made does not matter.
+    The default is the version that a restart takes: the newest one that is complete and sound.
+    Nothing is changed, and no pickle is read. One process; any number of ranks may have made it.
 
     Args:
-        path: a job's `path`, its `persistent_path` (or URL), or several of them: of a job on
-            several nodes with a disk each, all of these that can be seen from here. What a killed
-            job left in this machine's memory is found, too.
-        version: this one, and no other.
-        model_only: leave out what optimizers keep, which takes its memory, too.
-        as_parts: where the class of a value (a member of an Enum, a named tuple, a tensor made of
-            tensors) is not imported here, have a `tierckpt.state.custom_values.ForeignValue` in
-            its place: the name of the class, and what the value is made of.
+        path: a job's `path`, its `persistent_path` (or URL), or several of them: for a job on
+            several nodes with a disk each, all of those that can be seen from here. Files that a
+            killed job left in this machine's memory are found, too.
+        version: read this version, and no other.
+        model_only: leave out the optimizers' state, and save its memory.
+        as_parts: if the class of a value (a member of an Enum, a named tuple, a tensor made of
+            tensors) is not imported here, put a `tierckpt.state.custom_values.ForeignValue` in its
+            place, with the name of the class and the parts of the value.
         progress: show a bar on standard error; None: if that is a terminal.
 
-    Raises RestoreError when no such version is there, complete and sound, or, without `as_parts`,
-    when it has values of classes that are not imported here; ConfigError for a path that is none.
+    Raises RestoreError if there is no such version, complete and sound, or, without `as_parts`, if
+    it has values of classes that are not imported here; ConfigError for an invalid path.
     """
     with closing(Progress(Progress.wanted(0, progress))) as bar:
         for _ in range(TRIES):
@@ -106,15 +107,15 @@ def load(
                     refuse_unknown(parts, f"{_text(path)}: v{saved.version}")
                 return saved
     raise RestoreError(
-        f"{_text(path)}: a job goes on there, and retired what was being read, {TRIES} times",
-        "Pin a version (tierckpt pin), and read that",
+        f"{_text(path)}: a running job retired the version that was being read, {TRIES} times",
+        "Pin a version (tierckpt pin), and read that one",
     )
 
 
 def _load(
     path: Where | Sequence[Where], version: int | None, model_only: bool, bar: Progress
 ) -> Saved | None:
-    """None when what was read has changed meanwhile."""
+    """Load a version; returns None if its files changed while they were read."""
     there = survey(path)
     unseen = bool(there.unseen)
     leave_out_memory(there)
@@ -136,22 +137,25 @@ def _load(
 
 
 def refuse_newer(there: Survey) -> None:
-    """Raise RestoreError where the newest version may be one that this release cannot read."""
+    """Raise RestoreError if the newest version may be one that this release cannot read."""
     newer = [each for each in there.problems if each.newer]
     if newer:
-        raise RestoreError(f"a newer tierckpt was here: {newer[0].place.where}: {newer[0].why}")
+        raise RestoreError(
+            f"a newer release of tierckpt wrote {newer[0].place.where}: {newer[0].why}"
+        )
 
 
 def leave_out_memory(there: Survey) -> None:
-    """What a restart would not take, or a living job changes faster than it is read; and say so."""
+    """Remove memory that a restart would not take, or that a running job changes; and record
+    that."""
     for job in sorted(there.living | there.elsewhere):
-        theirs = [each for each in there.found if job_of(each.place) == job]
-        if not theirs:
+        of_job = [each for each in there.found if job_of(each.place) == job]
+        if not of_job:
             continue
-        there.found = [each for each in there.found if each not in theirs]
-        newest = max(theirs, key=lambda each: each.key.id)
-        lives = "its job runs, and changes its memory at any moment"
-        why = lives if job in there.living else why_elsewhere(job)
+        there.found = [each for each in there.found if each not in of_job]
+        newest = max(of_job, key=lambda each: each.key.id)
+        running = "its job is running, and changes its memory at any moment"
+        why = running if job in there.living else why_elsewhere(job)
         there.unseen.append(Problem(newest.place, f"{newest.key.id} is left out: {why}"))
 
 
@@ -161,8 +165,8 @@ def _is_mapped(attempt: VerifiedVersion, shard: int) -> bool:
 
 
 def _unchanged(attempt: VerifiedVersion, mapped: Mapping[int, ShardImage]) -> bool:
-    """True where the manifests of what is mapped are as they were: a writer removes them before it
-    changes the first byte (FORMAT.md), so what was copied is what was verified."""
+    """Whether the manifests of mapped shards are unchanged. A writer removes a manifest before it
+    changes the first byte (FORMAT.md), so the copied bytes are the verified ones."""
     return all(
         manifest_at(image.manifest.key, attempt.plan.sources[shard].place) == image.manifest
         for shard, image in mapped.items()
@@ -172,12 +176,13 @@ def _unchanged(attempt: VerifiedVersion, mapped: Mapping[int, ShardImage]) -> bo
 def nothing(
     path: Where | Sequence[Where], version: int | None, there: Survey, rejected: Iterable[str]
 ) -> str:
-    """Why there is no such version, in words."""
-    what = "no version" if version is None else f"no v{version}"
-    known = sorted({each.key.id.version for each in there.found})
-    seen = f"; there are shards of {', '.join(f'v{v}' for v in known[-8:])}" if known else ""
+    """The reason why there is no such version."""
+    wanted = "no version" if version is None else f"no v{version}"
+    versions = sorted({each.key.id.version for each in there.found})
+    shards = ", ".join(f"v{v}" for v in versions[-8:])
+    seen = f"; there are shards of {shards}" if versions else ""
     why = "; ".join([*there.troubles, *rejected][:4])
-    return f"{_text(path)}: {what} is there, complete and sound{seen}{'. ' if why else ''}{why}"
+    return f"{_text(path)}: {wanted} is complete and sound{seen}{'. ' if why else ''}{why}"
 
 
 def _text(path: Where | Sequence[Where]) -> str:
@@ -187,7 +192,7 @@ def _text(path: Where | Sequence[Where]) -> str:
 
 
 class _Reading:
-    """One verified version on its way into new tensors."""
+    """One verified version, being loaded into new tensors."""
 
     def __init__(
         self, attempt: VerifiedVersion, contents: VersionSummary, model_only: bool
@@ -202,15 +207,17 @@ class _Reading:
         self._tied: dict[str, str] = {}
 
     def saved(self) -> Saved:
-        """Read it."""
+        """Read the version."""
         attempt, contents = self._attempt, self._contents
         if contents.missing:
-            raise RestoreError(f"{attempt.plan.id} is not whole: {'; '.join(contents.missing[:4])}")
+            raise RestoreError(
+                f"{attempt.plan.id} is incomplete: {'; '.join(contents.missing[:4])}"
+            )
         attempt.broadcaster.make_room(contents.outlines)
         attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
         attempt.visit(self._take, self._filler.wants)
         if attempt.trouble:
-            raise RestoreError(f"{attempt.plan.id} could not be read to its end: {attempt.trouble}")
+            raise RestoreError(f"{attempt.plan.id} could not be read completely: {attempt.trouble}")
         structure = {} if self._model_only else contents.structure
         extra = dict(self._tree["extra"])
         return Saved(
@@ -239,7 +246,8 @@ class _Reading:
         return self._tensors.get(piece.spec.name)
 
     def _model(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Also what modules have beside tensors (`get_extra_state`), which is among `extra`."""
+        """The model's entries, with its modules' extra states (`get_extra_state`), taken from
+        `extra`."""
         found: dict[str, Any] = {
             name.split("/", 1)[1]: tensor
             for name, tensor in self._tensors.items()
@@ -254,19 +262,19 @@ class _Reading:
 
 
 class _Optimizers:
-    """What each optimizer's `state_dict()` returned."""
+    """The result of each optimizer's `state_dict()`."""
 
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        told: Mapping[str, Any],
+        tree: Mapping[str, Any],
         structure: Mapping[str, Any],
     ) -> None:
-        self._tensors, self._tree, self._structure = tensors, told, structure
+        self._tensors, self._tree, self._structure = tensors, tree, structure
         self._kept = {label: self._kept_by(label) for label in structure}
 
     def all(self) -> dict[str, Any]:
-        """By label, but for those that another one's holds."""
+        """The state dicts by label, without optimizers that are inside another one."""
         nodes = self._tree.get("remainders", {})
         parts = [(label, part) for label, node in nodes.items() for part in node["parts"]]
         within = {part["of"] for label, part in parts if part["of"] != label}
@@ -277,7 +285,7 @@ class _Optimizers:
         }
 
     def _kept_by(self, label: str) -> dict[str, dict[str, Any]]:
-        """By parameter."""
+        """Optimizer state by parameter."""
         kept: dict[str, dict[str, Any]] = {}
         for name, tensor in self._tensors.items():
             if name.startswith(f"{label}/") and not name.startswith(FIXED):
@@ -285,16 +293,16 @@ class _Optimizers:
                 kept.setdefault(path, {})[key] = tensor
         for full, values in self._tree["odd"].items():
             if full.startswith(f"{label}/"):
-                mine = kept.setdefault(full.split("/", 1)[1], {})
-                mine.update({k: tree_codec.with_entries(v, mine) for k, v in values.items()})
-                mine.update(mine.pop(NAMELESS, {}))
+                entries = kept.setdefault(full.split("/", 1)[1], {})
+                entries.update({k: tree_codec.with_entries(v, entries) for k, v in values.items()})
+                entries.update(entries.pop(NAMELESS, {}))
         return kept
 
     def _plain(self, label: str) -> dict[str, Any]:
         return {"state": self.states(label), "param_groups": self.groups(label)}
 
     def _numbered(self, label: str) -> list[list[tuple[int, str]]]:
-        """Parameters as torch has it: numbers, in the order of the groups."""
+        """Parameters in torch's form: numbers, in the order of the groups."""
         found, numbered = [], 0
         for names in self._structure[label]["groups"]:
             found.append([*enumerate(names, numbered)])
@@ -302,22 +310,22 @@ class _Optimizers:
         return found
 
     def states(self, label: str) -> dict[int, dict[str, Any]]:
-        """See `Stored`."""
+        """As in `Stored`."""
         kept = self._kept[label]
         pairs = (pair for group in self._numbered(label) for pair in group)
         return {number: dict(kept[name]) for number, name in pairs if name in kept}
 
     def groups(self, label: str) -> list[dict[str, Any]]:
-        """See `Stored`."""
+        """As in `Stored`."""
         both = zip(self._numbered(label), self._tree["groups"][label], strict=True)
         return [{**options, "params": [n for n, _ in group]} for group, options in both]
 
     def value(self, label: str, name: str, key: str) -> Any:
-        """See `Stored`."""
+        """As in `Stored`."""
         return self._kept[label][name][key]
 
     def param(self, name: str) -> Any:
-        """See `Stored`."""
+        """As in `Stored`."""
         return self._tensors[f"model/{name}"]
 
 

@@ -1,4 +1,4 @@
-"""One stored version, open for reading block by block: what nobody asks for is not read."""
+"""A stored version, open for reading block by block; only requested blocks are read."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from .load import leave_out_memory, nothing, refuse_newer
 from .survey import Survey, Where, survey
 
 KEPT_BLOCKS = 64
-"""Of each shard at most, half a megabyte each: small tensors share blocks."""
+"""Limit per shard, at half a megabyte each: small tensors share blocks."""
 OnRead = Callable[[int], None]
 Covering = tuple[int, int, tuple[int, ...], tuple[bytes, ...]]
-"""A part of a tensor: its first element and the one after its last, the lengths of the blocks that
-have it (the first less what lies before it), and their digests. Equal parts have equal ones where
-they lie alike."""
+"""A part of a tensor: its first element and the end of its last, the lengths of its blocks (the
+first without the bytes before the part), and their digests. Equal parts have equal values if they
+are aligned the same way."""
 
 
 class Shard:
-    """One shard, of which no byte is used before it is compared with its digest."""
+    """One shard; no byte is used before it is compared with its digest."""
 
     def __init__(self, image: ShardImage, on_read: OnRead) -> None:
-        """Takes `image` over. Raises what is in `images.LOST`."""
+        """Takes ownership of `image`. Raises the errors in `shard_image.LOST`."""
         self.image, self._on_read = image, on_read
         self.manifest: Manifest = image.manifest
         self.header: ShardHeader = check_header(image)
@@ -51,7 +51,7 @@ class Shard:
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
     def _block(self, number: int) -> bytes:
-        """Counted from 0, the header aside. Raises CorruptShardError, OSError."""
+        """The block of this number, not counting the header. Raises CorruptShardError, OSError."""
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
@@ -59,7 +59,7 @@ class Shard:
         self.image.bring(low, high)
         self.image.touch(low, high)
         data = bytes(self.image.view[low:high])
-        self.image.forget(low, high)  # what is needed of it was copied
+        self.image.forget(low, high)  # the needed bytes were copied
         if digest(data) != digest_at(self.manifest.digests, number + 1):
             raise CorruptShardError(
                 f"{self.manifest.key}: bytes {low} to {high} differ from their checksum"
@@ -71,13 +71,13 @@ class Shard:
         return data
 
     def all_bytes(self) -> Iterator[tuple[int, bytes]]:
-        """Header and blocks, in order, each with its place. Raises CorruptShardError, OSError."""
+        """Header and blocks in order, each with its offset. Raises CorruptShardError, OSError."""
         yield 0, bytes(self.image.view[: self.header.header_bytes])
         for number in range(len(self.header.block_bytes)):
             yield self._offsets[number], self._block(number)
 
     def read(self, low: int, into: np.ndarray) -> None:
-        """Bytes of the shard from number `low` on. Raises CorruptShardError, OSError."""
+        """Read bytes of the shard from `low` on. Raises CorruptShardError, OSError."""
         done, high = 0, low + len(into)
         for number in self._blocks(low, high):
             begin, end = max(low, self._offsets[number]), min(high, self._offsets[number + 1])
@@ -87,14 +87,14 @@ class Shard:
             done += end - begin
 
     def _blocks(self, low: int, high: int) -> range:
-        """Those that have these bytes."""
+        """The blocks that contain these bytes."""
         if low >= high:
             return range(0)
         first = bisect_right(self._offsets, low) - 1
         return range(first, bisect_right(self._offsets, high - 1))
 
     def covering(self, low: int, high: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
-        """Lengths and digests of the blocks that have these bytes; see `Covering`."""
+        """Lengths and digests of the blocks that contain these bytes; see `Covering`."""
         blocks = self._blocks(low, high)
         lengths = [self._offsets[n + 1] - self._offsets[n] for n in blocks]
         before = [low - self._offsets[blocks[0]]] if blocks else []
@@ -102,14 +102,14 @@ class Shard:
         return (*before, *lengths), digests
 
     def tree_range(self) -> tuple[int, int]:
-        """Where the encoded rank tree is."""
+        """The byte range of the encoded rank tree."""
         low = self.header.tree_offset
         return low, low + self.manifest.rank_state_bytes
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a tensor, and the shard that has it."""
+    """A piece of a tensor, and the shard that contains it."""
 
     shard: Shard
     piece: Piece
@@ -119,24 +119,24 @@ class Part:
         return low, low + self.piece.nbytes
 
     def covering(self) -> Covering:
-        """See there."""
+        """The `Covering` of this part."""
         return (self.piece.start, self.piece.stop, *self.shard.covering(*self._range()))
 
     def read(self, start: int, stop: int, into: np.ndarray) -> None:
-        """Elements `[start, stop)` of the tensor."""
+        """Read elements `[start, stop)` of the tensor."""
         size = self.piece.spec.itemsize_bytes
         self.shard.read(self._range()[0] + (start - self.piece.start) * size, into)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a version, in parts that cover it, in order."""
+    """One tensor of a version, in consecutive parts."""
 
     spec: TensorSpec
     parts: tuple[Part, ...]
 
     def covering(self) -> list[Covering]:
-        """Equal, for the same `spec`: so are the tensors. Nothing is read."""
+        """For equal `spec`, tensors with equal values here are equal. Nothing is read."""
         return [part.covering() for part in self.parts]
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -151,14 +151,14 @@ class StoredTensor:
 
 
 class StoredVersion:
-    """All shards of one version. Close it."""
+    """All shards of one version. The caller closes it."""
 
     def __init__(self, path: str, shards: Sequence[Shard], levels: Mapping[str, int]) -> None:
-        """Raises RestoreError where elements are missing."""
+        """Raises RestoreError if elements are missing."""
         self.path, self.shards, self.levels = path, shards, levels
         self.manifest = shards[0].manifest
         self.suspect = ""
-        """In what replicas differed, or may have, when it was taken."""
+        """The known or possible difference of replicas when it was taken."""
         self.structure = shards[0].header.structure
         self.striped: dict[str, StoredTensor] = {}
         self.own: dict[str, dict[int, StoredTensor]] = {}
@@ -177,15 +177,15 @@ class StoredVersion:
             spec = parts[0].piece.spec
             ends = [0, *(part.piece.stop for part in parts)]
             if [part.piece.start for part in parts] != ends[:-1] or ends[-1] != spec.numel:
-                raise RestoreError(f"{path} {self.manifest.id}: {each} is not whole")
+                raise RestoreError(f"{path} {self.manifest.id}: {each} is incomplete")
             self.striped[each] = StoredTensor(spec, tuple(parts))
 
     def names(self) -> set[str]:
-        """Of all tensors of model and optimizers."""
+        """Names of all tensors of model and optimizers."""
         return self.striped.keys() | self.own.keys()
 
     def tensor(self, name: str, rank: int) -> StoredTensor | None:
-        """As that rank has it."""
+        """The tensor as that rank has it."""
         return self.striped.get(name) or self.own.get(name, {}).get(rank)
 
     def tree(self, rank: int) -> dict[str, Any]:
@@ -197,12 +197,12 @@ class StoredVersion:
         return found
 
     def tree_covering(self, rank: int) -> object:
-        """Equal ones: so are the trees."""
+        """A value that is equal for equal trees."""
         shard = self.shards[rank]
         return shard.manifest.rank_state_bytes, shard.covering(*shard.tree_range())[1]
 
     def text(self) -> str:
-        """For people."""
+        """The version in words."""
         ranks = f"{len(self.shards)} rank{'s' if self.shards[1:] else ''}"
         where = " and ".join(self.levels)
         at = f"v{self.manifest.id.version}, iteration {self.manifest.facts.iteration}"
@@ -210,7 +210,7 @@ class StoredVersion:
         return f"{self.path} {at}, {ranks}, from {where}{suspect}"
 
     def close(self) -> None:
-        """Unmap everything."""
+        """Unmap all shards."""
         for shard in self.shards:
             shard.image.close()
 
@@ -222,12 +222,13 @@ def open_version(
     there: Survey | None = None,
     verify: bool = False,
 ) -> StoredVersion:
-    """What a restart would take, or that version alone. `there`: a survey of `path` made before.
+    """Open the version that a restart takes, or this version alone. `there`: an existing survey of
+    `path`.
 
-    Shards are opened and their headers read; the rest is read when it is asked for. With `verify`,
-    or where a copy cannot be opened or a shard has to be rebuilt, all of it is read and verified
-    now, and damaged copies are passed over.
-    Raises RestoreError where it is not there, complete and sound; ConfigError for no path.
+    Shards are opened and their headers read; other data is read on demand. With `verify`, or if a
+    copy cannot be opened or a shard must be rebuilt, everything is read and verified now, and
+    damaged copies are skipped. Raises RestoreError if there is no such version, complete and sound;
+    ConfigError for an invalid path.
     """
     there = survey(path) if there is None else there
     leave_out_memory(there)
@@ -238,7 +239,7 @@ def open_version(
         raise RestoreError(nothing(path, version, there, ()))
     found = None
     if not verify and not any(source.rebuilt for source in plan.sources):
-        with suppress(*LOST):  # another copy may do
+        with suppress(*LOST):  # another copy may be sound
             found = _lazily(str(path), plan, there, on_read)
     found = found or _verified(path, version, there, on_read)
     found.suspect = there.suspicion(found.manifest.id)
@@ -267,7 +268,7 @@ def _verified(path: Where, version: int | None, there: Survey, on_read: OnRead) 
     with ExitStack() as undo:
         undo.callback(attempt.close)
         images = [attempt.images[source.shard] for source in attempt.plan.sources]
-        for image in images:  # they have all their bytes, which are not to be brought twice
+        for image in images:  # they are complete: nothing is read again
             image.bring, image.forget = already_there, image.rest
         shards = [Shard(image, on_read) for image in images]
         opened = StoredVersion(str(path), shards, attempt.plan.levels)

@@ -1,8 +1,8 @@
-"""What there is in some places, seen from outside any job.
+"""A survey: all versions in some places, seen from outside any job.
 
-A place is a job's `path` on a node (or the folder that has all nodes', where they are seen from
-here), or its `persistent_path`. A job's memory on this machine is found by its path, or by its name
-in what lies on disk, or by the claim that it left there.
+A place is a job's `path` on a node (or the folder above all nodes' paths, if they are visible
+here), or its `persistent_path`. A job's memory on this machine is found by its path, by its name in
+files on disk, or by the claim that it left there.
 """
 
 from __future__ import annotations
@@ -42,92 +42,93 @@ from tierckpt.storage.suspects import SuspectMarks
 
 Where = str | os.PathLike[str]
 FOREIGN = "lost+found"
-"""A file system's own folder, which few may look into."""
+"""A file system's own folder, which most users cannot read."""
 
 Copy = Found | FoundParity
 OpenPersistent = Callable[[str], PersistentStore]
-"""From a place's address."""
+"""Opens the persistent store at an address."""
 
 
 class MissingPathError(ConfigError):
-    """Nothing is at a path; nor, where all is said, in memory of its job."""
+    """There is nothing at a path, nor any memory of its job."""
 
 
 @dataclass
 class Survey:
-    """What was seen. Nothing but manifests was read."""
+    """The result. Only manifests were read."""
 
     found: list[Found] = field(default_factory=list)
     parities: list[FoundParity] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    """Manifests that cannot be used, and why."""
+    """Manifests that cannot be used, with the reasons."""
     unseen: list[Problem] = field(default_factory=list)
-    """Places, and manifests, that cannot be looked at, and why."""
+    """Places and manifests that cannot be read, with the reasons."""
     pinned: set[tuple[str, int, int]] = field(default_factory=set)
     """Level, generation and version."""
     suspects: dict[VersionId, str] = field(default_factory=dict)
     """By marks on local disks and in memory."""
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
-    """Jobs of which a trainer lives on this machine."""
+    """Jobs with a live trainer on this machine."""
     memory: list[str] = field(default_factory=list)
-    """Folders that were looked for in this machine's memory."""
+    """Folders in this machine's memory that were searched."""
     beside: list[str] = field(default_factory=list)
-    """Folders of other nodes that have newer versions, and how to see them, in words."""
+    """Folders of other nodes with newer versions, and how to include them, in words."""
     elsewhere: set[str] = field(default_factory=set)
-    """Jobs whose memory on this machine no restart from these places sees: it has another job id,
-    as what is here was moved, or copied."""
+    """Jobs with memory on this machine that no restart from these places sees: it has another job
+    id, because the files here were moved or copied."""
 
     def open_far(self, place: Location) -> PersistentStore:
-        """The persistent level that is at this place."""
+        """Open the persistent store at this place."""
         return self.open_store(place.where)
 
     def plan(self, version: int | None = None) -> RestorePlan | None:
-        """What a restart would take, if it saw the same."""
+        """The plan of a restart that sees the same files."""
         found = [each for each in self.found if not self.is_elsewhere(each.place)]
         return plan_restore([found], version=version, parities=[self.parities])
 
     def is_elsewhere(self, place: Location) -> bool:
-        """Whether it is memory that no restart from these places sees."""
+        """Whether this is memory that no restart from these places sees."""
         return job_of(place) in self.elsewhere
 
     def suspicion(self, id_: VersionId) -> str:
-        """In what replicas differed, or may have, when the version was taken; empty if they did
-        not, as far as is known."""
+        """The known or possible difference of replicas when the version was taken; empty if none is
+        known."""
         said = (f.facts.suspect for f in self.found if f.key.id == id_ and f.facts.suspect)
         return self.suspects.get(id_) or next(said, "")
 
     @property
     def copies(self) -> list[Copy]:
-        """Of shards, and of parity."""
+        """All copies of shards, and all parity."""
         return [*self.found, *self.parities]
 
     @property
     def troubles(self) -> list[str]:
-        """What could not be read or seen, in words."""
-        told = (f"{each.place.where}: {each.why}" for each in (*self.unseen, *self.problems))
-        return list(dict.fromkeys(told))
+        """Sentences about everything that could not be read."""
+        texts = (f"{each.place.where}: {each.why}" for each in (*self.unseen, *self.problems))
+        return list(dict.fromkeys(texts))
 
 
 def job_of(place: Location) -> str:
-    """Whose memory it is; empty for another level."""
+    """The job of a place in memory; empty for another level."""
     return Path(place.where).parent.name.partition("@")[0] if place.level == "memory" else ""
 
 
 def why_elsewhere(job: str) -> str:
-    """Why no restart from the places sees that job's memory, and what to do."""
+    """The reason why no restart from the places sees that job's memory, and the remedy."""
     return (
-        f"memory of job {job!r}, whose path is another one: this was moved from there, or copied. "
-        "A restart finds that memory from there, or with that name as its job_id (TIERCKPT_JOB_ID)"
+        f"memory of job {job!r}, which has another path: these files were moved from there, or "
+        "copied. A restart from there finds that memory, or one with that name as its job_id "
+        "(TIERCKPT_JOB_ID)"
     )
 
 
 def survey(paths: Where | Sequence[Where]) -> Survey:
-    """Look at all of `paths`, and at the memory of their jobs on this machine. Raises
-    MissingPathError for a path that is not there, nor anything of its job in memory."""
+    """Look at all of `paths`, and at their jobs' memory on this machine. Raises MissingPathError if
+    a path does not exist and its job has nothing in memory."""
     config = load_config()
     there = Survey(open_store=functools.partial(_open_store, config.persistent))
-    jobs, own, told = set[str](), set[str](), set[Path]()
+    jobs, own, claimed = set[str](), set[str](), set[Path]()
     missing: dict[str, MissingPathError] = {}
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
     for path in dict.fromkeys(map(directory_of, given)):
@@ -142,15 +143,15 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
         try:
             folders = _folders(path, there)
         except MissingPathError as error:
-            told_of = "; ".join([str(error), *beside])
-            missing[config.job_id or job_id_of(path)] = MissingPathError(told_of)
+            text = "; ".join([str(error), *beside])
+            missing[config.job_id or job_id_of(path)] = MissingPathError(text)
         for folder in folders:
             _look_at_disk(folder, there)
             _look_at_shared(config.persistent.at(str(folder)), there)
-        told |= set[Path]().union(*map(memory_told, folders))
-    jobs |= _jobs_named(there) | {folder.name.partition("@")[0] for folder in told}
+        claimed |= set[Path]().union(*map(memory_told, folders))
+    jobs |= _jobs_named(there) | {folder.name.partition("@")[0] for folder in claimed}
     there.elsewhere = {job for job in jobs - own if config.job_id or is_default_id(job)}
-    roots = {JobDirectory.at(config.shm_dir, "").root, *(folder.parent for folder in told)}
+    roots = {JobDirectory.at(config.shm_dir, "").root, *(folder.parent for folder in claimed)}
     _look_at_memory(roots, jobs, there)
     in_memory = {job_of(each.place) for each in there.found}
     for job, no_directory in missing.items():
@@ -164,7 +165,7 @@ def _open_store(config: PersistentConfig, where: str) -> PersistentStore:
 
 
 def _ids_of(path: str, node: str) -> set[str]:
-    """Of the jobs whose `path` it can be: as it is, and with `{node}` for a part of it."""
+    """Ids of the jobs that may have this `path`: literally, or with `{node}` for a part of it."""
     parts = Path(os.path.abspath(path)).parts
     templates = [Path(*parts[:i], NODE, *parts[i + 1 :]) for i in range(1, len(parts))]
     here = os.path.abspath(path).replace(node or socket.gethostname(), NODE)
@@ -172,19 +173,19 @@ def _ids_of(path: str, node: str) -> set[str]:
 
 
 def _folders(path: str, there: Survey) -> list[Path]:
-    """The directories that a path means: itself, or its nodes'. Those that cannot be looked at are
-    told. Raises MissingPathError for a path that is not there."""
+    """The directories that a path means: itself, or its nodes'. Unreadable ones are recorded.
+    Raises MissingPathError if the path does not exist."""
     if NODE in path:
         return _named_after_nodes(path, there)
     folder = Path(path)
     try:
         if not folder.is_dir():
             raise MissingPathError(
-                f"{path} is no directory; give a job's path, or its persistent_path"
+                f"{path} is not a directory; give a job's path or its persistent_path"
             )
         inside = sorted({*folder.iterdir()} - {folder / FOREIGN})
     except OSError as error:
-        _tell_unseen(folder, error, there)
+        _add_unseen(folder, error, there)
         return []
     return [folder, *(each for each in inside if _has_shards(each, there))]
 
@@ -196,14 +197,15 @@ def _named_after_nodes(path: str, there: Survey) -> list[Path]:
             if folder.is_dir():
                 found.append(folder)
         except OSError as error:
-            _tell_unseen(folder, error, there)
+            _add_unseen(folder, error, there)
     if not found and len(there.unseen) == unseen:
-        raise MissingPathError(f"there is no directory {path}, whatever {NODE} stands for")
+        raise MissingPathError(f"there is no directory {path}, for any name in place of {NODE}")
     return found
 
 
 def _beside(path: str, job: str) -> list[str]:
-    """Where it may be one node's: what others, of the same job, have that is newer."""
+    """Sentences about newer versions of the same job in other nodes' folders, if `path` is a
+    node's."""
     if NODE in path:
         return []
     parent, node = os.path.split(os.path.abspath(path))
@@ -214,8 +216,8 @@ def _beside(path: str, job: str) -> list[str]:
         own = max((key.id for key in keys), default=None)
     found = siblings_of(template, job or job_id_of(template), {node})
     return [
-        f"{each.directory} has {each.newest} of the same job: to see all nodes', give "
-        f"'{template}', in quotes. A restart sees the folders of its own nodes alone"
+        f"{each.directory} has {each.newest} of the same job: to include all nodes, give "
+        f"'{template}', in quotes. A restart sees only its own nodes' folders"
         for each in found[:1]
         if own is None or each.newest > own
     ]
@@ -227,7 +229,7 @@ def _names_in(folder: Path, there: Survey) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        _tell_unseen(folder, error, there)
+        _add_unseen(folder, error, there)
         return []
 
 
@@ -236,11 +238,11 @@ def _has_shards(folder: Path, there: Survey) -> bool:
     try:
         return folder.is_dir() and bool(store.keys() or store.parities())
     except OSError as error:
-        _tell_unseen(folder, error, there)
+        _add_unseen(folder, error, there)
         return False
 
 
-def _tell_unseen(folder: Path, error: OSError, there: Survey) -> None:
+def _add_unseen(folder: Path, error: OSError, there: Survey) -> None:
     where = Location("local", socket.gethostname(), str(folder.absolute()))
     there.unseen.append(Problem.of(where, error))
 
@@ -252,7 +254,7 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
     )
     look_at_local(store, place, there.found, there.problems, there.unseen)
     there.parities += look_at_parities(store, place, there.problems, there.unseen)
-    with suppress(OSError):  # said already
+    with suppress(OSError):  # already reported
         pins = LocalPins(folder).pinned()
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
         there.suspects |= SuspectMarks(folder).all()
@@ -266,7 +268,7 @@ def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
 
 
 def _jobs_named(there: Survey) -> set[str]:
-    """In one manifest of each directory: all there are one job's."""
+    """Names of the jobs by one manifest of each directory: a directory has one job."""
     newest: dict[str, ShardKey] = {}
     for each in there.found:
         if each.place.level == "local":

@@ -1,4 +1,4 @@
-"""Every byte of what a survey found, compared with its checksum: `tierckpt verify`."""
+"""Verification of every byte that a survey found against its checksum: `tierckpt verify`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from .survey import Copy, Survey
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one copy of a shard, or of parity."""
+    """The result for one copy of a shard, or of parity."""
 
     copy: Copy
     nbytes: int
     why: str
-    """What is wrong with it; empty: nothing."""
+    """The damage; empty: none."""
     unchecked: str = ""
-    """Why its content could not be looked at: a key or a module is missing here. What is stored is
-    sound all the same, unless `why` says otherwise."""
+    """The reason why the content was not checked: a key or a module is missing here. The stored
+    bytes are sound, unless `why` is set."""
     unread: bool = False
-    """`why` is about the way to it (no right, no network): its bytes may well be sound."""
+    """True if `why` is about access (permission, network): the bytes may be sound."""
 
     @staticmethod
     def of_error(copy: Copy, error: Exception) -> Verdict:
-        """On a copy that raised it."""
+        """The result for a copy that raised this error."""
         return Verdict(
             copy, 0, str(error), unread=FaultScope.of(copy.place, error) is not FaultScope.COPY
         )
@@ -79,7 +79,7 @@ def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Pr
 
 
 def _as_stored(copy: Found, there: Survey, unchecked: str) -> Verdict:
-    """By the digests of what is stored, for which it need not be decoded."""
+    """Check the stored bytes by their own digests, without decoding."""
     key, place = copy.key, copy.place
     try:
         if place.level == "persistent":
@@ -108,8 +108,7 @@ def _of_parity(copy: FoundParity, progress: Progress) -> Verdict:
 
 
 def is_there(copy: Copy, there: Survey) -> bool:
-    """Whether it still is, as far as can be seen: a job that goes on retires what it no longer
-    needs."""
+    """Whether the copy still exists, as far as visible: a running job retires old versions."""
     key, place = copy.key, copy.place
     with suppress(*LOST):
         if isinstance(copy, FoundParity):

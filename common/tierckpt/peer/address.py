@@ -1,4 +1,4 @@
-"""Where an agent listens for its peers."""
+"""The address where an agent listens for its peers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tierckpt.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 _NOT_IN_USE = 0x68
-"""Flags of an IPv6 address: tentative, deprecated, or found to be somebody else's, too."""
+"""Flags of an IPv6 address: tentative, deprecated, or a duplicate of another machine's."""
 _SOME_PORT = 9
-"""For a datagram socket that sends nothing; any would do."""
+"""Port of a datagram socket that sends nothing; any port would do."""
 
 
 @dataclass(frozen=True, order=True)
@@ -33,13 +33,13 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """True where nobody but this machine finds it. The host is numeric."""
+        """True when only this machine can reach the address. The host must be numeric."""
         return ipaddress.ip_address(self.host).is_loopback
 
 
 def own_network() -> str:
-    """Names the network that this process is in. A loopback address reaches all that is in the
-    same one, and nothing else: containers on one machine have loopbacks of their own."""
+    """Name of the network namespace of this process. A loopback address reaches the processes of
+    the same namespace and no others: each container on a machine has its own loopback."""
     try:
         place = os.readlink("/proc/self/ns/net")
     except OSError:
@@ -48,14 +48,14 @@ def own_network() -> str:
 
 
 def own_host(interface: str = "", towards: str = "localhost") -> str:
-    """The numeric address to listen at.
+    """Numeric address for the agent to listen at.
 
-    `interface` is what the user set: the name of a network interface (its IPv4 address is taken,
+    `interface` is the user's setting: the name of a network interface (its IPv4 address is taken,
     or else its global IPv6 address), or an address or host name of this machine. Empty: the address
     from which this machine reaches the host `towards`, where the job's ranks meet. Nothing is sent.
 
-    Raises ConfigError when there is no such interface, no way to that host, or an address that
-    could not be told to other nodes.
+    Raises ConfigError when there is no such interface, no route to that host, or when other nodes
+    could not use the address.
     """
     names = [name for _, name in socket.if_nameindex()]
     if interface in names:
@@ -66,12 +66,12 @@ def own_host(interface: str = "", towards: str = "localhost") -> str:
             interface or towards, _SOME_PORT, type=socket.SOCK_DGRAM
         )[0]
     except OSError as error:
-        what = (
+        subject = (
             f"peer_interface={interface!r} is no interface and" if interface else f"{towards!r} is"
         )
-        raise ConfigError(f"{what} no known host: {error}; {advice}") from error
+        raise ConfigError(f"{subject} no known host: {error}; {advice}") from error
     if interface:
-        _refuse_untellable(str(where[0]), advice)
+        _refuse_unusable(str(where[0]), advice)
     with socket.socket(family, kind, protocol) as probe:
         try:
             if interface:
@@ -79,20 +79,22 @@ def own_host(interface: str = "", towards: str = "localhost") -> str:
             else:
                 probe.connect(where)
         except OSError as error:
-            what = f"{interface!r} is no address of this machine" if interface else towards
+            subject = f"{interface!r} is no address of this machine" if interface else towards
             raise ConfigError(
-                f"cannot find an address for the agents to meet at: {what}: {error}; {advice}"
+                f"cannot find an address for the agents to meet at: {subject}: {error}; {advice}"
             ) from error
         found = str(probe.getsockname()[0])
-    _refuse_untellable(found, advice)
+    _refuse_unusable(found, advice)
     return found
 
 
-def _refuse_untellable(host: str, advice: str) -> None:
-    """Raise ConfigError for an address at which other machines would not find this one."""
+def _refuse_unusable(host: str, advice: str) -> None:
+    """Raise ConfigError for an address at which other machines could not find this one."""
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
-        raise ConfigError(f"{host} stands for all addresses, and other nodes need one; {advice}")
+        raise ConfigError(
+            f"{host} stands for all addresses; other nodes need a single one; {advice}"
+        )
     if address.version == 6 and address.is_link_local:
         raise ConfigError(
             f"{host} is a link-local address, which means nothing to other machines; {advice}"
@@ -114,7 +116,7 @@ def _address_of(interface: str) -> str:
 
 
 def _global_ipv6(interface: str) -> str:
-    """The first that can be listened at; empty without one."""
+    """The interface's first usable global IPv6 address; empty without one."""
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
         for line in file:
             digits, _, _, scope, flags, name = line.split()

@@ -1,25 +1,29 @@
-"""Exchange: the members of a redundancy group make the parity of one version, each at its agent.
+"""Exchange: the members of a redundancy group compute the parity of one version, each at its agent.
 
-No coordinator, no collective: every member does the same, and none of it touches a trainer.
+There is no coordinator and no collective: every member runs the same steps, and no trainer waits.
 
-1. *Meet.* Each connects to all others and tells its shard's manifest; the other answers with its
-   own once it has begun the same version. So the wait for a trainer that seals later is here.
-2. *Go round* the windows (`course`). A member that is slow slows its neighbours, through TCP.
-3. *End.* Each tells all others that it has sent everything from a shard that was sealed until then.
-   Only who has heard that of all others commits: parity of bytes that changed meanwhile is none.
-4. *Commit*, alone: parity is valid by itself (`parity`), so nobody waits for anybody's commit.
+1. *Meet.* Each member connects to all others and sends its shard's manifest. Another member answers
+   with its own manifest once it has begun the same version, so this step waits for trainers that
+   seal later.
+2. *Process* the windows (`window_loop`). A slow member slows its neighbours, through TCP.
+3. *End.* Each member reports to all others that it has sent everything, from a shard that stayed
+   sealed. A member commits only after this report from all others: parity of bytes that changed
+   on the way is worthless.
+4. *Commit*, alone: parity is valid by itself (`parity_file`), so members do not wait for each
+   other's commit.
 
-Whatever goes wrong in 1 to 3, at one member, ends the exchange at all of them within their limits,
-and nothing of it stays but earlier versions. It is not tried again: who joins later is told why.
-A device that fails takes its own parity only: that member goes on to serve the others. After 3,
-members commit or not, each by itself.
+A failure in steps 1 to 3 at one member ends the exchange at all members within their limits, and
+leaves no trace of the version; earlier versions stay. The exchange is not repeated: a member that
+joins later receives the reason. A failed device costs its own member's parity only: that member
+continues to serve the others. In step 4 each member commits or fails by itself.
 
-A member begins the versions of a group in their order. That is how one that skipped a version is
-found out: asked for it when it is at a newer one, it refuses. Several may be under way at once.
+A member begins the versions of a group in order. So when it is asked to join an older version than
+its latest, it knows that it has skipped that version, and refuses. Several versions may be in
+progress at once.
 
-A message is tagged by its connection, which serves one exchange at a time, as `join` names it:
-version, group and purpose. Another run has another secret. A member that was killed and joins
-again has another `attempt`, which ends the others' exchange: they have to begin anew as well.
+The connection identifies a message: it serves one exchange at a time, and `join` gives version,
+group and purpose. Another run has another secret. A member that was killed and joins again has
+another `attempt`, which ends the exchange at the others: they have to start again as well.
 """
 
 from __future__ import annotations
@@ -57,54 +61,55 @@ from .window_loop import WindowLoop
 from .wire import MOST_TEXT, Link, no_excuse
 
 ASK_SECONDS = 2.0
-"""So long a silent peer has to say what it waits for, or to have its last words heard; less where
-the limit is small: who waits for the one that hangs must give up before all others do."""
+"""Time for a silent peer to say which members it waits for, or for its last message to arrive; less
+when the limit is small: the members that wait for the hanging one must give up first."""
 SHOWN_NAMES = 8
 RETRY_SECONDS = 0.2
-"""Between tries to reach a peer whose agent is not there yet."""
+"""Interval between attempts to reach a missing agent."""
 
 
 @dataclass(frozen=True)
 class Party:
-    """A group, and where its members are."""
+    """A group, and the addresses of its members."""
 
     group: RedundancyGroup
     addresses: tuple[Address, ...]
-    """Of the members' agents, in the order of the ring."""
+    """Addresses of the members' agents, in the order of the ring."""
     member: int
-    """Who we are on the ring."""
+    """This agent's number on the ring."""
 
     def name(self, member: int) -> str:
-        """How errors call a member."""
+        """The member's name in errors."""
         return f"rank {self.group.ranks[member]} ({self.addresses[member]})"
 
     @property
     def others(self) -> list[int]:
-        """All other members, the next on the ring first, so that not all turn to one."""
+        """All other members, starting with the next on the ring, so that connections spread
+        evenly."""
         n = self.group.code.n
         return [(self.member + i) % n for i in range(1, n)]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a member brings: a sealed slot's image, or a mapped file. Never written to."""
+    """A member's contribution: the image of a sealed slot, or a mapped file. Never written to."""
 
     image: memoryview
     """Exactly the shard, as long as the manifest says; the caller's, until `run` has returned."""
     manifest: bytes
     still_sealed: Callable[[], bool] = lambda: True
-    """Asked after the last byte was read; False: the image was refilled meanwhile."""
+    """Called after the last byte was read; False: the image was refilled in between."""
 
 
 @dataclass
 class Report:
-    """What an exchange did, and where its time went."""
+    """Results of an exchange: bytes, and the seconds of each phase."""
 
     parity_bytes: int = 0
-    """Written and committed here; 0 when this member's parity was not to be made."""
+    """Bytes written and committed here; 0 when this member's parity was not requested."""
     sent_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase: `meet`, `course`, `end`, `commit`."""
+    """Seconds by phase: `meet`, `course`, `end`, `commit`."""
 
 
 class Exchange:
@@ -118,9 +123,10 @@ class Exchange:
         store: LocalStore,
         make: Iterable[int] | None = None,
     ) -> None:
-        """`make`: the members whose parity is to be made, the same list at all; None: of all.
+        """`make`: the members that need new parity, the same list at all members; None: all of
+        them.
 
-        With some, what a restart lost is restored beside what is there, at the cost of the lost.
+        A partial list restores parity that a restart lost, at a cost in proportion to the loss.
         Raises CorruptShardError, FormatError or ValueError when the shard is not this member's.
         """
         code = party.group.code
@@ -128,9 +134,9 @@ class Exchange:
         self._make = sorted(set(range(code.n) if make is None else make))
         self._own = Manifest.decode(shard.manifest)
         if self._own.shard != party.group.ranks[party.member]:
-            raise ValueError(f"{self._own.key} is not of {party.name(party.member)}")
+            raise ValueError(f"{self._own.key} is not the shard of {party.name(party.member)}")
         if len(shard.image) != self._own.image_bytes:
-            raise ValueError(f"{self._own.key}: {len(shard.image)} bytes are no shard")
+            raise ValueError(f"{self._own.key}: the image has {len(shard.image)} bytes")
         self.id: VersionId = self._own.id
         self.member = party.member
         purpose = f"{party.group.ranks} {code} {self._make} of {self._own.facts.shards}"
@@ -139,7 +145,7 @@ class Exchange:
         names = {member: party.name(member) for member in party.others}
         self._inbox = Inbox(names, transport.limits.stall_seconds, self._excuse)
         self._ask_seconds = min(ASK_SECONDS, transport.limits.stall_seconds / 4)
-        self._heard: dict[int, str] = {}
+        self._replies: dict[int, str] = {}
         self._attempt = secrets.token_hex(8)
         self._links: dict[int, Link] = {}
         self._engaged: int | None = None
@@ -147,12 +153,13 @@ class Exchange:
         self._report = Report()
 
     def run(self) -> Report:
-        """Make and commit this member's parity; see the module's text for what others see.
+        """Make and commit this member's parity; the module's text says how other members are
+        affected.
 
-        Raises PeerError, naming the member, when one is gone, hangs or gave up. Raises
+        Raises PeerError, naming the member, when one is gone, hangs or has failed. Raises
         ExchangeCancelledError after `cancel`. Raises OSError when this node's device failed, the
-        slot was refilled, or the store cannot be reached. Nothing is visible of this version's
-        parity after an error; older ones are untouched, and the next version may be tried at once.
+        slot was refilled, or the store cannot be reached. After an error no parity of this version
+        is visible; older parity is untouched, and the next version may be tried at once.
         """
         try:
             with self._transport.hosting(self):
@@ -172,13 +179,13 @@ class Exchange:
         return self._report
 
     def cancel(self, why: str) -> None:
-        """Have `run` end soon: by ExchangeCancelledError, unless it is over already."""
-        self._fail(ExchangeCancelledError(f"{self._what} was given up: {why}"))
+        """Make `run` raise ExchangeCancelledError soon, unless it has already ended."""
+        self._fail(ExchangeCancelledError(f"{self._label} was cancelled: {why}"))
 
     # --- meeting -------------------------------------------------------------------------------
 
     def _meet(self) -> list[Manifest]:
-        """Everybody's manifests, on the ring."""
+        """Manifests of all members, in the order of the ring."""
         self._fault("meet")
         deadline = time.monotonic() + self._transport.limits.join_seconds
         found = {self.member: self._own}
@@ -187,8 +194,8 @@ class Exchange:
         return [found[member] for member in range(len(found))]
 
     def _join(self, member: int, deadline: float) -> Manifest:
-        """Enter the member's exchange; again and again while it cannot be reached. That is not for
-        as long where the exchange before could not reach it either."""
+        """Enter the member's exchange, with retries while it cannot be reached. The limit is
+        shorter when the previous exchange could not reach it either."""
         transport, address = self._transport, self._party.addresses[member]
         limits, begin, doubted = transport.limits, time.monotonic(), transport.doubts(address)
         while True:
@@ -212,8 +219,8 @@ class Exchange:
             self._inbox.pause(RETRY_SECONDS)
 
     def _try_to_join(self, member: int, reach_before: float, deadline: float) -> Manifest:
-        """The member's agent is to be reached before one time, and to have begun before the
-        other."""
+        """Join once: reach the member's agent before `reach_before`, get its manifest before
+        `deadline`."""
         seconds = max(reach_before - time.monotonic(), 0.0)
         link = self._transport.connect(self._party.addresses[member], seconds)
         link.peer = self._party.name(member)
@@ -235,7 +242,7 @@ class Exchange:
         return self._manifest_of(member, record)
 
     def _manifest_of(self, member: int, record: bytes) -> Manifest:
-        """Check that a member brings its shard of our version, of our run."""
+        """Check that a member sent the manifest of its own shard, of our version and run."""
         name, own = self._party.name(member), self._own
         try:
             manifest = Manifest.decode(record)
@@ -244,8 +251,8 @@ class Exchange:
         expected = ShardKey(self.id, self._party.group.ranks[member], own.facts.shards)
         if (manifest.key, manifest.facts.run_id) != (expected, own.facts.run_id):
             raise RefusedError(
-                f"{name} brings {manifest.key} of run {manifest.facts.run_id}; "
-                f"this is {expected} of life "
+                f"{name} sent {manifest.key} of run {manifest.facts.run_id}; "
+                f"this is {expected} of run "
                 f"{own.facts.run_id}, and shards of two runs make no parity",
                 member,
             )
@@ -255,7 +262,7 @@ class Exchange:
         """Serve a member that joins, in its connection's thread, until it has ended."""
         source = int(head["member"])
         if source not in self._party.others:
-            raise PeerError(f"{link.peer} says that it is member {source}")
+            raise PeerError(f"{link.peer} claims to be member {source}")
         link.peer = self._party.name(source)
         try:
             self._inbox.know(source, str(head["attempt"]))
@@ -269,19 +276,17 @@ class Exchange:
             self._inbox.end(source)
         except (PeerError, KeyError, TypeError, ValueError) as error:
             known = isinstance(error, PeerError)
-            text = (
-                str(error) if known else f"{link.peer} sent what is no message of ours: {error!r}"
-            )
+            text = str(error) if known else f"{link.peer} sent an invalid message: {error!r}"
             self._fail(PeerError(text, source))
             link.send_now({"op": "failed", "why": text[:MOST_TEXT]})
             raise PeerError(text, source) from error
         finally:
             self._inbox.detach(source, link)
 
-    # --- going round ---------------------------------------------------------------------------
+    # --- processing the windows ----------------------------------------------------------------
 
     def _exchange(self, manifests: list[Manifest]) -> int:
-        """Returns how many bytes of parity were committed here."""
+        """Make the parity; returns the number of bytes committed here."""
         code = self._party.group.code
         stripes = Stripes(code, tuple(manifest.image_bytes for manifest in manifests))
         plan = plan_member(code, plan_rebuild(code, (), self._make), self.member)
@@ -324,13 +329,13 @@ class Exchange:
         self._report.sent_bytes += len(view)
 
     def _engage(self, member: int) -> None:
-        """Begin what may block in the member's connection: a failure that comes later shuts that,
-        and one that came before is noticed here."""
+        """Mark the member's connection as possibly blocked: a later failure shuts it, and an
+        earlier one is raised here."""
         self._engaged = member
         try:
             self._inbox.pause(0)
         except PeerError:
-            self._engaged = None  # nothing was begun there: it can take our last words
+            self._engaged = None  # nothing was sent yet: the link can take the last message
             raise
 
     def _end(self) -> None:
@@ -349,45 +354,47 @@ class Exchange:
     # --- when it fails -------------------------------------------------------------------------
 
     def waits_for(self) -> list[str]:
-        """Names of the members that the exchange waits for now: what it tells whoever asks."""
+        """Names of the members that the exchange waits for now, for members that ask `why`."""
         members = {*self._inbox.waiting_for, self._engaged} - {None}
         names = [self._party.name(member) for member in members if member is not None]
         return names[:SHOWN_NAMES]
 
     def _fail(self, error: PeerError) -> None:
-        """Have `run` raise this, in whatever it waits. From any thread."""
+        """Make `run` raise `error`, wherever it waits. From any thread."""
         self._inbox.fail(error)
-        # It may wait in a connection, for an answer or for room. The others take our last words.
+        # `run` may be blocked in one connection: shut that. The others take a last message.
         engaged = self._engaged
         if engaged is not None and (link := self._links.get(engaged)):
             link.shut()
 
     def _explain(self, error: BaseException) -> BaseException:
-        """The cause, where `error` is only what it did to a neighbour of ours."""
+        """The original cause, where `error` is only its effect on a neighbour."""
         failure = self._inbox.failure()
         if isinstance(failure, ExchangeCancelledError):
             return failure
         if failure is not None and isinstance(error, PeerError):
-            error = failure  # which shut the connection that broke
+            error = failure  # the failure that shut the broken connection
         if not isinstance(error, PeerError) or error.member is None:
             return error
-        text = f"{self._what} is not protected: {error}"
+        text = f"{self._label} is not protected: {error}"
         link = self._links.get(error.member)
-        if isinstance(error, RefusedError):  # which are the last words
+        if isinstance(error, RefusedError):  # carries the peer's reason already
             return type(error)(text, error.member)
         if link is not None and (words := _last_words(link, self._ask_seconds)):
             text += f"; it gave up: {words}"
-        elif error.member in self._heard:
-            text += f"; {self._heard[error.member]}"
+        elif error.member in self._replies:
+            text += f"; {self._replies[error.member]}"
         return type(error)(text, error.member)
 
     def _excuse(self, member: int, silent_seconds: float) -> bool:
-        """Ask a silent member before it is blamed. One that waits for a third has as long again.
+        """Ask a silent member before it is blamed. One that waits for a third gets `stall_seconds`
+        more.
 
-        All members fall silent together when one hangs. Only those who wait for that very one are
-        to give up by themselves; their last words tell the others whose fault it is. A member may
-        still be joining the one that hangs, which takes `join_seconds`; nobody is excused longer.
-        One that waits for nobody is at work, on a slow disk say, and has as long again, once.
+        All members become silent together when one hangs. Only the members that wait for that one
+        give up by themselves; their last message names the failed member to the others. A member
+        may still be joining the one that hangs, which takes `join_seconds`: no silence is excused
+        longer. A member that waits for no other is working, perhaps on a slow disk, and gets
+        `stall_seconds` more, once.
         """
         limits = self._transport.limits
         if silent_seconds > limits.join_seconds + limits.stall_seconds:
@@ -395,24 +402,24 @@ class Exchange:
         address = self._party.addresses[member]
         answer = self._transport.why(address, self, member, self._ask_seconds)
         if answer is None:
-            self._heard[member] = "it does not answer"
+            self._replies[member] = "it does not answer"
             return False
         waits, gave_up = answer
         if gave_up:
-            self._heard[member] = f"it gave up: {gave_up}"
+            self._replies[member] = f"it gave up: {gave_up}"
             return False
         if not waits:
-            self._heard[member] = "it answers, waits for nobody, and does not get on"
+            self._replies[member] = "it answers and waits for no member, but makes no progress"
             return silent_seconds < 1.5 * limits.stall_seconds
-        self._heard[member] = f"it waits for {', '.join(waits)}"
+        self._replies[member] = f"it waits for {', '.join(waits)}"
         return waits != [self._party.name(self.member)]
 
     def _give_up(self, why: str) -> None:
-        """Last words to all others, wherever they listen, and then no more."""
+        """Send a last message to all other members, then close everything."""
         self._transport.gave_up(self, why[:MOST_TEXT])
         self._inbox.close(why)
         for member, link in self._links.items():
-            if member != self._engaged:  # to that one, this would be within a message
+            if member != self._engaged:  # this link may be in the middle of a message
                 link.send_now({"op": "failed", "why": why[:MOST_TEXT]})
             self._transport.drop(link)
         self._links.clear()
@@ -426,7 +433,7 @@ class Exchange:
     # --- small things --------------------------------------------------------------------------
 
     @property
-    def _what(self) -> str:
+    def _label(self) -> str:
         return f"{self.id} of the group of ranks {', '.join(map(str, self._party.group.ranks))}"
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
@@ -440,7 +447,7 @@ class Exchange:
 
 
 class _Writer:
-    """This member's parity. An error of the device is kept for later: the others need us now."""
+    """This member's parity. Keeps an error of the device for later: the others need this member."""
 
     def __init__(
         self, stack: contextlib.ExitStack, store: LocalStore, shard: ShardKey, nbytes: int
@@ -455,7 +462,7 @@ class _Writer:
             self.error = error
 
     def write(self, data: memoryview, offset: int) -> None:
-        """As `ParityWriter.write`, but never raises."""
+        """Write as `ParityWriter.write`, but never raise."""
         try:
             if self.error is None:
                 self._parity.write(data, offset)
@@ -463,7 +470,7 @@ class _Writer:
             self.error = error
 
     def commit(self, manifest: Callable[[bytes], ParityManifest]) -> None:
-        """Make the parity exist with the manifest that goes with its digests; never raises."""
+        """Commit the parity with the manifest made from its digests; never raises."""
         try:
             if self.error is None:
                 self._draft.sync()
@@ -473,7 +480,7 @@ class _Writer:
 
 
 def _last_words(link: Link, seconds: float) -> str:
-    """Why the other side gave up, if it managed to say so."""
+    """The reason that the other side sent before it closed; empty if it sent none."""
     try:
         return str(link.receive(seconds).get("why", ""))
     except PeerError:

@@ -1,8 +1,8 @@
-"""What one exchange receives from the other members, put straight where it belongs.
+"""Messages that one exchange receives from the other members, written straight to their memory.
 
-The exchange's thread offers memory for the messages that its plan has it receive, and waits for
-them. Each incoming connection has a thread of its own, which reads a message when, and only when,
-there is memory for it: a member that is ahead waits in its own `send`, and nothing piles up here.
+The exchange's thread offers memory for the messages in its plan, and waits for them. Each incoming
+connection has its own thread, which reads a message only when there is memory for it: a member that
+is ahead blocks in its own `send`, and nothing accumulates here.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ class Message:
 
     source: int
     at: tuple[int, int, int, int]
-    """Member whose segment it is, 1 if of its parity, index, where the window begins in it."""
+    """Owner of the segment, 1 if the segment is parity, its index, offset of the window in it."""
 
 
 class Inbox:
-    """All methods may be called by any thread; none but `wait` and `deliver` takes long.
+    """Receives the messages of one exchange. Any thread may call any method; only `wait`,
+    `wait_ends` and `deliver` take long.
 
-    Once it has failed, for whatever reason, it stays so, and every call that waits raises that.
+    A failure is final: after the first one, every call that waits raises it.
     """
 
     def __init__(
         self, names: Mapping[int, str], stall_seconds: float, excuse: Callable[[int, float], bool]
     ) -> None:
-        """`names` says how errors call the members that messages come from. `excuse` is asked about
-        a member that is silent, and for how many seconds: True lets it have as long again."""
+        """`names` are the members' names in errors. `excuse(member, silent_seconds)` is asked about
+        a silent member; True gives it `stall_seconds` more."""
         self.names = names
         self._excuse = excuse
         self.stall_seconds = stall_seconds
@@ -53,21 +54,23 @@ class Inbox:
         self._attempts: dict[int, str] = {}
         self._links: dict[int, Link] = {}
 
-    # --- who speaks ----------------------------------------------------------------------------
+    # --- senders -------------------------------------------------------------------------------
 
     def know(self, source: int, attempt: str) -> None:
-        """Note the member's try at this exchange, a random name, whoever told us.
+        """Record the random name of the member's attempt at this exchange, from either connection.
 
-        A member that was killed and came back tries anew: nothing of its first try can be finished,
-        so that fails here, too. Raises PeerError then.
+        A member that was killed and restarted makes a new attempt. The first one can never be
+        finished, so this member's exchange fails as well. Raises PeerError then.
         """
         with self._changed:
             if self._attempts.setdefault(source, attempt) != attempt:
-                self._fail(PeerError(f"{self.names[source]} began anew; so must we", source))
+                self._fail(
+                    PeerError(f"{self.names[source]} was restarted during the exchange", source)
+                )
             self._check()
 
     def attach(self, source: int, link: Link) -> None:
-        """The member's messages come through `link` from now on; an older link of it ends."""
+        """Take the member's messages from `link` from now on; shut its older link."""
         with self._changed:
             self._check()
             older = self._links.get(source)
@@ -76,7 +79,7 @@ class Inbox:
             older.shut()
 
     def detach(self, source: int, link: Link) -> None:
-        """The inverse of `attach`, unless there is a newer link."""
+        """Undo `attach`, unless the member has a newer link."""
         with self._changed:
             if self._links.get(source) is link:
                 del self._links[source]
@@ -86,9 +89,9 @@ class Inbox:
     def deliver(self, source: int, head: dict[str, Any], link: Link) -> None:
         """Receive the message that `head` announces, as soon as there is memory for it.
 
-        Raises PeerError when the exchange is over, or when it is not what was expected or is
-        damaged: TCP's checksum of 16 bits misses some of what real networks break (Stone and
-        Partridge, 2000), and parity of wrong bytes would be found out only when it is needed.
+        Raises PeerError when the exchange is over, or when the message is damaged or not in the
+        plan. TCP's checksum of 16 bits misses some errors of real networks (Stone and Partridge,
+        2000), and wrong parity would be noticed only when it is needed.
         """
         message = Message(source, tuple(head["at"]))
         with self._changed:
@@ -111,27 +114,27 @@ class Inbox:
             self._changed.notify_all()
 
     def end(self, source: int) -> None:
-        """The member has sent everything, and its shard was sealed until then."""
+        """The member has sent everything, and its shard stayed sealed until then."""
         with self._changed:
             self._ended.add(source)
             self._links.pop(source, None)  # its connection goes on to serve the next exchange
             self._changed.notify_all()
 
     def fail(self, error: PeerError) -> None:
-        """Wake everybody with `error`, unless there is an older one."""
+        """Wake every waiting thread with `error`, unless the exchange has already failed."""
         with self._changed:
             self._fail(error)
 
     # --- the exchange's thread -----------------------------------------------------------------
 
     def offer(self, message: Message, view: memoryview) -> None:
-        """Give memory for a message; it is the inbox's until `wait` returned it."""
+        """Give memory for a message; the inbox owns it until `wait` has returned it."""
         with self._changed:
             self._offered[message] = view
             self._changed.notify_all()
 
     def wait(self, wanted: Collection[Message]) -> None:
-        """Return when all these messages are where they belong.
+        """Return when all these messages are in their memory.
 
         Raises PeerError when one of their members makes no progress for `stall_seconds`.
         """
@@ -144,7 +147,7 @@ class Inbox:
         self._wait_for(lambda: set(sources) - self._ended)
 
     def pause(self, seconds: float) -> None:
-        """Wait so long; raises at once when the exchange fails, or has failed."""
+        """Wait for `seconds`; raises at once when the exchange fails or has failed."""
         with self._changed:
             self._check()
             if seconds:
@@ -152,12 +155,12 @@ class Inbox:
             self._check()
 
     def failure(self) -> PeerError | None:
-        """How the exchange failed first, if it did."""
+        """First failure of the exchange; None if it has not failed."""
         with self._changed:
             return self._failure
 
     def close(self, last_words: str) -> None:
-        """The exchange is over: tell members that still send, and let their connections end."""
+        """End the exchange: send `last_words` to members that still send, and shut their links."""
         with self._changed:
             self._fail(PeerError(last_words))
             for link in self._links.values():
@@ -179,7 +182,8 @@ class Inbox:
     def _silent(
         self, missing: Callable[[], set[int]], begin: float, excused: Mapping[int, float]
     ) -> int | None:
-        """Wait until nobody is missing: None; or until somebody was silent for too long."""
+        """Wait for the missing members. Returns None when all are there, or a member that was
+        silent for too long."""
         with self._changed:
             while sources := missing():
                 self._check()

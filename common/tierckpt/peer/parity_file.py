@@ -1,9 +1,9 @@
-"""The parity file and its manifest: what a member stores for the others (see FORMAT.md).
+"""The parity file: a member's contribution to its group, with its manifest (see FORMAT.md).
 
-A parity file is valid by itself as soon as it is committed, whatever became of the other members'.
-Its manifest holds digests of its own bytes, and the manifests of all the shards that it was made
-from: enough to know what it can rebuild, and to prove what was rebuilt. So no commit is agreed on
-with anybody; a restart takes the parities that are there.
+A parity file is valid by itself as soon as it is committed, whether or not the other members commit
+theirs. Its manifest holds the digests of its own bytes and the manifests of all shards that it was
+computed from: enough to know which shards it can rebuild, and to verify them. So members need not
+agree on a commit; a restart uses the parities that exist.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from tierckpt.format.verify import check, parity_blocks
 from tierckpt.storage.local.store import Draft
 
 Read = Callable[[int, memoryview], None]
-"""`read(offset, into)`: fill `into` from byte `offset` of a shard or parity on, or raise."""
+"""`read(offset, into)`: fill `into` with the bytes from `offset` of a shard or parity, or raise."""
 
 
 class ParityWriter:
-    """Writes parity window by window, in any order of segments, and digests it meanwhile.
+    """Writes parity window by window, the segments in any order, and digests it on the way.
 
-    Blocks are counted from the beginning of the file, windows from that of a segment, so a block
-    may come in parts. A part is put aside: two for each segment at most.
+    Blocks are counted from the beginning of the file, windows from the beginning of a segment, so a
+    block may arrive in parts. Parts are kept in memory: at most two for each segment.
     """
 
     def __init__(self, draft: Draft, nbytes: int) -> None:
-        """`draft` is the caller's; `nbytes` is the length of the whole."""
+        """`draft` belongs to the caller; `nbytes` is the length of the whole file."""
         self._draft, self._nbytes = draft, nbytes
         self._digests: dict[int, bytes] = {}
         self._parts: dict[int, tuple[bytearray, list[int]]] = {}
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Put `data` at `offset`; every byte of the file comes exactly once. Raises OSError."""
+        """Put `data` at `offset`; write every byte of the file exactly once. Raises OSError."""
         self._draft.write(data, offset)
         for block in range(offset // BLOCK_BYTES, -(-(offset + len(data)) // BLOCK_BYTES)):
             low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self._nbytes)
@@ -54,7 +54,7 @@ class ParityWriter:
             self._digests[block] = digest(part)
 
     def digests(self) -> bytes:
-        """Of all blocks, once all is written."""
+        """Digests of all blocks, once everything is written."""
         blocks = len(parity_blocks(self._nbytes))
         assert len(self._digests) == blocks, "a plan covers the file"
         return b"".join(self._digests[block] for block in range(blocks))
@@ -63,10 +63,11 @@ class ParityWriter:
 def check_parity(
     record: ParityManifest, read: Read, segments: Collection[int] | None = None
 ) -> int:
-    """Read the parity once, and raise CorruptShardError unless it is what `record` says.
+    """Read the parity once, and raise CorruptShardError unless it matches `record`.
 
-    Of `segments` alone, by number, where these are given: the blocks that they lie in. Returns the
-    bytes read. To be done by whoever holds it, before it counts as there. Holds one block.
+    With `segments` (numbers), only the blocks in which these segments lie are read. Returns the
+    bytes read. The node that holds a parity calls this before it counts the parity as present.
+    Holds one block in memory.
     """
     block, read_bytes = memoryview(bytearray(BLOCK_BYTES)), 0
     for index, nbytes in enumerate(parity_blocks(record.image_bytes)):

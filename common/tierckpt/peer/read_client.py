@@ -1,7 +1,6 @@
-"""What an agent of another node lets us read (`read_server`), for a process that is no agent
-itself.
+"""Client of `read_server`, for a process other than an agent.
 
-It reads as a persistent level does: shards by version and number, in ranges.
+It has the interface of a persistent level: shards by version and number, in ranges.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from .read_server import MOST_BYTES, copy_of, listed
 from .wire import Link, greet, reach
 
 REACH_SECONDS = 2.0
-"""A node that does not take a call for so long, or says nothing then, counts as down: a restart
-waits for it."""
+"""A node that accepts no connection within this time, or does not answer on it, counts as down: a
+restart waits for it."""
 STALL_SECONDS = 10.0
-"""Without a byte, in the middle of an answer."""
+"""Limit of silence in the middle of an answer."""
 
 
 class RemoteNode:
-    """One connection, made when it is needed. Any thread; one call at a time.
+    """One connection to a node's agent, made when needed. Any thread; one call at a time.
 
-    Methods raise ConnectionError when the agent cannot be reached, FileNotFoundError for what is
-    not there, EOFError for what is there only in part, OSError for what could not be read there.
+    Methods raise ConnectionError when the agent cannot be reached, FileNotFoundError for a shard
+    that is not there, EOFError for one that is truncated, OSError for one that the node cannot
+    read.
     """
 
     def __init__(
@@ -43,30 +43,30 @@ class RemoteNode:
         down: threading.Event | None = None,
         in_memory: bool = False,
     ) -> None:
-        """`name` is what its places are called; `secret` is that of the run in which the agent met
-        others last. `down`, shared by all who ask this node: it has not answered one of them, and
-        is not asked any more, or each range would be waited for anew. Shards are those on its disk,
-        or else those `in_memory`."""
+        """`name` appears in places and errors; `secret` is the secret of the run in which the agent
+        met other agents last. `down` is shared by all clients of this node: once it is set, no
+        client asks the node again, or each range would wait for the same limit. Reads the shards on
+        the node's disk, or with `in_memory` those in its memory."""
         self.name, self._address, self._secret = name, address, secret
         self._down, self._in_memory = down or threading.Event(), in_memory
         self._lock = threading.Lock()
         self._link: Link | None = None
 
     def inventory(self, host: str) -> Inventory:
-        """All that is there; `host` is the node."""
+        """Everything that the node has; `host` is the node's name."""
         with self._connection() as link:
-            told = link.receive_record(_answer(link, {"op": "list"}))
+            record = link.receive_record(_answer(link, {"op": "list"}))
             try:
-                return listed(told, self.name, host)
+                return listed(record, self.name, host)
             except (ValueError, KeyError, TypeError) as error:
-                raise ConnectionError(f"{self.name} told what is no inventory: {error}") from error
+                raise ConnectionError(f"{self.name} sent no valid inventory: {error}") from error
 
     def open_shard(self, name: VersionName, shard: int) -> RemoteFile:
-        """A shard of a version; nothing of it is checked."""
+        """Open a shard of a version; nothing of it is checked."""
         return self._open(ShardKey(name.id, shard, name.shards), self._in_memory)
 
     def open_parity(self, key: ParityKey) -> RemoteFile:
-        """Parity; nothing of it is checked."""
+        """Open a parity; nothing of it is checked."""
         return self._open(key)
 
     def _open(self, key: ShardKey, in_memory: bool = False) -> RemoteFile:
@@ -75,30 +75,30 @@ class RemoteNode:
             return RemoteFile(self, key.stem, link.receive_record(head), in_memory)
 
     def exists(self, name: VersionName) -> bool:
-        """Never known: a node has some of the shards."""
+        """Always False: a node has only some of the shards, so it cannot know."""
         return False
 
     def read(self, file: RemoteFile, offset: int, into: memoryview) -> None:
-        """Fill `into` from byte `offset` of a shard, or parity."""
+        """Fill `into` with the bytes from `offset` of a shard or parity."""
         copy = copy_of(file.manifest)
-        what = {"stem": file.stem, "copy": copy, "in_memory": file.in_memory}
+        which = {"stem": file.stem, "copy": copy, "in_memory": file.in_memory}
         for low in range(0, len(into), MOST_BYTES):
             part = into[low : low + MOST_BYTES]
             where = {"offset": offset + low, "length": len(part)}
             with self._connection() as link:
-                head = _answer(link, {"op": "fetch", **what, **where})
+                head = _answer(link, {"op": "fetch", **which, **where})
                 if head.get("nbytes", 0) != len(part):
                     raise EOFError(f"truncated: {self.name} has {file.stem} only in part")
                 link.receive_into(part)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection. The next call makes a new one."""
         with self._lock:
             self._hang_up()
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Link]:
-        """To ask something; after an error of the other side's it is made anew."""
+        """The connection, made when needed, closed after any error."""
         with self._lock:
             try:
                 if self._down.is_set():
@@ -123,28 +123,28 @@ class RemoteNode:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One shard, or parity. Reading raises as the node's methods do."""
+    """One shard or parity. Reading raises as the node's methods do."""
 
     node: RemoteNode
     stem: str
     manifest: bytes
-    """Unchecked."""
+    """Not checked."""
     in_memory: bool = False
-    """There, and not on disk."""
+    """The copy in the node's memory, not the one on its disk."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """A range, unchecked."""
+        """Read a range, without a check."""
         data = bytearray(nbytes)
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from byte `offset` on, unchecked."""
+        """Fill `into` with the bytes from `offset` on, without a check."""
         self.node.read(self, offset, into)
 
 
 def _answer(link: Link, request: dict[str, Any]) -> dict[str, Any]:
-    """Ask, and return the head of the answer."""
+    """Send a request, and return the head of the answer."""
     link.send(request)
     head = link.receive(link.seconds)
     if "error" in head:

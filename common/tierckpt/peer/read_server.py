@@ -1,8 +1,8 @@
-"""What an agent lets others read: shards and parity of its node, by name and in ranges.
+"""Server for reading: other nodes read shards and parity of this node, by name and in ranges.
 
-For a run of the job that this node is no part of any more (see `former_nodes`): as nobody looks
-there, what lies in its memory and on its disk would count as lost. Nothing is checked here; who
-reads compares with the checksums in the manifests.
+It serves a run of the job that does not include this node any more (see `former_nodes`): no rank
+looks there, so the shards in its memory and on its disk would count as lost. Nothing is checked
+here; the reader compares with the checksums in the manifests.
 """
 
 from __future__ import annotations
@@ -26,44 +26,45 @@ from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slots import pin_again, read_image, sealed_at
 
 MOST_BYTES = 4 << 20
-"""What is read at once, and held."""
+"""Limit of one read, held in memory."""
 
 
 class ReadServer:
-    """Any thread. Methods raise OSError, and ValueError for what is no request of ours."""
+    """Any thread. Methods raise OSError, and ValueError for an invalid request."""
 
     def __init__(self) -> None:
         self._stores: list[LocalStore] = []
         self._job: JobDirectory | None = None
         self._found: dict[Path, str] = {}
-        """Which copy was in each slot that was looked at, then."""
+        """The copy that was last seen in each slot."""
         self.asked_at = -math.inf
-        """When somebody last asked for anything (monotonic)."""
+        """Time of the last request (monotonic)."""
 
     def add(self, store: LocalStore, job: JobDirectory | None = None) -> None:
-        """Show what is committed in `store`, and what is sealed in the memory of `job`."""
+        """Serve the shards committed in `store`, and those sealed in the memory of `job`."""
         if store.directory not in [known.directory for known in self._stores]:
             self._stores.append(store)
         self._job = job or self._job
 
     def list(self) -> bytes:
-        """All that is here, for `listed`, and what cannot be used, or seen. A shard that is in
-        memory and on disk is told of both: one of the two may be damaged."""
+        """Encode an inventory of this node for `listed`, with all problems. A shard that is both in
+        memory and on disk is listed twice: one of the copies may be damaged."""
         self.asked_at = time.monotonic()
         seen = [take_inventory(self._job, store, "") for store in self._stores] if self._job else []
         pin_again()
         found = {(f.key, f.place.level): f for each in seen for f in each.found}
-        told = {
+        listing = {
             "generation": max((each.generation for each in seen), default=0),
             "shards": [_shard(each) for each in found.values()],
             "parities": [_parity(each) for inventory in seen for each in inventory.parities],
             "problems": _problems(each.problems for each in seen),
             "unseen": _problems(each.unseen for each in seen),
         }
-        return json.dumps(told).encode()
+        return json.dumps(listing).encode()
 
     def manifest(self, stem: str, in_memory: bool = False) -> bytes:
-        """Of a shard or of parity: of the copy on disk, or of that in memory."""
+        """Manifest of a shard or parity: of its copy on disk, or with `in_memory` of the one in
+        memory."""
         self.asked_at = time.monotonic()
         key = _key(stem)
         if not in_memory:
@@ -79,16 +80,17 @@ class ReadServer:
     def read(
         self, stem: str, offset: int, nbytes: int, copy: str, in_memory: bool = False
     ) -> bytes:
-        """A range of the bytes, unchecked; less where they end. Only names that we give, of what
-        exists: no other file can be asked for.
+        """Read a range of bytes, without a check; shorter where the file ends. Only names of shards
+        and parities that exist can be requested, so no other file can be read.
 
-        `copy` is the digest of the manifest that was told (`copy_of`): what has another one by now,
-        as an agent commits what was in memory, is FileNotFoundError.
+        `copy` is the digest of the manifest that the reader has (`copy_of`). Raises
+        FileNotFoundError when the manifest has changed since, as when an agent commits a shard that
+        was in memory.
         """
         self.asked_at = time.monotonic()
         key = _key(stem)
         if offset < 0 or not 0 <= nbytes <= MOST_BYTES:
-            raise ValueError(f"bytes {offset} and {nbytes} more cannot be asked for at once")
+            raise ValueError(f"{nbytes} bytes from {offset} on cannot be requested at once")
         if not in_memory:
             store = self._store_of(key)
             if copy_of(store.read_manifest(key)) != copy:
@@ -97,21 +99,21 @@ class ReadServer:
         try:
             path = self._slot_with(copy, key)
             data = read_image(path, offset, nbytes)
-            if self._in_slot(path) != copy:  # by now; a slot is unsealed before it changes
+            if self._in_slot(path) != copy:  # read again: a slot is unsealed before it changes
                 raise _stored_otherwise(key)
             return data
         finally:
             pin_again()
 
     def _store_of(self, key: ShardKey) -> LocalStore:
-        """The one that has it."""
+        """The store that has `key`."""
         for store in self._stores:
             if store.has(key):
                 return store
         raise _not_here(key)
 
     def _slot_with(self, copy: str, key: ShardKey) -> Path:
-        """The slot that has it; first looks where it was found last."""
+        """The slot that holds the copy; looks first where the copy was last seen."""
         slots = self._job.segments() if self._job else []
         for path in sorted(slots, key=lambda path: self._found.get(path) != copy):
             if self._in_slot(path) == copy:
@@ -119,7 +121,7 @@ class ReadServer:
         raise _stored_otherwise(key)
 
     def _in_slot(self, path: Path) -> str:
-        """Which copy is sealed there; empty when none is."""
+        """Identity of the copy sealed in the slot; empty when none is."""
         data = None
         with suppress(OSError):
             data = sealed_at(path)
@@ -128,7 +130,7 @@ class ReadServer:
 
 
 def copy_of(manifest: bytes) -> str:
-    """Tells one copy of a shard from another that is stored otherwise."""
+    """Identity of one copy of a shard, different from that of a copy with another encoding."""
     return digest(manifest).hex()
 
 
@@ -137,7 +139,7 @@ def _not_here(key: ShardKey) -> FileNotFoundError:
 
 
 def _stored_otherwise(key: ShardKey) -> FileNotFoundError:
-    return FileNotFoundError(f"{key} is stored in another way by now, or not any more")
+    return FileNotFoundError(f"{key} was moved or deleted after its manifest was read")
 
 
 def _key(stem: str) -> ShardKey:
@@ -162,7 +164,7 @@ def _parity(found: FoundParity) -> dict[str, Any]:
 
 
 def _problems(seen: Iterable[Iterable[Problem]]) -> list[dict[str, Any]]:
-    """Memory's are in what is seen with each store."""
+    """Problems of all stores, each once: problems of memory are in every store's inventory."""
     return [
         {
             "why": f"{problem.place.where}: {problem.why}",
@@ -174,42 +176,42 @@ def _problems(seen: Iterable[Iterable[Problem]]) -> list[dict[str, Any]]:
 
 
 def listed(data: bytes, where: str, host: str) -> Inventory:
-    """What `ReadServer.list` told of node `host`: all of it may be read by anybody, through the
-    agent that is called `where`. Raises ValueError, KeyError or TypeError for anything else."""
-    told = json.loads(data)
+    """Decode `ReadServer.list` of node `host` into an inventory: any rank may read all of it,
+    through the agent named `where`. Raises ValueError, KeyError or TypeError for invalid data."""
+    listing = json.loads(data)
     return Inventory(
-        tuple(_found(each, where) for each in told["shards"]),
-        tuple(_problem(each, where) for each in told["problems"]),
-        tuple(_problem(each, where) for each in told["unseen"]),
-        int(told["generation"]),
+        tuple(_found(each, where) for each in listing["shards"]),
+        tuple(_problem(each, where) for each in listing["problems"]),
+        tuple(_problem(each, where) for each in listing["unseen"]),
+        int(listing["generation"]),
         host,
-        parities=tuple(_found_parity(each, where) for each in told["parities"]),
+        parities=tuple(_found_parity(each, where) for each in listing["parities"]),
     )
 
 
-def _found(told: dict[str, Any], where: str) -> Found:
-    place = Location(AGENT, EVERYWHERE, where, bool(told["encoded"]), bool(told["in_memory"]))
-    return Found(_told_key(told, ShardKey), place, VersionFacts.from_json(told["facts"]))
+def _found(entry: dict[str, Any], where: str) -> Found:
+    place = Location(AGENT, EVERYWHERE, where, bool(entry["encoded"]), bool(entry["in_memory"]))
+    return Found(_key_of(entry, ShardKey), place, VersionFacts.from_json(entry["facts"]))
 
 
-def _found_parity(told: dict[str, Any], where: str) -> FoundParity:
+def _found_parity(entry: dict[str, Any], where: str) -> FoundParity:
     return FoundParity(
-        _told_key(told, ParityKey),
+        _key_of(entry, ParityKey),
         Location(AGENT, EVERYWHERE, where),
-        VersionFacts.from_json(told["facts"]),
-        group=tuple(told["group"]),
-        k=int(told["k"]),
-        m=int(told["m"]),
+        VersionFacts.from_json(entry["facts"]),
+        group=tuple(entry["group"]),
+        k=int(entry["k"]),
+        m=int(entry["m"]),
     )
 
 
-def _problem(told: dict[str, Any], where: str) -> Problem:
-    place, keys = Location(AGENT, EVERYWHERE, where), tuple(_key(stem) for stem in told["stems"])
-    return Problem(place, str(told["why"]), bool(told["newer"]), keys)
+def _problem(entry: dict[str, Any], where: str) -> Problem:
+    place, keys = Location(AGENT, EVERYWHERE, where), tuple(_key(stem) for stem in entry["stems"])
+    return Problem(place, str(entry["why"]), bool(entry["newer"]), keys)
 
 
-def _told_key(told: dict[str, Any], kind: type[Key]) -> Key:
-    key = kind.parse(told["stem"])
+def _key_of(entry: dict[str, Any], kind: type[Key]) -> Key:
+    key = kind.parse(entry["stem"])
     if key is None:
-        raise ValueError(f"{told['stem']!r} is no {kind.NOUN}")
+        raise ValueError(f"{entry['stem']!r} is no {kind.NOUN}")
     return key

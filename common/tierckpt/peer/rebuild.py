@@ -1,7 +1,7 @@
-"""Lost shards from what survived of their group. Knows no transport and no files.
+"""Rebuild lost shards from the surviving members of a group. Knows no transport and no files.
 
-The restart path says how ranges of surviving shards and parities are read: from a slot, a mapped
-file, from another node's agent, or out of a broadcast.
+The restart path decides how ranges of surviving shards and parities are read: from a slot, from a
+mapped file, through another node's agent, or from a broadcast.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ def rebuild(
     parities: Mapping[int, Read],
     into: Mapping[int, memoryview],
 ) -> None:
-    """Make lost shards of a group, in `into`, and prove that they are right.
+    """Compute the lost shards of a group in `into`, and verify them.
 
     Members are numbered on the ring, as `record.group` lists them. `record` is the manifest of any
-    surviving parity. `shards` and `parities` read what survived, checked before by whoever holds it
-    (`check_parity` for parity): damaged is lost. `into` has writable memory of exactly the lost
-    shard's length for members that are not in `shards`; those that it lacks are made elsewhere, by
-    somebody who reads the same ranges in the same order as this. Buffers k windows.
+    surviving parity. `shards` and `parities` read the survivors, which their holders have checked
+    before (`check_parity` for parity): a damaged one counts as lost. `into` has writable memory of
+    exactly the lost shard's length for members that are not in `shards`. Lost shards that are not
+    in `into` are computed by other processes, which read the same ranges in the same order as this
+    one. Buffers k windows.
 
-    Raises RestoreError, with the arithmetic, when too much is lost, before anything is read.
-    Raises CorruptShardError when what was rebuilt is not what was lost, for some source was
-    damaged: nothing in `into` may be used then. What a reader raises goes through.
+    Raises RestoreError, with the arithmetic, when too much is lost, before anything is read. Raises
+    CorruptShardError when a result is not the lost shard, because some source was damaged: no
+    memory in `into` may be used then. Errors of a reader pass through.
     """
     Rebuilding(record, shards.keys(), parities.keys(), into).run(shards, parities)
 
 
 class Rebuilding:
-    """A rebuild in two steps, see `rebuild`: what may fail for want of memory, and the reading."""
+    """A rebuild in two steps, see `rebuild`: allocation, which may lack memory, and reading."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Rebuilding:
         parities: Collection[int],
         into: Mapping[int, memoryview],
     ) -> None:
-        """Plans and takes memory; `shards` and `parities` are the members of which there will be
-        readers."""
+        """Plan, and allocate memory; `shards` and `parities` are the members that `run` will have
+        readers for."""
         code = record.stripes.code
         lost = set(range(code.n)) - set(shards)
         lengths = {member: len(view) for member, view in into.items()}
@@ -66,7 +67,7 @@ class Rebuilding:
             [row for row, out in enumerate(task.outputs) if out.member in into]
             for task in self._tasks
         ]
-        """Of each task: the outputs that are made here."""
+        """For each task: the outputs that are computed here."""
         library = isal.find()
         self._products = [
             Product(tuple(task.matrix[row] for row in rows), library) if rows else None
@@ -74,9 +75,10 @@ class Rebuilding:
         ]
 
     def run(self, shards: Mapping[int, Read], parities: Mapping[int, Read]) -> None:
-        """Read, make and prove.
+        """Read, compute and verify.
 
-        All is read, whatever fails here: where ranges are read together, others wait for this one.
+        Reads all ranges even after a failure here: where several processes read ranges together,
+        the others wait for this one.
         """
         trouble: Exception | None = None
         for window in self._record.stripes.windows(self._window_bytes):
@@ -98,13 +100,13 @@ class Rebuilding:
         self._prove()
 
     def _outputs(self, task: Task, rows: list[int], window: tuple[int, int]) -> list[memoryview]:
-        """Where the rows' products belong."""
+        """Memory for the products of the rows."""
         outputs = [task.outputs[row] for row in rows]
         ranges = [(out.member, self._record.stripes.range_of(out, window)) for out in outputs]
         return [self._into[member][low:high] for member, (low, high) in ranges]
 
     def _prove(self) -> None:
-        """CorruptShardError unless what was made is what was lost."""
+        """Raise CorruptShardError unless every computed shard is the lost one."""
         for member, view in sorted(self._into.items()):
             manifest = self._record.manifests[member]
             try:

@@ -1,13 +1,13 @@
-"""One agent's connections to its peers: plain TCP, made on demand, kept, and made anew.
+"""One agent's connections to its peers: plain TCP, made on demand, kept, and made again.
 
-Threads and blocking calls: one thread accepts, and every incoming connection has one. There are as
-many connections as the agent's ranks have fellow members, whatever the size of the job. What a
-connection carries, one after the other:
+Threads and blocking calls: one thread accepts, and every incoming connection has its own thread.
+The number of connections is the number of fellow members of the agent's ranks, whatever the size of
+the job. A connection carries these requests, one after the other:
 
     join       a member enters an exchange here, and its messages follow (see `exchange`)
-    list       what lies on this node; `manifest`, `fetch`: one of it, a range of one (see `remote`)
-    why        whom an exchange here waits for, or why it gave up: asked before a silent peer is
-               blamed
+    list       the inventory of this node; `manifest` and `fetch` read one shard (`read_server`)
+    why        which members an exchange here waits for, or why it failed: asked before a silent
+               peer is blamed
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from .address import Address
 from .read_server import ReadServer
 from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet, reach
 
-MOST_STRANGERS = 64
-"""Connections that have not proved yet that they know the secret; more are hung up on."""
+MOST_UNVERIFIED = 64
+"""Limit of connections that have not yet proved that they know the secret; more are closed."""
 LOOK_SECONDS = 0.2
-"""How often somebody who waits for an exchange to begin is looked after."""
+"""Interval of checks while a member waits for an exchange to begin."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a peer may keep us waiting."""
+    """Time limits of waiting for a peer."""
 
     join_seconds: float = 60.0
-    """For the others to begin the same version: their trainers may seal later."""
+    """Limit for the other members to begin the same version: their trainers may seal later."""
     stall_seconds: float = 30.0
-    """Without a byte of progress, once it has begun."""
+    """Limit without a byte of progress, once the exchange has begun."""
     again_seconds: float = 10.0
-    """To reach a peer's agent that the exchange before waited for in vain; once it is reached, its
-    trainer has as long as any."""
+    """Limit to reach an agent that the previous exchange could not reach. Once the agent is
+    reached, its trainer has `join_seconds`, as any other."""
 
 
 class Host(Protocol):
-    """What the transport knows of an exchange under way here."""
+    """The transport's view of an exchange on this node."""
 
     tag: str
-    """Names the version, the group and the purpose: equal for all of its members."""
+    """Name of version, group and purpose: equal for all members."""
     series: str
-    """The same without the version."""
+    """Name of group and purpose, without the version."""
     id: VersionId
     member: int
 
@@ -64,11 +64,12 @@ class Host(Protocol):
         """Names of the members that the exchange waits for now."""
 
     def cancel(self, why: str) -> None:
-        """Give up."""
+        """End the exchange with this reason."""
 
 
 class Transport:
-    """Listens from the start; any thread may call anything. `close` it at the end of the run."""
+    """Listens from the start; any thread may call any method. Call `close` at the end of the
+    run."""
 
     def __init__(
         self,
@@ -79,8 +80,9 @@ class Transport:
         notice: Callable[[str], None] = lambda text: None,
         former: tuple[bytes, ...] = (),
     ) -> None:
-        """`secret` is the run's; port 0 takes any. `notice` hears of strangers, in any thread.
-        Who knows a secret of `former` lives may read what is here, but joins no exchange.
+        """`secret` is the run's; port 0 takes any free one. `notice` receives refused connections,
+        in any thread. A peer that knows one of `former`, secrets of earlier runs, may read the
+        node's shards, but joins no exchange.
 
         Raises ConfigError when it cannot listen there.
         """
@@ -91,14 +93,14 @@ class Transport:
         self._hosts: dict[tuple[str, int], Host] = {}
         self._latest: dict[tuple[str, int], VersionId] = {}
         self._given_up: dict[tuple[str, int], tuple[VersionId, str]] = {}
-        """The last exchange of a series and member that failed here, and why."""
+        """The last failed exchange of each series and member, and its reason."""
         self.read_server = ReadServer()
-        """What peers may read here."""
+        """The node's shards and parities, for peers."""
         self._kept: dict[Address, list[Link]] = {}
         self._doubted: set[Address] = set()
         self._links: set[Link] = set()
         self._threads: set[threading.Thread] = set()
-        self._unregistered = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._unverified = threading.BoundedSemaphore(MOST_UNVERIFIED)
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -124,7 +126,7 @@ class Transport:
             host.cancel("the agent is closing")
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        with self._changed:  # nobody closes a link meanwhile: its descriptor could be another's
+        with self._changed:  # no link is closed in here, so no descriptor can be reused
             for link in self._links:
                 link.shut()
         while thread := self._any_thread():
@@ -143,10 +145,10 @@ class Transport:
     # --- to a peer -----------------------------------------------------------------------------
 
     def connect(self, address: Address, seconds: float = HELLO_SECONDS, new: bool = False) -> Link:
-        """A connection for the caller alone, a kept one unless it must be `new`.
+        """A connection for the caller alone: a kept one, unless it must be `new`.
 
-        Give it back by `keep`, or close it by `drop`. Raises PeerError when the peer cannot be
-        reached in `seconds`, RefusedError when it does not want us.
+        Give it back with `keep`, or close it with `drop`. Raises PeerError when the peer cannot be
+        reached within `seconds`, RefusedError when it refuses the connection.
         """
         with self._changed:
             if self._closing:
@@ -170,16 +172,16 @@ class Transport:
         return link
 
     def doubt(self, address: Address) -> None:
-        """A peer was waited for in vain: a kept connection to it proves nothing any more."""
+        """Mark a peer as not reached: a kept connection to it proves nothing any more."""
         with self._changed:
             self._doubted.add(address)
 
     def doubts(self, address: Address) -> bool:
-        """Whether it was so, and the peer has not been reached since."""
+        """True when the peer is marked, and has not been reached since."""
         return address in self._doubted
 
     def keep(self, address: Address, link: Link) -> None:
-        """Give back a connection that is between two requests."""
+        """Give back a connection between two requests."""
         with self._changed:
             if not self._closing:
                 self._kept.setdefault(address, []).append(link)
@@ -195,8 +197,8 @@ class Transport:
     def why(
         self, address: Address, host: Host, member: int, seconds: float
     ) -> tuple[list[str], str] | None:
-        """Whom the member's part in what is our `host` waits for, and why it gave up ("": it did
-        not); None when it does not answer in `seconds`."""
+        """Ask a member of our exchange `host` which members it waits for, and why it failed ("": it
+        did not fail). None when it does not answer within `seconds`."""
         which = {"tag": host.tag, "series": host.series, "to": member}
         at = {"version": host.id.version, "generation": host.id.generation}
         try:
@@ -215,7 +217,8 @@ class Transport:
 
     @contextlib.contextmanager
     def hosting(self, host: Host) -> Iterator[None]:
-        """Let members join `host` inside `with`. Raises PeerError when it is under way already."""
+        """Let members join `host` inside `with`. Raises PeerError when it is already in
+        progress."""
         key = (host.tag, host.member)
         with self._changed:
             if self._closing:
@@ -234,7 +237,7 @@ class Transport:
                 del self._hosts[key]
 
     def gave_up(self, host: Host, why: str) -> None:
-        """Have members that join later told so, who would wait for the exchange to begin."""
+        """Record why the exchange failed, so that members that join later need not wait for it."""
         with self._changed:
             self._given_up[host.series, host.member] = (host.id, why)
             self._changed.notify_all()
@@ -250,14 +253,14 @@ class Transport:
                     return
                 time.sleep(LOOK_SECONDS)  # out of descriptors: it may pass
                 continue
-            if not self._unregistered.acquire(blocking=False):
+            if not self._unverified.acquire(blocking=False):
                 sock.close()
                 continue
             link = self._hold(Link(sock, str(Address(host, port)), HELLO_SECONDS))
             try:
                 self._start(partial(self._receive, link))
-            except RuntimeError:  # no more threads: it may pass, and who called tries again
-                self._unregistered.release()
+            except RuntimeError:  # out of threads: it may pass, and the caller tries again
+                self._unverified.release()
                 self.drop(link)
 
     def _receive(self, link: Link) -> None:
@@ -269,16 +272,16 @@ class Transport:
                 self._notice(f"a connection was refused: {error}")
                 return
             finally:
-                self._unregistered.release()
+                self._unverified.release()
             link.seconds = self.limits.stall_seconds
-            with contextlib.suppress(PeerError):  # whoever it concerns has heard of it
+            with contextlib.suppress(PeerError):  # the exchange concerned has already reported it
                 while True:
                     self._serve(link, link.receive(None), met)
         finally:
             self.drop(link)
 
     def _serve(self, link: Link, head: dict[str, Any], met: bool) -> None:
-        """`met`: the caller is an agent of this run."""
+        """Answer one request. `met`: the caller is an agent of this run."""
         operation, in_memory = head.get("op"), bool(head.get("in_memory"))
         try:
             if operation == "join":
@@ -299,7 +302,7 @@ class Transport:
             elif operation == "why":
                 link.send(self._state_of(head))
             else:
-                raise PeerError(f"{link.peer} asks for {operation!r}, which is unknown here")
+                raise PeerError(f"{link.peer} sent the unknown request {operation!r}")
         except (OSError, KeyError, TypeError, ValueError) as error:
             gone = isinstance(error, FileNotFoundError)
             link.send({"error": f"{type(error).__name__}: {error}"[:MOST_TEXT], "gone": gone})
@@ -311,12 +314,13 @@ class Transport:
         return {"gave_up": self._why_given_up(head) or ""}
 
     def _why_given_up(self, head: dict[str, Any]) -> str | None:
-        """Of the exchange that is meant; None: it was not."""
+        """Reason of the exchange in question; None if it did not fail."""
         over, why = self._given_up.get((str(head["series"]), int(head["to"])), (None, ""))
         return why if over == _version_of(head) else None
 
     def _await_host(self, link: Link, head: dict[str, Any]) -> Host | None:
-        """The exchange that is to be joined, when it begins here; None when it will not."""
+        """Wait for the exchange in question to begin here. None, with an answer sent, when it never
+        will."""
         tag, member = str(head["tag"]), int(head["to"])
         asked = _version_of(head)
         deadline = time.monotonic() + self.limits.join_seconds
@@ -330,7 +334,9 @@ class Transport:
                     link.send({"op": "refused", "why": why})
                     return None
                 if self._closing or time.monotonic() > deadline or not link.idle():
-                    raise PeerError(f"{link.peer} wanted to exchange {asked}, which is not here")
+                    raise PeerError(
+                        f"{link.peer} asked for the exchange of {asked}, which did not begin here"
+                    )
                 self._changed.wait(LOOK_SECONDS)
             return self._hosts[tag, member]
 
@@ -344,7 +350,7 @@ class Transport:
         return link
 
     def _start(self, work: Callable[[], None]) -> None:
-        """In a thread of its own. Raises RuntimeError where there may be no more of them."""
+        """Run `work` in its own thread. Raises RuntimeError when no thread can be started."""
 
         def run() -> None:
             try:
@@ -355,7 +361,7 @@ class Transport:
 
         thread = threading.Thread(target=run, name="tierckpt-peer", daemon=True)
         with self._changed:
-            thread.start()  # first: one that never ran would be waited for for ever
+            thread.start()  # first: `close` would wait for ever for one that never ran
             self._threads.add(thread)
 
     def _any_thread(self) -> threading.Thread | None:

@@ -1,9 +1,9 @@
-"""One member's way through the windows of an exchange: gather, multiply, scatter, keep.
+"""One member's loop over the windows of an exchange: gather, multiply, scatter, keep.
 
-No member can block another for good. In step i a member has offered memory for all messages of the
-windows i to i + AHEAD before it waits for anything, and sends nothing beyond those of its step. So
-the members that are the farthest behind find memory for all that they send, and what they wait for
-was sent, or is being sent, by members that are not behind them.
+Members cannot deadlock. In step i a member has offered memory for all messages of the windows i to
+i + AHEAD before it waits for anything, and it sends only messages of its own step or of the windows
+that it has opened. So the slowest members always find memory for everything that they send, and
+wait only for messages that the other members have sent or are sending.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .inbox import Inbox, Message
 WINDOW_BYTES = 1 << 20
 """Small enough for the core's cache, large enough for the socket and the device."""
 AHEAD = 1
-"""So many windows are on their way while one is worked on. Two gained nothing on a slow link."""
+"""Number of windows in transfer while one is processed. Two gained nothing on a slow link."""
 BUFFERED_BYTES = 64 << 20
-"""A member buffers no more, however many segments a row has: windows get smaller."""
+"""Limit of a member's buffers. When a row has many segments, the windows become smaller."""
 
 Window = tuple[int, int]
 
@@ -36,7 +36,7 @@ def window_bytes_of(code: Code) -> int:
 
 
 class WindowLoop:
-    """What `plan` has member `member` do with every window. For one thread; run it once."""
+    """Executes `plan` for member `member`, window by window. For one thread; run it once."""
 
     def __init__(
         self,
@@ -48,8 +48,9 @@ class WindowLoop:
         send: Callable[[int, tuple[int, int, int, int], memoryview], None],
         keep: Callable[[int, memoryview], None],
     ) -> None:
-        """`image` is the member's shard. `send(to, at, bytes)` may block; `keep(offset, bytes)`
-        is given every byte of the member's parity file once, in page-aligned memory and lengths."""
+        """`image` is the member's shard. `send(to, at, bytes)` may block. `keep(offset, bytes)`
+        gets every byte of the member's parity file once; memory and length are multiples of a
+        page."""
         self._member, self._plan, self._stripes = member, plan, stripes
         self._image, self._inbox, self._send, self._keep = image, inbox, send, keep
         self._window_bytes = window_bytes_of(stripes.code)
@@ -58,12 +59,12 @@ class WindowLoop:
         gathered = [s for part in plan.gather for s in part.receives]
         self._kept = [s for part in plan.scatter for s in part.receives]
         made = [s for task in plan.tasks for s in task.outputs]
-        # What is received has room for the window at hand, and those on their way.
+        # A received segment needs room for the current window and for those in transfer.
         received = [*gathered, *self._kept]
         self._buffers = self._allocate(received, AHEAD + 1) | self._allocate(made, 1)
 
     def run(self) -> None:
-        """Go through all windows. Raises what the inbox and the two callables do."""
+        """Process all windows. Raises the errors of the inbox and of the two callables."""
         windows = list(self._stripes.windows(self._window_bytes))
         for step, window in enumerate(windows[:AHEAD]):
             self._open(window, step)
@@ -77,7 +78,7 @@ class WindowLoop:
             self._keep_window(window, step)
 
     def _open(self, window: Window, step: int) -> None:
-        """Offer memory for all that comes of the window, and send what others gather."""
+        """Offer memory for all messages of the window, and send the segments that others gather."""
         for rounds in (self._plan.gather, self._plan.scatter):
             for message, segment in self._messages(rounds, window):
                 self._inbox.offer(message, self._view(segment, window, step))
@@ -95,7 +96,7 @@ class WindowLoop:
                     self._send(part.to, _at(segment, window), view)
 
     def _keep_window(self, window: Window, step: int) -> None:
-        """Zeros follow what there is of a segment: a window is kept in full pages, to its end."""
+        """Pad the received part of each segment with zeros to full pages, and keep it."""
         low = window[0]
         length = min(self._window_bytes, self._stripes.segment_bytes - low)
         for segment in self._kept:
@@ -108,7 +109,7 @@ class WindowLoop:
     def _messages(
         self, rounds: Iterable[Round], window: Window
     ) -> Iterator[tuple[Message, Segment]]:
-        """What is received of a window; what is empty is not sent."""
+        """Messages to receive for a window. Empty segments are not sent, so they are left out."""
         for part in rounds:
             for segment in part.receives:
                 low, high = self._stripes.range_of(segment, window)
@@ -116,7 +117,7 @@ class WindowLoop:
                     yield Message(part.source, _at(segment, window)), segment
 
     def _view(self, segment: Segment, window: Window, step: int) -> memoryview:
-        """The window's bytes: of the shard itself, or in a buffer."""
+        """Bytes of the window: a view of the shard itself, or a buffer."""
         low, high = self._stripes.range_of(segment, window)
         if segment.member == self._member and not segment.parity:
             return self._image[low:high]
@@ -126,7 +127,7 @@ class WindowLoop:
     def _allocate(
         self, segments: list[Segment], sets: int
     ) -> dict[tuple[Segment, int], memoryview]:
-        """A window in page-aligned memory for each. Freed when the last view is gone."""
+        """A window of page-aligned memory for each segment and set. Freed with the last view."""
         nbytes = min(self._window_bytes, round_up(self._stripes.segment_bytes, PAGE_BYTES))
         keys = [(segment, number) for segment in segments for number in range(sets)]
         if not keys or not nbytes:

@@ -1,14 +1,14 @@
-"""Frames on one connection between two agents, and the handshake that every connection begins with.
+"""Frames on one connection between two agents, and the handshake at the start of a connection.
 
 A frame is the length of a JSON object (4 bytes, big endian), the object, and as many raw bytes as
-its member `nbytes` says, none if it has no such member. Raw bytes go from and to the caller's own
-memory: nothing here holds more than a frame's head.
+its member `nbytes` says; none without that member. Raw bytes go from and to the caller's own
+memory: this module holds only the head of a frame.
 
-The handshake is a challenge and response by HMAC-SHA256 over a secret that all agents of one run
-of the job share (Krawczyk, Bellare and Canetti, 1997): each side proves that it knows the secret,
-on a nonce that the other side chose, before anything else is read. It keeps strangers, port
-scanners and agents of other jobs out. It does not encrypt, and does not protect from somebody who
-can change packets on the way; neither do the job's own collectives.
+The handshake is a challenge and response by HMAC-SHA256 over a secret that all agents of one run of
+the job share (Krawczyk, Bellare and Canetti, 1997): each side proves that it knows the secret, on a
+nonce that the other side chose, before anything else is read. It keeps out port scanners and agents
+of other jobs. It does not encrypt, and does not protect from somebody who can change packets in
+transit; neither do the job's own collectives.
 
     listener -> {"tierckpt": "peer", "protocol": 1, "nonce": ...}
     caller   -> {"protocol": 1, "nonce": ..., "proof": ...}
@@ -34,60 +34,61 @@ from .address import Address
 
 PROTOCOL = 1
 HELLO_SECONDS = 10.0
-"""No step of a handshake takes longer."""
+"""Limit of each step of a handshake."""
 MOST_HEAD_BYTES = 4096
-"""No JSON object is longer."""
+"""Limit of a JSON object."""
 MOST_TEXT = 800
-"""Characters of an error that fit into one, whatever they are."""
+"""Characters of an error text that fit into a JSON object, whichever they are."""
 MOST_RECORD_BYTES = 64 << 20
-"""No manifest that a peer sends is longer: that of a shard of 3 TB is about this."""
+"""Limit of a manifest that a peer sends: about the length for a shard of 3 TB."""
 WAKE_BYTES = 256 << 10
-"""Who waits for raw bytes is woken when so many are there, or all that are left. Else the kernel
-wakes it for every few packets, which on a slow link costs more than all else that an exchange does:
-it is the training's CPU."""
+"""Wake a waiting receiver only when this number of raw bytes is there, or all that remain.
+Otherwise the kernel wakes it for every few packets. On a slow link that costs more CPU than the
+rest of an exchange, and the training needs the CPU."""
 LOOK_SECONDS = 1.0
-"""And looks how far it got so often: on a link so slow, progress is progress."""
+"""Interval at which a waiting receiver checks its progress: on a link this slow, a few bytes are
+progress as well."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
 """An idle connection to a node that vanished ends after two minutes."""
 
 
 def no_excuse(silent_seconds: float) -> bool:
-    """What silence costs where nobody can be asked about it."""
+    """The default `excuse` of a link: never any."""
     return False
 
 
 class Link:
-    """A connected socket. One thread sends, one receives; either may be the same.
+    """A connected socket. One thread sends, one receives; both may be the same thread.
 
-    Every wait ends after `seconds` without a single byte of progress (None: never), as a PeerError
-    that names `peer`; so does a connection that breaks. Close it then: it may be within a frame.
+    A wait of `seconds` without a single byte of progress (None: no limit) raises a PeerError that
+    names `peer`; so does a broken connection. Close the link then: it may be inside a frame.
     """
 
     def __init__(self, sock: socket.socket, peer: str, seconds: float | None) -> None:
-        """Takes over `sock`; `peer` is how errors name the other side."""
+        """Takes over `sock`; `peer` is the other side's name in errors."""
         self.peer = peer
         self.seconds = seconds
         self.excuse: Callable[[float], bool] = no_excuse
-        """Asked whenever the peer took nothing for `seconds`, with how long it took nothing by now:
-        True lets it have `seconds` more."""
+        """Called with the peer's silent seconds each time it has taken nothing for `seconds`; True
+        gives it `seconds` more."""
         self._socket = sock
         self._low_water = 1
         self._closing = threading.Lock()
         sock.setblocking(False)
-        with contextlib.suppress(OSError):  # the other side is gone already
+        with contextlib.suppress(OSError):  # the other side may have closed already
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def shut(self) -> None:
-        """End the connection and wake whoever waits here. From any thread."""
-        # The lock: a descriptor that is closed meanwhile might be somebody else's by then.
+        """End the connection and wake all threads that wait on it. From any thread."""
+        # The lock: after a concurrent close, the descriptor number could be another file's.
         with self._closing, contextlib.suppress(OSError):  # not connected any more, or closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """`shut`, and give the descriptor back: only when no other thread uses the link."""
+        """Call `shut`, and release the descriptor: only when no other thread uses the link."""
         self.shut()
         with self._closing:
             self._socket.close()
@@ -95,7 +96,7 @@ class Link:
     # --- sending -------------------------------------------------------------------------------
 
     def send(self, head: dict[str, Any], payload: memoryview | bytes = b"") -> None:
-        """Send a frame. Blocks while the peer does not read: so it slows us, not its memory."""
+        """Send a frame. Blocks while the peer does not read, so nothing is queued in memory."""
         parts = [memoryview(_head(head, len(payload))), memoryview(payload)]
         with self._named():
             while parts:
@@ -110,22 +111,22 @@ class Link:
                     parts[0] = parts[0][sent:]
 
     def send_now(self, head: dict[str, Any]) -> None:
-        """Send a frame if that is possible at once: last words, before `close`."""
+        """Send a frame only if that is possible at once, as a last message before `close`."""
         with contextlib.suppress(OSError):
             self._socket.send(_head(head, 0))
 
     # --- receiving -----------------------------------------------------------------------------
 
     def receive(self, begin_seconds: float | None) -> dict[str, Any]:
-        """The head of the next frame; waits so long for it to begin (None: without limit).
+        """Head of the next frame; waits at most `begin_seconds` for it to begin (None: no limit).
 
-        Raises PeerError also when what comes is no frame of ours.
+        Raises PeerError also for bytes that are no valid frame.
         """
         length = bytearray(4)
         self._fill(memoryview(length), begin_seconds)
         nbytes = int.from_bytes(length, "big")
         if not 0 < nbytes <= MOST_HEAD_BYTES:
-            raise PeerError(f"{self.peer} sent what is no frame of ours: {bytes(length)!r}")
+            raise PeerError(f"{self.peer} sent an invalid frame: {bytes(length)!r}")
         text = bytearray(nbytes)
         self._fill(memoryview(text), self.seconds)
         try:
@@ -133,7 +134,7 @@ class Link:
             if type(head) is not dict or type(head.get("nbytes", 0)) is not int:
                 raise ValueError("it is not an object with a length")
         except (ValueError, RecursionError) as error:
-            raise PeerError(f"{self.peer} sent what is no frame of ours: {error}") from error
+            raise PeerError(f"{self.peer} sent an invalid frame: {error}") from error
         return head
 
     def receive_into(self, view: memoryview, progress: Callable[[], None] = lambda: None) -> None:
@@ -141,16 +142,16 @@ class Link:
         self._fill(view, self.seconds, progress)
 
     def receive_record(self, head: dict[str, Any]) -> bytes:
-        """The raw bytes of a frame that carries a manifest or the like."""
+        """Raw bytes of a frame that carries a manifest or another record."""
         nbytes = head.get("nbytes", 0)
         if not 0 <= nbytes <= MOST_RECORD_BYTES:
-            raise PeerError(f"{self.peer} sent a record of {nbytes} bytes; that is no record")
+            raise PeerError(f"{self.peer} sent a record of {nbytes} bytes, beyond the limit")
         record = bytearray(nbytes)
         self._fill(memoryview(record), self.seconds)
         return bytes(record)
 
     def idle(self) -> bool:
-        """True when the connection stands, and the other side has said nothing. Never blocks."""
+        """True when the connection is open and the other side has sent nothing. Never blocks."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -174,13 +175,13 @@ class Link:
                     silent_seconds = self._await_bytes(len(view), seconds, silent_seconds)
                     continue
                 if not count:
-                    raise ConnectionResetError("it was closed by the other side")
+                    raise ConnectionResetError("the other side closed it")
                 view, silent_seconds = view[count:], 0.0
                 progress()
 
     def _await_bytes(self, nbytes: int, seconds: float | None, silent_seconds: float) -> float:
-        """Wait for some of `nbytes`, when nothing has come for `silent_seconds`; returns for how
-        long nothing has come then."""
+        """Wait for some of `nbytes`, after `silent_seconds` without any; returns the new length of
+        the silence in seconds."""
         if nbytes <= MOST_HEAD_BYTES:
             self._wake_at(1)
             self._ready(select.POLLIN, seconds, "sent nothing")
@@ -192,7 +193,7 @@ class Link:
         return 0.0 if self._poll(select.POLLIN, look) else silent_seconds + look
 
     def _wake_at(self, nbytes: int) -> None:
-        """Have `poll` find it readable with so many bytes, if the system can."""
+        """Make `poll` report the socket readable only from `nbytes` on, if the system can."""
         if nbytes != self._low_water:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
@@ -202,18 +203,18 @@ class Link:
         self,
         event: int,
         seconds: float | None,
-        what: str,
+        silence: str,
         excuse: Callable[[float], bool] = no_excuse,
     ) -> None:
-        """Wait for an event, `seconds` and what `excuse` adds to them; then it is an error."""
+        """Wait for an event. Raises PeerError after `seconds` and all extensions by `excuse`."""
         silent_seconds = 0.0
         while not self._poll(event, seconds):
             silent_seconds += seconds or 0.0
             if not excuse(silent_seconds):
-                raise PeerError(f"{self.peer} {what} for {silent_seconds:.3g} s")
+                raise PeerError(f"{self.peer} {silence} for {silent_seconds:.3g} s")
 
     def _poll(self, event: int, seconds: float | None) -> bool:
-        """Whether the event came, within `seconds` (None: whenever it comes)."""
+        """True if the event came within `seconds` (None: no limit)."""
         poll = select.poll()
         poll.register(self._socket, event)
         return bool(poll.poll(None if seconds is None else 1000 * max(seconds, 0)))
@@ -222,7 +223,7 @@ class Link:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError: closed under us
+        except (OSError, ValueError) as error:  # ValueError: another thread closed the socket
             raise PeerError(f"{self.peer}: the connection broke: {error}") from error
 
 
@@ -236,7 +237,7 @@ def _head(head: dict[str, Any], nbytes: int) -> bytes:
 
 
 def reach(address: Address, seconds: float) -> Link:
-    """A connection on which nothing was said yet. Raises PeerError when there is none in time."""
+    """A connection before its handshake. Raises PeerError when there is none in time."""
     try:
         sock = socket.create_connection((address.host, address.port), max(seconds, 0.01))
     except OSError as error:
@@ -245,9 +246,9 @@ def reach(address: Address, seconds: float) -> Link:
 
 
 def greet(link: Link, secret: bytes, seconds: float = HELLO_SECONDS) -> None:
-    """The caller's side; no step of the listener's may take longer than `seconds`.
+    """The caller's side of the handshake; each step of the listener may take `seconds`.
 
-    Raises RefusedError when the listener is another run's, or protocol's.
+    Raises RefusedError when the listener belongs to another run, or speaks another protocol.
     """
     hello = link.receive(seconds)
     if hello.get("tierckpt") != "peer":
@@ -268,8 +269,11 @@ def greet(link: Link, secret: bytes, seconds: float = HELLO_SECONDS) -> None:
 
 
 def admit(link: Link, *secrets_of_runs: bytes) -> bytes:
-    """The listener's side; returns which of the secrets the caller knows. Raises PeerError for a
-    stranger, who is told why; nothing else is read from one."""
+    """The listener's side of the handshake; returns the secret that the caller knows.
+
+    Raises PeerError when the caller knows none. The caller receives the reason, and nothing else is
+    read from it.
+    """
     ours = secrets.token_hex(16)
     link.send({"tierckpt": "peer", "protocol": PROTOCOL, "nonce": ours})
     hello = link.receive(HELLO_SECONDS)

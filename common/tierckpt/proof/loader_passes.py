@@ -1,7 +1,7 @@
-"""Passes over data loaders, as a process begins them: where an epoch of the training ends.
+"""Passes over data loaders in this process: they show where an epoch of the training ends.
 
-Only in a job that proves something: the loaders' `__iter__` is replaced. A pass that is still under
-way at a boundary is the training's; an evaluation's has begun and ended between two.
+Only for a job under test, since the loaders' `__iter__` is replaced. A pass in progress at a
+boundary belongs to the training; an evaluation's pass starts and ends between two boundaries.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 _passes: list[tuple[int, weakref.ref[Any], Any]] = []
-"""Number, iterator and length of those that may be under way."""
+"""Number, iterator and length of the passes that may be in progress."""
 _begun = 0
 
 
 def watch() -> None:
-    """From now on see all that begin; may be called again."""
+    """Note every pass that starts from now on. May be called again."""
     for kind in kinds():
         original = vars(kind)["__iter__"]
         if not hasattr(original, "_tierckpt_sees"):
@@ -28,7 +28,7 @@ def watch() -> None:
 
 
 def kinds() -> list[Any]:
-    """Classes of loaders that have a way of their own to begin a pass."""
+    """Loader classes that define their own `__iter__`."""
     found: list[Any] = [DataLoader]
     for kind in found:
         found += kind.__subclasses__()
@@ -50,19 +50,19 @@ def _note(iterator: Any, loader: Any) -> None:
     global _begun
     try:
         ref = weakref.ref(iterator)
-    except TypeError:  # a list's, of a loader with a way of its own: its end cannot be seen
+    except TypeError:  # the iterator is a list's: its end cannot be seen
         return
     length = 0
-    with contextlib.suppress(Exception):  # an iterable data set has none
+    with contextlib.suppress(Exception):  # an iterable dataset has no length
         length = len(loader)
     _begun += 1
-    # Workers that stay have one iterator, which begins again; a subclass calls its parent's.
+    # Persistent workers reuse one iterator; a subclass calls its parent's `__iter__`.
     others = [each for each in _passes if each[1]() not in (None, iterator)]
     _passes[:] = [*others, (_begun, ref, length)]
 
 
 def under_way() -> list[list[int]]:
-    """Of each its number, the batches it has, and those that it has yielded (0: not known)."""
+    """For each pass in progress its number, its batches, and the batches yielded (0: unknown)."""
     found = [(number, ref(), length) for number, ref, length in _passes]
     return [
         [number, length, int(getattr(each, "_num_yielded", 0))]

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, or one line."""
+"""Progress of a run: a bar on a terminal, else one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Bar:
-    """One run's; use it in a `with`."""
+    """The display of one run, used in a `with`."""
 
     def __init__(self, name: str, begin: int, until: int, console: Console) -> None:
         self._name, self._begin, self._until, self._console = name, begin, until, console
@@ -33,9 +33,9 @@ class Bar:
         return self
 
     def step(self, version: int) -> None:
-        """So far it is."""
+        """Show that the run has reached this version."""
         if self._bar is not None and self._task is not None and version:
-            at = min(version, self._until)  # the end takes a step or two
+            at = min(version, self._until)  # the end takes one or two steps more
             self._bar.update(self._task, completed=at - self._begin, at=at)
 
     def __exit__(self, *error: object) -> None:

@@ -1,6 +1,7 @@
-"""The recorder: a rank's part of a run, inside the job; see `order`.
+"""The recorder: one rank's part of a run under test, inside the job; see
+`coordination.proof_order`.
 
-It is called as any callback is, on the training thread.
+Its callbacks run on the training thread.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ ELASTIC = "HOROVOD_ELASTIC"
 
 
 def record_if_ordered(checkpointer: CheckpointerCore) -> None:
-    """Where there is an order, have it carried out. Raises OSError where nothing can be recorded:
-    this job is for nothing else."""
+    """Carry out this process's order, if it has one. Raises OSError if nothing can be recorded: the
+    job has no other purpose."""
     if (order := order_here()) is not None:
         checkpointer._callbacks.add(Recorder(order, checkpointer))
 
 
 class Recorder(Callbacks):
-    """One checkpointer's."""
+    """The recorder of one checkpointer."""
 
     def __init__(self, order: ProofOrder, checkpointer: CheckpointerCore) -> None:
         self._order, self._checkpointer = order, checkpointer
@@ -53,19 +54,19 @@ class Recorder(Callbacks):
         self._begun = 0
         self._to_keep = order.keep
         memory = str(checkpointer._resources.job.path)
-        who = {"rank": self._rank, "ranks": self._ranks, "pid": os.getpid()}
-        self._writer.line("attached", **who, path=path_of(place), place=place, memory=memory)
+        identity = {"rank": self._rank, "ranks": self._ranks, "pid": os.getpid()}
+        self._writer.line("attached", **identity, path=path_of(place), place=place, memory=memory)
         self._unsaved: tuple[int, int] = (0, 0)
         loader_passes.watch()
         checkpointer._halt.ask(HaltRequest(after_version=order.until))
 
     def on_restored(self, restored: Restored) -> None:
-        """Where this run begins."""
+        """Record the version that this run starts from."""
         self._begun = restored.version
         self._writer.line("restored", version=restored.version)
 
     def on_sealed(self, event: Event) -> None:
-        """The slot is not overwritten before the next boundary."""
+        """Record the version's contents. The slot is not overwritten before the next boundary."""
         if (newest := self._newest_of(event.version)) is not None:
             slot, manifest = newest
             with slot.image() as view:
@@ -78,7 +79,7 @@ class Recorder(Callbacks):
                 (self._order.folder / PROGRESS).write_text(str(event.version))
 
     def _newest_of(self, version: int | None) -> tuple[Slot, Manifest] | None:
-        """Its slot, and what that holds; it may have been taken again."""
+        """The slot with the newest generation of this version, and its manifest."""
         found = [(s, s.manifest()) for s in self._checkpointer._pool.slots if s is not None]
         known = [(s, m) for s, m in found if m is not None and m.id.version == version]
         return max(known, key=lambda each: each[1].id, default=None)
@@ -92,7 +93,8 @@ class Recorder(Callbacks):
         store.commit(manifest.key, view[: manifest.image_bytes], manifest.encode())
 
     def on_step_boundary(self, version: int) -> None:
-        """All ranks know alike what is safe: all of them are killed here, or none."""
+        """Kill the process if this is the boundary. All ranks know the same safe version, so all
+        are killed here or none."""
         self._writer.line("passes", version=version, passes=loader_passes.under_way())
         unsaved = self._checkpointer._own_hooks.unsaved
         if (seen := (len(unsaved.texts), unsaved.schedulers)) != self._unsaved:
@@ -104,7 +106,7 @@ class Recorder(Callbacks):
         if safe is None or safe.version <= self._begun:
             return
         self._armed = False
-        # Of an elastic job one: the others go on, and with none left it would wait for new hosts.
+        # In an elastic job one rank is killed: with no survivors the job would wait for new hosts.
         if os.environ.get(ELASTIC) != "1" or self._rank == self._ranks - 1:
             self._writer.line("killed", version=version)
             self._order.mark.touch()
@@ -112,7 +114,7 @@ class Recorder(Callbacks):
 
 
 def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
-    """Names and fingerprints of all that a sealed shard has."""
+    """Names and fingerprints of all values in a sealed shard."""
     header = decode_header(view[: manifest.header_bytes])
     found: dict[str, str] = {}
     for piece in header.pieces:

@@ -1,8 +1,8 @@
-"""What the ranks of a run recorded: life by life, what every version is made of.
+"""Records: the contents of every version, as the ranks of a run wrote them down.
 
-A file for each rank and checkpointer, with a line of JSON for each thing that happened. The last
-line may be cut short: its writer was killed. Of what a version is made of a digest stands in front,
-and the names, which may be many, are read when two digests differ.
+Each rank and checkpointer has a file, with a line of JSON for each event. The last line may be
+incomplete, as its writer was killed. A digest stands before the contents of a version; the
+contents, which may be long, are read only when two digests differ.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from typing import Any
 from tierckpt.coordination.proof_order import RECORDS
 from tierckpt.format.manifest import digest
 
-WHO = ("rank", "ranks", "path", "place", "memory")
-_STATE = re.compile(rb'{"what":"state","version":(\d+),"digest":"(\w+)",')
+IDENTITY = ("rank", "ranks", "path", "place", "memory")
+_STATE = re.compile(rb'{"kind":"state","version":(\d+),"digest":"(\w+)",')
 
 
 class Writer:
-    """One rank's. A line is with the system when the method returns. Raises OSError."""
+    """The writer of one rank's file. A line has reached the kernel when the method returns. Raises
+    OSError."""
 
     def __init__(self, folder: Path, job: str, rank: int) -> None:
         self._path = folder / RECORDS / f"{job}.r{rank:05d}.jsonl"
 
     def state(self, version: int, state: Mapping[str, str]) -> None:
-        """Add what a version is made of: names and fingerprints."""
+        """Add the contents of a version: names and fingerprints."""
         text = json.dumps(state, separators=(",", ":"), sort_keys=True)
         self.line("state", version=version, digest=digest(text.encode()).hex(), state=state)
 
-    def line(self, what: str, **values: Any) -> None:
-        """Add one."""
-        data = json.dumps({"what": what, **values}, separators=(",", ":")).encode() + b"\n"
+    def line(self, kind: str, **values: Any) -> None:
+        """Add a line."""
+        data = json.dumps({"kind": kind, **values}, separators=(",", ":")).encode() + b"\n"
         with self._path.open("ab", buffering=0) as file:
             while data:
                 data = data[file.write(data) or 0 :]
@@ -42,16 +43,16 @@ class Writer:
 
 @dataclass(frozen=True)
 class State:
-    """What one rank has of a version."""
+    """One rank's contents of a version."""
 
     digest: str
-    """Of all of it: equal where it is."""
+    """Digest of the contents."""
     path: Path
     offset: int
-    """Where its line begins."""
+    """Position of the line in the file."""
 
     def load(self) -> dict[str, str]:
-        """Names and fingerprints. Raises OSError."""
+        """The names and fingerprints. Raises OSError."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             found: dict[str, str] = json.loads(file.readline())["state"]
@@ -59,30 +60,30 @@ class State:
 
 
 @dataclass
-class Life:
-    """One rank's part of one run of a job."""
+class RankRun:
+    """One rank's part of one start of a job."""
 
     rank: int
     ranks: int
     path: str
-    """The script's own."""
+    """The path in the script."""
     place: str
-    """The scratch folder in its place."""
+    """The scratch folder that replaces it."""
     memory: str
-    """The job's folder in memory."""
+    """The job's folder in shared memory."""
     restored: int | None = None
-    """The version that it went on from; 0: `restore()` found none; None: nobody called it."""
+    """The version that it resumed from; 0: `restore()` found none; None: it was not called."""
     states: dict[int, State] = field(default_factory=dict)
     """By version."""
     killed: int | None = None
-    """At the boundary of which version."""
+    """The version at whose boundary it was killed."""
     passes: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    """By version those over data loaders that are under way at its boundary: by number, how many
-    batches they have (0: not known) and have yielded."""
+    """By version, the passes over data loaders in progress at its boundary: by number, batches (0:
+    unknown) and batches yielded."""
     unsaved: list[str] = field(default_factory=list)
-    """What was said of objects that are in no checkpoint; see `unsaved_objects`."""
+    """Notices about objects that are in no checkpoint; see `hooks.unsaved_objects`."""
     schedulers: int = 0
-    """So many were found."""
+    """Number of schedulers found."""
 
     @property
     def last(self) -> int:
@@ -92,95 +93,95 @@ class Life:
 
 @dataclass
 class Record:
-    """One checkpointer's of a run: a script may have several."""
+    """The record of one checkpointer in a run; a script may have several."""
 
-    lives: dict[int, list[Life]] = field(default_factory=dict)
-    """By rank."""
+    runs: dict[int, list[RankRun]] = field(default_factory=dict)
+    """By rank, in order of time."""
 
     @property
     def path(self) -> str:
-        """The script's own."""
-        return self.lives[min(self.lives)][0].path
+        """The path in the script."""
+        return self.runs[min(self.runs)][0].path
 
     @property
     def place(self) -> str:
-        """The scratch folder in its place."""
-        return self.lives[min(self.lives)][0].place
+        """The scratch folder that replaces it."""
+        return self.runs[min(self.runs)][0].place
 
-    def by_rank(self, life: int = 0) -> dict[int, Life]:
-        """Each rank's first one, or another one."""
-        return {rank: lives[life] for rank, lives in self.lives.items()}
+    def by_rank(self, index: int = 0) -> dict[int, RankRun]:
+        """Each rank's first run, or the one at `index`."""
+        return {rank: runs[index] for rank, runs in self.runs.items()}
 
-    def firsts(self) -> list[Life]:
-        """Each rank's first one."""
+    def firsts(self) -> list[RankRun]:
+        """Each rank's first run."""
         return [*self.by_rank().values()]
 
-    def all_lives(self) -> Iterator[Life]:
-        """Of all ranks."""
-        for lives in self.lives.values():
-            yield from lives
+    def all_runs(self) -> Iterator[RankRun]:
+        """The runs of all ranks."""
+        for runs in self.runs.values():
+            yield from runs
 
-    def last_lives(self) -> list[Life]:
-        """Each rank's; of ranks that the last run had."""
-        ranks = max(self.lives.items())[1][-1].ranks if self.lives else 0
-        return [lives[-1] for rank, lives in sorted(self.lives.items()) if rank < ranks]
+    def last_runs(self) -> list[RankRun]:
+        """The last run of each rank that the last start had."""
+        ranks = max(self.runs.items())[1][-1].ranks if self.runs else 0
+        return [runs[-1] for rank, runs in sorted(self.runs.items()) if rank < ranks]
 
     def reached(self, version: int) -> bool:
-        """Whether all ranks of the last run have it, or a later one."""
-        newest = self.last_lives()
+        """Whether all ranks of the last start have this version or a later one."""
+        newest = self.last_runs()
         whole = bool(newest) and len(newest) == newest[0].ranks
-        return whole and all(life.last >= version for life in newest)
+        return whole and all(run.last >= version for run in newest)
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """By the checkpointers' scratch names, of the run in `folder`."""
+    """The records of the run in `folder`, by the checkpointers' scratch names."""
     found: dict[str, Record] = {}
     for path in sorted((folder / RECORDS).glob("*.jsonl")):
         job, rank = path.stem.rsplit(".r", 1)
-        found.setdefault(job, Record()).lives[int(rank)] = [*_history(path)]
-    return {job: record for job, record in found.items() if any(record.lives.values())}
+        found.setdefault(job, Record()).runs[int(rank)] = [*_history(path)]
+    return {job: record for job, record in found.items() if any(record.runs.values())}
 
 
 def taking_part(records: Mapping[str, Record]) -> dict[str, Record]:
-    """Without those of which no rank recorded a version: they only read."""
+    """The records without checkpointers that took no version: those only read."""
     return {
         job: record
         for job, record in records.items()
-        if any(life.states for life in record.all_lives())
+        if any(run.states for run in record.all_runs())
     }
 
 
-def _history(path: Path) -> Iterator[Life]:
-    life: Life | None = None
+def _history(path: Path) -> Iterator[RankRun]:
+    run: RankRun | None = None
     with path.open("rb") as file:
         offset = 0
         for line in file:
             if not line.endswith(b"\n"):
                 break
             state = _STATE.match(line)
-            if state is not None and life is not None:
-                life.states[int(state[1])] = State(state[2].decode(), path, offset)
+            if state is not None and run is not None:
+                run.states[int(state[1])] = State(state[2].decode(), path, offset)
             elif state is None:
                 values: Mapping[str, Any] = json.loads(line)
-                if values["what"] == "attached":
-                    if life is not None:
-                        yield life
-                    life = Life(**{name: values[name] for name in WHO})
-                elif life is not None:
-                    _add(life, values)
+                if values["kind"] == "attached":
+                    if run is not None:
+                        yield run
+                    run = RankRun(**{name: values[name] for name in IDENTITY})
+                elif run is not None:
+                    _add(run, values)
             offset += len(line)
-    if life is not None:
-        yield life
+    if run is not None:
+        yield run
 
 
-def _add(life: Life, values: Mapping[str, Any]) -> None:
-    """What a line says."""
-    if values["what"] == "passes":
-        life.passes[values["version"]] = {n: (size, done) for n, size, done in values["passes"]}
-    elif values["what"] == "unsaved":
-        life.unsaved, life.schedulers = values["texts"], values["schedulers"]
+def _add(run: RankRun, values: Mapping[str, Any]) -> None:
+    """Add the event of one line to the run."""
+    if values["kind"] == "passes":
+        run.passes[values["version"]] = {n: (size, done) for n, size, done in values["passes"]}
+    elif values["kind"] == "unsaved":
+        run.unsaved, run.schedulers = values["texts"], values["schedulers"]
     else:
-        setattr(life, values["what"], values["version"])
+        setattr(run, values["kind"], values["version"])
 
 
-__all__ = ["Life", "Record", "State", "Writer", "read", "taking_part"]
+__all__ = ["RankRun", "Record", "State", "Writer", "read", "taking_part"]

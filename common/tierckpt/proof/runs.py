@@ -1,4 +1,4 @@
-"""Runs: a command, started as a job with an order, until it is through."""
+"""Runs: a command, started as a job with an order, and watched until it has ended."""
 
 from __future__ import annotations
 
@@ -21,54 +21,55 @@ from .survivors import end_survivors
 
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
-"""From SIGTERM to SIGKILL, where a command is given up."""
+"""From SIGTERM to SIGKILL when a command is given up."""
 MOST_LAUNCHES = 4
 LAST_LINES = 12
 _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
-"""As Python writes it, perhaps after a launcher's mark."""
+"""Python's format, perhaps after a launcher's prefix."""
 LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-"""Says that a rank failed, not why."""
+"""It reports that a rank failed, not why."""
 ENVIRONMENT = {
-    # Else torchrun lets all runs of a job share one key-value store, and a restarted gloo process
-    # may read the address of one that is dead.
+    # Otherwise torchrun lets all starts of a job share one key-value store, and a restarted gloo
+    # process may read the address of a dead one.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
 class ProveError(TierckptError):
-    """A run that did not do what it was started for."""
+    """A run failed to do its part of the test."""
 
 
 @dataclass
 class Run:
-    """One run of the command: one launch, or several where it was killed and started again."""
+    """One run of the command: one launch, or several if it is killed and restarted."""
 
     name: str
     order: ProofOrder
     command: Sequence[str]
     patience_seconds: float
-    """Without a step for so long it is given up."""
+    """The run is given up after this time without a step."""
     on_step: Callable[[int], None] = lambda version: None
     launches: int = 0
     log_begins: int = 0
-    """Where in the log the output of the newest launch begins: one before was killed, and says so.
-    """
+    """Position in the log of the newest launch's output. Earlier launches were killed, and say
+    so."""
     records: dict[str, Record] = field(default_factory=dict)
 
     @property
     def log(self) -> Path:
-        """What the command printed."""
+        """The output of the command."""
         return self.order.folder / "log"
 
     def carry_out(self) -> None:
-        """Until all ranks have the last version; its order was written. Raises ProveError."""
+        """Launch until all ranks have the last version. The order must be written. Raises
+        ProveError."""
         try:
             while True:
                 was_killed = self.order.mark.exists()
                 status = self._launch()
                 found = read(self.order.folder)
                 self.records = taking_part(found) or found
-                # Of several checkpointers the first one that gets there ends the script.
+                # With several checkpointers, the first one to reach the version ends the script.
                 if any(record.reached(self.order.until) for record in self.records.values()):
                     break
                 if was_killed or not self.order.mark.exists():
@@ -82,8 +83,8 @@ class Run:
             self.clean()
         if self.order.kill_at is not None and not self.order.mark.exists():
             raise ProveError(
-                f"{self.name}: nobody was killed, as no version was complete on all ranks before "
-                f"the last one. Ask for more steps (--kill-after, --steps); see {self.log}"
+                f"{self.name}: no rank was killed, as no version was complete on all ranks before "
+                f"the last one. Give more steps (--kill-after, --steps); see {self.log}"
             )
 
     def _launch(self) -> int:
@@ -129,20 +130,19 @@ class Run:
             return 0
 
     def _why(self, status: int) -> str:
-        """Why it is not through, and what to do."""
+        """Why the run is not complete, and what to do."""
         ended = f"exit status {status}" if status >= 0 else f"signal {-status}"
         if not self.records:
             return (
-                f"{self.name}: the command ended ({ended}), and nothing in it made a Checkpointer "
-                f"(its processes have to get the environment, {VARIABLE} above all); "
-                f"{self._last_lines()}"
+                f"{self.name}: the command ended ({ended}) and made no Checkpointer (its processes "
+                f"need the environment, above all {VARIABLE}); {self._last_lines()}"
             )
-        last = max(life.last for record in self.records.values() for life in record.last_lives())
+        last = max(each.last for record in self.records.values() for each in record.last_runs())
         if status == 0:
             return (
-                f"{self.name}: the script ended by itself at version {last}, before "
-                f"{self.order.until}, up to which it is watched. Ask for fewer steps (--steps, "
-                f"--kill-after), or have it train longer; {self._last_lines()}"
+                f"{self.name}: the script ended by itself at version {last}, but the test needs "
+                f"version {self.order.until}. Give fewer steps (--steps, --kill-after), or make "
+                f"the script train longer; {self._last_lines()}"
             )
         where = f"after version {last}" if last else "before its first step"
         return f"{self.name}: the command failed {where} ({ended}); {self._last_lines()}"
@@ -154,15 +154,15 @@ class Run:
         errors = [line.strip() for line in lines if _ERROR.match(line)]
         errors = [each for each in errors if LAUNCHERS_OWN not in each]
         first = errors[0] if errors else ""
-        if first and first not in last:  # launchers print much after it
+        if first and first not in last:  # launchers print much after the error
             return f"the first error is {first!r}; its output is in {self.log}, and ends:{last}"
         return f"its output is in {self.log}" + (f", and ends:{last}" if last else "")
 
     def clean(self) -> None:
-        """Remove what it left in this machine's memory."""
+        """Remove the run's files from this machine's shared memory."""
         with contextlib.suppress(OSError, ValueError):
-            lives = [e for record in read(self.order.folder).values() for e in record.all_lives()]
-            for memory in {Path(life.memory) for life in lives}:
+            ranks = [e for record in read(self.order.folder).values() for e in record.all_runs()]
+            for memory in {Path(each.memory) for each in ranks}:
                 job, _, node = memory.name.partition("@")
                 there = JobDirectory(memory.parent, job, node)
                 if not there.alive():
@@ -171,7 +171,7 @@ class Run:
 
 @contextlib.contextmanager
 def _shutdown(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """What is interrupted here is ended, with all that it started."""
+    """End the process and its children if the block is interrupted."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""A version that runs begin with: a verified copy of it, in the form of the local level."""
+"""The seed: a verified copy of the version that runs start from, in the local level's format."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def copy_version(path: str, version: int | None, folder: Path) -> int:
-    """Copy what a restart would take, or that version, into `folder`; returns which it is. What is
-    at `path` is read, and nothing of it shared. Raises what `open_version` and reading raise."""
-    from tierckpt.offline.stored_version import open_version  # and torch
+    """Copy this version, or the one that a restart takes, into `folder`; returns its number. Files
+    at `path` are only read. Raises as `open_version` and reading do."""
+    from tierckpt.offline.stored_version import open_version  # imports torch
 
     with closing(open_version(path, version, lambda nbytes: None)) as found:
         store = LocalStore(folder)
@@ -36,8 +36,8 @@ def _copy(shard: Shard, store: LocalStore) -> None:
 
 
 def link_all(folder: Path, target: Path) -> None:
-    """What is in a folder, and in those in it, in another one, too: a store never writes to a file
-    that has several names."""
+    """Hard-link all files below `folder` into `target`. This is safe: a store never writes to a
+    file with several names."""
     target.mkdir(exist_ok=True)
     for path in folder.iterdir():
         if path.is_dir():
@@ -47,7 +47,7 @@ def link_all(folder: Path, target: Path) -> None:
 
 
 def version_in(folder: Path) -> int | None:
-    """The newest that some folder in it has; None where there is none."""
+    """The newest version in a store below `folder`; None if there is none."""
     stores = [LocalStore(path) for path in {p.parent for p in folder.rglob("*.manifest")}]
     keys = chain.from_iterable(map(LocalStore.keys, stores))
     return max((key.id.version for key in keys), default=None)

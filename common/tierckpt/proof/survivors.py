@@ -1,6 +1,8 @@
-"""Processes of a run that outlive its command: launchers give ranks sessions of their own, and one
-that is killed while it waits for them leaves them behind. All have the run's order in their
-environment, and are found by it."""
+"""Survivors: processes of a run that outlive its command.
+
+Launchers give ranks sessions of their own, and a killed launcher leaves its ranks running. All have
+the run's order in their environment, which identifies them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from pathlib import Path
 from tierckpt.coordination.proof_order import VARIABLE
 
 END_SECONDS = 10.0
-"""So long the end of one is waited for, after SIGKILL."""
+"""Time to wait for the end of a process after SIGKILL."""
 
 
 def end_survivors(folder: Path) -> int:
-    """Kill what was started with that run's order, on this machine; returns how many those were.
-    Afterwards they have ended, but for one that the kernel holds."""
+    """Kill all processes on this machine that have the run's order; returns their number. All have
+    ended on return, except those stuck in the kernel."""
     ended = 0
     while found := [*_survivors(folder)]:
         for pidfd in found:
@@ -35,10 +37,10 @@ def end_survivors(folder: Path) -> int:
 
 
 def _survivors(folder: Path) -> Iterator[int]:
-    """A pidfd of each, the caller's: a number alone may be another process's by now."""
+    """A pidfd for each, which the caller closes: a process number alone may have been reused."""
     mark = os.fsencode(f"{VARIABLE}={folder}")
     for number in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             pidfd = os.pidfd_open(number)
             try:
                 theirs = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")

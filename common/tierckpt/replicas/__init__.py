@@ -1,1 +1,1 @@
-"""Replicas: whether the state that all ranks share is equal on all ranks."""
+"""Replicas: the check that the state shared by all ranks is equal on all of them."""

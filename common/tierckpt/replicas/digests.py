@@ -1,8 +1,9 @@
-"""Replica check, the hashing: digests of slices of the live tensors, while these stand still.
+"""Digests of slices of the live tensors, hashed while these do not change, for the replica check.
 
-On a CPU a unit is hashed by xxh3; on a GPU by a sum of its elements' bits, each times an odd number
-that depends on its place: in integers that wrap around, so any bit that flips changes it, and the
-order of the additions does not. Nothing is read back from the GPU before the next boundary.
+On a CPU a unit is hashed by xxh3. On a GPU its digest is a sum of its elements' bits, each
+multiplied by an odd number that depends on its position: integer arithmetic that wraps around, so
+any flipped bit changes the sum, and the order of additions does not. Nothing is read back from the
+GPU before the next boundary.
 """
 
 from __future__ import annotations
@@ -23,49 +24,49 @@ from .replicated_state import GPU_PART_ELEMENTS, ReplicatedState
 from .tensor_places import OutdatedError
 
 INLINE_BYTES = 1024 * 1024
-"""Less than this is hashed at the boundary: to wake a thread takes longer, and so does to come to
-it later, when it is in no cache any more."""
+"""Less than this is hashed at the boundary: waking a thread takes longer, and so does hashing
+later, when the data has left the caches."""
 SHARE_BYTES = 256 * 1024
-"""Whoever hashes beside another thread takes so much at a time."""
+"""A thread that hashes beside another one takes this much at a time."""
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-"""As a signed number; times a place it is spread over all bits."""
+"""As a signed number. Multiplied by a position it is spread over all bits."""
 
 _version_counter = attrgetter("_version")
 
 
 class Look:
-    """The digests of some slices at one boundary. Methods say which thread calls them."""
+    """The digests of some slices at one boundary. Methods document their threads."""
 
     def __init__(self, replicated: ReplicatedState, which: range, turn: int, version: int) -> None:
-        """Training thread, at the boundary."""
+        """Start the look. Training thread, at the boundary."""
         self.replicated, self.which = replicated, which
         self.turn, self.version = turn, version
         self.begin: Callable[[Look], None] | None = None
-        """Has a copier `run` it; called once at the most."""
+        """Makes a copier `run` it; called at most once."""
         self._slice = replicated.slice_of(which)
         self.units = self._slice.units
         self.digests: list[int] = []
-        """By unit, when all are there."""
+        """By unit, once all are computed."""
         self._digest = NONE
         self._tensors: list[torch.Tensor] = []
         self._counters: list[int] = []
         self._gpu: _GpuSums | None = None
         self._shared = self._slice.nbytes >= INLINE_BYTES
-        """Between a copier and the barrier, unit by unit."""
+        """True if a copier and the barrier share the work, unit by unit."""
         self._memory: list[Any] | None = None
         self._found: dict[int, int] = {}
         self._todo: deque[int] = deque()
         self._in_flight = 0
         self._failed = False
         self.over = False
-        """Nobody looks at the tensors any more."""
+        """True when no thread reads the tensors any more."""
         try:
             self._start()
-        except (OutdatedError, TypeError, AttributeError):  # something is no tensor any more
+        except (OutdatedError, TypeError, AttributeError):  # a tensor is no longer a tensor
             self._failed = self.over = replicated.outdated = True
 
     def _start(self) -> None:
-        """Hash what is little at once: the optimizer's step has just had it in its hands. Raises
+        """Hash a small slice at once, while the caches have it from the optimizer's step. Raises
         OutdatedError."""
         tensors = self._slice.tensors()
         if not all(self._slice.on_host):
@@ -77,37 +78,38 @@ class Look:
                 self._fold()
             return
         self._counters = self._count(tensors)
-        # Aliases keep the memory, whatever somebody makes of a tensor meanwhile (`.data = `).
+        # Aliases keep the memory alive if a tensor is replaced in the meantime (`.data = `).
         self._tensors = list(map(torch.Tensor.detach, tensors))
         self._todo.extend(range(len(self.units)))
 
     def _count(self, tensors: list[torch.Tensor]) -> list[int]:
-        """Autograd's version counters."""
+        """Read autograd's version counters."""
         try:
             return list(map(_version_counter, tensors))
-        except RuntimeError:  # tensors that were made in inference mode have none
+        except RuntimeError:  # tensors made in inference mode have none
             return [t._version for t in tensors if not t.is_inference()]
 
     def wake(self) -> None:
-        """Training thread: the tensors stand still, and a copier would be in nobody's way."""
+        """Training thread: the tensors do not change now, and a copier may run without delaying
+        anything."""
         begin, self.begin = self.begin, None
         if begin is not None and self._shared:
             begin(self)
 
     def run(self) -> None:
-        """Copier thread, or the barrier: hash what nobody has begun."""
+        """Hash all units that no thread has started. Copier thread, or the barrier."""
         while self._work():
             pass
 
     def fail(self, error: BaseException) -> None:
-        """There is no digest. Any thread."""
+        """Record that there is no digest. Any thread."""
         self.replicated.outdated |= isinstance(error, OutdatedError)
         with self.replicated.changed:
             self._failed = True
             self.replicated.changed.notify_all()
 
     def _work(self) -> bool:
-        """Hash a share of what is left."""
+        """Hash a share of the remaining units; returns False if there are none."""
         changed = self.replicated.changed
         with changed:
             if self.over or self._failed or not self._todo:
@@ -119,9 +121,9 @@ class Look:
                 if self._memory is None:
                     self._memory = self._slice.memory(self._tensors)
             memory = [(i, self._memory[i]) for i in share]
-            mine = {i: xxhash.xxh3_64_intdigest(part) for i, part in memory if part is not None}
+            digests = {i: xxhash.xxh3_64_intdigest(part) for i, part in memory if part is not None}
             with changed:
-                self._found.update(mine)
+                self._found.update(digests)
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):
@@ -142,8 +144,8 @@ class Look:
         return share
 
     def finish(self) -> None:
-        """Training thread, before anything changes the tensors: what is not hashed yet is hashed
-        here. Afterwards nobody looks at the tensors any more."""
+        """Hash the remaining units. Training thread, before anything changes the tensors. On return
+        no thread reads the tensors any more."""
         if self.over:
             return
         self.begin = None
@@ -156,7 +158,8 @@ class Look:
         finally:
             with self.replicated.changed:
                 self.over = True
-        # Else it was changed under our eyes, and ranks have looked at different moments.
+        # A changed counter: a tensor changed during the look, so ranks have hashed different
+        # states.
         self._failed |= self._count(self._tensors) != self._counters
         self._tensors, self._memory = [], None
 
@@ -169,7 +172,7 @@ class Look:
                 self._found[index] = xxhash.xxh3_64_intdigest(part)
 
     def fetch(self) -> int:
-        """Training thread, at the next boundary: the digest, NONE if there is none."""
+        """The digest, or NONE if there is none. Training thread, at the next boundary."""
         if not self._failed and self.over and self._digest == NONE:
             if self._gpu is not None:
                 self._found.update(self._gpu.fetch())
@@ -185,31 +188,31 @@ class Look:
 
 
 class _GpuSums:
-    """Sums of units that are on a GPU, under way. Training thread.
+    """Sums of units on a GPU, being computed. Training thread.
 
-    They are on the current stream, in front of all that follows there: no step comes before them.
+    They are queued on the current stream before everything later, so no step comes before them.
     """
 
     def __init__(self, parts: list[tuple[int, torch.Tensor, Unit, TensorSpec]]) -> None:
-        """Of these units, see `Slice.parts`."""
+        """`parts` come from `Slice.parts`."""
         self._indices = [index for index, *_ in parts]
         sums = []
         for _, tensor, unit, spec in parts:
             item = spec.itemsize_bytes
             flat = tree_codec.flat(tensor)[unit.low // item : unit.high // item]
             sums.append(weighted_sum(flat))
-        error_barrier = torch.stack(sums)
+        stacked = torch.stack(sums)
         self._arrived: torch.cuda.Event | None = None
-        if error_barrier.is_cuda:
+        if stacked.is_cuda:
             self._host = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
-            self._host.copy_(error_barrier, non_blocking=True)
+            self._host.copy_(stacked, non_blocking=True)
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
         else:
-            self._host = error_barrier.cpu()
+            self._host = stacked.cpu()
 
     def fetch(self) -> Iterable[tuple[int, int]]:
-        """(unit's place in the look, digest). It was launched an iteration ago."""
+        """Pairs (unit's index in the look, digest). They were launched an iteration ago."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return zip(self._indices, (v % (1 << 64) for v in self._host.tolist()), strict=True)
@@ -219,8 +222,8 @@ _weights: dict[torch.device, torch.Tensor] = {}
 
 
 def weighted_sum(flat: torch.Tensor) -> torch.Tensor:
-    """The sum of a 1-d tensor's bits as integers, each times its place's odd number; 64 bits, which
-    wrap around. On the tensor's device; nothing waits."""
+    """The sum of a 1-d tensor's bits as 64-bit integers, each times its position's odd number. It
+    wraps around. Computed on the tensor's device without waiting."""
     bits = (
         flat.view(_INTEGERS[flat.element_size()])
         if flat.element_size() <= 8

@@ -1,8 +1,8 @@
-"""Drift: what follows for versions when replicas differ.
+"""Drift: the consequences for versions when replicas differ.
 
-Those that may be mosaics are marked, wherever they are, by a thread: a disk, or a store, that hangs
-keeps nobody. And retention always leaves one version alone that is known to be alike on all ranks:
-a round of looks may pass until a difference is seen, and all newer versions may be suspects then.
+A thread marks the versions that may be mixtures, wherever they are, so that a disk or store that
+hangs delays nothing. Retention always keeps one version that is known to be equal on all ranks: a
+difference is seen up to one round of looks late, and then all newer versions may be suspect.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from tierckpt.storage.suspects import SuspectMarks
 from .texts import Consequences
 
 MARKS_SECONDS = 10.0
-"""So long they are waited for where the job ends because of them."""
+"""Time to wait for the marks when the job ends because of them."""
 
 
 class Spared:
-    """Which versions of the local level stay, whatever else is kept: the newest that is known to be
-    alike on all ranks, and one that is to follow it, of which that is not known yet. The same on
-    all ranks. Training thread."""
+    """The versions of the local level that retention must keep: the newest that is known to be
+    equal on all ranks, and its successor, for which that is not known yet. The same on all ranks.
+    Training thread."""
 
     def __init__(self, active: bool = False) -> None:
-        """Not `active`: nobody looks at replicas, and none stays."""
+        """Not `active`: replicas are not compared, and no version is kept."""
         self.version: VersionId | None = None
-        """The former."""
+        """The newest version known to be equal on all ranks."""
         self._next: VersionId | None = None
         self._newest: VersionId | None = None
         self._active, self._drifted = active, False
 
     def restart(self, version: VersionId | None) -> None:
-        """A run begins; `version` is the newest that is no suspect. It stays until another one is
-        known to be alike: ranks that differ from the first step on would leave nothing else."""
+        """A run begins; `version` is the newest one that is not suspect. It is kept until another
+        version is known to be equal: if ranks differ from the first step on, there is no other."""
         self.version = version if self._active else None
         self._next, self._drifted = None, False
         self._newest = None
 
     def whole(self, id_: VersionId) -> None:
-        """One is complete on all local disks."""
+        """A version is complete on all local disks."""
         if self._active and not self._drifted:
             self._newest, self._next = id_, self._next or id_
 
     def alike(self, generation: int, version: int) -> None:
-        """Up to this one all ranks were alike."""
+        """All ranks were equal up to this version."""
         last = VersionId(generation, version)
         if self._newest is not None and self._newest <= last:
             self._next = self._newest
@@ -67,18 +67,19 @@ class Spared:
         self._drifted = False
 
     def drifted(self) -> None:
-        """What was to follow may be a mosaic, and so may be what comes until all are alike."""
+        """Replicas differ: the successor may be a mixture, and so may later versions, until all are
+        equal."""
         self._newest = self._next = None
         self._drifted = True
 
     @property
     def versions(self) -> set[VersionId]:
-        """For retention."""
+        """The versions that retention must keep."""
         return {id_ for id_ in (self.version, self._next) if id_ is not None}
 
 
 class Drift:
-    """One rank's part. What it is given stays its owner's. Training thread."""
+    """One rank's part. The constructor's arguments stay their owners'. Training thread."""
 
     def __init__(
         self,
@@ -98,11 +99,11 @@ class Drift:
         self._thread: threading.Thread | None = None
 
     def alike(self, version: int) -> None:
-        """All ranks were alike at that version of this run."""
+        """All ranks were equal at that version of this run."""
         self._spared.alike(self._history.generation, version)
 
     def found(self, finding: Finding) -> Consequences:
-        """Mark what may be a mixture; returns what is marked, and which version is none."""
+        """Mark the versions that may be mixtures; returns the consequences in words."""
         agreement, history = self._agreement, self._history
         self._spared.drifted()
         known = {id_ for ledger in agreement.ledgers.values() for id_ in ledger.open}
@@ -111,7 +112,7 @@ class Drift:
         self._begin(known, clean, finding.text())
         marked = f"Versions after v{clean} are marked as suspect"
         if finding.clean is None:
-            marked = "Versions that were taken before that was known are marked as suspect"
+            marked = "Versions taken before this was known are marked as suspect"
         return Consequences(marked, self._way_back(), history.began_at > 0, history.nodes)
 
     def _way_back(self) -> str:
@@ -124,17 +125,17 @@ class Drift:
             if self._config.on_drift == "stop":
                 how = 'and restore() takes it by itself, as on_drift is "stop"'
             return (
-                f"v{clean.version} is the newest version on disk that is known to be alike on all "
-                f"ranks. Start the job again {how}"
+                f"v{clean.version} is the newest version on disk that is known to be equal on all "
+                f"ranks. Restart the job {how}"
             )
         return (
-            "no version on the nodes' disks is known to be alike on all ranks. What else there is, "
-            f"and what of it is suspect, is shown by: tierckpt list {shlex.quote(where)}"
+            "no version on the nodes' disks is known to be equal on all ranks. To list other "
+            f"versions and their marks: tierckpt list {shlex.quote(where)}"
         )
 
-    def _begin(self, known: Iterable[VersionId], clean: int, text: str) -> None:
+    def _begin(self, ids: Iterable[VersionId], clean: int, text: str) -> None:
         run_id = self._history.name
-        suspects = {i for i in known if self._history.is_own(i.generation) and i.version > clean}
+        suspects = {i for i in ids if self._history.is_own(i.generation) and i.version > clean}
 
         def work() -> None:
             try:
@@ -143,15 +144,15 @@ class Drift:
                 if self._group.rank == 0 and self._config.persistent.path:
                     self._mark_there(clean, run_id, text)
             except Exception as error:
-                why = f"versions that are suspect could not be marked: {error}"
+                why = f"suspect versions could not be marked: {error}"
                 self._reports.notice_later(why, logging.ERROR)
 
         self._thread = threading.Thread(target=work, name="tierckpt-suspects", daemon=True)
-        with contextlib.suppress(RuntimeError):  # as many threads as the system allows
+        with contextlib.suppress(RuntimeError):  # the system's limit of threads is reached
             self._thread.start()
 
-    def _mark_here(self, known: set[VersionId], clean: int, text: str) -> None:
-        """In memory and on disk of this node, also what is still on its way there."""
+    def _mark_here(self, ids: set[VersionId], clean: int, text: str) -> None:
+        """Mark versions in this node's memory and on its disk, and those on the way there."""
         in_memory = {manifest.id for _, manifest in self._job.sealed()}
         on_disk = set[VersionId]()
         if self._config.uses("local"):
@@ -160,10 +161,11 @@ class Drift:
         every, is_own = in_memory | on_disk, self._history.is_own
         seen = {i for i in every if is_own(i.generation) and i.version > clean}
         for folder in (self._job.path, Path(self._config.directory)):
-            SuspectMarks(folder).add(known | seen, text)
+            SuspectMarks(folder).add(ids | seen, text)
 
     def _mark_there(self, clean: int, run_id: str, text: str) -> None:
-        """What is on its way there is marked by the agent that brings it."""
+        """Mark versions on the persistent level. Later arrivals are marked by the agent that writes
+        them."""
         persistent = self._config.persistent
         with contextlib.closing(PersistentStore(persistent.path, **persistent.options())) as store:
             for name in store.versions():
@@ -172,7 +174,7 @@ class Drift:
                     store.mark_suspect(name, text.encode())
 
     def wait(self, timeout_seconds: float = MARKS_SECONDS) -> None:
-        """Return when the marks are there, or that takes too long."""
+        """Wait until the marks are written, or the time is over."""
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout_seconds)
 

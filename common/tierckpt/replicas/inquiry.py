@@ -1,12 +1,12 @@
-"""Replica check, the inquiry: what ranks report to each other where a look differs. Pure.
+"""The inquiry of the replica check: the ranks' reports on a difference. Pure.
 
-All ranks learn of a difference from the same ballot, and each gives its answer along with its next
-vote: a row of numbers, which all have read one boundary later. So nobody waits for a rank that does
-not come to a boundary, or comes late, but as it waits for that rank's vote. What is asked next
-follows from the answers, which are the same on all ranks. First the facts, with digests of a few
-runs of units of the look; then those of parts of the first runs that differ, until these are single
-units. Where ranks have different tensors, the list of these is searched likewise, and the first
-line that differs is told.
+All ranks learn of a difference from the same ballot. Each adds its answer to its next vote: a row
+of numbers that all ranks read one boundary later. So a rank that comes late, or not at all, delays
+the others no more than its vote does. The next question follows from the answers, which are the
+same on all ranks. First come the facts, with digests of a few runs of units of the look; then
+digests of parts of the first runs that differ, until the parts are single units. If ranks have
+different tensors, the list of tensors is searched in the same way, and the first line that differs
+is reported.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .digests import Look
 from .replicated_state import ReplicatedState
 
 TEXT_BYTES = 7
-"""Of a line's text in each number of a row."""
+"""Bytes of a line's text in each number of a row."""
 
 
 class Stage(IntEnum):
-    """What a row is about: its first number."""
+    """The content of a row: its first number."""
 
     NOTHING = 0
-    """A rank that has no answer, as an interrupt came between its boundaries."""
+    """A rank has no answer, because an interrupt came between its boundaries."""
     FACTS = 1
     UNITS = 2
     LINES = 3
@@ -46,52 +46,53 @@ class Stage(IntEnum):
 
 
 class Facts(NamedTuple):
-    """By one rank, first."""
+    """The first answer of a rank."""
 
     turn: int
     version: int
     place: int
-    """The iteration at which the rank is at this boundary."""
+    """The rank's iteration at this boundary."""
     slices: int
-    """How many the look is of."""
+    """Number of slices in the look."""
     structure: int
-    """As it was then."""
+    """The structure at the time of the look."""
     now: int
-    """The structure as it is at this boundary; NONE where that cannot be said."""
+    """The structure at this boundary; NONE if unknown."""
     tensors: int
-    """How many there are now."""
+    """Number of tensors at this boundary."""
     stands: int
     """1 if the state has the same tensors as at the look."""
     fresh: int
-    """A digest of the same slices, hashed at this boundary; NONE where there is none."""
+    """A digest of the same slices, hashed at this boundary; NONE if there is none."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it; the same on all ranks."""
+    """The result of an inquiry; the same on all ranks."""
 
     nothing: bool = False
-    """The looks cannot be compared: all is to be looked at again."""
+    """The looks cannot be compared: everything must be looked at again."""
     turn: int | None = None
-    """If it must be set anew: of the next look."""
+    """The turn of the next look, if it must be set."""
     apart: bool = False
-    """Ranks came to the boundary at different iterations."""
+    """Ranks reached the boundary at different iterations."""
     names: tuple[str, ...] = ()
-    """Tensors that differ, the first of them."""
+    """The first tensors that differ."""
     odd: tuple[int, ...] | None = None
-    """Ranks that are odd; None without a majority."""
+    """The ranks in the minority; None without a majority."""
     more: bool = False
-    """Others may differ, too."""
+    """Other tensors may differ, too."""
     gone: bool = False
-    """At the boundary of the inquiry the slices of the look were alike."""
+    """At the inquiry's boundary the slices of the look were equal."""
     everything: bool = False
-    """The look was at all slices."""
+    """The look covered all slices."""
     structure: tuple[str, ...] = ()
-    """What each rank has of the first tensor that ranks do not have alike."""
+    """Each rank's line for the first tensor in which the lists differ."""
 
 
 class Inquiry:
-    """One rank's part. Training thread. `row`, then `receive`, until that returns an outcome."""
+    """One rank's part. Training thread. Call `row`, then `receive`, until that returns an
+    outcome."""
 
     def __init__(
         self,
@@ -102,18 +103,18 @@ class Inquiry:
         fresh: int,
         slices: int,
     ) -> None:
-        """`look`: that differs, None where this rank has none. `now`: of the state at this
-        boundary. `slices`: how many there are. For the others see `Facts`."""
+        """`look`: the one that differs, None if this rank has none. `now`: the state at this
+        boundary. `slices`: their total number. The other arguments are those of `Facts`."""
         self._look, self._now, self._slices = look, now, slices
         self._stage = Stage.FACTS
         self._lists = False
-        """The list of tensors is searched, not these."""
+        """True if the list of tensors is searched, not the tensors."""
         self._rounds = 0
         self._gone = self._everything = self._more = False
         self._values: Sequence[int] = look.digests if look is not None else ()
-        """What is searched for a difference."""
+        """The values that are searched for a difference."""
         self._runs = buckets_of(len(self._values))
-        """Whose digests are in the row."""
+        """The runs with a digest in the row."""
         self._facts: Facts | None = None
         if look is not None:
             self._facts = Facts(
@@ -142,7 +143,7 @@ class Inquiry:
         return row + [0] * (OWN_WIDTH - len(row))
 
     def receive(self, rows: Rows) -> Outcome | None:
-        """All ranks' answers; None where more is to be asked."""
+        """Take all ranks' answers; returns None if another round is needed."""
         self._rounds += 1
         if self._facts is None or any(not row or row[0] != self._stage for row in rows) or not rows:
             return Outcome(nothing=True)
@@ -158,30 +159,30 @@ class Inquiry:
         return self._narrow([row[: len(self._runs)] for row in digests])
 
     def _judge(self, facts: Sequence[Facts]) -> Outcome | None:
-        """By the facts: an outcome, or whether tensors or the list of them are to be searched."""
+        """Decide by the facts: an outcome, or a search of the tensors or of their list."""
         if len({(each.turn, each.version, each.slices) for each in facts}) > 1:
             turn = max(each.turn for each in facts) + 2 + self._rounds
             return Outcome(nothing=True, turn=turn)  # an interrupt came between
         if len({each.place for each in facts}) > 1:
             return Outcome(apart=True)
         if any(each.now == NONE for each in facts):
-            return Outcome(nothing=True)  # a rank does not know what it has
+            return Outcome(nothing=True)  # a rank does not know its tensors
         if len({each.now for each in facts}) > 1:
             assert self._now is not None
             self._lists, self._stage, self._values = True, Stage.LINES, self._now.line_hashes
             self._runs = buckets_of(max(each.tensors for each in facts))
             return None
         if len({each.structure for each in facts}) > 1 or not all(each.stands for each in facts):
-            return Outcome(nothing=True)  # looked at before all had noticed that it is another one
+            return Outcome(nothing=True)  # the look came before all ranks noticed the change
         fresh = {each.fresh for each in facts}
         self._gone = len(fresh) == 1 and fresh != {NONE}
         self._everything = facts[0].slices == self._slices
         return None
 
     def _narrow(self, rows: Sequence[Sequence[int]]) -> Outcome | None:
-        """By digests of runs, of each rank: those that differ are taken apart."""
+        """Split the runs with different digests."""
         differ = [self._runs[i] for i in unlike(rows)]
-        if not differ:  # these are alike, by 62 bits, and what they were made of is not
+        if not differ:  # the runs are equal in 62 bits, the digests made of them are not
             return Outcome(nothing=True)
         single = all(len(run) == 1 for run in self._runs)
         if single and not self._lists:
@@ -222,20 +223,20 @@ class Inquiry:
         )
 
     def _line(self) -> str:
-        """The one that was found."""
+        """This rank's line at the position found."""
         assert self._now is not None
         at = self._runs[0].start
         return self._now.lines[at] if at < len(self._now.lines) else "none here"
 
 
 def _parts(run: range, count: int) -> list[range]:
-    """So many at most."""
+    """Split a run into at most `count` parts."""
     size = -(-len(run) // count)
     return [run[at : at + size] for at in range(0, len(run), size)]
 
 
 def _packed(text: str) -> list[int]:
-    """What of a line has room in a row."""
+    """As much of a line as a row holds."""
     content = text.encode()[: (OWN_WIDTH - 1) * TEXT_BYTES]
     parts = [content[at : at + TEXT_BYTES] for at in range(0, len(content), TEXT_BYTES)]
     return [int.from_bytes(part.ljust(TEXT_BYTES, b"\0"), "little") for part in parts]

@@ -1,9 +1,9 @@
-"""Replicas: whether what all ranks are to have alike is alike, looked at as the training goes on.
+"""The replica monitor: compares the state that all ranks share, during training.
 
-At each boundary all ranks hash the same slice of parameters and optimizer state, the first time in
-a run all of it (`digests`); the digest goes into the next boundary's vote, and what came of
-that is read at the one after. If ranks differ, all learn it from the same vote, and give along with
-the next ones which tensors differ, on which ranks (`inquiry`).
+At each boundary all ranks hash the same slice of parameters and optimizer state; the first time in
+a run they hash all of it (`digests`). The digest goes into the next boundary's vote, and the result
+is read at the boundary after that. If ranks differ, all learn it from the same ballot, and with
+their next votes they report which tensors differ, and on which ranks (`inquiry`).
 """
 
 from __future__ import annotations
@@ -39,27 +39,29 @@ from .texts import (
 )
 
 SILENT_ROUNDS, SILENT_MORE = 2, 4
-"""So many rounds without a digest of all ranks are worth a word, and so many boundaries more."""
+"""After this many rounds without a digest of all ranks, and this many boundaries more, a warning is
+given."""
 
 OUTDATED_LOOKS = 5
-"""In a round, where the structure is another one at each boundary (lists that grow): to list all of
-the state anew takes some 10 microseconds a tensor."""
+"""Limit per round, if the structure changes at each boundary (lists that grow): listing the whole
+state takes some 10 microseconds per tensor."""
 UNKNOWN = -1
-"""In place of a version."""
+"""Stands for an unknown version."""
 GONE_OFTEN = 2
-"""After so many differences that were gone at the next look in a run, looks are made at the
-boundary at once: weights are evidently written between it and the step, where no counter tells."""
+"""After this many differences in a run that were gone at the next look, looks are made at the
+boundary at once: the script evidently writes weights between the boundary and the step, where no
+counter shows it."""
 UNSURE_BOUNDARIES = 2
-"""A look at one boundary is voted on at the next one, and read at the one after."""
+"""A look at one boundary is voted on at the next, and read at the one after."""
 SPREAD_AFTER = 2
-"""So many boundaries after a finding the votes are about the look at all of the state."""
+"""Boundaries from a finding until the votes are about the look at the whole state."""
 
 
 class ReplicaMonitor:
-    """One rank's part. Training thread; nothing here waits for another rank, but `compare_last`.
+    """One rank's part. Training thread. Only `compare_last` waits for other ranks.
 
-    `finish` is to be called before anything changes the state; `compare`, `vote`, `row`, `voted`
-    and `begin`, in this order, at each boundary.
+    The caller must call `finish` before anything changes the state, and at each boundary `compare`,
+    `vote`, `row`, `voted` and `begin`, in this order.
     """
 
     def __init__(
@@ -73,16 +75,16 @@ class ReplicaMonitor:
         on_alike: Callable[[int], None],
         on_finding: Callable[[Finding], Consequences],
     ) -> None:
-        """`submit` has a look run by another thread. `find_apart` sees whether something that
-        counts as alike is each rank's own by now, and calls `forget` then. `on_alike` receives the
-        newest version that is known to be alike everywhere, and `on_finding` what differs; it
-        returns what became of versions."""
+        """`submit` makes another thread run a look. `find_apart` checks whether some state that
+        counts as shared has become each rank's own, and then calls `forget`. `on_alike` receives
+        the newest version that is known to be equal everywhere. `on_finding` receives a difference
+        and returns its consequences for versions."""
         used = any(config.uses(level) for level in INTERVALS)
         self.active = config.replica_check_steps > 0 and group.size > 1 and used
         self.finding: Finding | None = None
-        """What differs, from when it was found until all is alike again."""
+        """The difference, from its detection until all is equal again."""
         self.error: ReplicaError | None = None
-        """To be raised at the end of this boundary, on all ranks."""
+        """The error to raise at the end of this boundary, on all ranks."""
         self._slices = config.replica_check_steps
         self._stop = config.on_drift == "stop"
         self._group, self._state, self._reports = group, state, reports
@@ -92,52 +94,53 @@ class ReplicaMonitor:
         self.restart()
 
     def restart(self) -> None:
-        """A run begins, or the state is another one now: what was seen is forgotten."""
+        """A run begins, or the state was replaced: forget all observations."""
         self._replicated: ReplicatedState | None = None
         self._structure = NONE
         self._look: Look | None = None
-        """Of the last boundary."""
+        """The look at the last boundary."""
         self._to_vote: Look | None = None
         self._voted: Look | None = None
-        """Whose digest is in the ballot."""
+        """The look with its digest in the ballot."""
         self._last: Look | None = None
         self._inquiry: Inquiry | None = None
-        """Under way, on all ranks."""
+        """In progress on all ranks."""
         self._inquired = UNKNOWN
         """The version that it is about."""
         self._place = 0
-        """See `vote`; of the last boundary."""
+        """The `place` of the last boundary; see `vote`."""
         self._gone = 0
-        """Differences that were gone when they were asked about."""
+        """Number of differences that were gone when the inquiry asked."""
         self._at_once_from: int | None = None
-        """The first version that was looked at inside of the boundary."""
+        """The first version that was looked at inside the boundary."""
         self._silent = 0
         """Boundaries in a row at which some rank had no digest."""
         self._turn = 0
-        """Of the next look; counted on all ranks, also on those that fail to look."""
+        """The turn of the next look. It is counted on all ranks, also after a failed look."""
         self._next_all, self._look_all, self._voted_all = True, False, False
-        """Whether it is, that of the last boundary was, and that in the ballot was, at all."""
+        """Whether the next look, that of the last boundary, and that in the ballot cover all
+        slices."""
         self._alike_at = [UNKNOWN] * self._slices
-        """By slice: the newest version at which it was seen to be alike."""
+        """By slice: the newest version at which it was seen to be equal."""
         self._clean: int | None = None
-        """The newest version that is known to be alike in all slices."""
+        """The newest version that is known to be equal in all slices."""
         self._seen_apart = False
-        """At the boundary whose votes were read last, ranks were in different iterations."""
+        """Whether ranks were in different iterations at the boundary of the last votes read."""
         self._unsure = 0
-        """Boundaries until it is known whether they are alike all the same."""
+        """Boundaries until it is known whether they are equal nevertheless."""
         self._spread_in = 0
-        """Boundaries until all of the state, which is looked at after a finding, can be compared;
-        0 if it is not to be."""
+        """Boundaries until the look at the whole state, made after a finding, can be compared; 0 if
+        there is none."""
         self.finding = self.error = None
 
     def forget(self) -> None:
-        """Other tensors are alike now, on all ranks."""
+        """The set of shared tensors has changed, on all ranks."""
         self._replicated = None
 
     @property
     def refusing(self) -> bool:
-        """No version is to be taken: nothing was ever alike in this run, as far as is known; or
-        versions of one number are of different iterations."""
+        """True if no version may be taken: nothing is known to have been equal in this run, or
+        versions of one number are from different iterations."""
         if self.finding is not None:
             return self.finding.apart or self.finding.clean is None
         if self._unsure:
@@ -146,16 +149,17 @@ class ReplicaMonitor:
 
     @property
     def suspicion(self) -> str:
-        """What is to be said of versions that are taken now; empty if nothing is."""
+        """The suspicion to record with versions taken now; empty if there is none."""
         return "" if self.finding is None else self.finding.text()
 
     @property
     def asking(self) -> bool:
-        """Whether replicas differ, or in what, will be known in a few boundaries."""
+        """True if a few boundaries will show whether replicas differ, or how."""
         return self._inquiry is not None or self._unsure > 0
 
     def raise_error(self) -> None:
-        """At the end of the boundary: with `on_drift="stop"`, ReplicaError on all ranks at once."""
+        """With `on_drift="stop"`, raise ReplicaError at the end of the boundary, on all ranks at
+        once."""
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -163,7 +167,7 @@ class ReplicaMonitor:
     # --- the look ------------------------------------------------------------------------------
 
     def begin(self, version: int) -> None:
-        """The state is that of `version`, and stands still until `finish`."""
+        """Start the look at `version`. Its state does not change until `finish`."""
         if not self.active:
             return
         turn, self._turn = self._turn, self._turn + 1
@@ -172,7 +176,7 @@ class ReplicaMonitor:
                 self._look_up()
         except Exception as error:
             self._replicated = None
-            self._complain(error)
+            self._report_failure(error)
         self._look_all, self._next_all = self._next_all, False
         if self._replicated is None:
             return
@@ -186,7 +190,7 @@ class ReplicaMonitor:
             look = Look(self._replicated, which, turn, version)
         except Exception as error:
             self._replicated = None
-            self._complain(error)
+            self._report_failure(error)
             return
         if self._gone >= GONE_OFTEN:
             look.finish()
@@ -195,21 +199,21 @@ class ReplicaMonitor:
         self._look = look
 
     def _must_look_up(self, turn: int) -> bool:
-        """Before a look: what is known is nothing, or proved to be another state's."""
-        known = self._replicated
+        """Whether the list of tensors is missing, or was found to be outdated."""
+        current = self._replicated
         often = max(self._slices // OUTDATED_LOOKS, 1)
-        return known is None or (known.outdated and turn % often == 0)
+        return current is None or (current.outdated and turn % often == 0)
 
     def _look_up(self) -> None:
-        known = self._replicated
-        if known is None or not known.stands(self._state):
+        current = self._replicated
+        if current is None or not current.stands(self._state):
             self._replicated = ReplicatedState(self._state, self._slices)
-            if self._structure != self._replicated.structure or (known and known.outdated):
-                self._next_all = True  # what is in which slice is another matter
+            if self._structure != self._replicated.structure or (current and current.outdated):
+                self._next_all = True  # the slices contain other tensors now
             self._structure = self._replicated.structure
 
-    def _complain(self, error: Exception) -> None:
-        """Of a slice that this rank did not look at. A version that has the same trouble says so
+    def _report_failure(self, error: Exception) -> None:
+        """Report that this rank did not look at a slice. A version with the same problem reports it
         itself."""
         severity = logging.DEBUG if self._complained else logging.WARNING
         self._complained = True
@@ -217,7 +221,7 @@ class ReplicaMonitor:
         self._reports.notice(text, severity)
 
     def wake(self) -> None:
-        """Layers are being reduced: a copier may hash beside that."""
+        """Layers are being reduced: a copier may hash at the same time."""
         if self._look is not None:
             self._look.wake()
 
@@ -225,12 +229,12 @@ class ReplicaMonitor:
         """Return when the state may change."""
         look = self._look
         if look is not None and not look.over and os.getpid() == self._process:
-            look.finish()  # in a fork there is no copier
+            look.finish()  # a forked process has no copier
 
     def vote(self, place: int) -> tuple[int, int, int, int]:
-        """Of the look at the boundary before; before `begin` makes the next one. `place` is the
-        iteration that this rank is at: ranks of which some skipped a step come to the same boundary
-        at different ones."""
+        """The vote on the look at the boundary before. Call it before `begin` makes the next look.
+        `place` is this rank's iteration: if some ranks skipped a step, ranks come to the same
+        boundary at different iterations."""
         look, self._look = self._look, None
         digest, self._place = NONE, place
         if look is not None:
@@ -238,26 +242,26 @@ class ReplicaMonitor:
                 look.finish()  # if no step came between
                 digest = look.fetch()
             except Exception as error:
-                self._complain(error)
+                self._report_failure(error)
         self._to_vote = look if digest != NONE else None
         return (*as_vote(digest), place, ~place)
 
     def row(self) -> list[int]:
-        """What is given along with that vote: empty where nothing is asked, on all ranks alike."""
+        """The row to send with that vote; empty, on all ranks, if no inquiry is in progress."""
         return [] if self._inquiry is None else self._inquiry.row()
 
     def voted(self) -> None:
-        """What `vote` returned was cast, and nothing came between."""
+        """The result of `vote` was cast, and nothing came between."""
         self._voted, self._voted_all = self._to_vote, self._look_all
 
-    # --- what came of it -----------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------
 
     def compare(self, agreed: Vote, rows: Rows, place: int) -> None:
-        """What all ranks' digests of the boundary before the last one are, and what was given along
-        with them. `place`: see `vote`; of this boundary.
+        """Take the ranks' digests of the boundary before the last one, and their rows. `place`: as
+        in `vote`, for this boundary.
 
-        Whether something is asked, or found, follows from the ballots alone, so that it is the same
-        on all ranks, also on one that has no look, as an interrupt came between its boundaries.
+        Whether an inquiry starts, or ends, follows from the ballots alone. So it is the same on all
+        ranks, also on a rank without a look, after an interrupt between its boundaries.
         """
         look, self._voted = self._voted, None
         self._place = place
@@ -279,29 +283,31 @@ class ReplicaMonitor:
             self._found(Outcome(apart=True), look.version if look is not None else UNKNOWN)
         elif self.finding is None:
             if self._inquiry is None:
-                self._ask(look)
+                self._start_inquiry(look)
         else:
             if look is not None:
                 self._mark(look, UNKNOWN)
             if not agreed.apart and spread:
-                self._ask(look)
+                self._start_inquiry(look)
 
     def _see_places(self, apart: bool) -> None:
-        """Once ranks are in different iterations, all of the state is looked at. They may be alike:
-        some loops call `step()` more often on one rank than on another."""
+        """Look at the whole state once ranks are in different iterations. They may be equal: some
+        loops call `step()` more often on one rank than on another."""
         self._unsure = max(self._unsure - 1, 0)
         if apart and not self._seen_apart and self.active:
             self._next_all, self._unsure = True, UNSURE_BOUNDARIES
         self._seen_apart = apart
 
     def _count_silent(self, silent: bool) -> None:
-        """Say it where nothing is ever compared, in so many rounds, and so nothing is found."""
+        """Warn if no comparison was possible for several rounds, so that no difference can be
+        found."""
         self._silent = self._silent + 1 if silent and self.active else 0
         if self._silent == SILENT_ROUNDS * self._slices + SILENT_MORE:
             self._say(SILENT.format(boundaries=self._silent), logging.WARNING)
 
     def last_digest(self, version: int) -> int:
-        """At the end, with the state standing still: of all of it. NONE where there is none."""
+        """The digest of the whole state, at the end, while it does not change; NONE if there is
+        none."""
         self._last = None
         try:
             if self.active:
@@ -311,11 +317,11 @@ class ReplicaMonitor:
                 self._last.finish()
                 return self._last.fetch()
         except Exception as error:
-            self._complain(error)
+            self._report_failure(error)
         return NONE
 
     def compare_last(self, digests: list[int]) -> None:
-        """What `last_digest` returned, of all ranks. Collective where they differ."""
+        """Compare the results of `last_digest` of all ranks. Collective if they differ."""
         look = self._last
         if look is None or NONE in digests:
             return
@@ -325,7 +331,7 @@ class ReplicaMonitor:
         self._inquiry, self._unsure = None, 0
         if self.finding is None:
             self._place = 0  # all are at the end
-            self._ask(look)
+            self._start_inquiry(look)
         while self.asking:
             self._receive(self._group.all_gather_object(self.row()))
 
@@ -344,8 +350,8 @@ class ReplicaMonitor:
             self.finding = None
         self._on_alike(self._clean)
 
-    def _ask(self, look: Look | None) -> None:
-        """Begin to ask in what ranks differ; all do."""
+    def _start_inquiry(self, look: Look | None) -> None:
+        """Start to find the tensors that differ; all ranks do."""
         stands, fresh = False, NONE
         self.finish()  # if no step came between
         try:
@@ -358,21 +364,21 @@ class ReplicaMonitor:
             if not stands:
                 self._replicated = ReplicatedState(self._state, self._slices)
             elif look is not None:
-                fresh = self._look_anew(look)
+                fresh = self._look_again(look)
         except Exception as error:
             self._replicated = None
-            self._complain(error)
+            self._report_failure(error)
         self._inquired = look.version if look is not None else UNKNOWN
         self._inquiry = Inquiry(look, self._replicated, stands, self._place, fresh, self._slices)
 
-    def _look_anew(self, look: Look) -> int:
-        """The same slices as they are at this boundary, while nothing else runs."""
-        anew = Look(look.replicated, look.which, look.turn, look.version)
-        anew.finish()
-        return anew.fetch()
+    def _look_again(self, look: Look) -> int:
+        """A digest of the same slices at this boundary. Nothing else runs."""
+        again = Look(look.replicated, look.which, look.turn, look.version)
+        again.finish()
+        return again.fetch()
 
     def _receive(self, rows: Rows) -> None:
-        """The answers to what was asked."""
+        """Take the answers of all ranks."""
         assert self._inquiry is not None
         outcome = self._inquiry.receive(rows)
         if outcome is None:
@@ -382,24 +388,26 @@ class ReplicaMonitor:
             self._turn = self._turn if outcome.turn is None else outcome.turn
             self._next_all = True
         elif self.finding is not None:
-            self._tell_spread(outcome)
+            self._report_spread(outcome)
         elif outcome.structure and _only_devices(outcome.structure):
             self.active = False
-            self._say(OTHER_DEVICES.format(what=_by_rank(outcome.structure[:2])), logging.INFO)
+            devices = _by_rank(outcome.structure[:2])
+            self._say(OTHER_DEVICES.format(devices=devices), logging.INFO)
         else:
             self._found(outcome, self._inquired)
 
-    def _tell_spread(self, outcome: Outcome) -> None:
-        """After a finding in one slice: what differs in all of them."""
+    def _report_spread(self, outcome: Outcome) -> None:
+        """Report the differences in all slices, after a finding in one of them."""
         if outcome.names and outcome.everything:
-            what = self._finding(outcome, self._inquired).what()
-            self._say(SPREAD.format(version=self._inquired, what=what), logging.WARNING)
+            difference = self._finding(outcome, self._inquired).what()
+            text = SPREAD.format(version=self._inquired, difference=difference)
+            self._say(text, logging.WARNING)
 
     def _finding(self, outcome: Outcome, version: int) -> Finding:
         structure = tuple(f"rank {rank}: {line}" for rank, line in enumerate(outcome.structure))
         size, clean = self._group.size, self._clean
-        told = (outcome.more, structure, outcome.apart)
-        return Finding(outcome.names, outcome.odd, size, version, clean, *told)
+        details = (outcome.more, structure, outcome.apart)
+        return Finding(outcome.names, outcome.odd, size, version, clean, *details)
 
     def _found(self, outcome: Outcome, version: int) -> None:
         found = self._finding(outcome, version)
@@ -408,9 +416,9 @@ class ReplicaMonitor:
         severity = logging.ERROR
         if outcome.gone:
             if self._at_once_from is not None and version < self._at_once_from:
-                return  # it was looked at before, and said twice
+                return  # the look was made before that, and the text appeared twice
             self._gone += 1
-            text = GONE.format(what=found.what(), version=version, then=consequences.marked)
+            text = GONE.format(difference=found.what(), version=version, then=consequences.marked)
             text += OFTEN_GONE if self._gone == GONE_OFTEN else ""
             severity = logging.WARNING
         else:
@@ -422,13 +430,13 @@ class ReplicaMonitor:
         self._emit(version, text, severity)
 
     def part(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
-        """This rank found that others do not come to the boundary of `version`.
+        """This rank found that other ranks do not come to the boundary of `version`.
 
         Args:
-            version: it, by its number.
+            version: the number of the version.
             together: the newest version at whose boundary all were in the same iteration.
-            at: in words, where this rank is.
-            missing: ranks that did not come, where that is known.
+            at: this rank's position, in words.
+            missing: the ranks that did not come, if known.
         """
         clean = self._clean if self.active else together
         self.finding = Finding((), None, self._group.size, version, clean, apart=True)
@@ -438,12 +446,12 @@ class ReplicaMonitor:
         self._emit(version, text, logging.ERROR)
 
     def _stop_for(self, found: Finding, text: str) -> None:
-        """With `on_drift="stop"`: the error to be raised at the end of this boundary."""
+        """With `on_drift="stop"`, prepare the error for the end of this boundary."""
         if self._stop:
             self.error = ReplicaError(text, found.names, found.odd or ())
 
     def _emit(self, version: int, text: str, severity: int) -> None:
-        """All ranks emit the event; rank 0 alone is loud."""
+        """All ranks emit the event; only rank 0 logs it loudly."""
         if self._group.rank:
             severity = logging.DEBUG
         self._reports.emit("drifted", version=version, message=text, severity=severity)
@@ -457,7 +465,7 @@ def _by_rank(lines: Sequence[str]) -> str:
 
 
 def _only_devices(lines: Sequence[str]) -> bool:
-    """What ranks have differs in nothing but the kind of device that it is on."""
+    """Whether ranks differ only in the kind of device of the tensor."""
     return len({line.rpartition(" on ")[0] for line in lines}) == 1
 
 

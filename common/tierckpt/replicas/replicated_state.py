@@ -1,6 +1,6 @@
-"""The replicated state: the tensors that all ranks have alike, cut into slices of units.
+"""The replicated state: the tensors that are equal on all ranks, cut into slices of units.
 
-What goes round at every look are C loops over lists that were made once.
+Each look runs C loops over lists that were made once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tierckpt.state.training_state import TrainingState
 from .tensor_places import Finder, Kept, OutdatedError, places_of
 
 GPU_PART_ELEMENTS = 1 << 20
-"""A unit on a GPU is not longer: each costs two launches."""
+"""Limit of a unit on a GPU; each unit costs two launches."""
 
 
 class ReplicatedState:
-    """The tensors that all ranks have alike, cut into slices. Training thread."""
+    """The tensors that are equal on all ranks, cut into slices. Training thread."""
 
     def __init__(self, state: TrainingState, slices: int) -> None:
-        """Of the state as it is. Raises what `TrainingState.entries` raises."""
+        """List the tensors of the state as it is. Raises as `TrainingState.entries` does."""
         state.refresh_names()
         walk = state.walk()
         found = list(zip(state.entries(walk), places_of(state, walk), strict=True))
@@ -38,26 +38,26 @@ class ReplicatedState:
         self.names = [name for (name, *_), _ in found]
         self.specs = [tree_codec.spec_of(tensor, name) for (name, tensor, _), _ in found]
         self.lines = [_line(spec) for spec in self.specs]
-        """What is to be alike of each tensor besides its content."""
+        """For each tensor, its properties that must be equal besides its content."""
         self.line_hashes = [xxhash.xxh3_64_intdigest(line.encode()) for line in self.lines]
         self.structure = fold((), self.line_hashes)
         self.places = [place for _, place in found]
         self.outdated = False
-        """A look found something else where one of these was."""
+        """True after a look found something else in place of one of these."""
         sizes = [spec.nbytes for spec in self.specs]
         dealt = cut(sizes, slices, list(map(_unit_bytes, self.specs)))
         self.slices = [Slice(self, units) for units in dealt]
         self.stride = stride_of(sizes, slices)
-        """Looks are at so many slices, at every so many boundaries."""
+        """Looks cover this many slices, at every `stride`-th boundary."""
         self._joined: dict[int, Slice] = {}
         self.changed = threading.Condition()
-        """For looks, of which one at a time is under way."""
+        """For looks; one at a time is in progress."""
         self._kept = Kept(state, walk)
         self._held = _held_by_modules(state)
         self._groups, self._group_members = state.group_sizes(), state.group_members()
 
     def stands(self, state: TrainingState) -> bool:
-        """True while the state has the same parameters, and optimizers keep the same for each."""
+        """True while the state has the same parameters, and optimizers the same keys for each."""
         return (
             not self.outdated
             and self._kept.stands(state)
@@ -70,17 +70,17 @@ class ReplicatedState:
         """One slice, or several as one."""
         if len(which) == 1:
             return self.slices[which[0]]
-        known = self._joined.get(which[0]) if len(which) == self.stride else None
-        if known is None:
-            known = Slice(self, list(chain.from_iterable(self.slices[i].units for i in which)))
+        joined = self._joined.get(which[0]) if len(which) == self.stride else None
+        if joined is None:
+            joined = Slice(self, list(chain.from_iterable(self.slices[i].units for i in which)))
             if len(which) == self.stride:
-                self._joined[which[0]] = known
-        return known
+                self._joined[which[0]] = joined
+        return joined
 
 
 class Slice:
-    """Some units, and where their tensors are. What goes round at every look are C loops over
-    lists that were made once."""
+    """Some units, and the places of their tensors. Each look runs C loops over lists that were made
+    once."""
 
     def __init__(self, replicated: ReplicatedState, units: Sequence[Unit]) -> None:
         self.units = units
@@ -91,22 +91,22 @@ class Slice:
         self._specs = [replicated.specs[number] for number in numbers]
         self.on_host = [spec.device == "cpu" for spec in self._specs]
         self.nbytes = sum(u.high - u.low for u in units if self.on_host[self._at[u.tensor]])
-        """Of those on the host."""
+        """Bytes on the host."""
         self._pointers: list[int] = []
         self._sizes: list[int] = []
         self._strides: list[tuple[int, ...]] = []
-        """Empty where all are contiguous."""
+        """Empty if all are contiguous."""
         self._memory: list[Any] = []
 
     def tensors(self) -> list[torch.Tensor]:
-        """As they are now. Raises OutdatedError where one is no more."""
+        """The tensors as they are now. Raises OutdatedError if one is gone."""
         return self._finder.find()
 
     def parts(
         self, tensors: list[torch.Tensor]
     ) -> list[tuple[int, torch.Tensor, Unit, TensorSpec]]:
-        """(number in the slice, tensor, unit, spec) of those that are not on the host. Raises
-        OutdatedError where one is not what it was."""
+        """(number in the slice, tensor, unit, spec) of the units that are not on the host. Raises
+        OutdatedError if a tensor has changed its properties."""
         found = []
         for index, unit in enumerate(self.units):
             at = self._at[unit.tensor]
@@ -116,14 +116,14 @@ class Slice:
         return found
 
     def memory(self, tensors: list[torch.Tensor]) -> list[Any]:
-        """By unit: its bytes, None for what is not on the host. Good while the tensors are there.
-        Raises OutdatedError where one is not what it was."""
+        """By unit its bytes, None if it is not on the host. Valid while the tensors exist. Raises
+        OutdatedError if a tensor has changed its properties."""
         try:
             pointers = list(map(torch.Tensor.data_ptr, tensors))
-            if pointers == self._pointers and self._is_known(tensors):
+            if pointers == self._pointers and self._is_same_memory(tensors):
                 return self._memory
         except (TypeError, RuntimeError) as error:
-            raise OutdatedError(f"no tensor: {error}") from error
+            raise OutdatedError(f"not a tensor: {error}") from error
         for tensor, spec in zip(tensors, self._specs, strict=True):
             _check(tensor, spec)
         dense = [
@@ -131,15 +131,15 @@ class Slice:
             for host, t in zip(self.on_host, tensors, strict=True)
         ]
         memory = [self._of(tensors[self._at[u.tensor]], u, dense) for u in self.units]
-        if all(dense):  # else some are copies, of this moment
+        if all(dense):  # otherwise some are copies of this moment
             contiguous = all(map(torch.Tensor.is_contiguous, tensors))
             self._pointers, self._sizes = pointers, list(map(_nbytes, tensors))
             self._strides = [] if contiguous else list(map(torch.Tensor.stride, tensors))
             self._memory = memory
         return memory
 
-    def _is_known(self, tensors: list[torch.Tensor]) -> bool:
-        """What tells, beside the pointers, which memory they have."""
+    def _is_same_memory(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether the tensors have the same memory, given equal pointers."""
         if list(map(_nbytes, tensors)) != self._sizes:
             return False
         if self._strides:
@@ -180,14 +180,14 @@ _nbytes = attrgetter("nbytes")
 
 
 def _check(tensor: Any, spec: TensorSpec) -> None:
-    """Raises OutdatedError if it is another one."""
+    """Raise OutdatedError if the tensor has other properties."""
     if not (
         isinstance(tensor, torch.Tensor)
         and tensor.shape == spec.shape
         and str(tensor.dtype).removeprefix("torch.") == spec.dtype
         and tensor.device.type == spec.device
     ):
-        raise OutdatedError(f"{spec.name} is another one")
+        raise OutdatedError(f"{spec.name} was replaced by another tensor")
 
 
 __all__ = ["GPU_PART_ELEMENTS", "ReplicatedState", "Slice"]

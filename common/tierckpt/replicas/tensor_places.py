@@ -1,7 +1,7 @@
-"""Replica check, where tensors are: each look finds them anew, as optimizers put others in their
-place, or other dicts and lists around them.
+"""Places of tensors for the replica check.
 
-What goes round at every look are C loops over lists that were made once.
+Each look finds the tensors again, as optimizers replace them, or the dicts and lists around them.
+It runs C loops over lists that were made once.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState, Walk, value_of
 
 _SIMPLE = (bool, int, float, str, type(None))
-"""There is no tensor within."""
+"""Types that contain no tensor."""
 _SEQUENCES = (list, tuple, deque)
 
 
 class OutdatedError(RuntimeError):
-    """The state is not what it was when it was listed."""
+    """The state has changed since it was listed."""
 
 
 class Place(NamedTuple):
-    """Of one tensor."""
+    """The place of one tensor."""
 
     holder: dict[Any, Any]
-    """A module's parameters; unused for what an optimizer keeps."""
+    """A module's parameters; unused for optimizer state."""
     key: Any
     optimizer: torch.optim.Optimizer | None = None
     """None for a parameter."""
     param: torch.Tensor | None = None
-    """Whose state it is in, under `key`."""
+    """The parameter with the state; `key` is in that state."""
     nth: int = -1
-    """Of the tensors within that value (LBFGS keeps lists); -1: it is the value itself."""
+    """Index of the tensor within that value (LBFGS keeps lists); -1: the value itself."""
     among: int = 0
-    """How many tensors are within."""
+    """Number of tensors within the value."""
 
 
 def places_of(state: TrainingState, walk: Walk) -> list[Place]:
-    """By `Walk.tensors`."""
+    """The places in the order of `Walk.tensors`."""
     modules = state.module_containers()
     held = {id(p): Place(holder, key) for holder in modules for key, p in holder.items()}
     found = [held.get(id(p)) or Place({"": p}, "") for p in walk.params]
@@ -82,10 +82,10 @@ def _within(value: Any) -> list[torch.Tensor]:
 
 
 class Finder:
-    """Finds the tensors of some places."""
+    """Finds the tensors at given places."""
 
     def __init__(self, places: Mapping[int, Place]) -> None:
-        """By number."""
+        """Take the places by number."""
         of_params = {n: p for n, p in places.items() if p.optimizer is None}
         plain = {n: p for n, p in places.items() if p.optimizer is not None and p.nth < 0}
         nested: dict[tuple[Any, ...], list[tuple[int, Place]]] = {}
@@ -94,17 +94,17 @@ class Finder:
                 value = (id(place.optimizer), id(place.param), place.key)
                 nested.setdefault(value, []).append((number, place))
         self.numbers = [*of_params, *plain, *(n for each in nested.values() for n, _ in each)]
-        """Of the tensors, in the order of `find`."""
+        """Numbers of the tensors, in the order of `find`."""
         self._holders = [place.holder for place in of_params.values()]
         self._keys = [place.key for place in of_params.values()]
         self._owners: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
-        """Optimizers, and parameters of which they keep something."""
-        known: dict[tuple[int, int], int] = {}
+        """Optimizers, and the parameters with state in them."""
+        indices: dict[tuple[int, int], int] = {}
 
         def owner(place: Place) -> int:
             assert place.optimizer is not None
             assert place.param is not None
-            at = known.setdefault((id(place.optimizer), id(place.param)), len(known))
+            at = indices.setdefault((id(place.optimizer), id(place.param)), len(indices))
             if at == len(self._owners):
                 self._owners.append((place.optimizer, place.param))
             return at
@@ -117,8 +117,8 @@ class Finder:
         ]
 
     def find(self) -> list[Any]:
-        """As they are now, by `numbers`; what is there may be no tensor any more. Raises
-        OutdatedError where something is not there."""
+        """The objects at the places now, in the order of `numbers`; one may no longer be a tensor.
+        Raises OutdatedError if one is missing."""
         try:
             found: list[Any] = list(map(dict.__getitem__, self._holders, self._keys))
             kept: list[Any] = [optimizer.state.get(param) for optimizer, param in self._owners]
@@ -134,7 +134,7 @@ class Finder:
 
 
 class Kept:
-    """What optimizers keep, as it was: under which keys, of which types, and what is within."""
+    """A snapshot of the optimizer state's structure: keys, types, and nested tensors."""
 
     def __init__(self, state: TrainingState, walk: Walk) -> None:
         containers = state.containers()
@@ -150,7 +150,8 @@ class Kept:
         ]
 
     def stands(self, state: TrainingState) -> bool:
-        """True while that is so. Some 60 nanoseconds a tensor, 2 microseconds one in a list."""
+        """True while the structure is the same. Takes some 60 nanoseconds per tensor, 2
+        microseconds for one in a list."""
         now = state.containers()
         if _keys(now) != self._keys or _types(now) != self._types:
             return False

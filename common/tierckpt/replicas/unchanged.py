@@ -1,9 +1,9 @@
-"""Unchanged: versions that are bit for bit those before them, although steps were made.
+"""Unchanged versions: equal bit for bit to the version before, although steps were made.
 
-An optimizer that steps nothing, a graph that is frozen as a whole, a capture that is stale: the
-training gets nowhere, and each checkpoint is sound. A layer that is frozen is no such thing, nor a
-learning rate that is zero for a while: what is meant is that nothing at all changes, neither a
-parameter nor what an optimizer keeps, on any rank.
+The optimizer steps nothing, the whole graph is frozen, or a CUDA graph is stale: the training makes
+no progress, and each checkpoint is sound. A frozen layer does not count, nor a learning rate that
+is zero for a while: nothing at all may change, neither a parameter nor an optimizer's state, on any
+rank.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state.training_state import TrainingState, optimizer_class
 
 IN_A_ROW = 3
-"""So many versions that are as the one before are worth a word."""
+"""This many versions in a row that equal the one before cause a warning."""
 NO_STRIPE = 1 << 31
-"""Told by a rank that stores none of what would change: others tell."""
+"""The count of a rank that stores nothing that could change: other ranks decide."""
 TEXT = (
-    "v{first} to v{last} are bit for bit alike, in all parameters and all that optimizers keep, "
-    "although {steps} optimizer steps were made: {who} changed nothing. {why}"
+    "v{first} to v{last} are equal bit for bit, in all parameters and all optimizer state, "
+    "although {steps} optimizer steps were made: {names} changed nothing. {why}"
 )
 WHY = (
-    "Have its parameters gradients when it steps (requires_grad, a loss that is not detached), and "
-    "are they those of the model that is trained?"
+    "Do its parameters have gradients when it steps (requires_grad, a loss that is not detached), "
+    "and are they those of the trained model?"
 )
 WHY_ZERO = "Its learning rate is 0"
 
 
 class Unchanged:
-    """Of one rank. Training thread."""
+    """One rank's part. Training thread."""
 
     def __init__(self, state: TrainingState, say: Callable[[str, int], None]) -> None:
-        """`say` is told what is to be said, and how loudly."""
+        """`say` takes text and severity."""
         self._state, self._say = state, say
         self.forget()
 
     def forget(self) -> None:
-        """The state is another one now."""
+        """The state was replaced."""
         self.count = 0
-        """So many of the newest versions are, in this rank's stripe, those before them."""
+        """Number of the newest versions that equal the one before in this rank's stripe."""
         self._last: tuple[CopyPlan, bytes] | None = None
         self._runs: list[tuple[int, int]] = []
-        """Where the digests of striped blocks are in a manifest's."""
+        """Positions of the striped blocks' digests among a manifest's."""
         self._first = self._newest = 0
         self._said = False
 
     def sealed(self, plan: CopyPlan, manifest: Manifest) -> None:
         """A version is complete on this rank."""
-        known = self._last is not None and self._last[0] is plan
-        if not known:
+        same_plan = self._last is not None and self._last[0] is plan
+        if not same_plan:
             self._runs = _runs(plan.striped_blocks)
         striped = b"".join(manifest.digests[low:high] for low, high in self._runs)
-        same = known and self._last is not None and self._last[1] == striped
+        same = same_plan and self._last is not None and self._last[1] == striped
         if same and manifest.id.version == self._newest:
             return  # it was taken again, and no step was made
         self._last = plan, striped
@@ -66,7 +66,7 @@ class Unchanged:
             self.count = NO_STRIPE
 
     def compare(self, least: int) -> None:
-        """The smallest count of all ranks."""
+        """Take the smallest count of all ranks."""
         if not IN_A_ROW <= least < NO_STRIPE:
             self._said &= least >= NO_STRIPE
             return
@@ -74,15 +74,15 @@ class Unchanged:
             return
         self._said = True
         steps = self._newest - self._first
-        who = some([self._name(label) for label in self._state.optimizers])
+        names = some([self._name(label) for label in self._state.optimizers])
         zero = all(
             float(group.get("lr", 1)) == 0
             for optimizer in self._state.optimizers.values()
             for group in optimizer.param_groups
         )
         why, severity = (WHY_ZERO, logging.INFO) if zero else (WHY, logging.WARNING)
-        told = {"first": self._first, "last": self._newest, "steps": steps, "who": who}
-        self._say(TEXT.format(**told, why=why), severity)
+        facts = {"first": self._first, "last": self._newest, "steps": steps, "names": names}
+        self._say(TEXT.format(**facts, why=why), severity)
 
     def _name(self, label: str) -> str:
         optimizer = self._state.optimizers[label]
@@ -92,7 +92,7 @@ class Unchanged:
 
 
 def _runs(blocks: Iterable[int]) -> list[tuple[int, int]]:
-    """Bytes of these blocks' digests, those as one that lie side by side; the header's is first."""
+    """Byte ranges of these blocks' digests, adjacent ones joined. The header's digest is first."""
     found: list[tuple[int, int]] = []
     for block in sorted(blocks):
         low = (1 + block) * DIGEST_BYTES

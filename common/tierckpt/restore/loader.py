@@ -11,7 +11,7 @@ from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.state import tree_codec
-from tierckpt.state.custom_values import strangers
+from tierckpt.state.custom_values import foreign_values
 from tierckpt.state.extras import PLAIN_VALUES, PlainValues, load_extra
 from tierckpt.state.modules.changing_buffers import ChangedBuffers
 from tierckpt.state.modules.custom_states import MODULE_STATES
@@ -140,7 +140,7 @@ class Loader:
         every = {k: saved[k] for k in parts if k in saved}
         found += [
             f"{path} is a {kind.replace(':', '.')}, and that class is not imported here"
-            for path, kind in strangers(every)
+            for path, kind in foreign_values(every)
         ]
         return found + self.state.module_states.differences(saved["extra"].get(MODULE_STATES))
 

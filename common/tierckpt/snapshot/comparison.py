@@ -1,7 +1,7 @@
-"""Unmoved: whether a sealed version is still what is live, bit for bit.
+"""Comparison of a sealed version with the live state, bit for bit.
 
-What is stored by a save on demand, and at the end, is the state of that moment. Where the version
-of the last boundary is that, it need not be taken again.
+A save on demand, and the save at the end, store the state of that moment. If the version of the
+last boundary equals it, no new version is needed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .copy_plan import CopyPlan, copy_parts
 def is_unmoved(
     plan: CopyPlan, encoded: EncodedTree, manifest: Manifest, image: memoryview | bytes
 ) -> bool:
-    """Whether the live state, as `plan` and `encoded` have it, is what `manifest` and `image` hold.
+    """True if the live state (`plan` and `encoded`) equals a shard (`manifest` and `image`).
 
-    Nothing may change or be copied meanwhile, and `plan.buffers` are staged. Takes what is in
-    `encoded`. Reads all of this rank's part of the state, once, and needs memory for one block.
+    The state must not change or be copied during the call, and `plan.buffers` must be staged. Uses
+    up `encoded`. Reads this rank's part of the state once, and needs memory for one block.
     """
     start, low = manifest.header_bytes, manifest.header_bytes + plan.layout.nbytes
     room_bytes = manifest.image_bytes - low
@@ -30,7 +30,7 @@ def is_unmoved(
         return False
     scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     there = memoryview(image)
-    # What is small changes most often, so it comes first.
+    # Small parts change most often, so they are compared first.
     return (
         _same_tree(encoded, there[low : low + room_bytes], scratch)
         and plan.encoded_header(room_bytes) == there[:start]
@@ -53,7 +53,7 @@ def _same_blocks(plan: CopyPlan, manifest: Manifest, scratch: torch.Tensor) -> b
     for index, block in enumerate(plan.layout.blocks):
         part = scratch[: block.nbytes]
         copy_parts(part, *plan.source(index))
-        # The header's digest is the first.
+        # The first digest is the header's.
         if digest(part.numpy().data) != digest_at(manifest.digests, 1 + index):
             return False
     return True

@@ -1,7 +1,7 @@
-"""What a snapshot copies: from which live tensors, block by block, and where to.
+"""The plan of a snapshot: live source tensors and target offsets, block by block.
 
-A `CopyPlan` outlives the snapshots that follow it. What goes round at every boundary is a few C
-loops over lists that were made once.
+One `CopyPlan` serves many snapshots. At every boundary only a few C loops run, over lists that were
+made once.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Part = Callable[[int, int], torch.Tensor]
 
 
 HEADERS = 4
-"""Headers that are kept, for as many lengths of the rank's tree."""
+"""Limit of cached headers, one for each length of the rank's tree."""
 
 
 def _growth_bytes(rank_state_bytes: int) -> int:
-    """Room for the tree to grow. From step to step the small ones vary by digits, and lists of
-    metrics grow: a header of another length takes time to make, and its slot may not fit."""
+    """Room for the tree to grow. Small trees vary by digits from step to step, and lists of metrics
+    grow; a header of another length takes time to make, and its slot may not fit."""
     return min(rank_state_bytes // 4, 64 * 1024) + rank_state_bytes // 64
 
 
 class CopyPlan:
-    """A layout together with the live tensors behind it: what to copy, from where.
+    """A layout with its live tensors: the sources of all copies.
 
-    Good until the state's structure changes, or a tensor moves or is another one in its memory: see
-    `fits`. Everything that a boundary does with it runs in C loops over lists made here, so that
-    thousands of small tensors do not become a stall.
+    Valid until the state's structure changes, or a tensor moves or is replaced in its memory: see
+    `fits`. All work at a boundary runs in C loops over lists made here, so thousands of small
+    tensors do not stall the training.
     """
 
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
@@ -61,13 +61,13 @@ class CopyPlan:
         self.structure, self._tied = state.structure(), state.tied()
         self.has_odd = bool(walk.odd)
         self.odd = walk.odd
-        """As it was when `fits` was asked last."""
+        """Odd state, as of the last call of `fits`."""
         self.began = changing_buffers.changed(state.first_buffers, state.model)
         self.shared = state.shared(walk)
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._containers = state.containers()
         self._keys, self._values = _keys(self._containers), list(_values(self._containers))
-        # Of odd state, what optimizers keep is looked at in another way.
+        # With odd state, the optimizers' values need another check.
         of_modules = sum(map(len, state.module_containers()))
         self._settled = of_modules if self.has_odd else len(self._values)
         self._own = own
@@ -86,7 +86,7 @@ class CopyPlan:
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
         self.blocks_of: dict[int, list[int]] = {}
-        """Striped blocks by `id()` of the parameter whose layer they belong to."""
+        """Striped blocks by the `id()` of the parameter to which their data belongs."""
         self._sources = self._find_sources(specs, entries)
         self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
 
@@ -95,7 +95,7 @@ class CopyPlan:
         specs: list[TensorSpec],
         entries: list[tuple[str, torch.Tensor, torch.Tensor]],
     ) -> list[torch.Tensor | Part]:
-        """Every piece's bytes: a view, or a function that copies where no view is possible."""
+        """Every piece's bytes: a view, or a function that copies if no view is possible."""
         live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
         sources: list[torch.Tensor | Part] = []
         owners: list[int | None] = []
@@ -120,8 +120,8 @@ class CopyPlan:
         return sources
 
     def fits(self, state: TrainingState) -> bool:
-        """True while the very same tensors are where they were when the plan was made, and as they
-        were. (What an optimizer keeps is looked at more closely by `state_stands`.)"""
+        """True while all tensors are the same objects, at the same addresses, with the same kinds,
+        as when the plan was made. (`state_stands` checks the optimizers' tensors more closely.)"""
         now = state.containers()
         if self._outlived or not _same_objects(now, self._containers) or _keys(now) != self._keys:
             return False
@@ -136,7 +136,7 @@ class CopyPlan:
         )
 
     def _odd_fits(self, state: TrainingState) -> bool:
-        """Numbers among the state are other objects with every step, and lists have tensors."""
+        """Compare odd state: numbers are new objects at every step, and lists hold tensors."""
         walk = state.walk()
         self.odd = walk.odd
         return (
@@ -145,7 +145,7 @@ class CopyPlan:
         )
 
     def _buffers_fit(self, state: TrainingState) -> bool:
-        """Follows buffers that were replaced by others like them, of the same names."""
+        """Accept buffers that were replaced by others of the same names and kinds."""
         slots, held = state.buffer_slots(), state.live_buffers()
         if slots is self._buffer_slots and _same_objects(held, self._held) and self.buffers.stand():
             return True
@@ -155,9 +155,9 @@ class CopyPlan:
         return True
 
     def state_stands(self) -> bool:
-        """True while the optimizers' tensors have the shapes, strides and types that they had; else
-        the plan fits no more. That these change where the tensor stays takes some doing, and to
-        look takes longer than all else of `fits`: so it is done by the thread that copies."""
+        """True while the optimizers' tensors have the shapes, strides and types that they had; if
+        not, the plan fits no more. Such a change in place is rare, and the check takes longer than
+        all of `fits`, so the copier thread does it."""
         self._outlived = not all(map(eq, _kinds(self._state), self._state_kinds))
         return not self._outlived
 
@@ -166,7 +166,7 @@ class CopyPlan:
         return list(map(_version_counter, self._counted_tensors))
 
     def changed_since(self, counters: list[int]) -> list[str]:
-        """Names of the tensors whose counters have moved."""
+        """Names of the tensors with changed counters."""
         both = zip(self._counted, counters, self.counters(), strict=True)
         return [name for (name, _), then, now in both if then != now]
 
@@ -183,7 +183,7 @@ class CopyPlan:
         return self._headers[room]
 
     def encoded_header(self, room_bytes: int) -> bytes:
-        """The header of a shard with that room for the tree, which is made anew."""
+        """A new header, not cached, for a shard with `room_bytes` for the tree."""
         return self._encode_header(room_bytes)[0]
 
     def _encode_header(self, room_bytes: int) -> tuple[bytes, int]:
@@ -229,7 +229,7 @@ _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 def _kinds(tensors: list[torch.Tensor]) -> Iterable[tuple[Any, ...]]:
-    """What can change of a tensor while it stays in its memory (`.data = `, `t_()`)."""
+    """Properties of a tensor that may change while it stays in its memory (`.data = `, `t_()`)."""
     return zip(
         map(_shape, tensors),
         map(torch.Tensor.stride, tensors),
@@ -239,14 +239,14 @@ def _kinds(tensors: list[torch.Tensor]) -> Iterable[tuple[Any, ...]]:
 
 
 def _known_kinds(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """For later; few objects, as a core's cache would not hold one for each tensor."""
+    """Kinds, equal ones as one object: one for each tensor would not fit into a core's cache."""
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     return [known.setdefault(kind, kind) for kind in _kinds(tensors)]
 
 
 class _Buffers:
-    """The staging memory of buffers, and of all else that is every rank's own: one tensor per dtype
-    and device, filled by one call each."""
+    """Staging memory of buffers, and of other tensors that differ between ranks: one tensor per
+    dtype and device, filled by one call each."""
 
     def __init__(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self.specs = [tree_codec.spec_of(t, n) for n, t in named]
@@ -274,13 +274,13 @@ class _Buffers:
         )
 
     def stand(self) -> bool:
-        """True while those that are known are where and as they were."""
+        """True while the known buffers have the same addresses and kinds."""
         return list(map(torch.Tensor.data_ptr, self._live)) == self._pointers and all(
             map(eq, _kinds(self._live), self._kinds)
         )
 
     def follow(self, named: list[tuple[str, torch.Tensor]]) -> bool:
-        """Take these in their place, if they are like them; False when the layout changed."""
+        """Use these buffers instead, if they have the same kinds; else return False."""
         if [tree_codec.spec_of(t, n) for n, t in named] != self.specs:
             return False
         self._live = [t for _, t in named]
@@ -289,21 +289,21 @@ class _Buffers:
 
     def stage(self) -> None:
         """Copy the buffers aside, on their own devices."""
-        if not self._views:  # some are not dense: their flat form is a copy
+        if not self._views:  # the flat form of a buffer that is not dense is a copy
             self._flat = [tree_codec.flat(t) for t in self._live]
         for staging, members in self._batches:
             torch.cat([self._flat[i] for i in members], out=staging)
 
 
 def _row_major(tensor: torch.Tensor, start: int) -> Part:
-    """Of the piece that begins at element `start`."""
+    """Function that copies a range of the piece beginning at element `start`."""
     return lambda low, high: tree_codec.as_bytes(
         tree_codec.row_major(tensor, start + low, start + high)
     )
 
 
 def copy_parts(target: torch.Tensor, parts: list[torch.Tensor], sizes: list[int]) -> None:
-    """Copy what `CopyPlan.source` returned to `target`, which is as long."""
+    """Copy the result of `CopyPlan.source` to `target`, which has the same length."""
     if len(parts) == 1:
         target.copy_(parts[0])
     else:
@@ -311,7 +311,7 @@ def copy_parts(target: torch.Tensor, parts: list[torch.Tensor], sizes: list[int]
 
 
 class Binding:
-    """A slot as the copier sees it: one byte tensor over its image."""
+    """The copier's view of a slot: one byte tensor over its image."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -329,7 +329,7 @@ class Binding:
     def copy_tree(
         self, encoded: tree_codec.EncodedTree, begin: int, end: int, block: int
     ) -> memoryview:
-        """Copy one block of the rank's tree and of the zeros behind it, which take the bytes from
+        """Copy one block of the rank's tree and of the zeros after it, which fill the bytes from
         `begin` to `end`; returns it."""
         low = begin + block * BLOCK_BYTES
         high = min(low + BLOCK_BYTES, end)

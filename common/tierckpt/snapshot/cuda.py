@@ -1,25 +1,25 @@
-"""The snapshot on a GPU: copies on a side stream, a barrier that Python does not wait for.
+"""The snapshot on a GPU: copies on a side stream, and a barrier that does not block Python.
 
-What differs from the snapshot on a CPU:
+Differences from the snapshot on a CPU:
 
 - Slots are page-locked in place (`cudaHostRegister`), so device-to-host copies are real DMA.
-- The copier thread feeds copies to a low-priority stream, two batches deep, and hashes what has
-  arrived with a few threads. Blocks that lie side by side are one copy: 512 KiB at a time would
-  take the link no longer than Python takes to ask for it. Feeding little at a time leaves the rest
-  free to be re-pointed:
-- At the barrier, what is not fed yet is cloned on the device (terabytes a second) if memory
-  allows, and drains from the clone; else it is fed at once. Then the compute stream waits for an
-  event, the Python thread does not. So the seal comes after the barrier here, and a third slot is
-  the default.
-- The rank's tree, which no optimizer changes, is copied when there is nothing else to do.
+- The copier thread feeds copies to a low-priority stream, two batches deep, and hashes arrived
+  bytes with a few threads. Adjacent blocks are one copy: the transfer of 512 KiB takes no longer
+  than the call from Python. A small number of batches leaves the source of the rest open:
+- At the barrier, the blocks not yet fed are cloned on the device (terabytes a second) if memory
+  allows, and are copied from the clone; otherwise they are fed at once. Then the compute stream
+  waits for an event, but the Python thread does not. So the seal comes after the barrier here, and
+  a third slot is the default.
+- The rank's tree, which no optimizer changes, is copied when there is no other work.
 
-Streams: the state is read behind whatever the *current* stream has been given at the boundary, and
-the optimizer's update waits on the stream that is current at its step. So a loop that trains on a
-stream of its own calls `step()` there, or joins that stream first, as before any use of its
-tensors. Memory that the side stream reads is kept until the host has seen the copy arrive, so the
-caching allocator cannot hand it out before.
+Streams: the copies are ordered after all work that the *current* stream has at the boundary, and
+the optimizer's update waits on the stream that is current at its step. So a loop that trains on its
+own stream calls `step()` on that stream, or joins it first, as before any use of its tensors.
+Memory that the side stream reads is kept until the host has seen the copy complete, so the caching
+allocator cannot reuse it earlier.
 
-The device clone is CheckFreq's; clearing it up layer by layer under the allreduce is LightCheck's.
+The device clone is from CheckFreq; releasing it layer by layer under the allreduce is from
+LightCheck.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from tierckpt.storage.memory.slots import Slot
 from .snapshot import Phase, Snapshot, SnapshotError
 
 BATCH_BYTES = 64 * 1024 * 1024
-"""Fed to the side stream at once; a single copy is no longer than this, either."""
+"""Limit of one batch for the side stream, and of a single copy."""
 BATCHES_IN_FLIGHT = 2
 CLONE_FROM_BYTES = 32 * 1024 * 1024
-"""Less than this is fed at the barrier rather than cloned: the compute stream waits about 1 ms."""
+"""Fewer bytes are fed at the barrier, not cloned: the compute stream waits about 1 ms."""
 SPARE_DEVICE_FRACTION = 0.05
-"""Device memory that a clone leaves alone."""
+"""Fraction of the device memory that a clone leaves free."""
 
 
 class CudaLane:
-    """What all snapshots of a process share: the side stream and the hashing threads."""
+    """Resources that all snapshots of a process share: the side stream and the hashing threads."""
 
     def __init__(self, device: torch.device) -> None:
         lowest, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
@@ -63,32 +63,32 @@ class CudaLane:
         self.workers = max(1, min(8, per_rank // 2))
         self.hashers = ThreadPoolExecutor(self.workers, thread_name_prefix="tierckpt-hash")
         self._peak_bytes = self._cloned_bytes = 0
-        """The most that the training had allocated, and the largest clone beside it."""
+        """Peak of the training's own allocations, and the largest clone in addition to it."""
 
     def use(self) -> None:
         """Make this the calling thread's device.
 
-        A thread begins on the first one. Each use of a stream would go back there, and so open a
-        context of some 400 MiB on the first GPU for every rank of the machine.
+        A new thread uses the first device. Every use of a stream would switch back to that one, and
+        so create a context of some 400 MiB on the first GPU for every rank of the machine.
         """
         torch.cuda.set_device(self.device)
 
     @contextlib.contextmanager
     def after(self, event: torch.cuda.Event) -> Iterator[None]:
-        """Work enqueued inside runs on the side stream, behind `event`."""
+        """Run the work enqueued inside on the side stream, after `event`."""
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(event)
             yield
 
     def has_room(self, nbytes: int) -> bool:
-        """True when a clone of that size fits beside all that the training has ever needed.
+        """True when a clone of this size fits in addition to the training's peak memory.
 
-        What is free at a barrier will be wanted by the next forward pass, while the clone drains:
-        the training must never fail for the sake of a checkpoint.
+        Memory that is free at a barrier is needed by the next forward pass, while the clone is
+        being copied: training must never fail because of a checkpoint.
         """
         free, total = torch.cuda.mem_get_info(self.device)
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        # The highest mark includes clones made here, at most one version's at a time.
+        # The peak includes clones made here, at most one version's at a time.
         highest = stats["allocated_bytes"]["all"]["peak"] - self._cloned_bytes
         self._peak_bytes = max(self._peak_bytes, highest)
         ours = free + stats["reserved_bytes"]["all"]["current"]
@@ -105,9 +105,9 @@ class CudaLane:
 class PageLocks:
     """Registers slots with CUDA, so that copies into them are asynchronous. Copier thread.
 
-    Where the system does not allow it (a limit on locked memory, a file system whose pages cannot
-    be held), slots stay ordinary memory: right, but slower, and `on_notice(text, severity)` hears
-    of it once.
+    If the system refuses (a limit on locked memory, a file system with pages that cannot be
+    locked), slots stay ordinary memory: correct, but slower. `on_notice(text, severity)` is called
+    once then.
     """
 
     def __init__(self, device: torch.device, on_notice: Callable[[str, int], None]) -> None:
@@ -115,7 +115,7 @@ class PageLocks:
         self._refused = False
 
     def lock(self, slot: Slot) -> None:
-        """Register the slot's memory, unless it is."""
+        """Register the slot's memory, unless it is registered already."""
         if slot.registered_address or self._refused:
             return
         view = slot.image()
@@ -130,20 +130,20 @@ class PageLocks:
         self._on_notice(
             f"CUDA cannot page-lock a slot of {len(view)} bytes "
             f"({cuda.cudaGetErrorString(code)}): slots stay ordinary memory, copies to them are "
-            "several times slower, and training waits for those that are left at the barrier. "
+            "several times slower, and training waits for the remaining ones at the barrier. "
             "Allow more locked memory (ulimit -l unlimited, docker run --ulimit memlock=-1), or "
             "set shm_dir to a memory file system that allows it",
             logging.ERROR,
         )
 
     def unlock(self, slot: Slot) -> None:
-        """The inverse; before the slot is unmapped. Any thread."""
+        """Undo `lock`, before the slot is unmapped. Any thread."""
         if slot.registered_address:
             torch.cuda.cudart().cudaHostUnregister(slot.registered_address)
             slot.registered_address = 0
 
     def _forget_error(self) -> None:
-        """A failed call stays the thread's last error, for which its next kernel is blamed."""
+        """Clear the thread's last CUDA error, which its next kernel would report as its own."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self._device)
 
@@ -158,26 +158,26 @@ class _Batch:
 
 @dataclass
 class CudaSnapshot(Snapshot):
-    """See the module's text; methods say in `Snapshot` which thread calls them."""
+    """A snapshot on a GPU, see the module's text; `Snapshot` names the thread of each method."""
 
     lane: CudaLane = field(kw_only=True)
 
     starts_at_once = True
-    """Its slot is made ready, page locks and all, behind the forward pass."""
+    """True: the slot is prepared, with page locks, during the forward pass."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._feeding = threading.Lock()
-        """Held while blocks go from the queue to the stream, so the barrier sees all or nothing."""
+        """Held while a batch moves from the queue to the stream: the barrier sees whole batches."""
         self._flying: deque[_Batch] = deque()
         self._clones: dict[int, torch.Tensor] = {}
         self._passed = False
-        self._boundary = torch.cuda.Event(blocking=True)  # whoever waits does not spin on a core
+        self._boundary = torch.cuda.Event(blocking=True)  # a waiting thread does not spin
         self._boundary.record(torch.cuda.current_stream(self.lane.device))
         self._ready = self._boundary
 
     def run(self) -> None:
-        """Copier thread: feed, and hash what arrived, until the snapshot is done."""
+        """Copier thread: feed, and hash arrived blocks, until the snapshot is done."""
         self.lane.use()
         self.bind()
         if not self._enter():
@@ -186,14 +186,14 @@ class CudaSnapshot(Snapshot):
             try:
                 self._feed_and_receive()
             except Exception as error:
-                self.fail(error)  # first of all: now a barrier feeds nothing any more,
-            with self._feeding:  # and is not in the middle of it, either
+                self.fail(error)  # first: from now on a barrier feeds nothing,
+            with self._feeding:  # and this waits for one that is feeding
                 # Nothing may write to the slot once it is given back.
                 self.lane.stream.synchronize()
                 self._clones.clear()
 
     def _feed_and_receive(self) -> None:
-        self._boundary.synchronize()  # until the device is there, copying has not begun
+        self._boundary.synchronize()  # copies begin after the device reaches the boundary
         while self.phase is Phase.OPEN:
             begin = time.perf_counter()
             with self._feeding:
@@ -207,8 +207,8 @@ class CudaSnapshot(Snapshot):
                 self._await_release()
 
     def _copy_tree(self) -> bool:
-        """Copy a block of the tree, if one is left. It is of clones, for which no barrier waits,
-        and their memory is free when this returns: copies that read it have arrived."""
+        """Copy a block of the tree, if one is left. Its sources are clones, so no barrier waits for
+        it. Their memory is free on return, as all copies that read it have completed."""
         with self.lane.after(self._boundary):
             return self._work(self._tree_todo)
 
@@ -216,10 +216,10 @@ class CudaSnapshot(Snapshot):
         return super()._nothing_to_do() and not self._flying
 
     def barrier(self) -> None:
-        """Return when the compute stream is told to wait for what still reads the live tensors."""
+        """Return after the compute stream was ordered to wait for all reads of live tensors."""
         begin = time.perf_counter()
         try:
-            with self._feeding:  # before the release: what is better cloned is not to be fed
+            with self._feeding:  # before the release: cloning is better than feeding
                 self._release_rest()
                 self._let_go()
         except Exception as error:
@@ -233,8 +233,8 @@ class CudaSnapshot(Snapshot):
             return
         if torch.cuda.is_current_stream_capturing():
             raise SnapshotError(
-                "the optimizer's step is being captured into a CUDA graph, whose replays run no "
-                "hooks, so nothing could hold them back; capture forward and backward pass only"
+                "the optimizer's step is being captured into a CUDA graph. Replays run no hooks, "
+                "so they would not wait for copies: capture only forward and backward pass"
             )
         compute = torch.cuda.current_stream(self.lane.device)
         if self._clone_rest():
@@ -252,7 +252,7 @@ class CudaSnapshot(Snapshot):
             self._changed.notify_all()
 
     def _clone_rest(self) -> bool:
-        """Put aside on the device what is not fed yet; False when that is little, or no room."""
+        """Clone the blocks not fed yet; False if they are few, or there is no room."""
         with self._changed:
             left = list(self._todo)
         nbytes = sum(self.plan.layout.blocks[b].nbytes for b in left)
@@ -263,7 +263,7 @@ class CudaSnapshot(Snapshot):
             for blocks, source in self._runs(left):
                 sizes = [self.plan.layout.blocks[b].nbytes for b in blocks]
                 clones.update(zip(blocks, source.clone().split(sizes), strict=True))
-        except torch.cuda.OutOfMemoryError:  # it is there, but in pieces, or another rank was first
+        except torch.cuda.OutOfMemoryError:  # fragmented memory, or another rank was faster
             return False
         self._clones = clones
         return True
@@ -296,7 +296,7 @@ class CudaSnapshot(Snapshot):
         return True
 
     def _runs(self, blocks: Iterable[int]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Blocks and their bytes, those as one that lie side by side in the shard and in memory."""
+        """Blocks with their bytes; those adjacent in shard and memory are joined."""
         run: list[int] = []
         joined = torch.empty(0, dtype=torch.uint8)
         for block in blocks:
@@ -312,8 +312,7 @@ class CudaSnapshot(Snapshot):
             yield run, joined
 
     def _source(self, block: int) -> torch.Tensor:
-        """The block's bytes on the device; a copy made on the current stream if they are in many
-        places."""
+        """The block's bytes on the device; if scattered, a copy made on the current stream."""
         clone = self._clones.pop(block, None)
         if clone is not None:
             return clone
@@ -343,7 +342,7 @@ class CudaSnapshot(Snapshot):
             self._seal()
 
     def _hash(self, blocks: list[int], view: memoryview) -> list[tuple[int, bytes]]:
-        """(block, digest), by all hashing threads: a share each, as handing out costs time, too."""
+        """(block, digest), computed by all hashing threads, with one share for each."""
         start = len(self._header)
 
         def hash_share(share: list[int]) -> list[tuple[int, bytes]]:
@@ -358,18 +357,18 @@ class CudaSnapshot(Snapshot):
         shares = [blocks[i :: self.lane.workers] for i in range(self.lane.workers)]
         try:
             return list(chain.from_iterable(self.lane.hashers.map(hash_share, shares)))
-        except RuntimeError:  # the interpreter is ending and takes no new work
+        except RuntimeError:  # the interpreter is shutting down and takes no new work
             return hash_share(blocks)
 
     def _check_before_seal(self) -> None:
         with self._changed:
-            if not self._passed:  # else the barrier checked, and the optimizer has moved on
+            if not self._passed:  # else the barrier has checked, and the optimizer has run
                 self._check_counters()
 
 
 def _adjoin(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True when the bytes of `other` follow those of `one` in the same memory, and both together
-    are no more than a batch."""
+    fit into a batch."""
     return (
         one.data_ptr() + one.numel() == other.data_ptr()
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,21 +1,21 @@
-"""Snapshot: one version on its way from live tensors into a slot.
+"""Snapshot: copies one version from live tensors into a slot.
 
-The recipe, and who does what:
+The steps, with their threads:
 
 1. *boundary* (training thread): `CopyPlan.stage` copies buffers and small state aside.
-2. *release* (training thread): blocks whose layer is being allreduced may be copied. The first one
-   wakes the copier: at the boundary it would only be in the forward pass's way (but while there
-   are slots to be made, which takes longer). When nothing was released for a second (an evaluation
-   follows the boundary), the copier releases what is left by itself.
+2. *release* (training thread): blocks of a layer may be copied once its allreduce has begun. The
+   first release wakes the copier: at the boundary it would only slow down the forward pass. (As
+   long as slots must be made, which takes longer, it starts at once.) After one second without a
+   release (an evaluation may follow the boundary), the copier releases the rest by itself.
 3. *bind* (copier thread): wait until some slot may be overwritten, and claim it.
-4. *copy* (copier thread): each block is copied and, still in the core's cache, hashed; those of
-   the rank's tree when no other may be.
-5. *barrier* (training thread, before the optimizer's step): everything is released; the training
-   thread copies blocks too instead of only waiting for the copier; returns when nothing is left
-   that the optimizer could tear.
-6. *seal* (whoever copied the last block): digests, manifest, seal.
+4. *copy* (copier thread): each block is copied and then hashed while it is in the core's cache;
+   blocks of the rank's tree follow when no others are released.
+5. *barrier* (training thread, before the optimizer's step): everything is released. The training
+   thread helps to copy instead of waiting for the copier, and returns when no block is left that
+   the optimizer could change during its copy.
+6. *seal* (the thread that copied the last block): digests, manifest, seal.
 
-Any failure makes the snapshot FAILED, never the training: it is then never sealed.
+A failure makes the snapshot FAILED, and it is then never sealed. Training is not affected.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierckpt")
 
 BIND_PATIENCE_SECONDS = 30.0
-"""The barrier waits this long for a slot, then lets the training go on without the snapshot."""
+"""The barrier waits this long for a slot, then continues the training without the snapshot."""
 
 LOOK_SECONDS = 0.05
-"""So often it asks whether there is hope."""
+"""Interval at which the barrier asks `hopeless`."""
 
 QUIET_SECONDS = 1.0
-"""Where no layer is released for so long, the copier does not wait for any."""
+"""Without a release for this time, the copier stops waiting for releases."""
 
 JOIN_PATIENCE_SECONDS = 10.0
 
 
 class SnapshotError(Exception):
-    """Why a snapshot failed; ends up in an event, not in the training loop."""
+    """Reason for a failed snapshot; reported by an event, never raised in the training loop."""
 
 
 class Phase(Enum):
-    """A snapshot's life."""
+    """State of a snapshot."""
 
     OPEN = "open"
     SEALED = "sealed"
@@ -76,7 +76,7 @@ class Phase(Enum):
 
 @dataclass
 class PhaseTimer:
-    """Seconds spent on one snapshot, by what."""
+    """Seconds spent on one snapshot, by activity."""
 
     boundary: float = 0.0
     """Training thread, at the boundary."""
@@ -85,32 +85,32 @@ class PhaseTimer:
     copy: float = 0.0
     """Copying, all threads."""
     checksum: float = 0.0
-    """Hashing what was copied, all threads."""
+    """Hashing copied blocks, all threads."""
     sealed_after: float = 0.0
     """From the boundary to the seal."""
 
     def as_dict(self) -> dict[str, float]:
-        """For events."""
+        """Values for events."""
         stall = self.boundary + self.barrier
         return {**self.__dict__, "stall": stall}
 
 
 @dataclass
 class Snapshot:
-    """See the module's text. Methods say which thread calls them."""
+    """One version on its way into a slot, see the module's text. Each method names its thread."""
 
     facts: VersionFacts
     plan: CopyPlan
     levels: tuple[str, ...]
-    """Levels the version goes to once sealed: `memory`, and perhaps `local`."""
+    """Levels of the version after the seal: `memory`, and perhaps `local`."""
     node: dict[str, Any]
     """The packed rank tree."""
     arena: tree_codec.Arena
-    """The tensors in it."""
+    """The tensors in the tree."""
     choose_slot: Callable[[int, int], Slot]
     """(blocks, image bytes) -> an unsealed slot of that size. Copier thread; may wait or raise."""
     on_done: Callable[[Snapshot], None]
-    """Called once, by the thread that sealed or failed it."""
+    """Called once, by the thread that sealed the snapshot or failed it."""
     clock: PhaseTimer = field(default_factory=PhaseTimer)
     phase: Phase = Phase.OPEN
     error: str = ""
@@ -118,29 +118,29 @@ class Snapshot:
     manifest: Manifest | None = None
     started_seconds: float = field(default_factory=time.monotonic)
     trace: Trace | None = None
-    """Who records when what happened, if anybody does."""
+    """Recorder of spans, if there is one."""
     begin: Callable[[Snapshot], None] | None = None
-    """Has a copier `run` it; called once, by `start`."""
+    """Submits the snapshot to a copier; called once, by `start`."""
     starts_at_once = False
-    """At the boundary, not with the first block that is released."""
+    """True: start at the boundary, not with the first released block."""
 
     def __post_init__(self) -> None:
         blocks = self.plan.layout.blocks
         self.overwritten = False
-        """It failed, as somebody changed what was being copied."""
+        """True if it failed because its sources were changed during the copy."""
         self.starved = False
-        """It failed, as no slot could be claimed in `bind_patience_seconds`."""
+        """True if it failed because no slot could be claimed in `bind_patience_seconds`."""
         self.bind_patience_seconds = BIND_PATIENCE_SECONDS
         self.hopeless: Callable[[], bool] = lambda: False
-        """Asked by the barrier while there is no slot: whether there will be none."""
+        """Asked by the barrier while there is no slot: True if there will be none."""
         self._changed = threading.Condition()
         self._todo: deque[int] = deque(self.plan.own_blocks)
         self._held = set(self.plan.striped_blocks)
         self._tree_todo: deque[int] = deque()
-        """Blocks of the tree, whose numbers follow the others'; none before there is a slot."""
+        """Blocks of the tree, numbered after all others; empty until there is a slot."""
         self._left = len(blocks)
         self._in_flight = 0
-        """Threads that are at work on the slot."""
+        """Number of threads that use the slot."""
         self._reporting = self._reported = False
         self._digests: list[bytes] = [b""] * len(blocks)
         self._binding: Binding | None = None
@@ -153,12 +153,12 @@ class Snapshot:
     # --- training thread -----------------------------------------------------------------------
 
     def release(self, params: Iterable[torch.Tensor]) -> None:
-        """The layers of these parameters may be copied from now on."""
+        """Allow the copy of these parameters' layers from now on."""
         blocks = self.plan.blocks_of
         self._release([b for p in params for b in blocks.get(id(p), ())])
 
     def release_all(self) -> None:
-        """Everything may be copied from now on."""
+        """Allow the copy of everything from now on."""
         self._let_all_copy()
         self.start()
 
@@ -167,7 +167,7 @@ class Snapshot:
         self.start()
 
     def _let_copy(self, blocks: Iterable[int]) -> None:
-        """Any thread: a block is handed out once, whoever comes first."""
+        """Queue these blocks, each only once. Any thread."""
         with self._failing_where_cut_short(), self._changed:
             fresh = []
             for block in blocks:
@@ -183,13 +183,13 @@ class Snapshot:
             self._let_copy(sorted(self._held))
 
     def start(self) -> None:
-        """Wake the copier, if that was not done yet."""
+        """Wake the copier, unless that was done before."""
         begin = self._take_begin()
         if begin is not None:
             begin(self)
 
     def _take_begin(self) -> Callable[[Snapshot], None] | None:
-        """Any thread: to have it copied is left to one of those who ask."""
+        """Take the submission, so that only one of several callers makes it. Any thread."""
         with self._changed:
             begin, self.begin = self.begin, None
             return begin
@@ -208,7 +208,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def _failing_where_cut_short(self) -> Iterator[None]:
-        """A block that an interrupt (Ctrl-C) took out of our hands would be waited for for ever."""
+        """Fail the snapshot on an interrupt (Ctrl-C), which may leave a block without a copy."""
         try:
             yield
         except BaseException as error:
@@ -216,7 +216,7 @@ class Snapshot:
             raise
 
     def _release_rest(self) -> None:
-        """The barrier's beginning: release all, and see that there is a slot to copy to."""
+        """Begin the barrier: release everything, and wait for a slot."""
         _faults.point("barrier", version=self.facts.id.version)
         self.release_all()
         deadline, bound = time.monotonic() + self.bind_patience_seconds, False
@@ -233,15 +233,14 @@ class Snapshot:
             self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
 
     def wait_done(self, timeout_seconds: float | None = None) -> bool:
-        """Return when it is sealed or has failed, and `on_done` has heard of it; False when that
-        took too long."""
+        """Return True when it is over and `on_done` was called, False after the time-out."""
         with self._changed:
             return self._changed.wait_for(lambda: self._reported, timeout_seconds)
 
     # --- copier thread, and the training thread inside the barrier ------------------------------
 
     def _enter(self) -> bool:
-        """Before anything that touches the slot; False when it is over."""
+        """Register a user of the slot; False when the snapshot is over."""
         with self._changed:
             if self.phase is not Phase.OPEN:
                 return False
@@ -250,7 +249,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Around what touches it, behind `_enter`."""
+        """Wrap the use of the slot after `_enter`: an error fails the snapshot."""
         try:
             yield
         except BaseException as error:
@@ -261,20 +260,20 @@ class Snapshot:
             self._leave()
 
     def _leave(self) -> None:
-        """Behind it: the slot is given back after the last one left."""
+        """Unregister a user of the slot; after the last one, the slot is given back."""
         with self._changed:
             self._in_flight -= 1
         self._report()
 
     def bind(self) -> None:
-        """Claim a slot and void what it held; copier thread only."""
+        """Claim a slot, which voids its contents; copier thread only."""
         if not self._enter():
             return
         with self._leaving():
             if not self.plan.state_stands():
                 raise SnapshotError(
-                    "an optimizer's tensor was given another shape, stride or dtype in place; the "
-                    "next version has it as it is"
+                    "an optimizer's tensor got another shape, stride or dtype in place; the next "
+                    "version will have the new one"
                 )
             self._tree = tree_codec.EncodedTree(self.node, self.arena)
             self._tree_bytes = self._tree.nbytes
@@ -295,11 +294,11 @@ class Snapshot:
                     self._changed.notify_all()
 
     def work(self) -> bool:
-        """Copy one released block, or else one of the tree, if there is one."""
+        """Copy one released block, or else one of the tree; False if there is none."""
         return self._work(self._todo) or self._work(self._tree_todo)
 
     def _work(self, todo: deque[int]) -> bool:
-        """Copy a block of these, if there is one."""
+        """Copy one block of `todo`; False if there is none."""
         entered = False
         try:
             with self._changed:
@@ -307,7 +306,7 @@ class Snapshot:
                 if self.phase is not Phase.OPEN or not todo or binding is None:
                     return False
                 self._in_flight += 1
-                entered = True  # from here on, an interrupt is the version's end
+                entered = True  # from here on, an interrupt fails the version
                 block = todo.popleft()
             self._copy_and_digest(binding, block)
         except BaseException as error:
@@ -345,20 +344,20 @@ class Snapshot:
         return binding.copy_tree(self._tree, low, high, number)
 
     def _tree_range(self) -> tuple[int, int]:
-        """Where in the image the tree begins and its padding ends."""
+        """Begin of the tree in the image, and end of its padding."""
         start = len(self._header)
         return start + self.plan.layout.nbytes, start + self._data_bytes
 
     def run(self) -> None:
-        """Copier thread: bind, then copy whatever is released until the snapshot is done."""
+        """Copier thread: bind, then copy released blocks until the snapshot is done."""
         self.bind()
         while self.phase is Phase.OPEN:
             if not self.work():
                 self._await_release()
 
     def run_if_quiet(self) -> bool:
-        """Copier thread, with nothing else to do: `run`, if nobody had that done since the
-        boundary, which is a while ago."""
+        """Copier thread, when idle: `run`, if no thread has submitted the snapshot within
+        `QUIET_SECONDS` of the boundary."""
         if time.monotonic() - self.started_seconds < QUIET_SECONDS or self._take_begin() is None:
             return False
         self._release_quietly()
@@ -366,28 +365,28 @@ class Snapshot:
         return True
 
     def _await_release(self) -> None:
-        """Copier thread: until there may be something to copy. Not for long: where no layer comes
-        (an evaluation; a validation of 20 minutes, in which the node may be taken), it is all."""
+        """Copier thread: wait until there may be work. After `QUIET_SECONDS` without a release (as
+        in a long evaluation, in which the node may be preempted) it releases everything."""
         with self._changed:
             if not self._nothing_to_do() or self._changed.wait(QUIET_SECONDS):
                 return
         self._release_quietly()
 
     def _nothing_to_do(self) -> bool:
-        """With the lock held."""
+        """True if no block may be copied now. With the lock held."""
         return not (self._todo or self._tree_todo) and self.phase is Phase.OPEN
 
     def _release_quietly(self) -> None:
-        """Release what is held, on the copier's thread.
+        """Release all held blocks, on the copier's thread.
 
-        Right at any time: nothing that is striped changes before the barrier, and that returns only
-        when all blocks are copied, whoever released them. Nor does it matter when the barrier comes
-        meanwhile: what was handed out here is in the queue that it empties.
+        Safe at any time: striped tensors do not change before the barrier, and the barrier returns
+        only when all blocks are copied, whichever thread released them. A barrier at the same time
+        is safe as well: it empties the queue that this fills.
         """
         self._let_all_copy()
 
     def _seal(self) -> None:
-        """With everything copied, by the thread that copied the last block."""
+        """Seal the slot; by the thread that copied the last block."""
         begin = time.perf_counter()
         self._check_before_seal()
         self._write_head()
@@ -404,20 +403,20 @@ class Snapshot:
         self._check_counters()
 
     def _check_counters(self) -> None:
-        """Raise SnapshotError when somebody changed what was being copied."""
+        """Raise SnapshotError when a source was changed during the copy."""
         if self.plan.counters() != self._counters:
             names = self.plan.changed_since(self._counters)
             self.overwritten = True
             raise SnapshotError(
                 f"{some(names)}: changed between the boundary and the optimizer's step (the "
                 "version counters moved); change weights before the boundary, i.e. before step() "
-                "of the checkpointer. What the forward pass itself changes is to be a buffer, or "
-                f"named in the setting forward_changes='{_parameters(names)}': it is copied at "
-                "the boundary"
+                "of the checkpointer. If the forward pass itself changes them, make them buffers, "
+                f"or set forward_changes='{_parameters(names)}': then they are copied at the "
+                "boundary"
             )
 
     def _write_head(self) -> None:
-        """The header, and the manifest over all that is there."""
+        """Write the header, and make the manifest."""
         binding = self._binding
         assert binding is not None
         start = len(self._header)
@@ -440,7 +439,7 @@ class Snapshot:
             self.trace.copied(self.facts.id.version, self.plan, (block,), begin_seconds)
 
     def _record(self, kind: str, begin_seconds: float) -> None:
-        """For the trace: something lasted from then until now."""
+        """Record a span that ends now."""
         if self.trace is not None:
             now = time.perf_counter()
             self.trace.span(kind, begin_seconds, now, version=self.facts.id.version)
@@ -458,7 +457,7 @@ class Snapshot:
                 self._changed.notify_all()
 
     def _report(self) -> None:
-        """Call `on_done`, once, when it is over and nobody is at work on the slot any more."""
+        """Call `on_done`, once, when the snapshot is over and no thread uses the slot any more."""
         with self._changed:
             if self.phase is Phase.OPEN or self._in_flight or self._reporting:
                 return
@@ -471,7 +470,7 @@ class Snapshot:
         try:
             self.on_done(self)
         except Exception:  # the training may be what waits here, or what called
-            _log.exception("the end of v%d could not be told", self.facts.id.version)
+            _log.exception("the end of v%d could not be reported", self.facts.id.version)
         finally:
             with self._changed:
                 self._reported = True
@@ -479,24 +478,24 @@ class Snapshot:
 
 
 def _parameters(names: Iterable[str]) -> str:
-    """Those that entries of these names belong to, as a setting."""
+    """Parameters of these entries, as the value of a setting."""
     return ", ".join(dict.fromkeys(map(parameter_of, names)))
 
 
 class Work(Protocol):
-    """What a copier carries out."""
+    """A job for the copier."""
 
     def run(self) -> None:
-        """Until it is done."""
+        """Do the job, until it is done."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """`run` raised."""
+        """Give up, because `run` raised."""
         ...
 
 
 class Copier(threading.Thread):
-    """The thread that copies; one in a training process. What it is given is done in order."""
+    """The copier thread, one per training process. Executes its jobs in order."""
 
     def __init__(self) -> None:
         super().__init__(name="tierckpt-copier", daemon=True)
@@ -505,21 +504,21 @@ class Copier(threading.Thread):
         self.start()
 
     def submit(self, work: Work) -> None:
-        """Queue a snapshot, or a look at replicas."""
+        """Queue a snapshot, or a comparison of replicas."""
         self._queue.put(work)
 
     def expect(self, snapshot: Snapshot) -> None:
-        """One was begun, and may be submitted at once, later, or not for long: see `QUIET_SECONDS`.
-        Nobody is woken: the training thread has no time for that."""
+        """Remember a snapshot that has begun and may not be submitted for long: see
+        `QUIET_SECONDS`. Wakes no thread: the training thread has no time for that."""
         self._expected = weakref.ref(snapshot)
 
     def close(self) -> None:
-        """End the thread after what is queued."""
+        """End the thread after all queued jobs."""
         self._queue.put(None)
-        self.join(JOIN_PATIENCE_SECONDS)  # it is a daemon; another rank may never answer it
+        self.join(JOIN_PATIENCE_SECONDS)  # a daemon: another rank may never answer its wait
 
     def run(self) -> None:
-        """The loop."""
+        """Execute jobs until `close`."""
         while True:
             try:
                 work = self._queue.get(timeout=QUIET_SECONDS)
@@ -539,5 +538,5 @@ class Copier(threading.Thread):
 def _carry_out(work: Work, part: Callable[[], object]) -> None:
     try:
         part()
-    except Exception as error:  # e.g. in `on_done`: that version is lost, not the thread
+    except Exception as error:  # e.g. in `on_done`: only this version is lost
         work.fail(error)

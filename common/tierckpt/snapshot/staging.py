@@ -1,7 +1,7 @@
-"""Capture: what the boundary copies at once, and the snapshot that copies the rest.
+"""Staging: the copies at the boundary itself, and the snapshot that copies the rest.
 
-State that the next forward pass changes (buffers, generators, schedulers, the loader's position) is
-copied here, on the training thread; parameters and optimizer state follow layer by layer.
+The next forward pass changes some state (buffers, generators, schedulers, the loader's position):
+it is copied here, on the training thread. Parameters and optimizer state follow layer by layer.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class Staging:
 
     def __init__(self, state: TrainingState, group: Group, pool: SlotPool) -> None:
         self.plan: CopyPlan | None = None
-        """Of the state as it was last; None before the first snapshot and after a restore."""
+        """Plan of the last snapshot; None before the first one and after a restore."""
         self.lane: CudaLane | None = None
         self._state, self._group, self._pool = state, group, pool
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
-        """Raised by the state's own objects within a step, where it would end the training."""
+        """Error of the state's own objects within a step, where raising would end the training."""
 
     def keep_streams(self) -> None:
-        """Take the generators and the loader's position as of now for the next snapshots.
+        """Copy the generators and the loader's position now, for the next snapshots.
 
-        For a loop whose boundary is a forward pass: it draws the next batch before that.
+        For a loop with its boundary at the forward pass: it draws the next batch before that.
         """
         self.drop_streams()
         try:
             objects = self._state.extra_per_rank.items()
             early = {n: o for n, o in objects if not isinstance(o, ResumableLoader)}
-            self._streams = self._pack_own(early)  # a loader's place: see `_pack_loaders`
+            self._streams = self._pack_own(early)  # a loader's position: see `_pack_loaders`
         except Exception as error:
             self._failed = error
 
     def drop_streams(self) -> None:
-        """The next snapshot takes them as they are then."""
+        """Make the next snapshot copy them at its own boundary."""
         self._streams = self._failed = None
 
     def forget(self) -> None:
-        """The state is another one now."""
+        """Forget the plan and all copies, because the state was replaced."""
         self.plan = self._streams = self._failed = None
 
     def take(
@@ -68,7 +68,7 @@ class Staging:
         choose_slot: Callable[[int, int], Slot],
         on_done: Callable[[Snapshot], None],
     ) -> Snapshot:
-        """A snapshot of the present state, of which nothing is released yet.
+        """A snapshot of the current state, with nothing released yet.
 
         Args:
             facts: those of its version.
@@ -76,7 +76,7 @@ class Staging:
             adapter: the result of `Adapter.pack`.
             choose_slot: see `Snapshot`; called by the thread that copies, as is `on_done`.
 
-        Raises what the state's own objects raise, and SnapshotError.
+        Raises the errors of the state's own objects, and SnapshotError.
         """
         plan, node, arena = self._stage(adapter)
         parts = (facts, plan, levels, node, arena, choose_slot, on_done)
@@ -91,20 +91,20 @@ class Staging:
         return Snapshot(*parts)
 
     def is_unmoved(self, manifest: Manifest, image: memoryview, adapter: Any) -> bool:
-        """Whether a snapshot taken now would be the one that was sealed so, with nothing being
-        copied. Raises what the state's own objects raise."""
+        """True if a snapshot taken now would equal this sealed one; nothing may be copied during
+        the call. Raises the errors of the state's own objects."""
         plan, node, arena = self._stage(adapter)
         return is_unmoved(plan, tree_codec.EncodedTree(node, arena), manifest, image)
 
     def _stage(self, adapter: Any) -> tuple[CopyPlan, dict[str, Any], tree_codec.Arena]:
-        """Copy aside what the next forward pass changes: the rank's tree and the buffers."""
+        """Copy the rank's tree and the buffers, before the next forward pass changes them."""
         if self._failed is not None:
             raise self._failed
         plan, state = self._fitting_plan(), self._state
         own, arena = self._own_now()
         state.look_again()
         modules = state.pack_module_states(arena)
-        if modules:  # where a hook of theirs has changed buffers
+        if modules:  # a hook may have changed buffers
             plan = self._fitting_plan()
         plan.buffers.stage()
         node = {
@@ -129,8 +129,8 @@ class Staging:
         return self.plan
 
     def _own_now(self) -> tuple[dict[str, Any], tree_codec.Arena]:
-        """Generators and what is each rank's own; where they were kept, as they were then, until
-        the next step: the same state may be asked for twice."""
+        """Generators and each rank's own objects: as kept by `keep_streams`, else as of now. Kept
+        ones stay until the next step, because the same state may be requested twice."""
         if self._streams is None:
             return self._pack_own(self._state.extra_per_rank)
         kept, tensors = self._streams[0], self._streams[1].tensors
@@ -149,15 +149,15 @@ class Staging:
         return packed, arena
 
     def _pack_loaders(self, own: dict[str, Any], arena: tree_codec.Arena) -> None:
-        """Of a loop without `step()`: what was drawn since the step counts, and a scheduler may
-        have been stepped since."""
+        """Pack the loaders of a loop without `step()`: the batches drawn since the step count, and
+        a scheduler may have been stepped since."""
         for name, obj in self._state.extra_per_rank.items():
             if isinstance(obj, ResumableLoader):
                 packed = tree_codec.pack(obj.state_dict(in_forward=True), name, arena.keep)
                 own["extra_per_rank"][name] = packed
 
     def close(self) -> None:
-        """Give the device's things back; when no copier is at work any more."""
+        """Release the device's resources; only when no copier works any more."""
         if self.lane is not None:
             self.lane.close()
         self.plan = None

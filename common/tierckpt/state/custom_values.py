@@ -1,10 +1,10 @@
-"""Kinds: values of classes that are not Python's, numpy's or torch's own, in a tree.
+"""Values of foreign classes in a tree: classes other than Python's, numpy's and torch's own.
 
-Members of an `enum.Enum`, named tuples, and tensor subclasses that are made of plain tensors (as
-torchao's 8-bit state is) are stored as the name of their class and what they are made of. Nothing
-is imported to make them again, and no constructor is called: the class is looked up among modules
-that the script has imported. Where it is not there, as for `tierckpt.load`, a `ForeignValue`
-stands for the value.
+Members of an `enum.Enum`, named tuples, and tensor subclasses that consist of plain tensors (as
+torchao's 8-bit state does) are stored as the name of their class and their parts. To make them
+again, nothing is imported and no constructor is called: the class is looked up among the modules
+that the script has imported. If it is not there, as for `tierckpt.load`, a `ForeignValue` stands
+for the value.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 FACTORIES: dict[str, Any] = {each.__name__: each for each in (dict, list, set, int, float, str)}
-"""Of default dicts."""
+"""Factories of default dicts that can be stored."""
 
 
 def name_of(kind: type) -> str:
-    """Of a class, for `find`."""
+    """Name of a class, for `find`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -40,21 +40,21 @@ def find(name: str, base: type) -> Any:
 
 @dataclass
 class ForeignValue:
-    """Stands for a value whose class is not imported here."""
+    """Stands for a value of a class without an import here."""
 
     kind: str
     """Module and name of the class."""
     parts: Any
-    """What it is made of: an Enum's value, a tuple's members by name, a tensor's inner tensors."""
+    """An Enum's value, a tuple's members by name, or a tensor's inner tensors."""
 
     def __hash__(self) -> int:
-        """Members of sets, and keys, were hashable."""
+        """Hash of the class name: members of sets, and keys, must be hashable."""
         return hash(self.kind)
 
 
 @dataclass
 class Parts:
-    """Of a tensor subclass, while some of its tensors are still `tree.Entry`s."""
+    """Parts of a tensor subclass, while some of its tensors are still `tree_codec.Entry`s."""
 
     kind: str
     inner: dict[str, Any]
@@ -63,17 +63,17 @@ class Parts:
     stride: tuple[int, ...]
 
     def made(self) -> Any:
-        """The tensor, once they are tensors."""
+        """Make the tensor, once all its parts are tensors."""
         return made_tensor(self)
 
 
 def is_named_tuple(value: Any) -> bool:
-    """True for what `collections.namedtuple` and `typing.NamedTuple` make."""
+    """True for a value of `collections.namedtuple` or `typing.NamedTuple`."""
     return isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple)
 
 
 def is_made_of_tensors(value: Any) -> bool:
-    """True for a tensor subclass that says what it is made of; a DTensor is one rank's part."""
+    """True for a tensor subclass that lists its inner tensors, except for a DTensor."""
     kind = type(value)
     plain = (torch.Tensor, torch.nn.Parameter)
     return (
@@ -95,7 +95,7 @@ def taken_apart(value: torch.Tensor) -> Parts:
 
 
 def made_tensor(parts: Parts) -> Any:
-    """A tensor subclass of its inner tensors."""
+    """A tensor subclass, made from its inner tensors."""
     kind = find(parts.kind, torch.Tensor)
     if kind is None or not callable(getattr(kind, "__tensor_unflatten__", None)):
         return ForeignValue(parts.kind, {**parts.inner, "context": parts.context})
@@ -104,7 +104,7 @@ def made_tensor(parts: Parts) -> Any:
 
 
 def cloned(value: Any) -> Any:
-    """A tree with clones of its tensors, and containers of its own."""
+    """A copy of a tree with clones of its tensors and new containers."""
     if isinstance(value, torch.Tensor):
         if not is_made_of_tensors(value):
             return value.detach().clone()
@@ -118,13 +118,13 @@ def cloned(value: Any) -> Any:
 
 
 def made_member(name: str, value: Any) -> Any:
-    """The member of an Enum that has that value."""
+    """The member of an Enum with that value."""
     kind = find(name, enum.Enum)
     if kind is None:
         return ForeignValue(name, value)
     try:
         return kind(value)
-    except ValueError:  # the script's has it no more
+    except ValueError:  # the script's Enum has no such member any more
         return ForeignValue(name, value)
 
 
@@ -141,26 +141,26 @@ def made_default(factory: str | None, items: list[tuple[Any, Any]]) -> Any:
     return defaultdict(FACTORIES[factory] if factory else None, items)
 
 
-def strangers(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """The way to each `ForeignValue` in a decoded tree, and its class, as `name_of` names it."""
+def foreign_values(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The path to each `ForeignValue` in a decoded tree, and its class, as `name_of` names it."""
     if isinstance(value, ForeignValue) or (
         isinstance(value, Parts) and find(value.kind, torch.Tensor) is None
     ):
         yield path, value.kind
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from strangers(key, f"a key of {path}")
-            yield from strangers(each, f"{path}[{key!r}]" if path else str(key))
+            yield from foreign_values(key, f"a key of {path}")
+            yield from foreign_values(each, f"{path}[{key!r}]" if path else str(key))
     elif isinstance(value, (list, tuple, deque)):
         for number, each in enumerate(value):
-            yield from strangers(each, f"{path}[{number}]")
+            yield from foreign_values(each, f"{path}[{number}]")
     elif isinstance(value, (set, frozenset)):
         for each in value:
-            yield from strangers(each, f"a member of {path}")
+            yield from foreign_values(each, f"a member of {path}")
 
 
 def same_type(value: Any, members: Iterator[Any]) -> Any:
-    """A list, tuple, set of these members, of the type of `value`."""
+    """A list, tuple or set of these members, of the type of `value`."""
     if is_named_tuple(value):
         return tuple.__new__(type(value), members)
     make: Callable[[Iterator[Any]], Any] = type(value)
@@ -173,6 +173,7 @@ __all__ = [
     "Parts",
     "cloned",
     "find",
+    "foreign_values",
     "is_made_of_tensors",
     "is_named_tuple",
     "made_default",
@@ -181,6 +182,5 @@ __all__ = [
     "made_tuple",
     "name_of",
     "same_type",
-    "strangers",
     "taken_apart",
 ]

@@ -1,4 +1,4 @@
-"""Objects that give and take their state, beside model and optimizers: the users' `extra`."""
+"""Objects with a state besides model and optimizers: the users' `extra`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from . import tree_codec
 from .names import named_modules
 
 EXTRA_STATES = "modules' extra state"
-"""What `ExtraStates` is called among the `extra` objects."""
+"""Name of `ExtraStates` among the `extra` objects."""
 PLAIN_VALUES = "attributes"
-"""What `PlainValues` is called among them. Only elastic jobs have it: a checkpoint with it restores
-without it, and the other way round; see `Loader`."""
+"""Name of `PlainValues` among them. Only elastic jobs have it: a checkpoint with it can be restored
+without it, and vice versa; see `Loader`."""
 Generator = torch.Generator | np.random.Generator
 
 
 def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What was given as `extra` or `extra_per_rank`. Raises UnsupportedStateError for what is no
-    mapping, or has an object without a way to give and take its state."""
+    """Check an `extra` or `extra_per_rank` argument, and return it as a dict. Raises
+    UnsupportedStateError for an argument of another type, or an object without both methods."""
     if not isinstance(given or {}, Mapping):
         raise UnsupportedStateError(
             f"{argument} is a {type(given).__name__}; give a dict of names and objects, "
@@ -36,7 +36,7 @@ def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, A
 
 
 def check_extra(argument: str, name: str, obj: Any) -> None:
-    """Raise UnsupportedStateError when `obj` has no way to give and take its state."""
+    """Raise UnsupportedStateError when `obj` has no way to save and load its state."""
     if isinstance(obj, Generator):
         return
     if not (
@@ -50,14 +50,14 @@ def check_extra(argument: str, name: str, obj: Any) -> None:
 
 
 def generator_state(obj: Generator) -> dict[str, Any]:
-    """Its state, which `load_extra` takes."""
+    """The generator's state, for `load_extra`."""
     if isinstance(obj, torch.Generator):
         return {"generator": obj.get_state()}
     return {"bit_generator": obj.bit_generator.state}
 
 
 def pack_extra(name: str, obj: Any, arena: tree_codec.Arena) -> Any:
-    """What `load_extra` takes, with its tensors in `arena`."""
+    """The object's state for `load_extra`, with its tensors in `arena`."""
     path = f"extra[{name!r}]"
     if isinstance(obj, Generator):
         return tree_codec.pack(generator_state(obj), path, arena.keep)
@@ -69,7 +69,7 @@ def pack_extra(name: str, obj: Any, arena: tree_codec.Arena) -> Any:
 def _pack_scaler(scaler: torch.amp.GradScaler, arena: tree_codec.Arena) -> Any:
     """GradScaler.state_dict() without its `.item()`s, which would make the CPU wait for the GPU.
 
-    Falls back to state_dict() where torch's internals are not what is expected here.
+    Falls back to state_dict() where torch's internals differ from those expected here.
     """
     scale = getattr(scaler, "_scale", None)
     tracker = getattr(scaler, "_growth_tracker", None)
@@ -85,7 +85,7 @@ def _pack_scaler(scaler: torch.amp.GradScaler, arena: tree_codec.Arena) -> Any:
 
 
 def load_extra(obj: Any, value: Any) -> None:
-    """Give `obj` back what `pack_extra` took from it."""
+    """Load the state that `pack_extra` saved into `obj`."""
     if isinstance(obj, torch.Generator):
         obj.set_state(value["generator"])
     elif isinstance(obj, np.random.Generator):
@@ -95,8 +95,8 @@ def load_extra(obj: Any, value: Any) -> None:
 
 
 class ExtraStates:
-    """What modules have in their `state_dict()` beside parameters and buffers: see
-    `torch.nn.Module.get_extra_state`. One of the `extra` objects; false where no module has any."""
+    """The extra state of all modules, see `torch.nn.Module.get_extra_state`. One of the `extra`
+    objects; false when no module has any."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         plain = torch.nn.Module.get_extra_state
@@ -110,35 +110,34 @@ class ExtraStates:
         return bool(self._modules)
 
     def state_dict(self) -> dict[str, Any]:
-        """By the module's name."""
+        """Extra state by the module's name."""
         return {name: module.get_extra_state() for name, module in self._modules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Into the modules that are still there."""
+        """Load the state into the modules that still exist."""
         for name, module in self._modules.items():
             if name in state:
                 module.set_extra_state(state[name])
 
 
 class PlainValues:
-    """An elastic state's plain values (`epoch=0`), which are attributes of `owner`, as one of the
-    `extra` objects."""
+    """Plain values (`epoch=0`) in attributes of an elastic state. One of the `extra` objects."""
 
     def __init__(self, owner: object, names: Iterable[str]) -> None:
         self._owner = owner
         self.names = tuple(names)
 
     def check(self) -> None:
-        """Raise UnsupportedStateError, with the attribute's name, for what cannot be stored."""
+        """Raise UnsupportedStateError, naming the attribute, if a value cannot be stored."""
         for name, value in self.state_dict().items():
             tree_codec.pack(value, f"TorchState's attribute {name!r}", tree_codec.Arena().keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """As they are now, by name; the caller does not change them."""
+        """Current values by name; the caller must not change them."""
         return {name: getattr(self._owner, name) for name in self.names}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Set those that are still there; what `values` has not stays as it is."""
+        """Set the attributes that still exist; those not in `values` stay unchanged."""
         for name in self.names:
             if name in values:
                 setattr(self._owner, name, values[name])

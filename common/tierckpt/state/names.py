@@ -1,4 +1,4 @@
-"""What modules, parameters and buffers are called in checkpoints: as without any wrapper."""
+"""Names of modules, parameters and buffers in checkpoints, as without any wrapper."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 FIXED = ("model/", "buffer/")
-"""Names of tensors that are there before any restore; optimizer state is created and dropped."""
+"""Prefixes of tensors that exist before any restore; optimizer state is created and dropped."""
 
 
 def wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
-    """What is inside DistributedDataParallel, DataParallel, torch.compile; None if it is none."""
+    """The module inside DistributedDataParallel, DataParallel or torch.compile; else None."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
     if isinstance(module, parallel):
         return module.module  # type: ignore[no-any-return]
@@ -28,8 +28,8 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Every module once, in torch's order. A wrapper has the name of what it wraps, wherever in the
-    model it is; a module of the user's own that is called `module` keeps its name."""
+    """Every module once, in torch's order. A wrapper has the name of the module inside it, wherever
+    in the model it is; a module of the user's own with the name `module` keeps its name."""
     found: dict[int, tuple[str, torch.nn.Module]] = {}
 
     def look(name: str, module: torch.nn.Module) -> None:
@@ -46,18 +46,18 @@ def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def inside(module: str, name: str) -> str:
-    """What `name` of the module called `module` is called."""
+    """Full name of `name` in the module `module`."""
     return f"{module}.{name}" if module else name
 
 
 def path_of(name: str) -> tuple[str, str]:
-    """(parameter, key) of optimizer state called `label/parameter/key`."""
+    """(parameter, key) of the optimizer state with the name `label/parameter/key`."""
     parameter, key = name.split("/", 1)[1].rsplit("/", 1)
     return parameter, key
 
 
 def parameter_of(name: str) -> str:
-    """The parameter or buffer that an entry called `name` belongs to."""
+    """The parameter or buffer that the entry `name` belongs to."""
     return name.split("/", 1)[1] if name.startswith(FIXED) else path_of(name)[0]
 
 
@@ -67,13 +67,13 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def named_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Every persistent buffer once, as `state_dict()` has them."""
+    """Every persistent buffer once, as in `state_dict()`."""
     return _once(_buffers(named_modules(model)))
 
 
 def other_names(model: torch.nn.Module) -> dict[str, str]:
-    """What `state_dict()` has under further names (tied weights, a layer used twice), and the name
-    under which the two above have it."""
+    """Further names of tensors in `state_dict()` (tied weights, a layer used twice), each with the
+    first name, which `named_parameters` and `named_buffers` use."""
     found: dict[str, str] = {}
     for tensors_of in (_parameters, _buffers):
         first = {id(tensor): name for name, tensor in _once(tensors_of(named_modules(model)))}
@@ -88,7 +88,7 @@ Named = Iterator[tuple[str, torch.Tensor | None]]
 
 
 def under_every_name(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """A module called `name` and all inside it, each as often as it has names."""
+    """A module called `name` and all inside it, each under all of its names."""
     yield name, module
     inner = wrapped(module)
     for own, child in module._modules.items():
@@ -97,7 +97,7 @@ def under_every_name(name: str, module: torch.nn.Module) -> Iterator[tuple[str, 
 
 
 def torch_names(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The same, in the same order, by the names that torch has: wrappers are part of them."""
+    """The same, in the same order, by torch's names, which include wrappers."""
     yield name, module
     for own, child in module._modules.items():
         if child is not None:

@@ -1,4 +1,4 @@
-"""The process-wide random generators: their states as text, and set again."""
+"""The process-wide random generators: saving their states as text, and setting them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from . import tree_codec
 
 
 def pack_rng(device: torch.device | None = None) -> tree_codec.Later:
-    """State of the process-wide generators: python, numpy, torch CPU, every CUDA device in use;
-    first of those the one that trains, `device`.
+    """State of the process-wide generators: Python, numpy, torch CPU, and all CUDA devices if CUDA
+    is in use, with `device`, on which the process trains, as the first.
 
-    Read now, since the next forward pass may draw; all of it is copies. Writing 10 KB of it down as
-    text would be a sixth of what the boundary does, so that is left to whoever encodes the tree.
+    The states are copied now, since the next forward pass may draw numbers. To write 10 KB as text
+    would take a sixth of the boundary's time, so this happens when the tree is encoded.
     """
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
@@ -51,15 +51,14 @@ def _state_of(text: str) -> torch.Tensor:
 
 
 def _devices(first: torch.device | None) -> list[int]:
-    """The CUDA devices' numbers, `first` in front (default: the current one): on another node, or
-    with more ranks on it, a rank trains on a device of another number, and its stream goes along.
-    """
+    """Numbers of the CUDA devices, beginning with `first` (default: the current one). A rank keeps
+    its stream when it trains on a device with another number later."""
     trains = torch.cuda.current_device() if first is None or first.index is None else first.index
     return [trains, *(i for i in range(torch.cuda.device_count()) if i != trains)]
 
 
 def load_rng(value: dict[str, Any], device: torch.device | None = None) -> list[str]:
-    """Set the generators; returns what could not be set (fewer CUDA devices than saved)."""
+    """Set the generators; returns problems in words (fewer CUDA devices than saved)."""
     version, words, gauss = value["python"]
     random.setstate((version, tuple(array.array("I", base64.b64decode(words))), gauss))
     kind, keys, pos, has_gauss, cached = value["numpy"]
@@ -81,10 +80,10 @@ KINDS = ("python", "numpy", "torch", "cuda")
 
 
 def digests_of(saved: Mapping[str, Any]) -> dict[str, str]:
-    """What the other ranks of a job that has grown need of a saved rank's streams.
+    """Digests of a saved rank's streams, for the other ranks of a job that has grown.
 
     Args:
-        saved: `rng` of a rank tree; see `generators.pack_rng`.
+        saved: `rng` of a rank tree; see `pack_rng`.
     """
     return {kind: _digest(saved[kind]) for kind in KINDS}
 
@@ -96,16 +95,16 @@ def take_up(
     everyone: Sequence[Mapping[str, str]],
     device: torch.device | None = None,
 ) -> list[str]:
-    """Set this process's generators after a restore; returns what could not be set.
+    """Set this process's generators after a restore; returns problems in words.
 
     Args:
-        saved: `rng` of the rank tree that this rank has: of its own shard, or, where it had none,
-            of shard `rank` modulo the number of shards.
-        version: that is being restored.
+        saved: `rng` of this rank's rank tree: of its own shard, or, if it had none, of shard `rank`
+            modulo the number of shards.
+        version: the version to restore.
         rank: of this process.
-        everyone: `digests_of` every rank that the checkpoint is of, in order; may be empty where
-            the job has not grown.
-        device: the CUDA device that this one trains on, if it does.
+        everyone: `digests_of` every rank of the checkpoint, in order; may be empty if the job has
+            not grown.
+        device: the CUDA device that this process trains on, if it does.
     """
     problems = load_rng(dict(saved), device)
     if everyone and rank >= len(everyone):
@@ -121,7 +120,7 @@ def seed_of(kind: str, version: int, states: Sequence[str], rank: int) -> int | 
 
     Args:
         kind: one of `KINDS`.
-        version: that is being restored.
+        version: the version to restore.
         states: hexadecimal SHA-256 of every saved rank's state of that kind, in rank order.
         rank: the new rank's number.
     """
@@ -143,7 +142,7 @@ def _reseed(kind: str, seed: int) -> None:
     elif kind == "torch":
         torch.default_generator.manual_seed(seed % 2**64)
     else:
-        torch.cuda.manual_seed_all(seed % 2**64)  # nothing where there is no CUDA
+        torch.cuda.manual_seed_all(seed % 2**64)  # does nothing without CUDA
 
 
 __all__ = ["KINDS", "digests_of", "load_rng", "pack_rng", "seed_of", "take_up"]

@@ -1,16 +1,16 @@
-"""The training state: which tensors and values make it up, under which names.
+"""The training state: its tensors and values, and their names.
 
 Three kinds, kept apart because they change at different times and belong to different ranks:
 
 - *striped* tensors: parameters and optimizer state. The same on every rank, changed only by the
   optimizer's step, so they can be copied any time before the next one.
-- *own* tensors: BatchNorm statistics and other buffers. Changed by the forward pass, and not the
-  same on every rank until DDP broadcasts them, so every rank stores its own, copied at the
-  boundary. So are parameters that ranks may not have alike: embeddings with `max_norm`, whose rows
-  the forward pass scales as it looks them up, and those whose gradients are not reduced.
+- *own* tensors: BatchNorm statistics and other buffers. The forward pass changes them, and ranks
+  differ until DDP broadcasts them, so every rank stores its own copy, taken at the boundary. Some
+  parameters may also differ between ranks: embeddings with `max_norm` (the forward pass scales the
+  rows that it looks up), and parameters without a reduction of their gradients.
 - the *rank tree*: learning rates, RNG streams, `extra` objects. Small, copied at the boundary.
 
-Not thread-safe: used by the thread that trains.
+Not thread-safe: for the training thread only.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from .validate import (
 _GROUP_KEYS_NOT_STORED = ("params", "param_names")
 CODE = (FunctionType, BuiltinFunctionType, type)
 NAMELESS = "~keys"
-"""Where of a parameter's state that goes which has another key than text without a slash."""
+"""Key for all of a parameter's state with keys of other types than text, or with a slash."""
 HEAVY_BYTES = 16 * 2**20
-"""Of tensors copied at a boundary: some 3 ms."""
+"""Limit of tensors copied at a boundary before a warning: some 3 ms."""
 FEW = 1000
-"""Parameters of an optimizer whose `state_dict()` may be called at every boundary."""
+"""Limit of parameters of an optimizer for a `state_dict()` at every boundary."""
 
 
 @dataclass
 class Walk:
-    """All tensors of the state, as they are now, in an order that only structure decides."""
+    """All tensors of the state, as they are now, in an order that depends only on structure."""
 
     params: list[torch.Tensor]
     state: list[tuple[torch.Tensor, torch.Tensor, int, str]]
     """Optimizer state: (tensor, its parameter, optimizer index, key)."""
     odd: list[tuple[torch.Tensor, int, str, Any]]
-    """Optimizer state that is no tensor: (parameter, optimizer index, key, packed value)."""
+    """Optimizer state other than tensors: (parameter, optimizer index, key, packed value)."""
     buffers: list[torch.Tensor]
     placements: dict[int, Placement]
     """By `id()` of a parameter, its placement and that of its optimizer state; the others are
@@ -85,7 +85,7 @@ class Walk:
         return [*self.params, *(s[0] for s in self.state)]
 
     def nbytes(self) -> tuple[int, int]:
-        """Of parameters and optimizer state: what is striped, and every rank's own."""
+        """Bytes of parameters and optimizer state: striped ones, and every rank's own."""
         of_param = [(p, p) for p in self.params] + [(t, p) for t, p, _, _ in self.state]
         own = sum(t.nbytes for t, p in of_param if self.placement(p) is PER_RANK)
         return sum(t.nbytes for t, _ in of_param) - own, own
@@ -108,18 +108,18 @@ class TrainingState:
         for given in optimizers.values():
             refuse_optimizer(given)
         self.given = dict(optimizers)
-        """As the user has them."""
+        """The user's optimizers."""
         found = expand(optimizers)
         self.optimizers = found.optimizers
-        """Those whose state is stored: also what is inside of others, see `inside`."""
+        """Optimizers with stored state, including those inside of others, see `nested.expand`."""
         self.steppers, self.hollow, self.outer = found.steppers, found.hollow, found.outer
-        """See `inside.Expanded`."""
+        """See `nested.Expanded`."""
         self.extra = named_objects("extra", extra)
         self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
         self.torn = False
-        """A restore began to change it and did not get to its end."""
+        """True when a restore began to change the state and did not complete."""
         self.looks = 0
-        """How often its structure was looked up (again)."""
+        """Number of times that the structure was looked up."""
         self.placements = Placements(reduced, untrained)
         self._modules: list[torch.nn.Module] = []
         self._buffer_slots: list[tuple[dict[str, Any], str]] = []
@@ -129,13 +129,13 @@ class TrainingState:
         self._of_model: dict[int, str] = {}
         self._orphans: list[str] = []
         self._with_others: set[str] = set()
-        """Optimizers that keep state under keys that are no parameters."""
+        """Optimizers with state under other keys than parameters."""
         self._unstored: set[tuple[str, int | str, str]] = set()
         """See `extra_state.Unstored`."""
-        self._beside_bytes, self._told_heavy = 0, False
+        self._beside_bytes, self._heavy_reported = 0, False
         self._nothing_left: dict[str, tuple[int, int]] = {}
-        """Optimizers with a `state_dict()` of their own that had nothing beside what is stored:
-        `looks` at that time, and boundaries since."""
+        """Optimizers with a `state_dict()` of their own that had no remainder: `looks` at that
+        time, and the number of boundaries since."""
         self.first_options = {
             label: {*_GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
             for label, optimizer in self.optimizers.items()
@@ -146,7 +146,7 @@ class TrainingState:
         self.refresh_names()
 
     def refresh_names(self) -> None:
-        """Look the modules and parameter names up again; after a structural change."""
+        """Look up the modules and parameter names again, after a structural change."""
         self.looks += 1
         self._modules = list(self.model.modules())
         self._buffer_names = ()
@@ -165,15 +165,17 @@ class TrainingState:
         self._orphans += [n for i, n in before.items() if i in held and i not in here]
 
     def new_orphans(self) -> list[str]:
-        """What parameters were called that optimizers still step, and the model has no more; each
-        is told once."""
+        """Former names of parameters that left the model while an optimizer still steps them; each
+        is returned once."""
         found, self._orphans = self._orphans, []
         return found
 
     def _find_extra_states(self) -> None:
         self.module_states = ModuleStates(self.model)
         if MODULE_STATES in self.extra and self.module_states:
-            raise ConfigError(f"extra[{MODULE_STATES!r}]: the checkpoint needs that name itself")
+            raise ConfigError(
+                f"extra[{MODULE_STATES!r}]: this name is reserved, choose another one"
+            )
         found = ExtraStates(self.model)
         if isinstance(self.extra.get(EXTRA_STATES, found), ExtraStates):  # else: the user's own
             self.extra[EXTRA_STATES] = found
@@ -181,14 +183,14 @@ class TrainingState:
                 del self.extra[EXTRA_STATES]
 
     def look_again(self) -> None:
-        """At a boundary: follow modules that are saved in another way since they were looked at."""
+        """At a boundary: look up modules again if their way of saving has changed."""
         if not self.module_states.stand():
             self._find_extra_states()
 
     # --- walking -------------------------------------------------------------------------------
 
     def walk(self) -> Walk:
-        """Collect the tensors. For a new layout only: see `containers` for the quick look."""
+        """Collect the tensors. For a new layout only: see `containers` for the quick check."""
         params = {id(p): p for m in self._modules for p in m._parameters.values() if p is not None}
         state: list[tuple[torch.Tensor, torch.Tensor, int, str]] = []
         odd: list[tuple[torch.Tensor, int, str, Any]] = []
@@ -196,11 +198,11 @@ class TrainingState:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     params.setdefault(id(param), param)
-                    for key, value in _told(optimizer.state.get(param, _NOTHING)):
+                    for key, value in _named_values(optimizer.state.get(param, _NOTHING)):
                         if isinstance(value, torch.Tensor) and tree_codec.is_plain(value):
                             state.append((value, param, index, key))
                             continue
-                        # LBFGS keeps lists of tensors: striped like any, the list is odd.
+                        # LBFGS keeps lists of tensors: these are striped, the list itself is odd.
                         entries = tree_codec.Entries()
                         try:
                             node = tree_codec.pack(value, key, entries)
@@ -218,17 +220,17 @@ class TrainingState:
     def _left_to_state_dict(
         self, index: int, param: torch.Tensor, key: str, error: UnsupportedStateError
     ) -> None:
-        """It cannot be stored by name: an optimizer's own `state_dict()` may say it in another way.
-        Raises UnsupportedStateError where it has none."""
+        """Mark a value that cannot be stored by name, since the optimizer's own `state_dict()` may
+        have it in another form. Raises UnsupportedStateError if there is no such method."""
         label, optimizer = [*self.optimizers.items()][index]
         if not has_its_own(optimizer):
-            what = f"state[{self.name_of(param)!r}][{key!r}]"
-            raise unstorable(optimizer, what, error) from error
+            where = f"state[{self.name_of(param)!r}][{key!r}]"
+            raise unstorable(optimizer, where, error) from error
         self._unstored.add((label, id(param), key))
 
     def drop_gradients(self) -> None:
-        """As in a process that has just begun: the next backward pass would add to what is left of
-        an iteration that a restore has undone."""
+        """Set all gradients to None, as in a new process: the next backward pass would add to the
+        gradients of an iteration that a restore has undone."""
         modules = (p for m in self._modules for p in m._parameters.values() if p is not None)
         groups = (
             group for optimizer in self.optimizers.values() for group in optimizer.param_groups
@@ -241,17 +243,17 @@ class TrainingState:
         self.placements.forward_changes(patterns, self._names.values())
 
     def cuda_device(self) -> torch.device | None:
-        """The CUDA device that is trained on, if there is one."""
+        """The CUDA device of the model, if there is one."""
         if not torch.cuda.is_initialized():
             return None
         found = (p.device for module in self._modules for p in module.parameters() if p.is_cuda)
         return next(found, None)
 
     def containers(self) -> list[dict[Any, Any]]:
-        """The dicts that hold all `Walk.tensors`, in an order that only structure decides.
+        """The dicts that hold all `Walk.tensors`, in an order that depends only on structure.
 
-        A plan stays good while these and what is in them are the very same objects; looking that
-        up costs some 30 nanoseconds a tensor, a walk twenty times as much.
+        A plan stays valid while these dicts and their values are the same objects. That check costs
+        some 30 nanoseconds a tensor, a walk twenty times as much.
         """
         found = self.module_containers()
         for label, optimizer in self.optimizers.items():
@@ -263,17 +265,17 @@ class TrainingState:
         return found
 
     def module_containers(self) -> list[dict[Any, Any]]:
-        """Those of them, the first ones, that are modules'."""
+        """The modules' part of `containers`, which comes first in it."""
         found: list[dict[Any, Any]] = [m._parameters for m in self._modules]
         found += [m._modules for m in self._modules]
         return found
 
     def live_buffers(self) -> list[torch.Tensor | None]:
-        """What is in the `buffer_slots`; the same tensor several times where it is shared."""
+        """Tensors in the `buffer_slots`; a shared tensor occurs several times."""
         return [held.get(name) for held, name in self.buffer_slots()]
 
     def buffer_slots(self) -> list[tuple[dict[str, Any], str]]:
-        """Where persistent buffers are; the very same list as long as these places are the same."""
+        """Places of all persistent buffers; the same list object while the places are the same."""
         dicts = [m._buffers for m in self._modules]
         left_out = [m._non_persistent_buffers_set for m in self._modules]
         names = (list(chain.from_iterable(dicts)), list(map(len, dicts)), left_out)
@@ -295,7 +297,7 @@ class TrainingState:
         return name
 
     def params_by_name(self) -> dict[str, torch.Tensor]:
-        """The inverse of `name_of`: all parameters that there are."""
+        """The inverse of `name_of`, for all parameters."""
         groups = (g for o in self.optimizers.values() for g in o.param_groups)
         params: tuple[torch.Tensor, ...] = (
             *self.model.parameters(),
@@ -304,7 +306,7 @@ class TrainingState:
         return {self.name_of(param): param for param in params}
 
     def held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Names of those of the state's parameters that an optimizer, any one, has."""
+        """Names of the state's parameters that an optimizer, any one, holds."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         mine = {id(p) for p in self.model.parameters()}
         mine.update(
@@ -313,12 +315,12 @@ class TrainingState:
         return [self.name_of(p) for p in held if id(p) in mine]
 
     def keeps_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True for one that was given, and for a wrapper that shares such a one's state."""
+        """True for an optimizer of the state, and for a wrapper that shares the state of one."""
         state = getattr(optimizer, "state", None)
         return any(o is optimizer or o.state is state for o in self.optimizers.values())
 
     def entries(self, walk: Walk) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, tensor, parameter that it belongs to) of all `walk.tensors`, and checks them."""
+        """(name, tensor, its parameter) of all `walk.tensors`; checks them."""
         labels = list(self.optimizers)
         named = [(f"model/{self.name_of(p)}", p, p) for p in walk.params]
         named += [(f"{labels[i]}/{self.name_of(p)}/{k}", t, p) for t, p, i, k in walk.state]
@@ -331,7 +333,7 @@ class TrainingState:
         return named
 
     def buffer_entries(self, walk: Walk) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of all persistent buffers, and checks them."""
+        """(name, tensor) of all persistent buffers; checks them."""
         names = {id(b): n for n, b in named_buffers(self.model)}
         named = [(f"buffer/{names[id(b)]}", b) for b in walk.buffers]
         for name, tensor in named:
@@ -339,7 +341,7 @@ class TrainingState:
         return named
 
     def structure(self) -> dict[str, Any]:
-        """What changes only when the layout does: optimizer classes and groups' members."""
+        """The parts that change only with the layout: optimizer classes and groups' members."""
         return {
             label: {
                 "class": class_name(optimizer),
@@ -349,19 +351,19 @@ class TrainingState:
         }
 
     def tied(self) -> dict[str, str]:
-        """See `names.other_names`."""
+        """Further names of tensors, see `names.other_names`."""
         return other_names(self.model)
 
     def group_sizes(self) -> list[int]:
-        """How many parameters are in each group, of all optimizers."""
+        """Number of parameters in each group, of all optimizers."""
         return [len(g["params"]) for o in self.optimizers.values() for g in o.param_groups]
 
     def group_members(self) -> list[torch.Tensor]:
-        """Which, one group after the other."""
+        """Parameters of all groups, one group after the other."""
         return [p for o in self.optimizers.values() for g in o.param_groups for p in g["params"]]
 
     def refuse_odd_keys(self) -> None:
-        """Raise UnsupportedStateError for optimizer state that `walk` passes over."""
+        """Raise UnsupportedStateError for optimizer state that `walk` leaves out."""
         for optimizer in self.optimizers.values():
             refuse_odd_keys(optimizer)
 
@@ -390,7 +392,7 @@ class TrainingState:
     def _pack_group(
         self, label: str, number: int, group: Mapping[str, Any], keep: tree_codec.KeepTensor
     ) -> dict[str, Any]:
-        """Functions and classes are code, of the script that is started again, and no state."""
+        """Options of one group. Functions and classes are left out: they are code, not state."""
         found = {}
         for key, value in group.items():
             if key in _GROUP_KEYS_NOT_STORED or isinstance(value, CODE):
@@ -402,17 +404,16 @@ class TrainingState:
             except UnsupportedStateError as error:
                 optimizer = self.optimizers[label]
                 if not has_its_own(optimizer):
-                    what = f"param_groups[{number}][{key!r}]"
-                    raise unstorable(optimizer, what, error) from error
+                    where = f"param_groups[{number}][{key!r}]"
+                    raise unstorable(optimizer, where, error) from error
                 self._unstored.add((label, str(number), key))
         return {tree_codec.TAG: "dict", "v": [*found.items()]} if tree_codec.TAG in found else found
 
     def pack_remainders(self, arena: tree_codec.Arena) -> dict[str, Any]:
-        """What optimizers' own `state_dict()`s have beside what is stored by name: see
-        `extra_state`.
+        """Remainders of the optimizers' own `state_dict()`s, see `extra_state`.
 
-        Most have nothing, and are not asked. One that is asked and has nothing, and thousands of
-        parameters, is asked again when the structure changed, and after 1, 2, 4, ... boundaries.
+        Most optimizers have none, and are not asked. One with thousands of parameters that had none
+        is asked again after a change of structure, and after 1, 2, 4, ... boundaries.
         """
         before = sum(tensor.nbytes for tensor in arena.tensors)
         found = {label: packed(left, label, arena) for label, left in self.remainders().items()}
@@ -420,19 +421,19 @@ class TrainingState:
         return found
 
     def new_heavy(self) -> str:
-        """How much of these was packed last, if that is much; said once."""
-        if self._beside_bytes < HEAVY_BYTES or self._told_heavy:
+        """Size of the remainders packed last, once it is large; returned only once, else empty."""
+        if self._beside_bytes < HEAVY_BYTES or self._heavy_reported:
             return ""
-        self._told_heavy = True
+        self._heavy_reported = True
         return f"{self._beside_bytes / 1e6:.0f} MB"
 
     def remainders(self) -> dict[str, dict[str, Any]]:
-        """The same, live."""
+        """The remainders of all optimizers, with live tensors."""
         found = {}
         taker: Taker | None = None
         for label, optimizer in self.optimizers.items():
-            told = label in self._with_others or any(label == each for each, *_ in self._unstored)
-            if not told and not self._may_have_more(label, optimizer):
+            marked = label in self._with_others or any(label == each for each, *_ in self._unstored)
+            if not marked and not self._may_have_more(label, optimizer):
                 continue
             taker = taker or Taker(self.optimizers, self.name_of, frozenset(self._unstored))
             if (left := taker.taken(label)) is not None:
@@ -443,8 +444,8 @@ class TrainingState:
         return found
 
     def shared(self, walk: Walk) -> list[list[Any]]:
-        """Which tensors parameters have in common in an optimizer's state (quantile maps): the
-        optimizer's label, the key, and the parameters' names, or None where it is all of them."""
+        """Tensors that several parameters share in an optimizer's state (quantile maps): the
+        optimizer's label, the key, and the parameters' names, or None for all parameters."""
         labels = list(self.optimizers)
         holders: dict[tuple[int, str, int], list[torch.Tensor]] = {}
         having: Counter[tuple[int, str]] = Counter()
@@ -474,7 +475,7 @@ class TrainingState:
         return {name: pack_extra(name, obj, arena) for name, obj in which.items()}
 
     def pack_module_states(self, arena: tree_codec.Arena) -> dict[str, Any]:
-        """What goes along with them; empty where no module has any."""
+        """The modules' own states, stored with the user's objects; empty when there are none."""
         found = self.module_states.pack(arena.keep)
         return {MODULE_STATES: found} if found else {}
 
@@ -482,8 +483,8 @@ class TrainingState:
 _NOTHING: dict[str, Any] = {}
 
 
-def _told(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """By name, in order. Those that have none that can be a part of an entry's go together."""
+def _named_values(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """A parameter's state by name, in order. Keys that cannot be part of a name go together."""
     named = {key: value for key, value in values.items() if isinstance(key, str) and "/" not in key}
     found = sorted(named.items())
     if len(named) < len(values):
@@ -492,12 +493,12 @@ def _told(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
 
 
 def value_of(values: Mapping[Any, Any], key: str) -> Any:
-    """What `Walk` calls so, of what an optimizer keeps of a parameter; None if there is none."""
-    return dict(_told(values)).get(key) if key == NAMELESS else values.get(key)
+    """The value that `Walk` names `key`, from a parameter's state; None if there is none."""
+    return dict(_named_values(values)).get(key) if key == NAMELESS else values.get(key)
 
 
 def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
-    """Class name; adapters' dynamic subclasses carry the name of the class they wrap."""
+    """Class name; a dynamic subclass of an adapter has the name of the class that it wraps."""
     return class_name(optimizer)
 
 
@@ -508,8 +509,9 @@ def label_optimizers(
 ) -> dict[str, torch.optim.Optimizer]:
     """Names for one optimizer, several, or a dict of them; the names go into the checkpoint.
 
-    Raises ConfigError for names that cannot be, UnsupportedStateError for what is no optimizer,
-    and where there is none: versions are numbered by their steps, and none would ever be made.
+    Raises ConfigError for invalid names, and UnsupportedStateError for an object that is no
+    optimizer or for an empty collection: the steps of optimizers number the versions, so there
+    would never be one.
     """
     if isinstance(optimizers, torch.optim.Optimizer) or stands_for_some(optimizers):
         return {"optimizer": optimizers}  # type: ignore[dict-item]
@@ -529,7 +531,7 @@ def label_optimizers(
         labelled = {f"optimizer{i}": o for i, o in enumerate(optimizers)}
     if not labelled:
         raise UnsupportedStateError(
-            f"the {type(optimizers).__name__} of optimizers has none in it: checkpoints are taken "
-            "between the steps of optimizers. Give all those that train the model"
+            f"the {type(optimizers).__name__} of optimizers is empty: checkpoints are taken "
+            "between the steps of optimizers. Give all optimizers that train the model"
         )
     return labelled

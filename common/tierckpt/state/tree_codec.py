@@ -1,9 +1,9 @@
 """Trees: nested Python values with tensors in them, as JSON and tensors, and back. No pickle.
 
-What `state_dict()` of a scheduler, scaler, sampler or metric returns is such a tree, and so is
-the state of the random number generators. Exact: NaN, infinities, big integers, tuples, dicts
-with any scalar keys, bytes and arrays come back as they were. Anything else is refused with the
-path to it, since code found in a checkpoint is never run.
+The `state_dict()` of a scheduler, scaler, sampler or metric is such a tree, and so is the state of
+the random number generators. Exact: NaN, infinities, big integers, tuples, dicts with any scalar
+keys, bytes and arrays are restored as they were. Any other value is refused, with its path, since
+code found in a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from .custom_values import (
 )
 
 TAG = "~"
-"""Key of a dict that stands for something JSON has no word for."""
+"""Key of a dict that represents a value without a form in JSON."""
 
 INLINE_BYTES = 16 * 1024
 """Arrays up to this size go into the JSON itself."""
 
 KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
-"""Called with a tensor and its path; keeps it somewhere and returns the node to stand for it."""
+"""Called with a tensor and its path; keeps it somewhere and returns a node in its place."""
 
 
 def pack(value: Any, path: str, keep: KeepTensor) -> Any:
-    """`value` as JSON-able nodes; shares nothing mutable with it. Raises UnsupportedStateError."""
+    """`value` as JSON nodes; shares nothing mutable with it. Raises UnsupportedStateError."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -106,28 +106,28 @@ def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Entry:
-    """Stands in a decoded tree for a tensor that is an entry of the shards, under this key."""
+    """Stands in a decoded tree for an entry of the shards, a tensor, under this key."""
 
     key: str
 
 
 class Entries:
     """A `KeepTensor` that keeps (path, tensor) in `found`, to be stored as entries. Paths have no
-    slash, as they become the last part of an entry's name. Arrays are no entries, whatever their
-    size: they go into the JSON."""
+    slash, as they become the last part of an entry's name. Arrays never become entries, whatever
+    their size: they go into the JSON."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, torch.Tensor]] = []
 
     def __call__(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
-        """See `KeepTensor`."""
-        path = path.replace("/", r"\x2f")  # as repr could have written it, in no other key's place
+        """Keep a tensor, see `KeepTensor`."""
+        path = path.replace("/", r"\x2f")  # an escape of repr, so no other key has this path
         self.found.append((path, tensor))
         return {TAG: "entry", "v": path}
 
 
 def map_entries(value: Any, change: Callable[[Entry], Any]) -> Any:
-    """An unpacked `value` with `change` of each `Entry` in its place."""
+    """A copy of an unpacked `value`, with `change(entry)` in the place of each `Entry`."""
     if isinstance(value, Entry):
         return change(value)
     if isinstance(value, Parts):
@@ -147,15 +147,15 @@ def map_entries(value: Any, change: Callable[[Entry], Any]) -> Any:
 
 
 def with_entries(value: Any, tensors: dict[str, Any]) -> Any:
-    """The same with the tensors themselves, which leave `tensors`."""
+    """A copy with the tensors in the places of their entries; removes them from `tensors`."""
     return map_entries(value, lambda entry: tensors.pop(entry.key))
 
 
 class Later:
-    """A node of a packed tree that is worked out when the tree is encoded.
+    """A node of a packed tree, computed when the tree is encoded.
 
-    `make` returns what belongs in its place, from values that nobody changes any more; it runs on
-    the thread that encodes. For what costs more to write down than to keep.
+    `make` returns the node, from values that do not change any more; it runs on the thread that
+    encodes. For values that take longer to write as text than to copy.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -163,7 +163,7 @@ class Later:
 
 
 class Arena:
-    """Keeps clones of the tensors of a tree, on their own devices: nothing is read back here."""
+    """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -175,7 +175,7 @@ class Arena:
         return {TAG: "tensor", "v": len(self.tensors) - 1}
 
     def keep_item(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Like `keep`, for a tensor whose `.item()` is the value to store."""
+        """Like `keep`, for a tensor of one element, to be stored as its value (`.item()`)."""
         self.tensors.append(tensor.detach().clone())
         return {TAG: "item", "v": len(self.tensors) - 1}
 
@@ -183,9 +183,9 @@ class Arena:
 class EncodedTree:
     """A packed tree and its arena's tensors as bytes: 8 bytes of length, JSON, raw tensor data.
 
-    This is the safetensors arrangement, with the tree in place of its header. The bytes are made
-    where they belong, by `copy`; what the arena kept is in memory once, and each tensor of it no
-    longer than until all of it was copied. Any thread may copy, several at a time.
+    This is the safetensors arrangement, with the tree in place of its header. `copy` writes the
+    bytes straight to their destination. The arena's tensors are in memory once, and each only until
+    all of it was copied. Any thread may copy, several at a time.
     """
 
     def __init__(self, node: Any, arena: Arena) -> None:
@@ -199,20 +199,20 @@ class EncodedTree:
         parts = [torch.frombuffer(head, dtype=torch.uint8)]
         parts += [flat(tensor).view(torch.uint8) for tensor in tensors]
         self._parts = dict(enumerate(parts))
-        """Those of which something is left to be copied."""
+        """Parts with bytes that were not copied yet."""
         self._left = [part.numel() for part in parts]
         self._bounds = list(accumulate(self._left, initial=0))
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """Length of the encoded tree."""
         return self._bounds[-1]
 
     def copy(self, low: int, target: torch.Tensor) -> None:
-        """Bytes from number `low` on to the whole of `target`, with zeros behind the last one.
+        """Fill `target` with the bytes from `low` on, and with zeros after the last one.
 
-        Each byte may be copied once. Holds the interpreter no longer than it takes to find them.
+        Each byte may be copied once. Holds the interpreter only while it looks up the bytes.
         """
         high = low + target.numel()
         index = bisect_right(self._bounds, low) - 1
@@ -310,9 +310,9 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def row_major(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """A copy, 1-d, of elements `[low, high)` in row-major order, of a tensor that is not dense.
+    """A 1-d copy of elements `[low, high)`, in row-major order, of a tensor that is not dense.
 
-    Copies at most two rows more than these elements are in, not the whole tensor.
+    Copies the rows of these elements and at most two more, not the whole tensor.
     """
     tensor = tensor.detach()
     while tensor.dim() > 1:
@@ -326,7 +326,7 @@ def row_major(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
 
 
 def empty(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
-    """An uninitialised tensor as `spec` says, strides included."""
+    """An uninitialised tensor with the shape, dtype and strides of `spec`."""
     dtype = dtype_of(spec.dtype)
     if spec.stride is None:
         return torch.empty(spec.shape, dtype=dtype, device=device)
@@ -341,13 +341,13 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Ten
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True for most of those that `refuse_tensor` takes, and for none that it takes not but for how
-    its memory is laid out."""
+    """True for most tensors that `refuse_tensor` accepts. A tensor for which this is true can be
+    refused only for its memory layout."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
-    """Raise UnsupportedStateError for tensors whose bytes cannot be taken as they are."""
+    """Raise UnsupportedStateError for tensors that cannot be stored as their bytes."""
     reason = ""
     if type(tensor) not in PLAIN:
         kind = type(tensor)
@@ -363,7 +363,7 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
         reason = f"of layout {tensor.layout}. Keep it dense, or in an extra state_dict as the "
         reason += "dense tensors it is made of"
     elif tensor.is_nested:
-        reason = "nested (several tensors in one). Store those it is made of (unbind())"
+        reason = "nested (several tensors in one). Store its parts (unbind())"
     elif tensor.is_meta:
         reason = "on the meta device and has no data. Materialise the model before attaching"
     elif any(stride == 0 and size > 1 for stride, size in _strides(tensor)):
@@ -375,17 +375,17 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
 
 
 def refuse_in_place(tensor: torch.Tensor, path: str) -> None:
-    """As `refuse_tensor`, of those whose own memory is copied and loaded into."""
+    """Check as `refuse_tensor`, also for copies from and to the tensor's own memory."""
     refuse_tensor(tensor, path)
     for lazy, way_out in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
         if lazy:
             raise UnsupportedStateError(
-                f"{path} is a view whose memory holds other values than its own (a conjugate or a "
-                f"negation that torch leaves for later); make it a real tensor with .{way_out}()."
+                f"{path} is a view, and its memory holds other values than its own (torch delays "
+                f"a conjugation or negation); make it a real tensor with .{way_out}()."
             )
 
 
-# --- the kinds JSON has no word for --------------------------------------------------------------
+# --- values without a form in JSON ---------------------------------------------------------------
 
 
 def _items(value: Any, path: str, keep: KeepTensor) -> list[Any]:
@@ -399,7 +399,7 @@ def _sequence(value: Any, path: str, keep: KeepTensor) -> list[Any]:
 
 
 def _ordered_set(value: Any, path: str, keep: KeepTensor) -> list[Any]:
-    # By repr: members need not be comparable with each other.
+    # Sorted by repr: members need not be comparable with each other.
     return _sequence(sorted(value, key=lambda v: (type(v).__name__, repr(v))), path, keep)
 
 
@@ -454,7 +454,7 @@ def _unpack_quantized(node: dict[str, Any], tensor: Callable[..., torch.Tensor])
 
 
 def _pack_subclass(value: torch.Tensor, path: str, keep: KeepTensor) -> dict[str, Any]:
-    """A tensor made of tensors, which are kept in its place."""
+    """Store a tensor subclass as its inner tensors."""
     parts = taken_apart(value)
     return {
         TAG: "subclass",
@@ -485,7 +485,7 @@ def _pack_default(value: Any, path: str, keep: KeepTensor) -> dict[str, Any]:
 
 
 def _dtype_text(dtype: np.dtype) -> str:
-    """As in the header of an .npy file; numpy's short name would forget a structure's fields."""
+    """The dtype as in the header of an .npy file; numpy's short name lacks a structure's fields."""
     return dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
 
 

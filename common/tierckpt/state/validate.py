@@ -1,4 +1,4 @@
-"""What cannot be checkpointed, and what to do instead: each raises UnsupportedStateError."""
+"""Checks for state that cannot be checkpointed; each raises UnsupportedStateError with advice."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tierckpt.errors import UnsupportedStateError
 from tierckpt.state.optimizers.nested import METHODS, class_name, inside, is_hollow
 
 ORDER = (
-    "Mind the order: Checkpointer(model, optimizer), and wrap(optimizer, model), "
-    "install(optimizer, model)."
+    "Check the order of the arguments: Checkpointer(model, optimizer), but wrap(optimizer, model) "
+    "and install(optimizer, model)."
 )
 
 
 def refuse_optimizer(optimizer: Any) -> None:
-    """For one that has not the same state on all ranks, or cannot be held back."""
+    """Refuse an optimizer with other state on each rank, or with steps that cannot be delayed."""
     each = (optimizer, *(inner for _, inner in inside(optimizer)))
     kinds = {kind.__name__ for one in each for kind in type(one).__mro__}
     if "PostLocalSGDOptimizer" in kinds:
         raise UnsupportedStateError(
-            "PostLocalSGDOptimizer lets ranks train apart between its averagings: weights and "
+            "PostLocalSGDOptimizer lets ranks diverge between its averages: weights and "
             "momentum differ from rank to rank, and this package is for replicated state. Train "
             "with the optimizer inside it (its attribute 'optim') and DDP's own allreduce, or save "
             "each rank's state by itself."
@@ -39,31 +39,31 @@ def refuse_optimizer(optimizer: Any) -> None:
 
 
 def _refuse_hollow(optimizer: Any) -> None:
-    """One whose steps torch calls no hooks for, and with none inside."""
+    """Refuse an optimizer without torch's step hooks, and with no optimizer inside."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedStateError(
-            f"{name} is not a torch.optim.Optimizer, and none is in its attributes; its step could "
-            "not be held back until the copies are complete. Give the checkpointer the "
-            "torch.optim.Optimizer whose step() it calls"
+            f"{name} is not a torch.optim.Optimizer, and none is in its attributes; its step can "
+            "not be delayed until all copies are complete. Give the checkpointer the "
+            "torch.optim.Optimizer that it steps"
         )
     raise UnsupportedStateError(
         f"{name} was made without torch.optim.Optimizer's __init__, so its "
-        "step could not be held back until the copies are complete. Let its __init__ call "
-        "super().__init__(params, defaults), or give the checkpointer another one, if that makes "
+        "step cannot be delayed until all copies are complete. Let its __init__ call "
+        "super().__init__(params, defaults), or give the checkpointer the optimizer that makes "
         "the steps."
     )
 
 
 def stands_for_some(optimizer: Any) -> bool:
-    """True for what is no torch.optim.Optimizer, and steps those that are in its attributes."""
+    """True for an object that is no torch.optim.Optimizer, and steps those in its attributes."""
     if isinstance(optimizer, (torch.nn.Module, Mapping, list, tuple)):
         return False
     return bool(inside(optimizer)) and all(callable(getattr(optimizer, n, None)) for n in METHODS)
 
 
 def refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:
-    """State of a parameter that has no names at all."""
+    """Refuse state of a parameter that is not a dict of names and values."""
     kept: dict[Any, Any] = optimizer.state
     for owner, values in kept.items():
         if isinstance(owner, torch.Tensor) and not isinstance(values, dict):
@@ -74,31 +74,31 @@ def refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unstorable(
-    optimizer: torch.optim.Optimizer, what: str, error: UnsupportedStateError
+    optimizer: torch.optim.Optimizer, where: str, error: UnsupportedStateError
 ) -> UnsupportedStateError:
-    """For what an optimizer keeps and a checkpoint cannot, with the way out."""
+    """An error about a value of an optimizer that cannot be stored, with advice."""
     why = str(error).split(". ")[0].split(" is ", 1)[-1]
     return UnsupportedStateError(
-        f"{class_name(optimizer)}.{what} is {why}. Two hooks of the optimizer let it be stored: "
-        "register_state_dict_post_hook, where a copy of the state_dict gets numbers, strings, "
-        "tensors or containers of them in its place, and register_load_state_dict_pre_hook, where "
-        "it is made of these again (docs/models.md shows both)"
+        f"{class_name(optimizer)}.{where} is {why}. Two hooks of the optimizer make it storable: "
+        "register_state_dict_post_hook, which puts numbers, strings, tensors or containers of them "
+        "in its place in a copy of the state_dict, and register_load_state_dict_pre_hook, which "
+        "makes it again from these (docs/models.md shows both)"
     )
 
 
 def refuse_same_names(names: Iterable[str]) -> None:
-    """Two tensors of one name: only one of them would come back."""
+    """Refuse two tensors with one name: only one of them would be restored."""
     name, times = max(Counter(names).items(), key=lambda item: item[1], default=("", 1))
     if times > 1:
         raise UnsupportedStateError(
-            f"{times} tensors of the state are called {name}; give those that keep them other "
-            "names, or keys"
+            f"{times} tensors of the state have the name {name}; give the modules or optimizers "
+            "that hold them other names, or other keys"
         )
 
 
 def refuse_model(model: torch.nn.Module) -> None:
-    """Raise UnsupportedStateError for what is none, and for sharded models; the text names the
-    module."""
+    """Raise UnsupportedStateError, with the module's name, for a sharded model, or for an object
+    that is no model."""
     if not isinstance(model, torch.nn.Module):
         raise UnsupportedStateError(
             f"the model is a {type(model).__name__}, not a torch.nn.Module. {ORDER}"
@@ -106,10 +106,10 @@ def refuse_model(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedStateError(
-                f"module {name or '(root)'!r} is a ScriptModule, whose tensors are not Python's. "
-                "Give the module that torch.jit.script() was given, which has the same parameters, "
-                "train with what that returned, and call step(); buffers are to be changed in "
-                "place alone, as those that are replaced in a script are its own."
+                f"module {name or '(root)'!r} is a ScriptModule: its tensors are not visible to "
+                "Python. Give the original module, which has the same parameters, train with the "
+                "result of torch.jit.script(), and call step(). Change buffers only in place: a "
+                "buffer that a script replaces is not the original module's."
             )
         kinds = {c.__name__ for c in type(module).__mro__}
         if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
@@ -122,7 +122,7 @@ def refuse_model(model: torch.nn.Module) -> None:
 def refuse_several_gpus(named: Sequence[tuple[str, torch.device]]) -> None:
     """Raise UnsupportedStateError when tensors of the state, by name, are on two GPUs.
 
-    Copies of a snapshot are ordered behind the training's work by the streams of one device.
+    The streams of one device order the copies of a snapshot after the training's work.
     """
     first = next(((name, device) for name, device in named if device.type == "cuda"), None)
     for name, device in named:

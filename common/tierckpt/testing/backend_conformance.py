@@ -1,5 +1,4 @@
-"""What every backend of the persistent level must satisfy
-(`tierckpt.storage.persistent.backend`)."""
+"""Suite for every backend of the persistent level (`tierckpt.storage.persistent.backend`)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from tierckpt.storage.persistent.backend import WINDOW_BYTES, Backend, Content
 
 
 def windows(data: bytes, size: int = WINDOW_BYTES) -> Content:
-    """`data` as a backend wants it: made anew for every try, in windows that do not last."""
+    """`data` as content of a put: new windows for every attempt, each valid until the next."""
 
     def content() -> Iterator[memoryview]:
         for offset in range(0, len(data), size):
@@ -23,18 +22,18 @@ def windows(data: bytes, size: int = WINDOW_BYTES) -> Content:
 
 
 def put(backend: Backend, name: str, data: bytes, **options: Any) -> None:
-    """`Backend.put` of plain bytes."""
+    """Call `Backend.put` with plain bytes."""
     backend.put(name, windows(data), len(data), **options)
 
 
 class BackendConformance:
-    """Subclass it and give a fixture `backend`: an empty one. Set what it can't do to False."""
+    """Subclass it with a fixture `backend`: an empty one. Set missing capabilities to False."""
 
     exclusive_is_atomic = True
     """Of several exclusive puts at once exactly one succeeds."""
 
     def test_what_was_put_is_read_back_whole_and_in_ranges(self, backend: Backend) -> None:
-        """Also past the end, where reads are short."""
+        """Reads past the end are short."""
         put(backend, "a/b/c", bytes(range(256)))
         assert backend.read("a/b/c") == bytes(range(256))
         assert backend.read("a/b/c", 10, 5) == bytes(range(10, 15))
@@ -42,7 +41,7 @@ class BackendConformance:
         assert backend.size("a/b/c") == 256
 
     def test_a_range_comes_into_memory_that_is_there(self, backend: Backend) -> None:
-        """As much of it as there is; the rest of the memory stays as it was."""
+        """Up to the end of the file; the rest of the memory stays as it was."""
         put(backend, "file", bytes(range(256)))
         into = bytearray(b"-" * 20)
         window = memoryview(into)[5:15]
@@ -54,7 +53,7 @@ class BackendConformance:
         assert backend.read_into("file", 0, window[:0]) == 0
 
     def test_content_of_many_windows_and_a_bit_is_whole(self, backend: Backend) -> None:
-        """Every window is told from the others."""
+        """Windows are not mixed up."""
         data = b"".join(bytes([i]) * WINDOW_BYTES for i in range(3)) + b"end"
         put(backend, "large", data)
         assert backend.size("large") == len(data)
@@ -73,13 +72,13 @@ class BackendConformance:
         assert backend.read("mark") == b""
 
     def test_a_later_put_replaces_the_earlier(self, backend: Backend) -> None:
-        """Longer, then shorter."""
+        """With longer, then shorter content."""
         for data in (b"one", b"the second", b"3"):
             put(backend, "name", data)
             assert backend.read("name") == data
 
     def test_a_put_that_fails_in_the_middle_leaves_what_was_there(self, backend: Backend) -> None:
-        """Small and large, with something there and with nothing."""
+        """With small and large content, over an existing file and without one."""
 
         def broken() -> Iterator[memoryview]:
             yield memoryview(bytes(WINDOW_BYTES))
@@ -95,7 +94,7 @@ class BackendConformance:
         assert backend.read("old") == b"old"
 
     def test_an_exclusive_put_does_not_replace(self, backend: Backend) -> None:
-        """And makes what is not there."""
+        """It creates a missing file."""
         put(backend, "lease", b"first", exclusive=True)
         with pytest.raises(FileExistsError):
             put(backend, "lease", b"second", exclusive=True)
@@ -105,7 +104,7 @@ class BackendConformance:
         assert backend.read("lease") == b"third"
 
     def test_folders_list_what_is_directly_in_them(self, backend: Backend) -> None:
-        """Files with their sizes, folders with a slash; nothing for what is not there."""
+        """Files with their sizes, folders with a slash; nothing for a missing folder."""
         for name in ("top", "v1/a", "v1/b", "v1/deep/c", "v10/a"):
             put(backend, name, name.encode())
         assert backend.sizes() == {"top": 3, "v1/": 0, "v10/": 0}
@@ -113,7 +112,7 @@ class BackendConformance:
         assert backend.sizes("nowhere") == {}
 
     def test_what_is_missing_says_so(self, backend: Backend) -> None:
-        """FileNotFoundError; deleting it does nothing."""
+        """FileNotFoundError; deleting a missing file does nothing."""
         with pytest.raises(FileNotFoundError):
             backend.read("nothing")
         with pytest.raises(FileNotFoundError):
@@ -125,7 +124,7 @@ class BackendConformance:
         backend.discard("nothing")
 
     def test_deleting_takes_what_is_named_and_nothing_else(self, backend: Backend) -> None:
-        """Names that begin alike stay."""
+        """Names with the same beginning stay."""
         for name in ("v1/a", "v1/deep/b", "v10/a", "v1.manifest"):
             put(backend, name, b"x")
         backend.delete_folder("v1")
@@ -135,7 +134,7 @@ class BackendConformance:
             backend.size("v10/a")
 
     def test_ranges_of_one_file_are_written_in_any_order(self, backend: Backend) -> None:
-        """Where the backend says it can."""
+        """Only for a backend with `shared_writes`."""
         if not backend.shared_writes:
             with pytest.raises(NotImplementedError):
                 backend.write_at("shared", 0, windows(b"x"))

@@ -1,4 +1,4 @@
-"""What every codec must satisfy (`tierckpt.codecs.codec.Codec`)."""
+"""Suite for every codec (`tierckpt.codecs.codec.Codec`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tierckpt.codecs.codec import BlockId, Codec, CodecError
 from tierckpt.errors import CorruptShardError
 
 PLACE = BlockId("job", "5eed", 1, 8, 0, 2, 3)
-"""Where the blocks of these tests are; item sizes vary."""
+"""Identity of the blocks in these tests; item sizes vary."""
 MOST_GROWTH = 1 << 26
-"""Of a damaged block, however small, no more bytes than this may come."""
+"""Limit of the bytes decoded from a damaged block, however small."""
 
 
 def noise(nbytes: int) -> bytes:
-    """Bytes that nothing compresses; the same every time."""
+    """Bytes that cannot be compressed; the same every time."""
     return hashlib.shake_128(b"noise").digest(nbytes)
 
 
@@ -36,10 +36,10 @@ BLOCKS = {
 
 
 class CodecConformance:
-    """Subclass it and say how to make the codec; pytest finds the rest."""
+    """Subclass it and define how to make the codec; pytest finds the rest."""
 
     def make_codec(self) -> Codec:
-        """A new one, with parameters that differ from the defaults, if it has any."""
+        """A new codec, with parameters that differ from the defaults, if it has any."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -56,19 +56,19 @@ class CodecConformance:
     def test_what_was_encoded_is_decoded_to_the_byte(
         self, codec: Codec, block: bytes, item_bytes: int
     ) -> None:
-        """Also by another instance, which knows the public parameters only, and not the items."""
+        """Another instance can decode, which has only the public parameters and no item size."""
         stored = bytes(codec.encode(memoryview(block), replace(PLACE, item_bytes=item_bytes)))
         reader = type(codec)(**codec.parameters())
         assert bytes(reader.decode(memoryview(stored), PLACE)) == block
         assert bytes(codec.decode(stored, PLACE)) == block
 
     def test_it_is_not_empty_and_not_longer_than_promised(self, codec: Codec, block: bytes) -> None:
-        """Length 0 has a meaning of its own, and places are made before lengths are known."""
+        """Length 0 has another meaning, and writers choose offsets before lengths are known."""
         stored = codec.encode(block, PLACE)
         assert 0 < len(stored) <= len(block) + codec.most_extra_bytes
 
     def test_the_block_belongs_to_the_caller(self, codec: Codec) -> None:
-        """Neither changed, nor kept: it is overwritten at once."""
+        """The codec neither changes nor keeps it: the caller overwrites it at once."""
         content = BLOCKS["numbers"]
         buffer = bytearray(content)
         with memoryview(buffer) as view:
@@ -78,14 +78,14 @@ class CodecConformance:
         assert bytes(codec.decode(stored, PLACE)) == content
 
     def test_parameters_are_public_and_fit_into_a_manifest(self, codec: Codec) -> None:
-        """And a name, by which settings call it."""
+        """It also has a name that settings can use."""
         found = dict(codec.parameters())
         assert json.loads(json.dumps(found)) == found
         assert codec.name
         assert not set(codec.name) & set(" ,=")
 
     def test_threads_may_share_it(self, codec: Codec) -> None:
-        """Each gets its own block back."""
+        """Each thread gets its own block back."""
         contents = [noise(1000 + i) * 20 for i in range(32)]
 
         def there_and_back(content: bytes) -> bytes:
@@ -95,7 +95,7 @@ class CodecConformance:
             assert list(pool.map(there_and_back, contents)) == contents
 
     def test_damage_is_no_disaster(self, codec: Codec) -> None:
-        """Told, or something harmless comes out; nothing else is raised, and memory is bounded."""
+        """Damage is reported, or gives a harmless result; no other error, and bounded memory."""
         stored = bytes(codec.encode(BLOCKS["numbers"], PLACE))
         chance = random.Random(0)
         for _ in range(200):
@@ -113,11 +113,11 @@ class CodecConformance:
 
 
 class HidingConformance(CodecConformance):
-    """What encryption must satisfy besides."""
+    """Additional suite for encryption."""
 
     def test_what_hides_hides(self, codec: Codec) -> None:
-        """The same block twice is stored in two ways, neither of which has anything of it, and is
-        good for its own place only; any change is told."""
+        """The same block is stored in two different ways, which reveal nothing of it. Each can be
+        decoded in its own place only, and any change is detected."""
         content = BLOCKS["numbers"]
         once, again = (bytes(codec.encode(content, PLACE)) for _ in range(2))
         assert once != again

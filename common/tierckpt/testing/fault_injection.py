@@ -10,7 +10,7 @@ from tierckpt import _faults
 
 @contextlib.contextmanager
 def injected(rules: str) -> Iterator[list[_faults.Rule]]:
-    """Let the `rules` (see `tierckpt._faults`) hold inside `with`; yields them, to ask for hits."""
+    """Apply the `rules` (see `tierckpt._faults`) inside `with`; yields them, for their hits."""
     before, _faults._rules = _faults._rules, _faults.parse(rules)
     try:
         yield _faults._rules

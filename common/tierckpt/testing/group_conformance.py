@@ -1,4 +1,4 @@
-"""What every Group must satisfy, whatever library it speaks through."""
+"""Suite for every Group, over any library."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Program = Callable[[Group], Any]
 class GroupConformance:
     """Subclass it, define `run`, and name the job sizes to try.
 
-    The programs are functions of this module (or partials of them), so `run` may send them to
-    other processes by pickle.
+    The programs are functions of this module (or partials of them), so `run` may send them to other
+    processes by pickle.
     """
 
     sizes: tuple[int, ...] = (1, 2, 3)
     """Numbers of ranks; each test runs one job of each size."""
 
     def run(self, size: int, program: Program) -> list[Any]:
-        """Run `program(group)` on `size` ranks; return what they returned, in rank order.
+        """Run `program(group)` on `size` ranks; return the results in rank order.
 
-        A rank's exception must come out as an exception here, and a hang must end.
+        An exception on a rank must become an exception here, and a hang must end.
         """
         raise NotImplementedError
 
@@ -41,24 +41,25 @@ class GroupConformance:
             assert self.run(size, _identity) == [(rank, size) for rank in range(size)]
 
     def test_gathered_objects_come_in_rank_order(self) -> None:
-        """Of any type and of different lengths."""
+        """Objects of any type and of different lengths."""
         for size in self.sizes:
             expected = [_object_of(rank) for rank in range(size)]
             assert self.run(size, _gather_own_object) == [expected] * size
 
     def test_a_gathered_object_is_the_receivers_own(self) -> None:
-        """Changing what was received changes nothing elsewhere."""
+        """A change of a received object changes nothing elsewhere."""
         for size in self.sizes:
             assert self.run(size, _gather_and_spoil) == [[[0]] * size] * size
 
     def test_a_broadcast_reaches_every_rank_from_any_source(self) -> None:
-        """Also one of a single byte, and a part of a larger buffer."""
+        """Also of a single byte, and of a part of a larger buffer."""
         for size in self.sizes:
-            for told in self.run(size, _broadcast_from_all):
-                assert told == [_bytes_of(source, n) for source in range(size) for n in (1, 70_001)]
+            for received in self.run(size, _broadcast_from_all):
+                expected = [_bytes_of(source, n) for source in range(size) for n in (1, 70_001)]
+                assert received == expected
 
     def test_the_minimum_is_taken_element_by_element(self) -> None:
-        """Of the signed numbers that votes are made of, and of large ones."""
+        """For signed numbers, as in votes, and for large ones."""
         for size in self.sizes:
             columns = zip(*(_vote_of(rank, size) for rank in range(size)), strict=True)
             assert self.run(size, _reduce) == [[min(column) for column in columns]] * size
@@ -85,7 +86,7 @@ class GroupConformance:
             assert size == 1 or found[0][0] is False
 
     def test_other_collectives_may_pass_while_reductions_are_under_way(self) -> None:
-        """And several reductions may be, each with its own result."""
+        """Several reductions may be in progress, each with its own result."""
         for size in self.sizes:
             expected = ([list(range(size))] * 2, [[10], [20], [30]])
             assert self.run(size, _interleave) == [expected] * size
@@ -96,19 +97,19 @@ class GroupConformance:
             assert self.run(size, _reduce_and_change) == [[7, 8]] * size
 
     def test_nobody_leaves_a_barrier_before_all_have_come(self, tmp_path: Path) -> None:
-        """What a rank did before the barrier, all see behind it."""
+        """After the barrier, all ranks see everything done before it."""
         for size in self.sizes:
             folder = tmp_path / str(size)
             folder.mkdir()
             assert self.run(size, partial(_meet, str(folder))) == [size * 3] * size
 
     def test_ranks_meet_at_the_end_when_all_come(self) -> None:
-        """And more than once."""
+        """More than once."""
         for size in self.sizes:
             assert self.run(size, _meet_at_the_end) == [[True, True]] * size
 
     def test_who_is_alone_at_the_end_is_told_so(self, tmp_path: Path) -> None:
-        """A rank that waits for one that never comes goes on after the time it gave."""
+        """A rank that waits for one that never comes continues after its time-out."""
         for size in self.sizes[1:]:
             folder = tmp_path / str(size)
             folder.mkdir()
@@ -144,7 +145,7 @@ def _bytes_of(source: int, count: int) -> bytes:
 
 
 def _broadcast_from_all(group: Group) -> list[bytes]:
-    told = []
+    received = []
     for source in range(group.size):
         for count in (1, 70_001):
             whole = torch.zeros(count + 8, dtype=torch.uint8)
@@ -155,8 +156,8 @@ def _broadcast_from_all(group: Group) -> list[bytes]:
                 )
             group.broadcast(buffer, source)
             assert whole[:4].tolist() == whole[-4:].tolist() == [0] * 4
-            told.append(bytes(buffer.tolist()))
-    return told
+            received.append(bytes(buffer.tolist()))
+    return received
 
 
 def _vote_of(rank: int, size: int) -> list[int]:
@@ -168,7 +169,7 @@ def _reduce(group: Group) -> list[int]:
 
 
 def _reduce_late(folder: str, group: Group) -> list[int]:
-    """Rank 0 launches while no other rank has yet; the others launch when it has."""
+    """Rank 0 launches before any other rank; the others launch after it."""
     mark = Path(folder) / "launched"
     if group.rank != 0:
         _wait_for(mark)
@@ -186,7 +187,7 @@ def _wait_for(path: Path) -> None:
 
 
 def _reduce_and_look(folder: str, group: Group) -> tuple[bool | None, bool]:
-    """Rank 0 looks before others launch, while a thread of it waits; all look afterwards."""
+    """Rank 0 looks before the others launch, while one of its threads waits; all look later."""
     mark, before = Path(folder) / "looked", None
     if group.rank != 0:
         _wait_for(mark)
@@ -203,11 +204,11 @@ def _reduce_and_look(folder: str, group: Group) -> tuple[bool | None, bool]:
 
 def _reduce_and_wait_twice(group: Group) -> tuple[list[int], list[int]]:
     pending = group.all_reduce_min([-group.rank])
-    heard: list[list[int]] = []
-    thread = threading.Thread(target=lambda: heard.append(list(pending.wait())))
+    results: list[list[int]] = []
+    thread = threading.Thread(target=lambda: results.append(list(pending.wait())))
     thread.start()
     thread.join(PATIENCE_SECONDS)
-    return heard[0], list(pending.wait())
+    return results[0], list(pending.wait())
 
 
 def _interleave(group: Group) -> tuple[list[Any], list[list[int]]]:
@@ -243,7 +244,7 @@ def _meet_at_the_end(group: Group) -> list[bool]:
 
 
 def _meet_without_the_last(folder: str, group: Group) -> bool | None:
-    """The last rank lives, and does not come while the others wait."""
+    """The last rank runs, but does not come while the others wait."""
     done = [Path(folder) / str(rank) for rank in range(group.size - 1)]
     if group.rank == group.size - 1:
         for mark in done:

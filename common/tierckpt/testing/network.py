@@ -1,7 +1,7 @@
-"""Nodes with networks of their own on one machine, whose cables can be pulled and narrowed.
+"""Nodes on one machine, each with its own network; cables can be cut and narrowed.
 
 Linux network namespaces, joined by veth pairs and a bridge; making them takes root, `ip` and `tc`.
-Standard library only, so that processes that stand for nodes stay small.
+Standard library only, so that processes that represent nodes stay small.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import subprocess
 from collections.abc import Iterator
 
 HUB_ADDRESS = "10.99.0.254"
-"""Of the namespace with the bridge, where something that all nodes use may be: a server, say."""
+"""Address of the namespace with the bridge, for services that all nodes use, such as a server."""
 QUEUE_SECONDS = 0.05
-"""So much of a narrowed cable's traffic waits before it is dropped, as in a switch's buffer."""
+"""Time that traffic waits in a narrowed cable before it is dropped, as in a switch's buffer."""
 
 
 class NoNetworkError(OSError):
-    """Namespaces, or what was asked of them, cannot be had here; the message says why."""
+    """Namespaces, or a requested feature of them, are not available; the message says why."""
 
 
 class Network:
     """`count` namespaces, each with an interface `net0`, and a hub in one more. One thread.
 
-    Addresses are in 10.99.0.0/24; namespaces do not see each other's but over the bridge, so any
-    number of networks may be up at once. A process in a namespace keeps it alive: end it first.
+    Addresses are in 10.99.0.0/24. Namespaces see each other only over the bridge, so any number of
+    networks may exist at once. A process in a namespace keeps it in existence: end it first.
     """
 
     def __init__(self, count: int) -> None:
-        """Raises NoNetworkError, and leaves nothing then."""
+        """Make all of it. Raises NoNetworkError, and leaves nothing then."""
         prefix = f"tckpt{os.getpid()}-{id(self):x}"
         self.hub = f"{prefix}-hub"
         self.nodes = [f"{prefix}-{number}" for number in range(count)]
@@ -57,23 +57,23 @@ class Network:
             _run("ip", "-n", space, "link", "set", "net0", "up")
 
     def address(self, number: int) -> str:
-        """Of a node, as the others reach it."""
+        """Address of a node, for the others."""
         return f"10.99.0.{number + 1}"
 
     def inside(self, number: int | None) -> list[str]:
-        """What to put before a command that is to run on a node; None: at the hub."""
+        """Prefix for a command to run on a node; None: at the hub."""
         return ["ip", "netns", "exec", self.hub if number is None else self.nodes[number]]
 
     def cut(self, number: int) -> None:
-        """Pull the node's cable: neither side is told."""
+        """Cut the node's cable; neither side is notified."""
         _run("ip", "-n", self.hub, "link", "set", _port(number), "down")
 
     def mend(self, number: int) -> None:
-        """The inverse of `cut`."""
+        """Undo `cut`."""
         _run("ip", "-n", self.hub, "link", "set", _port(number), "up")
 
     def narrow(self, number: int, bytes_per_second: float) -> None:
-        """What the node sends passes at this rate from now on, and what it gets, likewise."""
+        """Limit the node's traffic to this rate from now on, in both directions."""
         shape = ["root", "tbf", "rate", f"{int(8 * bytes_per_second)}bit"]
         shape += [
             "burst",
@@ -85,13 +85,13 @@ class Network:
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, *shape)
 
     def carried_bytes(self, number: int) -> tuple[int, int]:
-        """How much the node has sent and got until now, as its interface counts it."""
-        told = _run("ip", "-n", self.nodes[number], "-s", "-j", "link", "show", "dev", "net0")
-        counted = json.loads(told)[0]["stats64"]
+        """Bytes that the node has sent and received, as counted by its interface."""
+        counters = _run("ip", "-n", self.nodes[number], "-s", "-j", "link", "show", "dev", "net0")
+        counted = json.loads(counters)[0]["stats64"]
         return counted["tx"]["bytes"], counted["rx"]["bytes"]
 
     def remove(self) -> None:
-        """Delete what is there of it."""
+        """Delete all that exists of it."""
         for space in (*self.nodes, self.hub):
             with contextlib.suppress(NoNetworkError):
                 _run("ip", "netns", "delete", space)
@@ -108,9 +108,9 @@ def network(count: int) -> Iterator[Network]:
 
 
 def burst_bytes(bytes_per_second: float) -> int:
-    """What passes a narrowed cable at once after a pause: no less than the largest packet that TCP
-    hands down, with all its headers. Of a smaller burst the kernel makes each of the 45 segments a
-    packet by itself: twice the CPU time, which a real cable does not cost."""
+    """Bytes that pass a narrowed cable at once after a pause. At least the largest packet of TCP
+    with all headers: for a smaller burst the kernel splits it into 45 packets, one for each
+    segment. That takes twice the CPU time, unlike a real cable."""
     return max(128 << 10, int(bytes_per_second / 100))
 
 

@@ -1,5 +1,4 @@
-"""What every store of shards must satisfy; `tierckpt.storage.local.store.LocalStore` is the
-model."""
+"""Suite for every store of shards; the model is `tierckpt.storage.local.store.LocalStore`."""
 
 from __future__ import annotations
 
@@ -19,42 +18,42 @@ from .fault_injection import injected
 from .store_program import commit_one, content_of, is_sound, key_of, manifest_of, page_aligned
 
 MOST_OPERATIONS = 500
-"""A sweep that has not come to its end by then will never."""
+"""Limit of a sweep: one with more operations would never end."""
 
 
 class StoreConformance:
-    """Subclass it and name the `factory`; where files have other names, say so in the helpers.
+    """Subclass it and name the `factory`; override the helpers if files have other names.
 
-    The store's file operations must pass `tierckpt._faults.point("file", ...)`, one call before
-    each: the sweeps fail, or kill a process, at every single one.
+    The store must call `tierckpt._faults.point("file", ...)` before each of its file operations:
+    the sweeps fail, or kill a process, at every one of them.
     """
 
     factory: str
     """"module:callable"; called with a directory, here and in processes that will be killed."""
 
     def data_file(self, directory: Path, key: ShardKey) -> Path:
-        """Where the store keeps a shard's bytes; tests read them past the store."""
+        """The file with a shard's bytes; tests read it without the store."""
         return directory / f"{key.stem}.safetensors"
 
     def manifest_file(self, directory: Path, key: ShardKey) -> Path:
-        """Where the store keeps a manifest."""
+        """The file with a shard's manifest."""
         return directory / f"{key.stem}.manifest"
 
     def files_of(self, directory: Path, key: ShardKey) -> set[Path]:
-        """All files that are there because the shard is."""
+        """All files that belong to the shard."""
         return {self.data_file(directory, key), self.manifest_file(directory, key)}
 
     def check_files(self, directory: Path, key: ShardKey) -> None:
-        """That the files of a shard hold what was committed, found without the store."""
+        """Check, without the store, that a shard's files hold the committed bytes."""
         assert self.data_file(directory, key).read_bytes() == content_of(key)
         assert self.manifest_file(directory, key).read_bytes() == manifest_of(key)
 
     least_operations = 20
-    """A sweep that ends sooner has missed some: the work takes at least so many operations."""
+    """Fewest operations of the work: a sweep that ends sooner has missed some."""
 
     failed_commit_may_exist = False
-    """True for a store with many writers: one that failed at its last operation cannot take back
-    what another may have finished meanwhile."""
+    """True for a store with many writers: one that failed at its last operation cannot undo a
+    commit that another may have finished in the meantime."""
 
     def make_store(self, directory: Path) -> Any:
         """The store under test."""
@@ -62,15 +61,15 @@ class StoreConformance:
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Any:
-        """An empty one."""
+        """An empty store."""
         made = self.make_store(tmp_path)
         made.create()
         return made
 
-    # --- what is committed is there --------------------------------------------------------------
+    # --- committed shards exist ------------------------------------------------------------------
 
     def test_a_committed_shard_is_read_back_to_the_byte(self, store: Any, tmp_path: Path) -> None:
-        """By the store, by another store in the same place, and past both."""
+        """Through the store, through another store in the same place, and without a store."""
         commit_one(store, key_of(1))
         for reader in (store, self.make_store(tmp_path)):
             assert reader.keys() == [key_of(1)]
@@ -80,19 +79,19 @@ class StoreConformance:
         self.check_files(tmp_path, key_of(1))
 
     def test_a_shard_larger_than_one_write_is_whole(self, store: Any) -> None:
-        """Two full writes and a bit."""
+        """Two full writes and a remainder."""
         commit_one(store, key_of(1), pages=2 * 2048 + 1)
         assert is_sound(store, key_of(1))
 
     def test_nothing_is_there_before_the_first_commit(self, store: Any, tmp_path: Path) -> None:
-        """Nor in a place that does not exist, which is not made by looking."""
+        """The same for a place that does not exist; the query does not create it."""
         assert store.keys() == []
         nowhere = tmp_path / "nowhere"
         assert self.make_store(nowhere).keys() == []
         assert not nowhere.exists()
 
     def test_what_is_missing_says_so(self, store: Any) -> None:
-        """FileNotFoundError, for a version, a shard or a generation that is not there."""
+        """FileNotFoundError, for a missing version, shard or generation."""
         commit_one(store, key_of(1))
         for key in (key_of(2), key_of(1, shard=1, shards=2), key_of(1, generation=2)):
             with pytest.raises(FileNotFoundError):
@@ -101,7 +100,7 @@ class StoreConformance:
                 store.open_image(key)
 
     def test_shards_of_one_version_are_kept_apart(self, store: Any) -> None:
-        """Also those of other world sizes and other generations."""
+        """Also shards of other world sizes and other generations."""
         keys = [key_of(1, s, n, g) for n in (1, 2, 3) for s in range(n) for g in (1, 2)]
         for key in keys:
             commit_one(store, key)
@@ -109,7 +108,7 @@ class StoreConformance:
         assert all(is_sound(store, key) for key in keys)
 
     def test_a_shard_committed_again_is_the_new_one(self, store: Any) -> None:
-        """Longer, then shorter than before."""
+        """With a longer, then a shorter image."""
         for edition, pages in enumerate((2, 5, 1)):
             commit_one(store, key_of(1), pages, edition)
             assert store.read_manifest(key_of(1)) == manifest_of(key_of(1), pages, edition)
@@ -117,16 +116,16 @@ class StoreConformance:
         assert store.keys() == [key_of(1)]
 
     def test_a_mapped_image_outlives_what_happens_to_its_name(self, store: Any) -> None:
-        """A reader that is verifying must not see bytes of another version."""
+        """A reader in the middle of a check must not see bytes of another version."""
         commit_one(store, key_of(1))
         with contextlib.closing(store.open_image(key_of(1))) as image:
             image[:4] = b"mine"  # private to this map
             assert is_sound(store, key_of(1))
 
-    # --- what is retired is gone -----------------------------------------------------------------
+    # --- retired shards are gone -----------------------------------------------------------------
 
     def test_a_retired_shard_is_gone_and_the_others_are_not(self, store: Any) -> None:
-        """Nothing but the named shard."""
+        """Only the named shard is removed."""
         for version in (1, 2, 3):
             commit_one(store, key_of(version))
         store.retire(key_of(2))
@@ -137,14 +136,14 @@ class StoreConformance:
             store.read_manifest(key_of(2))
 
     def test_retiring_what_is_not_there_does_nothing(self, store: Any) -> None:
-        """Retention may be told twice."""
+        """Retention may retire a shard twice."""
         commit_one(store, key_of(1))
         store.retire(key_of(7))
         store.retire(key_of(7))
         assert store.keys() == [key_of(1)]
 
     def test_retention_for_a_long_time_takes_no_more_room(self, store: Any, tmp_path: Path) -> None:
-        """Commit and retire in turn: the number of files does not grow."""
+        """With commits and retirements in turn, the number of files does not grow."""
         counts = []
         for version in range(1, 8):
             commit_one(store, key_of(version), pages=1 + version % 3)
@@ -155,12 +154,12 @@ class StoreConformance:
         assert store.keys() == [key_of(6), key_of(7)]
         assert counts[-1] == counts[-3]
 
-    # --- what was left half-done is cleaned up ---------------------------------------------------
+    # --- unfinished files are removed ------------------------------------------------------------
 
     def test_a_shard_without_manifest_is_no_shard_and_is_cleaned(
         self, store: Any, tmp_path: Path
     ) -> None:
-        """Its bytes may be perfect: nobody said so."""
+        """Its bytes may be complete, but no manifest proves it."""
         commit_one(store, key_of(1))
         commit_one(store, key_of(2))
         self.manifest_file(tmp_path, key_of(2)).unlink()
@@ -172,16 +171,16 @@ class StoreConformance:
     def test_cleaning_leaves_what_is_committed_and_what_is_others(
         self, store: Any, tmp_path: Path
     ) -> None:
-        """Other shards' half-done files belong to living writers."""
+        """Other shards' unfinished files belong to running writers."""
         commit_one(store, key_of(1, 0, 2))
         commit_one(store, key_of(1, 1, 2))
         self.manifest_file(tmp_path, key_of(1, 1, 2)).unlink()
-        stranger = tmp_path / "notes.txt"
-        stranger.write_text("not ours")
+        foreign = tmp_path / "notes.txt"
+        foreign.write_text("not ours")
         assert store.clean(0) == []
         assert is_sound(store, key_of(1, 0, 2))
         assert self.data_file(tmp_path, key_of(1, 1, 2)).exists()
-        assert stranger.read_text() == "not ours"
+        assert foreign.read_text() == "not ours"
 
     # --- faults ----------------------------------------------------------------------------------
 
@@ -244,27 +243,27 @@ class StoreConformance:
         )
 
     def _check_survivors(self, store: Any, begun: list[str], finished: list[str], at: str) -> None:
-        """What must exist does, what must not does not, and all that does is sound."""
+        """Check that exactly the expected shards exist, and that all of them are sound."""
         must: set[ShardKey] = set()
         for text in finished:
             operation, version = text.split()
             (must.add if operation == "commit" else must.discard)(key_of(int(version)))
         may = set(must)
-        if begun != finished:  # what was interrupted may have happened or not
+        if begun != finished:  # the interrupted operation may have happened or not
             touched = key_of(int(begun[-1].split()[1]))
             must.discard(touched)
             may.add(touched)
         there = set(store.keys())
-        assert must <= there <= may, f"{at}: {finished} were done, {begun[-1:]} was under way"
+        assert must <= there <= may, f"{at}: {finished} were done, {begun[-1:]} was in progress"
         for key in there:
-            assert is_sound(store, key), f"{at}: {key} is not what was committed"
+            assert is_sound(store, key), f"{at}: {key} differs from the committed one"
 
     def _check_no_orphans(self, store: Any, directory: Path, at: str) -> None:
         there = store.keys()
         known = {path for key in there for path in self.files_of(directory, key)}
         files = (p for p in directory.rglob("*") if p.is_file())
         found = {p for p in files if not p.name.startswith(".spare")}
-        assert found == known, f"{at}: files of nobody are left"
+        assert found == known, f"{at}: files without a shard are left"
 
     def _check_going_on(self, store: Any, directory: Path, at: str) -> None:
         store.create()
@@ -275,7 +274,7 @@ class StoreConformance:
 
 
 def _read_log(log: Path) -> tuple[list[str], list[str]]:
-    """What was begun, and what was finished."""
+    """Operations that began, and operations that finished."""
     lines = log.read_text().splitlines() if log.exists() else []
     begun = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
     finished = [line.removeprefix("end ") for line in lines if line.startswith("end ")]

@@ -1,10 +1,10 @@
-"""A store at work, in processes of their own that are killed: see `store_conformance`.
+"""A store at work, in child processes to be killed: see `store_conformance`.
 
     python -m tierckpt.testing.store_program <module:factory> <folder>
 
-forks a child for every file operation of the work, and has it killed there. Of the k-th child
-`<folder>/<k>` is the store's directory, `<k>.log` what it did, `<k>.status` how it ended, and the
-folder `<k>.marks` has a file if the kill fired. The last one was not killed.
+forks a child for every file operation of the work, and kills it at that operation. For the k-th
+child `<folder>/<k>` is the store's directory, `<k>.log` lists its operations, `<k>.status` has its
+exit status, and the folder `<k>.marks` has a file if the kill fired. The last child is not killed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def key_of(version: int, shard: int = 0, shards: int = 1, generation: int = 1) -
 
 
 def content_of(key: ShardKey, pages: int = 3, edition: int = 0) -> bytes:
-    """What a store is given as `key`'s shard: known to everybody, different for every key."""
+    """Known content for `key`'s shard, different for every key."""
     return hashlib.shake_128(f"{key.stem} {edition}".encode()).digest(pages * PAGE_BYTES)
 
 
 def manifest_of(key: ShardKey, pages: int = 3, edition: int = 0) -> bytes:
-    """What a store is given as `key`'s manifest: stores do not look into it."""
+    """Known bytes for `key`'s manifest: stores do not interpret them."""
     found = hashlib.sha256(content_of(key, pages, edition)).hexdigest()
     return f"{key.stem} {pages} {edition} {found}\n".encode()
 
 
 def is_sound(store: Any, key: ShardKey) -> bool:
-    """True when `store` gives back exactly what some `commit_one` put there."""
+    """True when `store` returns exactly the bytes that a `commit_one` put there."""
     record: bytes = store.read_manifest(key)
     stem, pages, edition, _ = record.decode().split()
     with contextlib.closing(store.open_image(key)) as image:
@@ -50,7 +50,7 @@ def is_sound(store: Any, key: ShardKey) -> bool:
 
 @contextlib.contextmanager
 def page_aligned(content: bytes) -> Iterator[memoryview]:
-    """`content` where direct I/O wants it: in a mapping, as a slot's image is."""
+    """`content` in memory that is aligned for direct I/O: in a mapping, as a slot's image is."""
     with mmap.mmap(-1, len(content)) as memory:
         memory[:] = content
         with memoryview(memory) as view:
@@ -71,11 +71,11 @@ WORK: tuple[tuple[str, int, int, int], ...] = (
     ("commit", 3, 2, 0),  # the recycled file of v1 is longer
     ("commit", 3, 4, 1),  # once more under the same name
 )
-"""What the sweeps interrupt at every operation."""
+"""Operations that the sweeps interrupt, each at every file operation."""
 
 
 def work(store: Any, log: Path) -> Iterator[tuple[str, int]]:
-    """Do WORK, noting in `log` what was begun and what was finished; yields what was finished."""
+    """Do WORK, and log the begin and end of each operation; yields finished operations."""
     store.create()
     for operation, version, pages, edition in WORK:
         _note(log, f"begin {operation} {version}")
@@ -99,7 +99,7 @@ def make(factory: str, directory: Path) -> Any:
 
 
 def sweep(factory: str, folder: Path, most: int) -> None:
-    """Kill a child at operation k, for every k until one gets through."""
+    """Kill a child at operation k, for every k until one completes."""
     importlib.import_module(factory.partition(":")[0])  # once, not in every child
     for hit in range(1, most):
         marks = folder / f"{hit}.marks"

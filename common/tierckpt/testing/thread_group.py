@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: what a job of N ranks does, tested without a launcher."""
+"""Ranks as threads of one process: a job of N ranks for tests, without a launcher."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class GroupAbortedError(RuntimeError):
-    """Another rank of the job failed or took too long; what is waited for will not come."""
+    """Another rank of the job failed or took too long, so the result of a wait will never come."""
 
 
 class _Round:
-    """One collective: what each rank brought to it."""
+    """One collective, with each rank's contribution."""
 
     def __init__(self, kind: str, size: int) -> None:
         self.kind = kind
@@ -34,7 +34,7 @@ class _Round:
 
 
 class _Meeting:
-    """Where the ranks meet: matches their n-th calls with each other."""
+    """Matches the ranks' n-th calls with each other."""
 
     def __init__(self, size: int, patience_seconds: float) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class _Meeting:
         self._changed = threading.Condition()
 
     def enter(self, number: int, kind: str, rank: int, value: Any) -> _Round:
-        """Bring `value` to call `number`; returns at once."""
+        """Contribute `value` to call `number`; returns at once."""
         with self._changed:
             self._refuse_if_aborted()
             round_ = self._rounds.setdefault(number, _Round(kind, self.size))
@@ -57,7 +57,7 @@ class _Meeting:
             return round_
 
     def wait(self, ready: Callable[[], bool], patience_seconds: float = 0.0) -> None:
-        """Wait until `ready`; GroupAbortedError when that is not to be hoped for any more."""
+        """Wait until `ready`; raises GroupAbortedError when that can never happen any more."""
         patience_seconds = patience_seconds or self.patience_seconds
         with self._changed:
             came = self._changed.wait_for(lambda: ready() or self.aborted, patience_seconds)
@@ -67,7 +67,7 @@ class _Meeting:
                 raise GroupAbortedError(f"a rank did not come within {patience_seconds} s")
 
     def abort(self, reason: str) -> None:
-        """Wake everybody who waits, with an error."""
+        """Wake all waiting ranks with an error."""
         with self._changed:
             self.aborted = self.aborted or reason
             self._changed.notify_all()
@@ -78,7 +78,7 @@ class _Meeting:
 
 
 class _Reduction:
-    """See `tierckpt.group.Pending`."""
+    """A `tierckpt.group.Pending` of a ThreadGroup."""
 
     def __init__(self, meeting: _Meeting, round_: _Round) -> None:
         self._meeting = meeting
@@ -90,16 +90,16 @@ class _Reduction:
         return [min(column) for column in zip(*self._round.brought.values(), strict=True)]
 
     def done(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
+        """True if `wait` returns, or raises, at once."""
         return self._round.complete or bool(self._meeting.aborted)
 
 
 class ThreadGroup:
-    """A `tierckpt.Group` whose ranks are threads; `run_ranks` makes one for each.
+    """A `tierckpt.Group` with threads as ranks; `run_ranks` makes one for each.
 
-    As strict as the real ones: objects are pickled, so no rank sees another's; ranks that call
-    different collectives, or fewer, get an error instead of a wrong answer. When a rank fails, the
-    others' calls raise GroupAbortedError.
+    As strict as the real ones: objects are pickled, so ranks share none; ranks that call different
+    collectives, or fewer, get an error instead of a wrong answer. When a rank fails, the calls of
+    the others raise GroupAbortedError.
     """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
@@ -109,13 +109,13 @@ class ThreadGroup:
         self._calls = 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See `tierckpt.Group`."""
+        """Gather an object from every rank, see `tierckpt.Group`."""
         round_ = self._enter("all_gather_object", pickle.dumps(value))
         self._meeting.wait(lambda: round_.complete)
         return [pickle.loads(round_.brought[rank]) for rank in range(self.size)]
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
-        """See `tierckpt.Group`."""
+        """Send a buffer to all ranks, see `tierckpt.Group`."""
         sent = buffer.clone() if self.rank == source else None
         round_ = self._enter(f"broadcast from {source}", sent)
         if self.rank != source:
@@ -123,16 +123,16 @@ class ThreadGroup:
             buffer.copy_(round_.brought[source])
 
     def all_reduce_min(self, values: list[int]) -> _Reduction:
-        """See `tierckpt.Group`."""
+        """Launch a reduction, see `tierckpt.Group`."""
         return _Reduction(self._meeting, self._enter("all_reduce_min", list(values)))
 
     def barrier(self) -> None:
-        """See `tierckpt.Group`."""
+        """Wait for all ranks, see `tierckpt.Group`."""
         round_ = self._enter("barrier", None)
         self._meeting.wait(lambda: round_.complete)
 
     def meet(self, timeout_seconds: float) -> bool:
-        """See `tierckpt.Group`."""
+        """Wait for all ranks with a time-out, see `tierckpt.Group`."""
         round_ = self._enter("meet", None)
         try:
             self._meeting.wait(lambda: round_.complete, timeout_seconds)
@@ -141,7 +141,7 @@ class ThreadGroup:
         return True
 
     def close(self) -> None:
-        """See `tierckpt.Group`."""
+        """Do nothing, see `tierckpt.Group`."""
 
     def _enter(self, kind: str, value: Any) -> _Round:
         self._calls += 1
@@ -151,10 +151,10 @@ class ThreadGroup:
 def run_ranks(
     size: int, program: Callable[[ThreadGroup], T], timeout_seconds: float = 120.0
 ) -> list[T]:
-    """Run `program(group)` on `size` threads; returns what they returned, in rank order.
+    """Run `program(group)` on `size` threads; returns the results in rank order.
 
-    Raises what the first failing rank raised; TimeoutError, with the stacks of the ranks that are
-    stuck, when they are not done in time. Never waits longer than `timeout_seconds` and a bit.
+    Raises the error of the first failing rank; TimeoutError, with the stacks of the stuck ranks,
+    when they do not end in time. Never waits much longer than `timeout_seconds`.
     """
     meeting = _Meeting(size, timeout_seconds)
     results: dict[int, T] = {}
@@ -191,7 +191,7 @@ def run_ranks(
 
 
 def _stacks() -> str:
-    """Of all threads, in one go: frames of a thread that runs must not be walked by another."""
+    """Stacks of all threads, in one call: Python code must not walk a running thread's frames."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""A training job small enough for thousands of steps a second, and processes to kill it in."""
+"""A training job small enough for thousands of steps a second, and child processes to kill."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IN_FEATURES, HIDDEN, CLASSES, BATCH = 12, 24, 4, 8
 
 
 def tiny_model() -> torch.nn.Module:
-    """Layers of every kind that a checkpoint can get wrong: buffers, random numbers."""
+    """A model with buffers and random numbers, both of which a checkpoint can get wrong."""
     return torch.nn.Sequential(
         torch.nn.Linear(IN_FEATURES, HIDDEN),
         torch.nn.BatchNorm1d(HIDDEN),
@@ -37,9 +37,9 @@ def tiny_model() -> torch.nn.Module:
 class TinyJob:
     """A model, Adam, a learning rate schedule, data from all random streams, and a Checkpointer.
 
-    Deterministic: two jobs with the same seed have the same `fingerprint()` after as many steps,
-    interrupted or not, or the checkpoints are wrong. Use it in a `with` statement: it closes its
-    Checkpointer, or abandons it after an exception.
+    Deterministic: two jobs with the same seed have the same `fingerprint()` after the same number
+    of steps, interrupted or not, or the checkpoints are wrong. Use it in a `with` statement: it
+    closes its Checkpointer, or abandons it after an exception.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TinyJob:
     ) -> None:
         """`settings` go to the Checkpointer; by default every step is taken to both levels.
 
-        Without a `path` there is no Checkpointer: that is the run to compare with.
+        Without a `path` there is no Checkpointer: for the reference run.
         """
         seed_everything(seed)
         self.model = tiny_model() if model is None else model
@@ -80,12 +80,12 @@ class TinyJob:
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """It must have been given a path."""
+        """The job's Checkpointer; the job must have a path."""
         assert self._checkpointer is not None
         return self._checkpointer
 
     def restore(self, version: SupportsIndex | None = None, strict: bool = True) -> Restored:
-        """Bring back the newest version, and go on from there."""
+        """Restore the newest version, and go on from there."""
         restored = self.checkpointer.restore(version, strict)
         self.iteration = int(restored)
         return restored
@@ -146,11 +146,11 @@ class TinyJob:
         return [e for e in self.events if e.name == name and level in (None, e.level)]
 
     def __enter__(self) -> TinyJob:
-        """For `with`."""
+        """Return the job."""
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """See `Checkpointer.__exit__`."""
+        """Close or abandon the Checkpointer, see `Checkpointer.__exit__`."""
         self.checkpointer.__exit__(*error)
 
 
@@ -182,11 +182,11 @@ def run_in_child(
     timeout_seconds: float = 120.0,
     **keywords: Any,
 ) -> int:
-    """Run `function` in a process of its own; its exit status, negative when a signal killed it.
+    """Run `function` in a child process; returns its exit status, negative for a signal.
 
     Args:
         function: a function of a module, not of `__main__`.
-        rules: faults for the child and what it starts (see `tierckpt._faults`).
+        rules: faults for the child and its own children (see `tierckpt._faults`).
         marks: folder where a rule that fires leaves a file; look there, or the test proves nothing.
         timeout_seconds: after that the child is killed and TimeoutError raised.
     """
@@ -196,7 +196,7 @@ def run_in_child(
         _faults.FAULTS_VARIABLE: rules,
         **({_faults.FIRED_VARIABLE: os.fspath(marks)} if marks is not None else {}),
     }
-    # The fork server has the environment of the time when it was started.
+    # The fork server keeps the environment of its own start.
     environment = {**os.environ, **environment}
     child = context.Process(target=_child, args=(environment, function, arguments, keywords))
     child.start()
@@ -224,5 +224,5 @@ def _child(
 
 
 def fired(marks: Path) -> list[str]:
-    """Which rules fired (see `run_in_child`)."""
+    """Rules that fired (see `run_in_child`)."""
     return sorted(p.name for p in marks.iterdir())

@@ -1,7 +1,7 @@
-"""Chrome's trace format: reading files as killed processes leave them, and writing merged ones.
+"""Chrome's trace format: reads files of killed processes, too, and writes merged ones.
 
 The format is the "Trace Event Format" of Chrome's trace viewer: a JSON array of entries, which may
-lack its end, or (what is written here) an object that has the array as `traceEvents`.
+lack its end, or (as written here) an object with the array as `traceEvents`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Entry = dict[str, Any]
 ROWS = ("training", "copier", "launches", "negotiate", "allreduce", "agent")
 """From top to bottom."""
 PARALLEL = ("negotiate", "allreduce", "agent")
-"""Rows whose spans overlap: each span gets the first of several rows that is free."""
+"""Rows with overlapping spans: each span gets the first free one of several rows."""
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
-    """A file's entries, one after the other, without a torn last one.
+    """A file's entries in order, without an incomplete last one.
 
-    Raises TimelineError when the file cannot be read, is no array, or is damaged before its end.
+    Raises TimelineError if the file cannot be read, is not an array, or is damaged before its end.
     """
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
         raise TimelineError(f"cannot read {path}: {error.strerror or error}") from error
     if not text.lstrip().startswith("["):
-        raise TimelineError(f"{path} is not a trace: it does not begin as a JSON array does")
+        raise TimelineError(f"{path} is not a trace: it does not start as a JSON array")
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     while True:
@@ -50,12 +50,14 @@ def read_entries(path: Path) -> Iterator[Entry]:
                 return
             raise TimelineError(f"{path} is damaged at character {at}: {error}") from error
         if not isinstance(entry, dict):
-            raise TimelineError(f"{path} is not a trace: character {at} ends {entry!r}")
+            raise TimelineError(
+                f"{path} is not a trace: the entry before character {at} is {entry!r}"
+            )
         yield entry
 
 
 def _ends_in(text: str, at: int) -> bool:
-    """True when the entry that begins there is the last one, and only its end is missing."""
+    """True if the entry at this position is the last one, and only its end is missing."""
     depth, quoted, escaped = 0, False, False
     for position in range(at, len(text)):
         char = text[position]
@@ -73,10 +75,10 @@ def _ends_in(text: str, at: int) -> bool:
 
 
 def write(timeline: Timeline, path: Path) -> None:
-    """One file that `about:tracing` and Perfetto open: a process for each rank, rows within it.
+    """Write one file for `about:tracing` and Perfetto: a process for each rank, with rows.
 
-    Its time begins at zero; `otherData` says when that was. Raises TimelineError; the file is
-    replaced whole or not at all.
+    Its time starts at zero; `otherData` has the real time of that. Raises TimelineError; the file
+    is replaced completely or not at all.
     """
     zero = min((s.begin_us for s in timeline.of()), default=0)
     content = {

@@ -1,16 +1,16 @@
-"""Horovod's timeline (`HOROVOD_TIMELINE`) as spans on our axis, and how far the clocks agree.
+"""Horovod's timeline (`HOROVOD_TIMELINE`) as spans on the same axis; the agreement of clocks.
 
-What is in the file, of Horovod 0.28, by experiment and from its `timeline.cc`: rank 0 writes it
-for the job. Every tensor is a "process" with the tensor's name. Its life is `NEGOTIATE_ALLREDUCE`,
-from when the first rank asks for it until the last one has, and then `ALLREDUCE`, with activities
-inside and the tensor's type and shape at its end. Time stamps are microseconds of a monotonic clock
-since Horovod's start, and the very first entry says when that was in Unix time; our traces count
-the same way, so adding it is all.
+The contents of the file, for Horovod 0.28, by experiment and from its `timeline.cc`: rank 0 writes
+it for the job. Every tensor is a "process" with the tensor's name. It has `NEGOTIATE_ALLREDUCE`,
+from the first rank's request to the last one's, and then `ALLREDUCE`, with activities inside and
+the tensor's type and shape at its end. Time stamps are microseconds of a monotonic clock since
+Horovod's start, and the very first entry has the Unix time of that start; Tierckpt's traces count
+the same way, so adding it is enough.
 
-A tensor's name is not that of a parameter: a group's tensors are all called after its first one and
-numbered, without `named_parameters` they are called after their places in the optimizer, and a
-sparse gradient is two allgathers. So our traces say which name stands for which parameters (see
-`Trace.know`); without that, a name is at most stripped of its `allreduce.`.
+A tensor's name is not that of a parameter: a group's tensors have the name of the first one and a
+number, without `named_parameters` they have their places in the optimizer, and a sparse gradient is
+two allgathers. So Tierckpt's traces contain the parameters of each name (see `Trace.know`); without
+that, only the prefix `allreduce.` is removed from a name.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .spans import Span, Timeline, TimelineError
 START = "start_time_since_epoch_in_micros"
 REDUCTIONS = ("ALLREDUCE", "ADASUM")
 SPARSE = "ALLGATHER"
-"""What reduces a sparse gradient; gathers that no trace knows of are something else."""
+"""The reduction of a sparse gradient; gathers that no trace names are something else."""
 AGREEMENT = "allreduce.tierckpt."
-"""Of the checkpointers, which moves no gradients."""
+"""Prefix of the checkpointers' own reductions, which move no gradients."""
 
 TOLERATED_SHARE = 0.1
-"""Of allreduces that are not found where they belong."""
+"""Tolerated share of allreduces that are not found in their place."""
 ITEM_BYTES = {"16": 2, "32": 4, "64": 8}
-"""By the digits at the end of the type's name; other types have one byte."""
+"""Bytes by the digits at the end of the type's name; other types have one byte."""
 
 
 Names = Mapping[str, Sequence[str]]
-"""A tensor's name, and the parameters that it stands for."""
+"""A tensor's name, and its parameters."""
 
 
 def read_horovod(path: Path, names: Names | None = None) -> list[Span]:
-    """Reductions of gradients and their negotiations, in Unix time, as of rank 0, and no other
-    collectives. `names` are those that the traces know.
+    """Reductions of gradients and their negotiations in Unix time, as rank 0's; no other
+    collectives. `names` are those in the traces.
 
     Raises TimelineError.
     """
@@ -55,17 +55,17 @@ def read_horovod(path: Path, names: Names | None = None) -> list[Span]:
     starts = [e["args"][START] for e in entries if START in e.get("args", ())]
     if not starts:
         raise TimelineError(
-            f"{path} does not say when it began, so it is no timeline of Horovod 0.28 or newer; "
+            f"{path} has no start time, so it is not a timeline of Horovod 0.28 or newer; "
             "HOROVOD_TIMELINE=FILE makes one (on rank 0)"
         )
     try:
         return list(_spans(entries, starts[0], names or {}))
     except (KeyError, TypeError, ValueError) as error:
-        raise TimelineError(f"{path} has an entry of a form unknown here: {error!r}") from error
+        raise TimelineError(f"{path} has an entry of unknown form: {error!r}") from error
 
 
 def _spans(entries: Iterable[dict[str, Any]], start_us: int, known: Names) -> Iterator[Span]:
-    """Beginnings and ends nest within a tensor, so a stack for each tells which belong together."""
+    """Pair starts and ends. They nest within a tensor, so each tensor has a stack."""
     tensors: dict[int, str] = {}
     open_: dict[int, list[tuple[str, int]]] = {}
     launched: dict[int, int] = {}
@@ -75,7 +75,7 @@ def _spans(entries: Iterable[dict[str, Any]], start_us: int, known: Names) -> It
             tensors[pid] = entry["args"]["name"]
         elif phase == "B":
             open_.setdefault(pid, []).append((entry["name"], start_us + entry["ts"]))
-        elif phase == "E" and open_.get(pid):  # a barrier's end has no beginning
+        elif phase == "E" and open_.get(pid):  # a barrier has an end and no start
             activity, begin_us = open_[pid].pop()
             tensor, operation = tensors[pid], activity.removeprefix("NEGOTIATE_")
             if operation not in REDUCTIONS and not (operation == SPARSE and tensor in known):
@@ -98,7 +98,7 @@ def _spans(entries: Iterable[dict[str, Any]], start_us: int, known: Names) -> It
 
 
 def _nbytes(args: dict[str, str]) -> int:
-    """Of a tensor with a type like `float32` and a shape like `[512, 3]`; 0 when not told."""
+    """Size of a tensor with a type like `float32` and a shape like `[512, 3]`; 0 if unknown."""
     if "shape" not in args:
         return 0
     digits = re.search(r"\d+$", args["dtype"])
@@ -108,63 +108,63 @@ def _nbytes(args: dict[str, str]) -> int:
 
 @dataclass(frozen=True)
 class ClockAgreement:
-    """How the two clocks stand to each other, judged by what must come before what.
+    """The agreement of two clocks, judged by the necessary order of events.
 
-    A gradient is reduced after one update of the weights and before the next. An allreduce that is
-    there bounds how far the clocks can be apart, as a message's way there and back does in
-    Cristian's algorithm; one that is not shows that they are.
+    A gradient is reduced after one update of the weights and before the next. An allreduce in its
+    place bounds the distance of the clocks, as a message's round trip does in Cristian's algorithm;
+    an allreduce out of place shows that they disagree.
     """
 
     expected: int
-    """Launches that lie between two updates, counted by layer."""
+    """Launches between two updates, counted by layer."""
     missing: int
-    """Of these, for how many there is no allreduce between the same two updates."""
+    """Number of these without an allreduce between the same two updates."""
     late_us: int
-    """By so much the timeline's stamps may be too late: the shortest way from an update to an
+    """The timeline's stamps may be too late by this: the shortest time from an update to an
     allreduce."""
     early_us: int
-    """By so much they may be too early: the shortest way from an allreduce to the update."""
+    """They may be too early by this: the shortest time from an allreduce to the update."""
     delay_us: int
-    """The median way from a launch to the allreduce. A launch is noted when it was made, at times
-    too late, so this bounds nothing."""
+    """The median time from a launch to the allreduce. A launch is noted after it was made,
+    sometimes too late, so this is not a bound."""
 
     @property
     def plausible(self) -> bool:
-        """False when more is missing than Horovod may have left out."""
+        """False if more are missing than Horovod may have left out."""
         return self.missing <= self.expected * TOLERATED_SHARE
 
     def text(self) -> str:
-        """One sentence for people."""
+        """The agreement in one sentence."""
         if not self.expected:
             return "the traces have no launch between two updates, so clocks cannot be compared"
         return (
-            f"{self.missing} of {self.expected} allreduces are not between the updates where they "
-            f"belong; the others' stamps are at most {self.late_us / 1e3:.2f} ms late or "
-            f"{self.early_us / 1e3:.2f} ms early, and they begin "
-            f"{self.delay_us / 1e3:.2f} ms (median) after the launch was noted"
+            f"{self.missing} of {self.expected} allreduces are not between their updates; the "
+            f"stamps of the others are at most {self.late_us / 1e3:.2f} ms late or "
+            f"{self.early_us / 1e3:.2f} ms early, and they begin {self.delay_us / 1e3:.2f} ms "
+            "(median) after the launch was noted"
         )
 
 
 def agreement(timeline: Timeline) -> ClockAgreement:
     """Compare rank 0's launches and updates with Horovod's allreduces."""
-    # Horovod writes a timeline anew in every run, ours go on.
-    life = max((s.begin_us for s in timeline.of("begin", rank=0)), default=0)
-    updates = timeline.of("update", rank=0, from_us=life)
+    # Horovod writes a new timeline in every run; Tierckpt's trace is continued.
+    run_us = max((s.begin_us for s in timeline.of("begin", rank=0)), default=0)
+    updates = timeline.of("update", rank=0, from_us=run_us)
     begins = [s.begin_us for s in updates]
     of_layer: dict[str, list[Span]] = {}
     for span in timeline.of("allreduce", rank=0):
         for layer in span.layers:
             of_layer.setdefault(layer, []).append(span)
     late, early, delays, expected = [], [], [], 0
-    for launch in timeline.of("release", rank=0, from_us=life):
+    for launch in timeline.of("release", rank=0, from_us=run_us):
         after = bisect_left(begins, launch.begin_us)
         if not 0 < after < len(updates):
             continue
         begin_us, end_us = updates[after - 1].end_us, begins[after]
         for layer in launch.layers:
             expected += 1
-            known = of_layer.get(layer, [])
-            for span in known[bisect_left(known, begin_us, key=_begin_us) :][:1]:
+            reduced = of_layer.get(layer, [])
+            for span in reduced[bisect_left(reduced, begin_us, key=_begin_us) :][:1]:
                 if span.end_us <= end_us:
                     late.append(span.begin_us - begin_us)
                     early.append(end_us - span.end_us)

@@ -1,4 +1,4 @@
-"""A picture of one step: every layer's allreduce, and right below it the layer's copies."""
+"""A picture of one step: every layer's allreduce, with the layer's copies right below it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 16
 MOST_RANKS = 4
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.2, 200
-"""Shown 900 pixels wide, a text of 9 points is as large as it is in a browser."""
+"""At a width of 900 pixels, text of 9 points has its usual size in a browser."""
 COLOURS = {
     "boundary": "#54a24b",
     "allreduce": "#4c78a8",
@@ -27,17 +27,17 @@ COLOURS = {
 
 
 TREE_ROW = "each rank's own state"
-"""What is in the rank tree belongs to no layer."""
+"""The row of the rank tree, which belongs to no layer."""
 
 
 def plot(timeline: Timeline, path: Path, version: int | None, ranks: Sequence[int]) -> int:
-    """Draw the step after the boundary of `version` (default: a typical one); returns which.
+    """Draw the step after the boundary of `version` (default: a typical one); returns its version.
 
     Args:
-        ranks: which to draw, one below the other; empty: the first few.
+        ranks: ranks to draw, one below the other; empty: the first few.
 
-    Raises TimelineError when matplotlib is missing, when there is nothing to draw, and when the
-    file cannot be written.
+    Raises TimelineError if matplotlib is missing, if there is nothing to draw, or if the file
+    cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -68,7 +68,8 @@ def plot(timeline: Timeline, path: Path, version: int | None, ranks: Sequence[in
 
 
 def typical_version(timeline: Timeline, ranks: Sequence[int]) -> int:
-    """Of the versions that all of these ranks copied, the one whose step took the median time."""
+    """The version with the median duration of a step, among those that all of these ranks
+    copied."""
     times: dict[int, list[int]] = {}
     for rank in ranks:
         for barrier in timeline.of("barrier", rank=rank):
@@ -78,8 +79,8 @@ def typical_version(timeline: Timeline, ranks: Sequence[int]) -> int:
     whole = sorted((max(t), v) for v, t in times.items() if len(t) >= len(ranks))
     if not whole:
         raise TimelineError(
-            f"no version was copied by all of the ranks {', '.join(map(str, ranks))} while they "
-            "recorded; give the traces of ranks that ran together"
+            f"no version was copied by all of the ranks {', '.join(map(str, ranks))} during the "
+            "recording; give the traces of ranks that ran together"
         )
     return whole[len(whole) // 2][1]
 
@@ -87,15 +88,15 @@ def typical_version(timeline: Timeline, ranks: Sequence[int]) -> int:
 def step_of(timeline: Timeline, rank: int, version: int) -> list[Span]:
     """One rank's spans from the boundary of `version` to the end of the update after it.
 
-    The first is the boundary. Raises TimelineError when the rank did not record that.
+    The first span is the boundary. Raises TimelineError if the rank did not record them.
     """
     boundaries = timeline.of("boundary", rank=rank, version=version)
     barriers = timeline.of("barrier", rank=rank, version=version)
     if not boundaries or not barriers:
-        known = [s.version for s in timeline.of("barrier", rank=rank)]
-        there = f"v{min(known)} to v{max(known)}" if known else "no version at all"
+        recorded = [s.version for s in timeline.of("barrier", rank=rank)]
+        there = f"v{min(recorded)} to v{max(recorded)}" if recorded else "no version at all"
         raise TimelineError(f"rank {rank} recorded no copy of v{version}; it recorded {there}")
-    # The newest life's, if several took the version.
+    # those of the newest run, if several took the version
     begin_us, barrier = boundaries[-1].begin_us, barriers[-1]
     updates = [s for s in timeline.of("update", rank=rank) if s.begin_us >= barrier.begin_us]
     end_us = updates[0].end_us if updates else barrier.end_us
@@ -110,10 +111,10 @@ def step_of(timeline: Timeline, rank: int, version: int) -> list[Span]:
 
 
 def row_names(spans: Sequence[Span]) -> dict[str, str]:
-    """The row of every layer, in the order of the allreduces: modules, not too many of them.
+    """The row of every layer, in the order of the allreduces: modules, and not too many.
 
-    `body.0.weight` and `body.0.bias` share the row `body.0`; where that leaves too many, names are
-    cut shorter still, and what then is left over shares the last row. The rank tree has its own.
+    `body.0.weight` and `body.0.bias` share the row `body.0`. If there are too many rows, names are
+    shortened further, and the remaining layers share the last row. The rank tree has its own.
     """
     by_time = sorted(spans, key=lambda s: (s.kind != "allreduce", s.begin_us))
     layers = list(dict.fromkeys(n for s in by_time if s.kind != "tree" for n in s.layers))
@@ -156,15 +157,15 @@ def _draw(axis: Axes, step: Sequence[Span], rows: dict[str, str]) -> None:
 
 
 def _reach(steps: Sequence[Sequence[Span]]) -> tuple[float, float]:
-    """A little before the boundary, and no more of the last update than is needed to see it."""
+    """The x range: a little before the boundary, and the visible start of the last update."""
     ends = [max(s.end_us for s in step if s.kind != "update") - step[0].begin_us for step in steps]
     return -0.02 * max(ends) / 1e3, 1.06 * max(ends) / 1e3
 
 
 def _band(axis: Axes, begin_ms: float, width_ms: float, colour: str) -> None:
-    """Over all rows; its edge is seen however short it is."""
+    """A band over all rows; its edge is visible even if it is short."""
     axis.axvspan(begin_ms, begin_ms + width_ms, color=colour, alpha=0.25, linewidth=0)
-    if colour != COLOURS["update"]:  # which begins where the barrier ends
+    if colour != COLOURS["update"]:  # an update begins where the barrier ends
         axis.axvline(begin_ms, color=colour, linewidth=1.5)
 
 

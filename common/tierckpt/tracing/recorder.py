@@ -1,30 +1,32 @@
-"""Trace: when this rank did what, as Chrome-trace JSON, for one time axis with the allreduces.
+"""Trace: one rank's activities with their times, on one time axis with the allreduces.
 
-Off unless `trace_dir` is set; then each rank appends to `<trace_dir>/trace-r<rank>.json` through
-the first `trace_steps` boundaries of its run. `tierckpt trace` reads these files; so do Chrome's
+The format is Chrome-trace JSON.
+
+Off unless `trace_dir` is set; then each rank appends to `<trace_dir>/trace-r<rank>.json` during the
+first `trace_steps` boundaries of its run. `tierckpt trace` reads these files; so do Chrome's
 `about:tracing` and Perfetto.
 
-The file is a JSON array that is never closed, which both viewers accept: whatever kills the
-process, what was written before is readable. A new run cuts off a torn last line and goes on
-behind it. Time stamps are microseconds of Unix time, taken once and carried on by the monotonic
-clock, so that a clock that is set while the job runs bends nothing.
+The file is a JSON array that is never closed, which both viewers accept: everything written before
+a kill is readable. A new run cuts off an incomplete last line and continues after it. Time stamps
+are microseconds of Unix time, read once and continued by the monotonic clock, so that setting the
+clock during the job changes nothing.
 
-Kinds of entries, which are their `cat`:
+Kinds of entries (their `cat`):
 
-| kind | row | what |
+| kind | row | meaning |
 |---|---|---|
 | `begin` | training | a run begins: rank, process id, host |
 | `boundary`, `barrier` | training | the two stalls |
 | `update` | training | an optimizer changes the weights |
 | `trace` | training | this recorder writes its file |
 | `slot` | copier | finding a slot, and waiting for it |
-| `copy` | the thread that did it | a block (on a GPU: a batch of them), copied and hashed |
-| `tree` | the thread that did it | the same of the rank tree, which belongs to no layer |
-| `seal` | the thread that did it | header, manifest and seal |
+| `copy` | the copying thread | a block (on a GPU: a batch of them), copied and hashed |
+| `tree` | the copying thread | the same for the rank tree, which belongs to no layer |
+| `seal` | the copying thread | header, manifest and seal |
 | `release` | launches | the reduction of these parameters was launched |
-| `allreduce` | allreduce | from there to its end, where the adapter can tell |
-| `write`, `commit` | agent | durations as the agent told them, drawn from the seal on |
-| `names` | training | what another timeline calls the reductions, and of which layers they are |
+| `allreduce` | allreduce | from there to its end, if the adapter knows it |
+| `write`, `commit` | agent | durations reported by the agent, drawn from the seal on |
+| `names` | training | names of the reductions in another timeline, and their layers |
 """
 
 from __future__ import annotations
@@ -52,22 +54,22 @@ ROW_NAMES = ("training", "copier", "launches", "allreduce", "agent")
 TRAINING, COPIER, LAUNCHES, ALLREDUCE, AGENT = range(len(ROW_NAMES))
 
 MOST_BYTES = 64 * 1024 * 1024
-"""A file that is longer takes no more, however many steps are still asked for."""
+"""A longer file is not continued, however many steps are left."""
 END_SECONDS = 1.0
-"""How long the last boundary waits for what is over already, and only has to say so."""
+"""Time that the last boundary waits for reductions that have ended and are not recorded yet."""
 
 
 class Trace:
     """One rank's recorder; see the module's text.
 
-    `copied`, `span` and `released` may be called by any thread and only append to a queue;
-    everything else is the training thread's. Times are `time.perf_counter()` seconds. Whatever goes
-    wrong ends the recording with a notice, and never raises.
+    Any thread may call `copied`, `span` and `released`, which only append to a queue; all other
+    methods belong to the training thread. Times are `time.perf_counter()` seconds. Any error ends
+    the recording with a notice, and is never raised.
 
     Args:
-        path: the file; made or continued. OSError when that is not possible, ValueError when it is
-            something else's.
-        steps: so many boundaries are recorded, from now on.
+        path: the file; made or continued. Raises OSError if that is not possible, ValueError if it
+            is not a trace.
+        steps: number of boundaries to record from now on.
         name_of: the name of a parameter.
         notice: called with a sentence when the recording ends early.
     """
@@ -87,11 +89,12 @@ class Trace:
         self._notice = notice
         self._trainer = threading.get_ident()
         self._queue: deque[Callable[[], str]] = deque()
-        """Lines to be, made by the training thread: the others have better things to do."""
+        """Functions that make lines; the training thread calls them, to save the other threads the
+        time."""
         self._layers: tuple[CopyPlan | None, list[list[str]]] = (None, [])
         self._sealed_at: dict[int, float] = {}
         self._reducing: set[torch.futures.Future[Any]] = set()
-        """Reductions whose end was not recorded yet."""
+        """Reductions with an end that is not recorded yet."""
         self._update_begin: float | None = None
         self._epoch_us = time.time_ns() / 1e3 - 1e6 * time.perf_counter()
         self._file: BinaryIO | None = _open(path)
@@ -107,7 +110,7 @@ class Trace:
         row: int | None = None,
         **args: Any,
     ) -> None:
-        """Something lasted; without a row it is on that of the calling thread."""
+        """Record a duration; the default row is that of the calling thread."""
         row = self._row() if row is None else row
         if kind == "seal":
             self._sealed_at[args["version"]] = end_seconds
@@ -116,12 +119,12 @@ class Trace:
     def copied(
         self, version: int, plan: CopyPlan, blocks: Sequence[int], begin_seconds: float
     ) -> None:
-        """Blocks were copied and hashed, from `begin_seconds` until now."""
+        """Record that blocks were copied and hashed, from `begin_seconds` until now."""
         end_seconds, row = time.perf_counter(), self._row()
 
         def line() -> str:
-            known = self._layers_of(plan)
-            layers = list(dict.fromkeys(chain.from_iterable(known[b] for b in blocks)))
+            by_block = self._layers_of(plan)
+            layers = list(dict.fromkeys(chain.from_iterable(by_block[b] for b in blocks)))
             nbytes = sum(plan.layout.blocks[b].nbytes for b in blocks)
             args = {"version": version, "bytes": nbytes, "layers": layers}
             return self._line("copy", label(layers), row, begin_seconds, end_seconds, args)
@@ -135,10 +138,10 @@ class Trace:
         reduction: torch.futures.Future[Any] | None = None,
         launched_seconds: float | None = None,
     ) -> None:
-        """The reduction of these parameters' gradients was launched: then, or just now.
+        """Record the launch of the reduction of these parameters' gradients (default: now).
 
-        A `reduction` tells when it ends. On a GPU it is done as soon as it is enqueued, which
-        would tell nothing, so it is not asked.
+        A `reduction` reports its end. On a GPU it is done as soon as it is enqueued, so its end
+        means nothing and is not recorded.
         """
         begin, held = launched_seconds or time.perf_counter(), list(params)
 
@@ -165,7 +168,8 @@ class Trace:
     # --- training thread -----------------------------------------------------------------------
 
     def boundary(self, version: int, begin_seconds: float) -> Trace | None:
-        """A boundary is over: write what was recorded. None once all asked for is recorded."""
+        """A boundary is over: write the queue. Returns None when all requested steps are
+        recorded."""
         begin = time.perf_counter()
         self.span("boundary", begin_seconds, begin, version=version)
         self._left -= 1
@@ -178,14 +182,15 @@ class Trace:
         return None if self._file is None else self
 
     def _await_ends(self) -> None:
-        """Of reductions that are over: who waited for one may go on before its callback was called,
-        and here nothing comes later that would write it."""
+        """Wait for the callbacks of reductions that have ended: a waiter may continue before the
+        callback, and after the last boundary nothing would write it."""
         give_up = time.monotonic() + END_SECONDS
         while any(r.done() for r in tuple(self._reducing)) and time.monotonic() < give_up:
             time.sleep(0.001)
 
     def watch(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Any]:
-        """Record their updates; returns the hooks' handles. To be called after the barrier's."""
+        """Record their updates; returns the hooks' handles. Call it after the barrier's hook is
+        installed."""
         handles: list[Any] = []
         for name, optimizer in optimizers.items():
             handles.append(optimizer.register_step_pre_hook(self._before_update))
@@ -193,9 +198,9 @@ class Trace:
         return handles
 
     def know(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Record under which names a library's own timeline has the reductions.
+        """Record the names of the reductions in a library's own timeline.
 
-        `names`: for each name the parameters whose gradients go by it. Mostly one; several where
+        `names`: for each name the parameters with gradients under it. Mostly one; several if
         reductions that never run at the same time share a name. Empty: that timeline has none of
         this rank's.
         """
@@ -205,7 +210,7 @@ class Trace:
         )
 
     def _before_update(self, *_: Any) -> None:
-        # Horovod's step is a step around a step: the last beginning is the one of the update.
+        # Horovod's step is a step around a step: the last start is the one of the update.
         self._update_begin = time.perf_counter()
 
     def _after_update(self, name: str) -> Callable[..., None]:
@@ -217,7 +222,7 @@ class Trace:
         return after_update
 
     def on_event(self, event: Event) -> None:
-        """A callback of the event log: what the agent did, from what it told."""
+        """A callback of the event log: record the agent's work from its report."""
         if event.name not in ("committed", "failed"):
             return
         begin = self._sealed_at.pop(event.version, None)
@@ -228,14 +233,14 @@ class Trace:
                 begin = end
 
     def close(self) -> None:
-        """Write what is left and close the file; what is recorded later is dropped."""
+        """Write the queue and close the file; later records are dropped."""
         self._flush()
         if self._file is not None:
             self._file.close()
             self._file = None
         self._queue.clear()
         self._reducing.clear()
-        self._layers = (None, [])  # a plan holds on to every tensor of the state
+        self._layers = (None, [])  # a plan keeps every tensor of the state alive
 
     # --- the file ------------------------------------------------------------------------------
 
@@ -261,7 +266,7 @@ class Trace:
         )
 
     def _us(self, seconds: float) -> int:
-        """Unix time in whole microseconds, of which a float in JSON can hold no fractions."""
+        """Unix time in whole microseconds: a float in JSON has no room for fractions of them."""
         return round(self._epoch_us + 1e6 * seconds)
 
     def _layers_of(self, plan: CopyPlan) -> list[list[str]]:
@@ -276,12 +281,12 @@ class Trace:
         return self._layers[1]
 
     def _flush(self) -> None:
-        """Write the queue out in one call, so that a line is torn only by a machine that stops."""
+        """Write the queue in one call, so that only a machine failure leaves an incomplete line."""
         if self._file is None:
             return
         try:
             lines = []
-            while self._queue:  # other threads append to it meanwhile
+            while self._queue:  # other threads append to it at the same time
                 lines.append(self._queue.popleft()())
             data = "".join(lines).encode()
             if self._file.write(data) != len(data):
@@ -298,7 +303,7 @@ class Trace:
 def open_trace(
     config: Config, rank: int, name_of: Callable[[torch.Tensor], str], log: EventLog
 ) -> Trace | None:
-    """The recorder that the settings ask for, if any; a notice when it cannot be had."""
+    """The recorder that the settings request, if any; a notice if it cannot be opened."""
     if not config.trace_dir:
         return None
 
@@ -309,7 +314,7 @@ def open_trace(
     try:
         trace = Trace(path, rank, config.trace_steps, name_of, notice)
     except (OSError, ValueError) as error:
-        notice(f"no trace is recorded to {path}: {error}; see the setting trace_dir")
+        notice(f"no trace is recorded to {path}: {error}; check the setting trace_dir")
         return None
     log.add_callback(trace.on_event)
     return trace
@@ -324,13 +329,13 @@ def layer_of(name: str) -> str:
 
 
 def label(layers: Sequence[str]) -> str:
-    """A short name for a few parameters."""
+    """A short name for some parameters."""
     more = f" +{len(layers) - 1}" if len(layers) > 1 else ""
     return f"{layers[0]}{more}" if layers else "nothing"
 
 
 def row_names(pid: int, process: str, rows: Sequence[str]) -> list[dict[str, Any]]:
-    """Chrome's entries that give a process and its rows their names, and keep them in order."""
+    """Chrome's entries that name a process and its rows, and fix their order."""
     names = [{"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}}]
     for tid, row in enumerate(rows):
         where = {"ph": "M", "pid": pid, "tid": tid}
@@ -340,7 +345,7 @@ def row_names(pid: int, process: str, rows: Sequence[str]) -> list[dict[str, Any
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file, ready for another line. Raises ValueError when it is no trace."""
+    """Open the file for another line. Raises ValueError if it is not a trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+b", buffering=0)
     try:
@@ -350,8 +355,8 @@ def _open(path: Path) -> BinaryIO:
         file.seek(0)
         content = file.read()
         if not content.startswith(b"[\n"):
-            raise ValueError("the file is there, and it is not a trace of ours")
-        # A killed writer may have left half a line, and nothing can follow on that.
+            raise ValueError("the file exists, and it is not a trace of Tierckpt")
+        # A killed writer may have left an incomplete line.
         file.truncate(content.rindex(b"\n") + 1)
         file.seek(0, os.SEEK_END)
     except BaseException:

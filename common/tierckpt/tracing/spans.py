@@ -1,4 +1,4 @@
-"""Spans: what happened on some rank from when to when. Pure; all times are microseconds."""
+"""Spans: activities of a rank with start and end. Pure; all times are microseconds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tierckpt.errors import TierckptError
 
 
 class TimelineError(TierckptError):
-    """A file cannot be used for a timeline; the text names it, and says why and what to do."""
+    """A file cannot be used for a timeline; the text names it, the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """From `begin_us` to `end_us`, Unix time; an instant when the two are equal."""
+    """An activity from `begin_us` to `end_us`, Unix time; an instant if the two are equal."""
 
     kind: str
-    """See the table in `tierckpt.tracing.recorder`; Horovod adds `negotiate`."""
+    """A kind from the table in `tierckpt.tracing.recorder`, or Horovod's `negotiate`."""
     rank: int
     begin_us: int
     end_us: int
@@ -26,18 +26,18 @@ class Span:
     version: int = -1
     nbytes: int = 0
     layers: tuple[str, ...] = ()
-    """Parameters that it is about."""
+    """Parameters concerned."""
     launched_us: int | None = None
-    """When the first rank asked for an allreduce, if the span itself begins later than that."""
+    """The time at which the first rank requested an allreduce, if the span itself begins later."""
 
     @property
     def us(self) -> int:
-        """Duration."""
+        """The duration."""
         return self.end_us - self.begin_us
 
     @property
     def latency_us(self) -> int:
-        """From the launch to the end."""
+        """The time from the launch to the end."""
         return self.end_us - (self.begin_us if self.launched_us is None else self.launched_us)
 
 
@@ -46,23 +46,23 @@ class Timeline:
     """Spans of all ranks."""
 
     notes: list[str] = field(default_factory=list)
-    """What a reader should know about how it came about."""
+    """Notes for the reader about the origin of the timeline."""
     _spans: dict[tuple[int, str], list[Span]] = field(default_factory=dict)
-    """By rank and kind, in the order in which they began."""
+    """By rank and kind, in order of their start."""
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Put more on the axis."""
+        """Add spans."""
         for span in spans:
             self._spans.setdefault((span.rank, span.kind), []).append(span)
-        for known in self._spans.values():
-            known.sort(key=_order)
+        for members in self._spans.values():
+            members.sort(key=_order)
 
     def of(
         self, *kinds: str, rank: int | None = None, version: int | None = None, from_us: int = 0
     ) -> list[Span]:
-        """Those of some kinds (none given: of all), in the order in which they began.
+        """Spans of some kinds (default: all) in order of their start.
 
-        Of one rank or version only, if given, and only those that began at `from_us` or later.
+        Optionally of one rank or version only, and only those that start at `from_us` or later.
         """
         found = [
             span
@@ -78,30 +78,30 @@ class Timeline:
         return sorted({rank for rank, _ in self._spans})
 
     def communication(self, rank: int) -> list[Span]:
-        """The allreduces that a rank took part in, launched when this very rank asked for them.
+        """A rank's allreduces, each launched when this very rank requested it.
 
-        Horovod's timeline is rank 0's, whose allreduces are everybody's: a rank that has none of
-        its own is given those. When a rank asked is in its own trace; in Horovod's there is only
-        when the first of all did, which may be before this one had finished the step before.
+        Horovod's timeline is rank 0's, with the allreduces of all ranks: a rank without its own
+        gets those. The time of a rank's request is in its own trace. Horovod's timeline has only
+        the first rank's request, which may come before this rank has finished the step before.
         """
         with_any = [r for r, kind in self._spans if kind == "allreduce"]
         source = rank if rank in with_any else min(with_any, default=rank)
-        asked: dict[str, list[int]] = {}
+        requests: dict[str, list[int]] = {}
         for release in self.of("release", rank=rank):
             for layer in release.layers:
-                asked.setdefault(layer, []).append(release.begin_us)
-        return [_as_asked_by(span, asked) for span in self.of("allreduce", rank=source)]
+                requests.setdefault(layer, []).append(release.begin_us)
+        return [_as_requested(span, requests) for span in self.of("allreduce", rank=source)]
 
 
-def _as_asked_by(span: Span, asked: dict[str, list[int]]) -> Span:
-    """Launched at the last asking before its end, but at its own beginning at the latest: asking is
-    noted when it was done, at times too late."""
-    times = [t for layer in span.layers for t in asked.get(layer, ()) if t <= span.end_us]
+def _as_requested(span: Span, requests: dict[str, list[int]]) -> Span:
+    """The span with the last request before its end as its launch, at the latest at its own start:
+    requests are noted after they were made, sometimes too late."""
+    times = [t for layer in span.layers for t in requests.get(layer, ()) if t <= span.end_us]
     if span.launched_us is None or not times:
         return span
     return replace(span, launched_us=min(max(span.launched_us, max(times)), span.begin_us))
 
 
 def _order(span: Span) -> tuple[int, int]:
-    """What lasts longer comes first: it is around the other."""
+    """Longer spans come first: they contain the others."""
     return (span.begin_us, -span.end_us)

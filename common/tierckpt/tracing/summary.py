@@ -1,10 +1,10 @@
-"""Summary: a timeline in numbers. Pure; `tables` in `command` prints them.
+"""Summary: a timeline in numbers. Pure; `cli.trace.tables` prints them.
 
-A copy is *hidden under communication* while an allreduce is under way (launched, and not yet done;
-or, more strictly, while its data moves: behind Horovod's negotiation), *under backward* between the
-first launch after a boundary and the barrier, and *under computing* between the boundary and the
-barrier, which is all the time in which weights lie still and the training thread does something
-else. Each copying thread's time counts by itself.
+A copy is *hidden under communication* while an allreduce is in progress (launched and not done; or,
+more strictly, while its data moves, after Horovod's negotiation). It is hidden *under backward*
+between the first launch after a boundary and the barrier, and *under computing* between the
+boundary and the barrier: weights do not change then, and the training thread does other work. The
+time of each copying thread counts separately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .spans import Span, Timeline
 
 SIZE_FACTOR = 4
-"""Each bucket of message sizes reaches so many times as far as the one before."""
+"""The upper limit of each size bucket is this multiple of the one before."""
 SMALLEST_BUCKET_BYTES = 1024
 
 KINDS = ("boundary", "barrier", "slot", "copy", "tree", "seal", "write", "commit", "trace")
@@ -23,7 +23,7 @@ KINDS = ("boundary", "barrier", "slot", "copy", "tree", "seal", "write", "commit
 
 @dataclass(frozen=True)
 class Stats:
-    """Of some durations in microseconds."""
+    """Statistics of some durations in microseconds."""
 
     count: int
     min_us: int
@@ -32,11 +32,13 @@ class Stats:
 
     @staticmethod
     def of(durations_us: Iterable[int]) -> Stats:
-        """All zero when there are none."""
-        known = list(durations_us)
-        if not known:
+        """Compute them; all zero for no durations."""
+        durations = list(durations_us)
+        if not durations:
             return Stats(0, 0, 0.0, 0)
-        return Stats(len(known), min(known), sum(known) / len(known), max(known))
+        return Stats(
+            len(durations), min(durations), sum(durations) / len(durations), max(durations)
+        )
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,14 @@ class SizeBucket:
     above_bytes: int
     upto_bytes: int
     latency: Stats
-    """From the launch to the end, waiting for the slowest rank included."""
+    """From the launch to the end, including the wait for the slowest rank."""
     moving: Stats
-    """The part behind the negotiation, where there is one."""
+    """The part after the negotiation, if there is one."""
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Microseconds of copying, all ranks and threads together, and what was going on meanwhile."""
+    """Microseconds of copying by all ranks and threads, split by the activity at the same time."""
 
     copy_us: int = 0
     communication_us: int = 0
@@ -62,20 +64,20 @@ class Hidden:
     computing_us: int = 0
 
     def share(self, part_us: int) -> float:
-        """Of all copying; 0 when there was none."""
+        """The share of all copying; 0 if there was none."""
         return part_us / self.copy_us if self.copy_us else 0.0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """See the module's text."""
+    """The numbers that the module describes."""
 
     ranks: int
     steps: int
-    """Boundaries per rank, in the mean."""
+    """Mean number of boundaries per rank."""
     buckets: tuple[SizeBucket, ...]
     gaps: Stats
-    """From the end of a weight update to the beginning of the next: weights lie still."""
+    """From the end of a weight update to the start of the next: weights do not change."""
     hidden: Hidden
     durations: dict[str, Stats]
     """By kind of span."""
@@ -96,7 +98,7 @@ def summarize(timeline: Timeline) -> Summary:
 
 
 def size_buckets(allreduces: Iterable[Span]) -> Iterator[SizeBucket]:
-    """Those buckets that are not empty, the smallest first."""
+    """The buckets that are not empty, the smallest first."""
     members: dict[int, list[Span]] = {}
     for span in allreduces:
         upto = SMALLEST_BUCKET_BYTES
@@ -113,7 +115,7 @@ def size_buckets(allreduces: Iterable[Span]) -> Iterator[SizeBucket]:
 
 
 def update_gaps(timeline: Timeline, rank: int) -> Iterator[int]:
-    """Microseconds between weight updates of one rank; lives are kept apart."""
+    """Microseconds between weight updates of one rank, within a run."""
     last: int | None = None
     for span in timeline.of("update", "begin", rank=rank):
         if span.kind == "begin":
@@ -125,7 +127,7 @@ def update_gaps(timeline: Timeline, rank: int) -> Iterator[int]:
 
 
 def hidden(timeline: Timeline, rank: int) -> Hidden:
-    """What one rank's copies were hidden under."""
+    """Durations under which one rank's copies were hidden."""
     copies = _intervals(timeline.of("copy", "tree", rank=rank))
     moving = timeline.communication(rank)
     backward, computing = windows(timeline, rank)
@@ -141,7 +143,7 @@ def hidden(timeline: Timeline, rank: int) -> Hidden:
 
 
 def windows(timeline: Timeline, rank: int) -> tuple[list[Interval], list[Interval]]:
-    """Of every step that reached its barrier: (backward, as far as seen; boundary to barrier)."""
+    """For every step that reached its barrier: (backward, as far as seen; boundary to barrier)."""
     backward, computing = [], []
     begin_us: int | None = None
     launch_us: int | None = None
@@ -163,13 +165,13 @@ def _intervals(spans: Iterable[Span]) -> list[Interval]:
 
 
 def _sum(parts: Iterable[Hidden]) -> Hidden:
-    known = list(parts)
+    summands = list(parts)
     return Hidden(
-        copy_us=sum(h.copy_us for h in known),
-        communication_us=sum(h.communication_us for h in known),
-        moving_us=sum(h.moving_us for h in known),
-        backward_us=sum(h.backward_us for h in known),
-        computing_us=sum(h.computing_us for h in known),
+        copy_us=sum(h.copy_us for h in summands),
+        communication_us=sum(h.communication_us for h in summands),
+        moving_us=sum(h.moving_us for h in summands),
+        backward_us=sum(h.backward_us for h in summands),
+        computing_us=sum(h.computing_us for h in summands),
     )
 
 
@@ -177,7 +179,7 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in order; empty ones vanish. O(n log n)."""
+    """The same points as disjoint intervals in order, without empty ones. O(n log n)."""
     found: list[Interval] = []
     for begin, end in sorted(i for i in intervals if i[0] < i[1]):
         if found and begin <= found[-1][1]:
@@ -188,7 +190,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """What two unions have in common, as a union; a sweep over both. O(n)."""
+    """The intersection of two unions, as a union; a sweep over both. O(n)."""
     found: list[Interval] = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -203,22 +205,23 @@ def intersection(one: list[Interval], other: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Of a union: all of it together."""
+    """The total length of a union."""
     return sum(end - begin for begin, end in intervals)
 
 
 def overlap(intervals: Iterable[Interval], cover: list[Interval]) -> int:
-    """How much of these, each counted by itself, lies under the union `cover`.
+    """The total length of the parts of these intervals under the union `cover`.
 
-    Two threads that copy at the same time have copied for twice the time.
+    Each interval counts separately: two threads that copy at the same time have copied for twice
+    the time.
     """
     return sum(length(intersection([i], cover)) for i in intervals if i[0] < i[1])
 
 
 def lanes(intervals: list[Interval]) -> list[int]:
-    """A lane for each, so that none overlaps another in its lane; first come, lowest lane.
+    """The lowest free lane for each interval, so that none overlaps another in its lane.
 
-    They are given in the order in which they begin.
+    The intervals must be in order of their start.
     """
     free_from: list[int] = []
     chosen = []

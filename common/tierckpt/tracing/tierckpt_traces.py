@@ -1,4 +1,4 @@
-"""Our own traces as spans; `tierckpt.tracing.recorder` says what is in them."""
+"""Tierckpt's own traces as spans; `tierckpt.tracing.recorder` describes their contents."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .spans import Span, TimelineError
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is in one rank's file."""
+    """The contents of one rank's file."""
 
     spans: list[Span]
     reductions: Mapping[str, tuple[str, ...]] | None
-    """What Horovod's timeline calls the reductions, and the parameters that each is of, as the
-    newest life says that knows the name. Empty: it has none of them; None: nobody said."""
+    """Names of the reductions in Horovod's timeline, and the parameters of each, from the newest
+    run that has the name. Empty: it has none of them; None: unknown."""
 
 
 def read_trace(path: Path) -> Recorded:
@@ -28,19 +28,19 @@ def read_trace(path: Path) -> Recorded:
     entries = list(read_entries(path))
     if not any(e.get("cat") == "begin" for e in entries):
         raise TimelineError(
-            f"{path} is no trace that a rank wrote (trace-r00000.json and so on, in the folder "
-            "named by the setting trace_dir); Horovod's timeline goes behind --horovod"
+            f"{path} is not a trace of a rank (trace-r00000.json and so on, in the folder of the "
+            "setting trace_dir); give Horovod's timeline with --horovod"
         )
     try:
         return Recorded(list(_in_order(list(_spans(entries)))), _reductions(entries))
     except (KeyError, TypeError, IndexError) as error:
-        raise TimelineError(f"{path} has an entry of a form unknown here: {error!r}") from error
+        raise TimelineError(f"{path} has an entry of unknown form: {error!r}") from error
 
 
 def _in_order(spans: list[Span]) -> Iterable[Span]:
-    """An allreduce ends before the update that needs it.
+    """End each allreduce before the update that needs it.
 
-    Its end is noted by a callback, which may have to wait until Python is free to run it.
+    A callback notes its end, and may have to wait for Python to run it.
     """
     updates = sorted(s.begin_us for s in spans if s.kind == "update")
     for span in spans:
@@ -54,7 +54,7 @@ def _reductions(entries: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]
     runs = [e["args"]["reductions"] for e in entries if e.get("cat") == "names"]
     if not runs:
         return None
-    return {name: tuple(layers) for known in runs for name, layers in known.items()}
+    return {name: tuple(layers) for names in runs for name, layers in names.items()}
 
 
 def _spans(entries: Iterable[dict[str, Any]]) -> Iterable[Span]:

@@ -1,7 +1,8 @@
-"""Agents of a job of two nodes, with all levels on, meet their end in mid-flush and mid-exchange.
+"""Agents of a job of two nodes, with all levels on, die in mid-flush and mid-exchange.
 
-The training goes on, the next commit starts another agent, what was being flushed is flushed all
-the same, what was being protected is told as lost, and what comes after it is protected.
+The training goes on, and the next commit starts another agent. It flushes the version that was
+being flushed. The version that was being protected is reported as lost, and later ones are
+protected.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ IN_MID_EXCHANGE = ["meet", "send", "write", "end", "commit"]
 
 @pytest.fixture
 def job(job: Job) -> Job:
-    """Nodes with a disk each, protected by each other, and a persistent place for v16 and the last
+    """Nodes with a disk each, protected by each other, and a persistent store for v16 and the last
     version."""
     job.settings.update(
         path=str(job.folder / "{node}" / "ckpts"),
@@ -47,7 +48,7 @@ def job(job: Job) -> Job:
 
 
 def lose(job: Job, *nodes: int) -> None:
-    """The nodes' disks, and the memory of all: everything was switched off."""
+    """Remove the nodes' disks, and the memory of all: everything was switched off."""
     job.reboot()
     for node in nodes:
         shutil.rmtree(job.folder / f"node{node}")
@@ -62,8 +63,8 @@ def flushed(job: Job) -> list[int]:
 
 
 def start(job: Job, rule: str, version: int, **settings: object) -> Life:
-    """A run that stands still, or is over the last gate but one, when the rule has fired, in what
-    becomes of `version`: however slow the agents are, there is training left to be done then."""
+    """A run that is stopped, or has one gate left, when the rule has fired for `version`: however
+    slow the agents are, there is training left to do then."""
     steps = range(version + 1, STEPS)
     gates = {f"before {step}": step for step in steps}
     life = job.start({VICTIM: rule}, gates=gates, settings=settings).waiting(f"before {steps[0]}")
@@ -81,7 +82,7 @@ def start(job: Job, rule: str, version: int, **settings: object) -> Life:
 
 
 def go_on(life: Life) -> None:
-    """To the end, without another stop."""
+    """Run to the end, without another stop."""
     for gate in life.scenario.gates:
         life.open(gate)
     assert life.until_over().survived
@@ -106,14 +107,14 @@ def protected(job: Job, rank: int) -> list[int]:
 
 
 def check_that_it_was_replaced(job: Job) -> None:
-    """The victim's agent, once; and nobody is left of either."""
+    """The victim's agent was replaced once; no process of either is left."""
     texts = [text for kind in ("notice", "failed") for _, text in said(job, VICTIM, kind)]
     assert any("agent ended unexpectedly" in text for text in texts), texts
     job.agents_end()
 
 
 def check_that_nothing_is_left(job: Job) -> None:
-    """Of what was half done, on any level; and the place is free for the next job."""
+    """No unfinished file on any level; the place is free for the next job."""
     assert place(job).incomplete() == []
     assert not list((job.folder / "shared").glob("lease.*"))
     assert not list((job.folder / "shared").rglob(".*"))
@@ -157,7 +158,7 @@ def test_an_agent_killed_in_mid_exchange_costs_that_version_there(operation: str
 
 
 def test_an_agent_that_hangs_in_mid_flush_keeps_no_training_waiting(job: Job) -> None:
-    """As when the persistent store hangs: it goes on when that does."""
+    """As when the persistent store hangs: the agent continues when the store does."""
     rule = f"stop@file:{IN_MID_FLUSH['shard written']}"
     settings = {"when_busy": "skip", "persistent_every_steps": EARLIEST}
     life = start(job, rule, EARLIEST, **settings)

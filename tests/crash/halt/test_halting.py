@@ -1,4 +1,4 @@
-"""Told to end by a signal: under a real launcher, and where the process cannot do as it is told."""
+"""Halting by a signal: under a real launcher, and in processes that cannot react."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.crash.scenario import RANKS, VARIABLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "halting_job.py"
 STAND, LAST = 12, 14
-"""All ranks stand before this step; the one told there says so at v13, and v14 is the last."""
+"""All ranks stand before this step; the rank with the signal votes at v13, and v14 is the last."""
 GONE = f"kill@peer:op=begin,version={LAST}"
-"""An agent's end, when it is to protect the last version: before another can have joined it, whose
-exchange would be over at once."""
+"""The end of an agent that is to protect the last version. It comes before another agent can have
+joined: that one's exchange would end at once."""
 
 
 def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
-    """A run of the job, number 0, that stands before step STAND."""
+    """Start run 0 of the job; it waits before step STAND."""
     scenario = replace(job.scenario, life=0, gates={"stand": STAND})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3"]
@@ -49,7 +49,7 @@ def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[b
 
 
 def open_when_told(job: Job, ranks: list[int]) -> None:
-    """Let all ranks go on as soon as these have their signal."""
+    """Let all ranks continue once these have received their signal."""
     job.wait_for(lambda: all(job.journal(r, 0, signal=15) for r in ranks), f"SIGTERM at {ranks}")
     (job.folder / "stand").touch()
 
@@ -66,7 +66,7 @@ def both_ended_after_the_same_version(job: Job) -> None:
 
 
 def test_one_rank_is_told_and_all_end_with_one_last_version(job: Job) -> None:
-    """The loop never asks."""
+    """The loop never calls should_exit()."""
     torchrun = start_torchrun(job, asks=False)
     (line,) = (x for x in job.journal(1, 0) if "pid" in x)
     rank = Process(line["pid"])
@@ -81,7 +81,8 @@ def test_one_rank_is_told_and_all_end_with_one_last_version(job: Job) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_launcher_is_told_and_hands_it_on(job: Job, workers: int) -> None:
-    """The loop asks. It is handed on to process groups: to workers of DataLoaders, too."""
+    """The loop calls should_exit(). The launcher signals process groups, with workers of
+    DataLoaders, too."""
     torchrun = start_torchrun(job, asks=True, workers=workers)
     torchrun.send_signal(signal.SIGTERM)
     open_when_told(job, [0, 1])
@@ -91,7 +92,7 @@ def test_the_launcher_is_told_and_hands_it_on(job: Job, workers: int) -> None:
 
 
 def test_other_nodes_that_cannot_be_reached_do_not_keep_it_from_ending_in_time(job: Job) -> None:
-    """Node 1's agent is gone when the last version is to be protected; node 0's goes on alone."""
+    """Node 1's agent is gone when the last version is to be protected; node 0's continues alone."""
     job.settings |= {
         "path": str(job.folder / "{node}" / "ckpts"),
         "peer_redundancy": "partner",
@@ -114,7 +115,7 @@ def test_other_nodes_that_cannot_be_reached_do_not_keep_it_from_ending_in_time(j
     assert f"stays in {job.folder}/node0/ckpts, and the node's agent" in failed["message"]
 
 
-# --- processes that cannot do as they are told ---------------------------------------------------
+# --- processes that cannot react -----------------------------------------------------------------
 
 BEGIN = """
 import ctypes, os, signal, sys, time
@@ -126,14 +127,14 @@ signals = module.Signals(parse_signals("SIGTERM"), {patience_seconds})
 print("ready", flush=True)
 """
 BOUNDARY = "signals.passed_boundary()"
-# A wait that no signal interrupts, as in a collective whose other side is gone.
+# A wait that no signal interrupts, as in a collective with a dead peer.
 STUCK = """
 lock = ctypes.create_string_buffer(64)
 libc = ctypes.CDLL(None)
 libc.pthread_mutex_lock(lock)
 libc.pthread_mutex_lock(lock)
 """
-SLEEPS = "while not signals.came: time.sleep(0.001)\n"
+SLEEPS = "while not signals.received: time.sleep(0.001)\n"
 HEARD = 'print("heard", flush=True)\ntime.sleep(60)\n'
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -141,7 +142,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`start(program)`: a process that has said "ready"."""
+    """`start(program)`: a process that has printed "ready"."""
     started = []
 
     def run(
@@ -170,7 +171,7 @@ def test_before_the_first_boundary_a_signal_ends_at_once(start: Start) -> None:
 
 
 def test_the_same_signal_again_ends_at_once(start: Start) -> None:
-    """But not the echo of the first: this one's is told apart by a shorter time."""
+    """But not an echo of the first one: this one is recognized by a shorter time."""
     wait = f"{SLEEPS}first = time.monotonic()\n"
     wait += "while time.monotonic() < first + 0.2: time.sleep(0.001)\n"
     process = start(wait + HEARD, patch="module.REPEATED_SECONDS = 0.1")
@@ -188,11 +189,11 @@ def test_a_process_that_hangs_in_a_collective_ends(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("calm", "status"), [("signals.be_calm()\n", 0), ("", 128 + signal.SIGTERM)]
+    ("disarm", "status"), [("signals.disarm()\n", 0), ("", 128 + signal.SIGTERM)]
 )
-def test_one_that_is_at_its_end_may_take_its_time(start: Start, calm: str, status: int) -> None:
-    """And one that is not may not take so long: its end would come far beyond its patience."""
-    wait = f"{calm}{SLEEPS}first = time.monotonic()\n"
+def test_one_that_is_at_its_end_may_take_its_time(start: Start, disarm: str, status: int) -> None:
+    """Without `disarm` the same time is far beyond its patience."""
+    wait = f"{disarm}{SLEEPS}first = time.monotonic()\n"
     wait += "while time.monotonic() < first + 2: time.sleep(0.01)\nprint('done')\n"
     process = start(wait, patience_seconds=0.1)
     process.send_signal(signal.SIGTERM)
@@ -200,11 +201,11 @@ def test_one_that_is_at_its_end_may_take_its_time(start: Start, calm: str, statu
 
 
 def test_a_forked_child_ends_when_told_so_and_its_parent_hears_nothing(start: Start) -> None:
-    """As DataLoader ends its workers."""
+    """DataLoader ends its workers in this way."""
     child = "read, write = os.pipe()\nchild = os.fork()\n"
     child += "if not child:\n  os.write(write, b'!')\n  time.sleep(60)\n  os._exit(1)\n"
     child += "os.read(read, 1)\nos.kill(child, signal.SIGTERM)\n"
-    child += "print(os.waitpid(child, 0)[1], signals.came, flush=True)\n"
+    child += "print(os.waitpid(child, 0)[1], signals.received, flush=True)\n"
     process = start(child)
     assert process.stdout is not None
     assert process.stdout.readline() == f"{int(signal.SIGTERM)} None\n"

@@ -1,4 +1,4 @@
-"""Modules on several ranks: what one decodes all get, and peers rebuild what was encoded."""
+"""Codecs on several ranks: one rank decodes for all, and peers rebuild encoded shards."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def come_back_from_peers(place: Place) -> dict[str, Any]:
 def test_a_lost_node_is_rebuilt_from_encoded_shards(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Parity is of shards as they were sealed, whatever their nodes made of them."""
+    """Parity covers shards as they were sealed, whatever codecs their nodes use."""
     place = place_of(tmp_path, shm_dir)
     before = ranks(3).run(leave_behind, place)
     lose(place, tmp_path, 1)

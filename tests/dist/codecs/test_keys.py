@@ -54,7 +54,7 @@ def train_and_close(place: Place) -> None:
 
 
 def cannot_come_back(place: Place) -> str:
-    """This run's settings name no codec, so that nobody asked for a key at its beginning."""
+    """This run's settings name no codec, so no key was requested at its beginning."""
     attached = attach(make_job(), place)
     with pytest.raises(tierckpt.RestoreError) as caught:
         attached.ckpt.restore()

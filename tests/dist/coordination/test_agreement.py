@@ -301,7 +301,7 @@ def with_a_killed_agent(busy: bool, place: Place) -> dict[str, Any]:
         train(job, ckpt, range(2, 4))
     if victim:
         os.kill(victim, signal.SIGKILL)
-        ckpt._agent._line._process.wait()
+        ckpt._agent._connection._process.wait()
     train(job, ckpt, range(4 if busy else 2, 8))
     ckpt._agent.wait(None)
     train(job, ckpt, range(8, 11))

@@ -128,7 +128,7 @@ def test_a_rank_that_skips_alone_keeps_nobody(
         assert not both[1]["loud"], "rank 0 says it"
         text = both[0]["loud"][-1]
         assert "No further version is taken" in text
-        assert "all_reduce what they decide by" in text
+        assert "all_reduce the value that decides" in text
         if skips == (FIRST, 4):
             who = "some rank has" if nodes else "rank 1 has"
             assert f"rank 0 is at v5 in iteration 5, and {who} not come to the boundary" in text

@@ -1,4 +1,4 @@
-"""Whoever hears that the job is to end, all ranks end it at the same boundary, with one version."""
+"""Any rank may receive the request to end; all ranks end at the same boundary, with one version."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tierckpt.halt import controller, request_file
 DURABLE = {"local_every_steps": 1000}
 """Of itself, nothing would go to disk."""
 TOLD_AT = 5
-"""Steps that are behind when some rank is told."""
+"""Steps that are done when a rank receives the signal."""
 LAST = TOLD_AT + 2
 """It says so at the end of the step it is at, and all know at the end of the next."""
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Where a signal came, its handler stays until the process ends; these ranks live on."""
+    """After a signal its handler stays until the process ends; these ranks live longer."""
     before = signal.getsignal(signal.SIGUSR1)
     try:
         yield
@@ -54,7 +54,8 @@ def restored(place: Place, job: Job, **settings: Any) -> tuple[int, dict[str, in
 
 
 def asking(place: Place, settings: dict[str, Any], asker: int | None = None) -> dict[str, Any]:
-    """An ordinary loop; with `asker`, only that rank asks, and the others go on as long as it."""
+    """An ordinary loop; with `asker`, only that rank calls should_exit(), and the others stop when
+    it does."""
     with handlers_kept():
         job = make_job()
         attached = attach(job, place, **settings)
@@ -80,7 +81,7 @@ def test_should_exit_says_the_same_on_all_ranks(ranks: Any, tmp_path: Path, shm_
     zero, one = ranks(2).run(asking, place, DURABLE)
     for told in (zero, one):
         assert told["answers"] == [False] * (LAST - 1) + [True, True]
-        # At once, without the script; and what the script's own end brings.
+        # At once, without the script; and the effects of the script's own end.
         assert told["at"] == (LAST + 1, [LAST, LAST + 1])
         assert told["again"] == (LAST + 1, {"local": 2}, told["digest"])
         assert len(told["told"]) == 1
@@ -99,7 +100,7 @@ def test_it_is_enough_that_one_rank_asks(ranks: Any, tmp_path: Path, shm_dir: Pa
 def test_of_a_job_without_a_level_on_disk_the_last_version_goes_there_all_the_same(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """And memory is left as it is, for a successor on these nodes."""
+    """Memory stays as it is, for a successor on these nodes."""
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(2).run(asking, place, {}):
         assert told["at"] == (LAST + 1, [LAST])
@@ -140,7 +141,7 @@ def test_a_loop_that_never_asks_is_ended_on_all_ranks_at_once(
 
 
 def wrapped(place: Place) -> dict[str, Any]:
-    """Only the forward pass is a boundary, and no line of ours is in the loop."""
+    """Only the forward pass is a boundary; the loop has no line for Tierckpt."""
     with handlers_kept():
         job = make_job(optimizer=sgd)
         optimizer = ddp_ckpt.wrap(
@@ -178,7 +179,8 @@ def test_a_script_that_cannot_be_touched_is_ended_too(
 
 
 def requested(place: Place) -> tuple[int, list[int]]:
-    """Rank 1 writes it while the job runs; rank 0, its node's first, sees it on its thread."""
+    """Rank 1 writes the request while the job runs; rank 0, its node's first, reads it on its
+    thread."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller, "LOOK_SECONDS", 0.01)
         os.makedirs(place.path, exist_ok=True)
@@ -186,7 +188,7 @@ def requested(place: Place) -> tuple[int, list[int]]:
         attached = attach(job, place, **DURABLE)
         deadline = time.monotonic() + 30
         while not attached.ckpt.should_exit():
-            assert time.monotonic() < deadline, "nobody saw the request"
+            assert time.monotonic() < deadline, "no rank saw the request"
             job.iterate(attached.ckpt.iteration)
             attached.ckpt.step()
             if attached.ckpt.iteration == 2 and rank() == 1:

@@ -1,4 +1,4 @@
-"""What happens between a boundary and the next step: evaluations, and forward passes that change
+"""Actions between a boundary and the next step: evaluations, and forward passes that change
 weights."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def evaluated(place: Place) -> dict[str, Any]:
     course = train(job, attached.ckpt, range(STEPS - 1))
     taken = attached.ckpt._active.snapshot
     assert taken is not None
-    taken.wait_done()  # in place of an evaluation: nobody calls the checkpointer
+    taken.wait_done()  # in place of an evaluation: the checkpointer is not called
     told = {"sealed": taken.phase is Phase.SEALED, "barrier": taken.clock.barrier}
     gradients = job.iterate(STEPS - 1)
     attached.ckpt.abandon()
@@ -66,7 +66,7 @@ def test_a_version_is_sealed_on_all_ranks_while_they_evaluate(
 
 
 class Renormed(Net):
-    """Each rank's forward pass scales the rows that its own batch looks up."""
+    """Each rank's forward pass scales the rows that its own batch uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_weights_that_the_forward_pass_scales_come_back_on_each_rank_as_they_wer
 
 
 class Normalised(nn.Linear):
-    """Its weights are made unit vectors in each forward pass, in place, as EDM2's are."""
+    """Each forward pass normalises its weights in place, as EDM2 does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -185,4 +185,4 @@ def misnamed(place: Place) -> str:
 
 def test_a_name_that_no_parameter_has_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for text in ranks(2).run(misnamed, Place.under(tmp_path, shm_dir)):
-        assert "forward_changes: 'haed.bias' is the name of no parameter" in text
+        assert "forward_changes: no parameter has the name 'haed.bias'" in text

@@ -1,4 +1,4 @@
-"""Checkpoints for loops that never mention them: the next forward pass is the boundary."""
+"""Checkpoints for loops without any call: the next forward pass is the boundary."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_schedulers_and_scalers_do_not_notice(ranks: Any, tmp_path: Path, shm_di
 
 
 def forwards_that_are_no_boundary(place: Place) -> list[int]:
-    """Evaluation passes, passes without gradients, and the micro-batches of an accumulation."""
+    """Evaluation passes, passes without gradients, and micro-batches of an accumulation."""
     job, optimizer, ckpt = wrapped(place)
     versions = []
     for iteration in range(5):
@@ -176,7 +176,7 @@ def explicit_boundary(place: Place) -> tuple[Any, ...]:
 
 
 def test_an_explicit_boundary_is_step_alone(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """16 steps of the optimizer, one call of step(): version 16, iteration 1. One rank says that
+    """16 steps of the optimizer, one call of step(): version 16, iteration 1. One rank reports that
     the call was late."""
     told = ranks(2).run(explicit_boundary, Place.under(tmp_path, shm_dir))
     for rank, (*numbers, found, loud) in enumerate(told):
@@ -236,7 +236,7 @@ def test_several_optimizers_are_wrapped_at_once(
 
 
 def wrapped_twice(place: Place) -> dict[str, str]:
-    """What is said of a second call, and whether it left the first one's alone."""
+    """The message after a second call, and whether the first checkpointer is untouched."""
     job, optimizer, ckpt = wrapped(place)
     other = make_job(optimizer=sgd)
     elsewhere = f"{place.path} elsewhere"
@@ -302,7 +302,7 @@ if end == "destroy":
 
 
 def run_script(folder: Path, shm: Path, name: str, steps: int, end: str) -> list[Any]:
-    """Two ranks of the script; judged by what it saved, since gloo's teardown may abort."""
+    """Run two ranks of the script; its saved state counts, since gloo's teardown may abort."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     meeting, results = folder / f"{name}.meeting", folder / name
@@ -338,7 +338,7 @@ def run_script(folder: Path, shm: Path, name: str, steps: int, end: str) -> list
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What eight steps give."""
+    """The result of eight steps."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     return run_script(folder, Path(os.environ["TIERCKPT_SHM_DIR"]), "whole", 8, "")
 
@@ -349,7 +349,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_a_script_with_one_more_line_resumes(
     end: str, resumes_at: int, uninterrupted: list[Any], tmp_path: Path, shm_dir: Path
 ) -> None:
-    """At a good end the last version is taken too; else the one whose next step completed it."""
+    """After a clean end the last version exists, too; otherwise the last one that a next step
+    completed."""
     first = run_script(tmp_path, shm_dir, "first", 6, end)
     second = run_script(tmp_path, shm_dir, "second", 8, "")
     assert [start for start, _ in first + uninterrupted] == [0] * 4

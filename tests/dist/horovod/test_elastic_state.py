@@ -311,7 +311,7 @@ def test_what_cannot_be_called_is_refused_when_the_state_is_made(
 ) -> None:
     """And not when it is first brought together."""
     told = ranks(1, HOROVODRUN).run(without_what_can_be_called, Place.under(tmp_path, shm_dir))
-    assert told == [["3 is no tierckpt.Cal", "on_event is 3; give "]]
+    assert told == [["3 is not a tierckpt.Cal", "on_event is 3; give "]]
 
 
 def watched(place: Place) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""What several ranks wrote, read by one process that is none of them."""
+"""Versions of several ranks, read by one process outside the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ STEPS, RANKS = 4, 3
 
 
 def leave_behind(place: Place, scheme: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Each rank is a node; ended as by a crash. Returns what torch says of model and optimizer."""
+    """Each rank is a node, and the job ends as by a crash. Returns torch's states of model and
+    optimizer."""
     job = make_job()
     attached = attach(job, place, **settings(scheme))
     train(job, attached.ckpt, range(STEPS))
@@ -29,7 +30,7 @@ def leave_behind(place: Place, scheme: str) -> tuple[dict[str, Any], dict[str, A
 
 
 def images(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Whatever their order."""
+    """The tensors in row-major order."""
     return {name: exact.image(tensor) for name, tensor in tensors.items()}
 
 
@@ -41,7 +42,7 @@ def test_all_nodes_folders_make_the_whole(
     shm_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where one is lost: its shard is made again of the others' parity."""
+    """Also if one is lost: its shard is rebuilt from the others' parity."""
     monkeypatch.setenv("TIERCKPT_SHM_DIR", str(tmp_path))  # nothing of the job is in memory here
     place = place_of(tmp_path, shm_dir)
     model, optimizer = ranks(RANKS).run(leave_behind, place, "xor")[0]
@@ -57,5 +58,5 @@ def test_all_nodes_folders_make_the_whole(
     }
     assert saved.optimizers["optimizer"]["param_groups"] == optimizer["param_groups"]
     assert all(isinstance(value, torch.Tensor) for value in saved.model.values())
-    with pytest.raises(tierckpt.RestoreError, match="no version is there, complete and sound"):
+    with pytest.raises(tierckpt.RestoreError, match="no version is complete and sound"):
         tierckpt.load(tmp_path / "node0" / "ckpts")

@@ -1,4 +1,4 @@
-"""Where agents listen, on nodes with networks of their own: what cannot work is said at once.
+"""Addresses of agents on nodes with their own networks: a bad one is reported at once.
 
 Real network namespaces on a bridge. Making them takes root; without it, the tests are skipped.
 """
@@ -60,7 +60,7 @@ os._exit(0)
 def attached(
     network: Network, folder: Path, shm_dir: Path, interfaces: list[str], port: int = 0
 ) -> list[tuple[bool, str, list[tuple[str, int]]]]:
-    """By rank, one a node: whether the peer level is on, the errors told, and where anybody listens
+    """By rank, one a node: whether the peer level is on, its errors, and all addresses at which
     on that node."""
     processes = []
     for rank, interface in enumerate(interfaces):
@@ -115,7 +115,7 @@ def test_agents_listen_at_the_interface_and_the_port_that_are_set(
 def test_an_address_that_cannot_work_is_named_on_all_ranks(
     interfaces: list[str], wrong: str | None, network: Network, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """The nodes share a machine, and so its boot and its name, and not their loopbacks."""
+    """The nodes share a machine, so its boot and its name, but not their loopbacks."""
     for ready, errors, _ in attached(network, tmp_path, shm_dir, interfaces):
         assert ready == (wrong is None), errors
         if wrong is None:
@@ -126,7 +126,7 @@ def test_an_address_that_cannot_work_is_named_on_all_ranks(
 
 
 def test_an_interface_with_ipv6_alone_has_an_address(network: Network) -> None:
-    """The global one; the link-local one means nothing elsewhere."""
+    """It is the global one: a link-local address is useless to other nodes."""
     space = network.nodes[0]
     for change in (["del", f"{network.address(0)}/24"], ["add", "fd00::7/64", "nodad"]):
         subprocess.run(

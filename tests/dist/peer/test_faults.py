@@ -1,7 +1,7 @@
 """Agents of real jobs are killed, and disks fill up, while versions are protected.
 
-What a node's loss then costs is never more than the versions since the last protected one, and the
-events say which those are.
+The loss of a node then never costs more than the versions since the last protected one, and events
+name these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VICTIM = 1
 PARITY = ParityKey(VersionId(1, HIT), VICTIM, 2).stem
 DISK_BYTES = 2 << 20
 
-# One that never meets the others is waited for a minute: test_peer_processes, with less patience.
+# A member that never meets the others costs a minute; test_processes has shorter limits.
 BEFORE_THE_END = [f"kill@peer:op={op},version={HIT}" for op in ("send", "write", "end")]
 AFTER_IT = [
     f"kill@peer:op=commit,version={HIT}",
@@ -53,7 +53,7 @@ def agent_hit_by(rule: str, marks: str) -> Iterator[None]:
 
 
 def told_of(version: int, attached: Attached) -> None:
-    """Wait until this rank knows what became of the version on the peer level."""
+    """Wait until this rank has the version's result on the peer level."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not any(version in attached.versions(name, "peer") for name in ("committed", "failed")):
         assert time.monotonic() < deadline, [e.text() for e in attached.events]
@@ -72,7 +72,7 @@ def report(attached: Attached, course: dict[int, str]) -> dict[str, Any]:
 
 
 def killed_while_protecting(place: Place, rule: str, marks: str) -> dict[str, Any]:
-    """One agent is killed at the rule's point; then everything ends, as when power fails."""
+    """One agent is killed at the rule's point; then everything ends, as in a power failure."""
     with agent_hit_by(rule if rank() == VICTIM else "", marks):
         job = make_job()
         attached = attach(job, place, **settings(SCHEME))
@@ -104,7 +104,7 @@ def test_an_agent_is_killed_and_its_node_is_lost(
     survivor, victim = before
     assert "agent ended unexpectedly" in victim["failed"][0][1]
     late = rule in AFTER_IT
-    if late:  # who has heard the end from all commits by itself
+    if late:  # a member with the end of all others commits by itself
         assert survivor["protected"] == [EARLIER, HIT]
     else:
         assert survivor["protected"] == [EARLIER]
@@ -117,7 +117,7 @@ def test_an_agent_is_killed_and_its_node_is_lost(
 
 
 def with_a_disk_too_full_for_parity(place: Place, disk: str) -> dict[str, Any]:
-    """The next shard still fits onto the victim's disk, and its partner's copy does not."""
+    """The next shard still fits onto the victim's disk, but its partner's copy does not."""
     job = make_job()
     attached = attach(job, place, **settings(SCHEME))
     ckpt = attached.ckpt
@@ -136,7 +136,7 @@ def with_a_disk_too_full_for_parity(place: Place, disk: str) -> dict[str, Any]:
 
 
 def leave_only(filler: Path, nbytes: int) -> None:
-    """Fill the file system up but for so much."""
+    """Fill the file system up, except for this number of bytes."""
     free = os.statvfs(filler.parent)
     filler.write_bytes(bytes(free.f_bavail * free.f_frsize - nbytes // PAGE_BYTES * PAGE_BYTES))
 
@@ -155,7 +155,7 @@ def test_a_disk_that_is_too_full_for_parity(ranks: Any, tmp_path: Path, shm_dir:
         assert version == HIT
         assert "No space left on device" in message
         assert "training goes on" in message
-        lose(place, tmp_path, 1 - VICTIM)  # whose copy of v4 is what did not fit
+        lose(place, tmp_path, 1 - VICTIM)  # its copy of v4 did not fit
         for number, told in enumerate(ranks(2).run(come_back, place)):
             assert told["restored"] == (EARLIER, {"local": 1, "peer": 1})
             assert told["digest"] == before[number]["course"][EARLIER]

@@ -1,4 +1,4 @@
-"""Three nodes with networks of their own; one is cut off, lost, or slowed in mid-exchange.
+"""Three nodes with their own networks; one is cut off, lost, or slowed in mid-exchange.
 
 Real network namespaces on a bridge. Making them takes root; without it, the tests are skipped.
 """
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nodes() -> Iterator[list[NodeProcess]]:
-    """Those that a test has started."""
+    """Nodes that a test has started."""
     started: list[NodeProcess] = []
     yield started
     for node in started:
@@ -56,7 +56,7 @@ def start(network: Network, folder: Path, number: int, stall: float, rule: str =
 def begin_and_stop(
     network: Network, folder: Path, nodes: list[NodeProcess], stall: float
 ) -> list[Any]:
-    """Start all, begin v1, and return the addresses once the victim stands still in its middle."""
+    """Start all, begin v1, and return the addresses once the victim is stopped in the middle."""
     rule = f"stop@peer:op=send,member={VICTIM},version=1,hit=4"
     nodes += [start(network, folder, i, stall, rule) for i in range(3)]
     addresses = [node.heard() for node in nodes]
@@ -67,7 +67,7 @@ def begin_and_stop(
 
 
 def protect(folder: Path, nodes: list[NodeProcess], version: int, addresses: list[Any]) -> None:
-    """All protect a version, and any one is rebuilt from it."""
+    """All protect a version, and any one shard is rebuilt from it."""
     for node in nodes:
         node.tell([version, addresses])
     assert [node.heard() for node in nodes] == [None] * 3
@@ -103,7 +103,7 @@ def test_a_node_that_is_cut_off_is_named_and_comes_back(
 def test_a_node_that_loses_power_is_named_and_a_spare_takes_its_place(
     network: Network, folder: Path, nodes: list[NodeProcess]
 ) -> None:
-    """Nobody says goodbye for it, as the kernel of a killed process would."""
+    """No kernel closes its connections, as it would for a killed process."""
     addresses = begin_and_stop(network, folder, nodes, stall=4.0)
     network.cut(VICTIM)
     nodes[VICTIM].kill()

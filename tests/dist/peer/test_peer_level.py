@@ -38,7 +38,7 @@ def settings(scheme: str, node: int | None = None) -> dict[str, Any]:
 
 
 def leave_behind(place: Place, scheme: str) -> dict[str, Any]:
-    """Train, and end as a crash would, with the newest version protected."""
+    """Train, and end as in a crash, with the newest version protected."""
     job = make_job()
     attached = attach(job, place, **settings(scheme))
     ckpt = attached.ckpt
@@ -79,7 +79,7 @@ def place_of(tmp_path: Path, shm_dir: Path) -> Place:
 
 
 def lose(place: Place, tmp_path: Path, *nodes: int) -> None:
-    """These nodes' disks are gone, and the memory of all: everything was switched off."""
+    """Remove these nodes' disks, and the memory of all nodes: everything was switched off."""
     for node in nodes:
         shutil.rmtree(tmp_path / f"node{node}")
     shutil.rmtree(place.shm)
@@ -106,7 +106,7 @@ def test_what_the_scheme_promises_comes_back_bit_for_bit(
 
 
 def groups_of_parity(place: Place, sizes: dict[str, int]) -> list[tuple[int, ...]]:
-    """The groups whose parity is on this node, after a version."""
+    """The groups of the parity on this node, after a version."""
     attached = attach(make_job(), place, **settings("xor"), **sizes)
     protected_at(0, attached)
     store = LocalStore(attached.ckpt.config.directory)
@@ -128,7 +128,8 @@ def test_groups_are_as_large_as_is_set(
 
 
 def come_back_without_room(place: Place, poor: int) -> tuple[str, bool, dict[str, Any]]:
-    """One rank has no memory for what it is to make; then it has."""
+    """One rank lacks memory for the shards that it must rebuild; in the next attempt it has
+    enough."""
 
     def no_room(manifest: Manifest) -> ShardImage:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -161,7 +162,7 @@ def test_a_rank_without_memory_for_what_it_is_to_make_leaves_nobody_waiting(
 
 
 def save_every_step(place: Place) -> tuple[int, int | None]:
-    """How many manifests are on this node's disk at last; the newest version known protected."""
+    """Final number of manifests on this node's disk, and the newest version known as protected."""
     job = make_job()
     attached = attach(job, place, **settings("xor"))
     for step in range(6):
@@ -175,7 +176,7 @@ def save_every_step(place: Place) -> tuple[int, int | None]:
 def test_versions_that_are_all_taken_on_demand_are_retired_too(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """At a save all is settled between boundaries; what other nodes have must be learned, too."""
+    """A save settles everything between boundaries; the results of other nodes must arrive, too."""
     for kept, safe in ranks(3).run(save_every_step, place_of(tmp_path, shm_dir)):
         assert safe is not None
         assert safe >= 4
@@ -183,8 +184,8 @@ def test_versions_that_are_all_taken_on_demand_are_retired_too(
 
 
 def save_without_pause(place: Place) -> list[set[str]]:
-    """Save versions faster than they are protected, and close; what is on this node's disk then,
-    shards and parity."""
+    """Save versions faster than they are protected, and close; returns the shards and parity on
+    this node's disk."""
     job = make_job()
     attached = attach(job, place, **settings("rs 2+1"), local_keep_last=1)
     for step in range(6):
@@ -198,7 +199,7 @@ def save_without_pause(place: Place) -> list[set[str]]:
 def test_what_is_protected_when_the_job_ends_frees_what_was_kept_until_then(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """No boundary comes any more that would."""
+    """No later boundary would free them."""
     for kept in ranks(3).run(save_without_pause, place_of(tmp_path, shm_dir)):
         assert kept == [{6}, {6}]
 
@@ -234,7 +235,7 @@ def test_damaged_parity_is_not_used(
     place = place_of(tmp_path, shm_dir)
     before = ranks(3).run(leave_behind, place, "partner")
     lose(place, tmp_path, 0)
-    for node in ("node1", "node2"):  # one of them has the copy of what is lost
+    for node in ("node1", "node2"):  # one of them has the copy of the lost shard
         newest = max((tmp_path / node / "ckpts").glob("*.parity"))
         damaged = bytearray(newest.read_bytes())
         damaged[len(damaged) // 2] ^= 1
@@ -261,7 +262,7 @@ def test_what_cannot_be_protected_is_an_error_at_the_start(
 
 
 def come_back_unprotected(place: Place, scheme: str, steps: range) -> dict[str, Any]:
-    """Restore what the scheme promised, go on, and end as a crash would."""
+    """Restore within the scheme's promise, go on, and end as in a crash."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **settings(scheme))
     told = restored_into(job, attached)
@@ -274,8 +275,8 @@ def come_back_unprotected(place: Place, scheme: str, steps: range) -> dict[str, 
 def test_a_scheme_that_needs_the_lost_node_does_not_forbid_the_restart(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """No spare is there. What was protected is rebuilt, as often as it takes, and it is said that
-    nothing new is protected."""
+    """There is no spare. Protected versions are rebuilt, as often as needed, and a message says
+    that no new version is protected."""
     place, scheme = place_of(tmp_path, shm_dir), "rs 1+2"
     before = ranks(3).run(leave_behind, place, scheme)
     lose(place, tmp_path, 2)
@@ -287,7 +288,7 @@ def test_a_scheme_that_needs_the_lost_node_does_not_forbid_the_restart(
         (complaint,) = after[0]["complaints"]
         assert "the peer level is off: rs 1+2 needs 3 failure domains per group" in complaint
         assert "the job has 2" in complaint
-        assert "So use partner 1" in complaint
+        assert "Use partner 1" in complaint
         assert "new versions are lost with a node's disk" in complaint
         assert after[1]["complaints"] == [], "said once"
         shutil.rmtree(place.shm)  # the nodes were switched off, too
@@ -338,8 +339,8 @@ def test_an_agent_that_takes_the_place_of_a_dead_one_meets_the_others(
 
 
 def go_on_without_peers(place: Place, steps: range) -> list[int]:
-    """Restore what there is, make a version durable that nobody protects, and crash; the versions
-    whose parity is on this node then."""
+    """Restore, make a version durable that is not protected, and crash; returns the versions with
+    parity on this node."""
     job = make_job()
     attached = attach(job, place, **settings("xor"))
     ckpt = attached.ckpt

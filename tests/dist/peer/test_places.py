@@ -1,4 +1,4 @@
-"""Where agents meet, and what dies together, as users set it: each node by its own environment."""
+"""Agents' addresses and failure domains, set by users: each node has its own environment."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.support.training import Place, attach, make_job, rank, restored_into,
 
 STEPS = 3
 RACKS = ((0, 1), (2, 3))
-"""Nodes; on a ring without racks the first two would keep each other's parity alone."""
+"""Racks of nodes; on a ring without racks the first two would keep only each other's parity."""
 INTERFACES = ("lo", "127.0.0.1")
 """By name, and by address."""
 SCHEME = {"peer_redundancy": "partner", "local_every_steps": 100, "slots": 3, "when_busy": "wait"}
 
 
 def run_id(place: Place, ports: list[int], restore: bool) -> dict[str, Any]:
-    """Train, with the last version protected, and end as a crash would; tells where the agent
-    listens."""
+    """Train, with the last version protected, and end as in a crash; returns the agent's
+    address."""
     number = rank()
     mine = {
         "TIERCKPT_NODE": f"node{number}",
@@ -51,7 +51,7 @@ def run_id(place: Place, ports: list[int], restore: bool) -> dict[str, Any]:
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """Where a process waits for TCP connections, IPv4."""
+    """Addresses at which a process waits for TCP connections, IPv4."""
     sockets = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:

@@ -27,7 +27,7 @@ KILLS = [
     "end:hit=1",
     "commit:hit=1",
 ]
-# What the file operations of the commit are, in their order.
+# The file operations of the commit, in order.
 COMMITS = ["fsync", "rename", "fsync_directory", "write_manifest", "fsync_manifest"]
 
 
@@ -79,7 +79,7 @@ def test_a_kill_in_every_phase(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", points(["send:hit=3", "end:hit=1"], "send:hit=3"))
 def test_a_member_that_stops_is_named_after_the_limit(at: str, tmp_path: Path) -> None:
-    """SIGSTOP: the kernel still takes connections and bytes for it, and nobody reads them."""
+    """SIGSTOP: the kernel still takes connections and bytes for it, but no process reads them."""
     rule = f"stop@peer:op={at.replace(':', ',')},version=1"
     (fared,) = run(tmp_path, [rule], stall_seconds=4.0)
     where = f"rank {RANK} (127.0.0.1:{fared['ports'][VICTIM]})"

@@ -1,4 +1,4 @@
-"""`tierckpt prove` under launchers: the very command that a user gives."""
+"""`tierckpt prove` under launchers, with a user's own command."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ def prove(command: tuple[str, ...], folder: Path, shm_dir: Path) -> str:
 
 
 def test_torchrun_with_a_loop_that_nobody_touched(tmp_path: Path, shm_dir: Path) -> None:
-    """torchrun itself starts the killed processes again; nothing is left of it all. The scheduler
-    was not given, and steps at the end of an epoch, which shows in none of these steps: that is
-    said."""
+    """torchrun itself restarts the killed processes, and nothing is left behind.
+
+    The scheduler was not given, and steps at the end of an epoch. These steps contain no end of an
+    epoch: the output says so.
+    """
     command = (sys.executable, *TORCHRUN, "--max-restarts", "3", SCRIPT, "wrap")
     out = prove(command, tmp_path, shm_dir)
     assert "exact: killed with SIGKILL at step 5, resumed from " in out
     assert "to 8 are bit for bit as in the run that was not killed (2 ranks, 11 tensors" in out
     assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer 'opti" in out
-    assert "Give it along: extra={'schedule': schedule}" in out
+    assert "Give it, too: extra={'schedule': schedule}" in out
     assert "not compared: no epoch ended before the kill" in out
     assert re.search(r"give --epochs, or --kill-after \d+ --steps \d+\n", out)
     assert [*tmp_path.glob("tierckpt-*")] == []
@@ -48,7 +50,7 @@ def test_torchrun_with_a_loop_that_nobody_touched(tmp_path: Path, shm_dir: Path)
 @on_demand("half a minute; a job that is started again after a kill is in tests/store, too")
 @pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 def test_horovodrun(tmp_path: Path, shm_dir: Path) -> None:
-    """It ends with what was killed, and is started again."""
+    """It ends with the killed rank, and is restarted."""
     out = prove((sys.executable, *HOROVODRUN, sys.executable, SCRIPT, "exact"), tmp_path, shm_dir)
     assert "(2 ranks, 11 tensors" in out
     assert [*tmp_path.glob("tierckpt-*")] == []

@@ -1,4 +1,4 @@
-"""Replicas that differ are found within a round, and named; where all are alike, nothing is."""
+"""Replicas that differ are found within a round, and named; equal replicas raise no alarm."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from tierckpt.replicas import digests
 
 ROUND = 5
 BEHIND = 3
-"""Boundaries between a look and the word of what differs."""
+"""Boundaries between a look and the report of a difference."""
 KINDS = ("weight", "optimizer state", "gradient")
 FOLLOWS = ("alike again", "in all of the state, what differed")
-"""What is told after a drift; the second, as all is looked at before it is mended."""
+"""Messages after a drift; the second one because the whole state is looked at before it is
+mended."""
 
 
 def net() -> nn.Module:
@@ -42,7 +43,7 @@ def net() -> nn.Module:
 
 
 class Trial:
-    """A job whose replicas are damaged, and mended, again and again."""
+    """A job with replicas that are damaged and mended repeatedly."""
 
     def __init__(self, place: Place, optimizer: str, **settings: Any) -> None:
         self.events: list[tierckpt.Event] = []
@@ -88,14 +89,14 @@ class Trial:
         return found
 
     def differing(self) -> list[str]:
-        """By the truth."""
+        """The true difference."""
         mine = {name: exact.tensor_image(t) for name, t in self.tensors().items()}
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, mine)
         return [name for name in mine if any(each[name] != told[0][name] for each in told)]
 
     def mend(self) -> None:
-        """All that is live is as it was when it was `kept`: a flipped bit may have made a NaN."""
+        """Restore all live state from `kept`: a flipped bit may have made a NaN."""
         for name, tensor in self.tensors().items():
             tensor.data.copy_(self.kept[name])
 
@@ -113,8 +114,8 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 
 def damaged(place: Place, optimizer: str, trials: int, seed: int, together: bool) -> dict[str, Any]:
-    """Flip one bit on one rank, see what is found, mend it, and so on. Not `together`: slices are
-    looked at one by one, though they are small."""
+    """Flip one bit on one rank, check the finding, mend it, and repeat. Without `together`, slices
+    are looked at one by one, though they are small."""
     with pytest.MonkeyPatch.context() as patch:
         if not together:
             patch.setattr(replica_check, "LOOK_BYTES", 1)
@@ -148,8 +149,8 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
             trial.iterate(damage=partial(hit, param if kind == "weight" else state))
         begun = trial.differing()
         steps = 0
-        # A last bit may be rounded away in what an optimizer keeps, after it has come to a weight
-        # whose slice had just been looked at: then it takes another round.
+        # The last bit may be rounded away in optimizer state after it has come to a weight, and
+        # that weight's slice was looked at just before: then it takes another round.
         while len(trial.drifts()) == before and steps < 2 * ROUND + BEHIND:
             if steps == ROUND + BEHIND and set(begun) & set(trial.differing()):
                 break
@@ -202,7 +203,7 @@ def test_one_flipped_bit_is_found_within_a_round(
 
 
 def damaged_by_horovod(place: Place) -> dict[str, Any]:
-    """As `damaged`, a weight and what the optimizer keeps; and several passes a step."""
+    """As `damaged`, with a weight and optimizer state; and several passes per step."""
     job = make_horovod_job(Small, passes=2)
     events: list[tierckpt.Event] = []
     settings = {"replica_check_steps": ROUND, "agent": "inline", "local_every_seconds": 0}
@@ -232,7 +233,7 @@ def damaged_by_horovod(place: Place) -> dict[str, Any]:
 
 
 class Small(Net):
-    """Of one layer."""
+    """A model with one layer."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -246,16 +247,16 @@ def test_under_horovod_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
         assert "rank 0 and rank 1 differ" in text
 
 
-# --- nobody waits --------------------------------------------------------------------------------
+# --- no rank waits -------------------------------------------------------------------------------
 
 FLIP = 4
-"""The iteration after which a bit flips. Looks are at all of the state, at each boundary: two
-iterations later ranks ask what differs, and one more later they know it."""
+"""The iteration after which a bit flips. Looks cover the whole state at each boundary: two
+iterations later the ranks start an inquiry, and one more later they know the difference."""
 
 
 def apart(place: Place, cases: list[tuple[str, int]], by_horovod: bool) -> list[tuple[int, int]]:
-    """In each case rank 1 skips its step, or leaves the loop, so many iterations after the flip;
-    all make the same backward passes. Returns versions, and drifts that were told."""
+    """In each case rank 1 skips its step, or leaves the loop, a number of iterations after the
+    flip; all make the same backward passes. Returns versions, and reported drifts."""
     found = []
     for way, late in cases:
         case = Place(f"{place.path}/{way}{late}", place.shm)
@@ -319,7 +320,7 @@ def test_nobody_waits_for_a_rank_that_does_not_come(
 # --- no false alarm ------------------------------------------------------------------------------
 
 NOT_MANY_STEPS = ("compiled", "OneCycleLR")
-"""They take seconds; or cannot make so many."""
+"""They take seconds, or cannot make as many steps."""
 OF_EVERY_KIND = (
     "optimizer adam fused amsgrad",
     "optimizer lbfgs",
@@ -344,7 +345,7 @@ OF_EVERY_KIND = (
 
 
 def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
-    """Train a case of the matrix as `test_matrix_ranks` does, and say what was complained of."""
+    """Train a case of the matrix as `test_matrix_ranks` does; returns the alarms."""
     by_ddp = not says(NOT_BY_DDP, name)
     alike = not by_ddp or says(ALIKE, name)
     where = (Path(place.path), Path(place.shm))
@@ -369,7 +370,7 @@ def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
     ckpt.abandon()
     loud = [e for e in events if e.severity >= logging.WARNING and e.name != "skipped"]
     # After a hundred steps towards zero some case has come to where nothing changes any more.
-    told = [e.text() for e in loud if "bit for bit alike" not in e.message]
+    told = [e.text() for e in loud if "equal bit for bit" not in e.message]
     return {"told": told, "clean": clean, "version": version}
 
 
@@ -386,7 +387,7 @@ def many_alike(names: list[str], place: Place, boundaries: int) -> dict[str, dic
 
 
 def swapped(place: Place) -> tuple[list[str], int | None]:
-    """Weights are swapped for an evaluation behind `wait()`, while a copier would hash them."""
+    """Weights are swapped for an evaluation after `wait()`, while a copier would hash them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "INLINE_BYTES", 0)
         trial = Trial(place, "adamw", release="forward", memory_every_steps=2)

@@ -1,6 +1,6 @@
-"""torch.set_default_device: what is ours is made on the host all the same.
+"""torch.set_default_device: our own tensors are made on the host all the same.
 
-The meta device stands for any that is not the host: a tensor there has no bytes.
+The meta device stands for any device other than the host: a tensor there has no bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def attached(place: Place, alone: bool, seed: int) -> tuple[nn.Module, Any, Any]
     optimizer = torch.optim.Adam(net.parameters())
     kind: Any = tierckpt.Checkpointer if alone else ddp_ckpt.Checkpointer
     with elsewhere():
-        # Encoded files are sent, by the rank that read them, to all others.
+        # The rank that reads encoded files sends them to all others.
         more = {"local_every_steps": 1, "local_codecs": "zstd", "when_busy": "wait"}
         ckpt = kind(net, optimizer, path=place.path, shm_dir=place.shm, **more)
     return net, optimizer, ckpt
 
 
 def there_and_back(place: Place, alone: bool) -> tuple[int, bool, bool, set[str]]:
-    """What was restored, whether anything was sent, whether all is what it was, and where it is."""
+    """The restored version, whether anything was sent, whether all is equal, and the devices."""
     net, optimizer, ckpt = attached(place, alone, seed=1)
     batches = [torch.randn(8, 4) for _ in range(3)]
     with elsewhere():

@@ -1,4 +1,4 @@
-"""What modules save of their own is each rank's own, like buffers."""
+"""The own state of modules is stored by each rank for itself, like buffers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def model_of(seed: int) -> nn.Module:
 
 
 def facts(model: nn.Module) -> list[Any]:
-    """What ranks have each of their own."""
+    """Values that differ between ranks."""
     own = [model[2].count, *(each.tolist() for each in model[2].seen)]
     return [*own, *(buffer.tolist() for buffer in model.buffers())]
 
 
 def trained(path: Path, shm: Path, steps: int) -> tuple[list[Any], list[Any]]:
-    """What this rank has after its restore, and at the end."""
+    """This rank's values after its restore, and at the end."""
     inner = model_of(seed=1 if steps else 2)
     inner[2].count = 10 * dist.get_rank()
     model = DistributedDataParallel(inner)
@@ -48,7 +48,7 @@ def trained(path: Path, shm: Path, steps: int) -> tuple[list[Any], list[Any]]:
 
 
 def test_each_rank_has_its_own_back(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """And one that is alone has rank 0's."""
+    """A single rank gets rank 0's."""
     path = tmp_path / "ckpts"
     pool = ranks(RANKS)
     ends = [end for _, end in pool.run(trained, path, shm_dir, 3)]

@@ -1,4 +1,4 @@
-"""What keeps another part of the state on every rank is refused when it is attached to, by name.
+"""Objects that keep another part of the state on every rank are refused at attach, by name.
 
 The unit tier has look-alikes of the same names; here they are torch's own.
 """
@@ -60,7 +60,7 @@ def averaging_now_and_then() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_ranks_that_train_apart_are_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for text, left in ranks(2).run(refused_apart, Place.under(tmp_path, shm_dir)):
-        assert "PostLocalSGDOptimizer lets ranks train apart" in text
+        assert "PostLocalSGDOptimizer lets ranks diverge" in text
         assert left == []
 
 
@@ -72,10 +72,11 @@ def refused_apart(place: Place) -> tuple[str, list[Path]]:
 
 
 def attach(make: Any, place: Place) -> tuple[str, int, list[Path]]:
-    """What is said; of how many elements this rank has a first moment; the files that are left."""
+    """The error, the number of elements in this rank's first moment, and the files that are
+    left."""
     model, optimizer = make()
     model(torch.ones(3, 6)).sum().backward()
-    optimizer.step()  # it trains: nothing but ours refuses it
+    optimizer.step()  # it trains: only the checkpointer refuses it
     moments = [state["exp_avg"] for state in getattr(optimizer, "optim", optimizer).state.values()]
     here = sum((m.to_local() if hasattr(m, "to_local") else m).numel() for m in moments)
     with pytest.raises(UnsupportedStateError) as caught:

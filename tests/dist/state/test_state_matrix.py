@@ -1,9 +1,9 @@
-"""A good third of the state matrix in jobs of two ranks: every tensor is cut up between them, and
-comes back bit for bit.
+"""A good third of the state matrix in jobs of two ranks: every tensor is split between them, and is
+restored bit for bit.
 
-Where DDP can, it reduces gradients of different data; else both ranks do the same. Whatever would
-fit into a unit of the layout goes to one rank whole, as all of these small tensors would, so units
-are smaller here.
+Where DDP can, it reduces gradients of different data; otherwise both ranks do the same. A tensor
+that fits into a unit of the layout goes to one rank whole, as all of these small tensors would, so
+units are smaller here.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ CUT_UP_IN_WAYS_OF_THEIR_OWN = (
     "extra state",
 )
 NOT_WITH_RANKS = ("compiled", "several thousand")
-"""They take seconds, and are no other tensors."""
+"""They take seconds, and have no new kinds of tensors."""
 
 
 def chosen() -> list[str]:
-    """Every third of the product, and of the rest the third that layouts and ranks matter to."""
+    """Every third of the product, and a third of the rest, for which layouts and ranks matter."""
     of_cases = [
         name
         for index, name in enumerate(CASES)
@@ -79,7 +79,7 @@ ALIKE = {
     "largest norm": "rows are scaled by the rank that looks them up",
     "scaler": "whether it steps is each rank's decision",
 }
-"""Cases whose ranks would go apart on different data, with or without checkpoints."""
+"""Cases with ranks that would diverge on different data, with or without checkpoints."""
 
 NOT_BY_DDP = {
     "complex": "gloo reduces no complex numbers",
@@ -122,7 +122,7 @@ class RanksBench(Bench):
 
 
 def proved(name: str, path: Path, shm: Path, on_disk: bool) -> int:
-    """How many tensors are in two parts."""
+    """Number of tensors in two parts."""
     by_ddp = not says(NOT_BY_DDP, name)
     alike = not by_ddp or says(ALIKE, name)
     bench = RanksBench(path, shm, on_disk, ddp_ckpt.Checkpointer, RANKS, by_ddp=by_ddp, alike=alike)

@@ -1,4 +1,4 @@
-"""A real Horovod job's own timeline and our traces of it, on one time axis."""
+"""A real Horovod job's own timeline and Tierckpt's traces of it, on one time axis."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ hvd.shutdown()
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One job that trained in all ways, one after the other: a timeline, and traces of each."""
+    """One job that trains in all ways, one after the other: a timeline, and traces of each."""
     folder = tmp_path_factory.mktemp("recorded")
     program, memory = folder / "job.py", folder / "memory"
     program.write_text(HOROVOD_JOB)
@@ -94,7 +94,7 @@ def test_horovods_timeline_and_ours_are_on_one_axis(recorded: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_allreduces_are_found_by_whatever_names_horovod_gives(way: str, recorded: Path) -> None:
-    """All of them, between the updates where they belong, and under the names of the parameters."""
+    """All of them, between their updates, and under the names of the parameters."""
     traces = sorted((recorded / "traces" / way).glob("trace-r*.json"))
     timeline = load(traces, recorded / "horovod.json")
     layers = {name for name, _ in Net().named_parameters()}

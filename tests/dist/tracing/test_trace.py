@@ -1,4 +1,4 @@
-"""Traces of real jobs: what happened is in them, and in an order that is possible."""
+"""Traces of real jobs: they contain all events, in a possible order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of(timeline: Timeline, rank: int, version: int, kind: str) -> list[Span]:
 
 
 def check_order(timeline: Timeline, ranks: int, steps: int) -> None:
-    """release <= copy's begin < its end <= barrier's end <= next update, for every version."""
+    """release <= copy's start < its end <= barrier's end <= next update, for every version."""
     assert timeline.ranks() == list(range(ranks))
     for rank in range(ranks):
         updates = timeline.of("update", rank=rank)
@@ -53,8 +53,8 @@ def check_order(timeline: Timeline, ranks: int, steps: int) -> None:
             assert len(released) == PARAMETERS
             assert copies
             for copy in copies:
-                # What shares a block is copied as soon as one of its layers is released, and
-                # without a release at the barrier.
+                # Layers that share a block are copied when one of them is released, and without a
+                # release at the barrier.
                 earliest = min(released[layer] for layer in copy.layers)
                 assert boundary.begin_us <= min(earliest, barrier.begin_us) <= copy.begin_us
                 assert copy.begin_us <= copy.end_us <= barrier.end_us

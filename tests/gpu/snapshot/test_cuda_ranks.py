@@ -21,7 +21,7 @@ STEPS, KILLED_AT = 10, 6
 
 @pytest.fixture
 def place(tmp_path: Path, shm_dir: Path) -> dict[str, str]:
-    """Where the job's checkpoints go."""
+    """Place of the job's checkpoints."""
     return {"path": str(tmp_path / "c"), "shm_dir": str(shm_dir)}
 
 
@@ -99,7 +99,7 @@ def test_a_job_whose_rank_is_killed_on_the_gpu_goes_on_as_if_nothing_had_happene
 
 
 def test_what_is_compared_depends_on_the_devices_random_stream() -> None:
-    """Else the equalities above would say nothing of it."""
+    """Otherwise the equalities above would not cover it."""
     losses = []
     for seed in (5, 6):
         job = make_job()

@@ -1,4 +1,4 @@
-"""Snapshots on a GPU: exact, and the barrier holds whatever path the bytes take."""
+"""Snapshots on a GPU: exact, and the barrier holds on every path of the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierckpt.storage.memory.slots import Slot
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 PATHS = ("fed", "cloned", "forward")
-"""How the bytes leave the device: fed at the barrier, cloned there, or fed from the forward on."""
+"""Paths of the bytes: fed at the barrier, cloned there, or fed from the forward pass on."""
 
 
 def build(optimizer: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -49,7 +49,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[t
 
 @pytest.fixture(params=PATHS)
 def path_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which way the bytes are to take; afterwards it is seen that they did."""
+    """The path that the bytes must take; checked at the end."""
     monkeypatch.setattr(cuda, "CLONE_FROM_BYTES", 0 if request.param == "cloned" else 1 << 60)
     cloned = watch_clones(monkeypatch)
     yield str(request.param)
@@ -57,7 +57,7 @@ def path_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def watch_clones(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every barrier that something was left at: whether it was cloned."""
+    """For every barrier with remaining blocks: whether it cloned them."""
     cloned: list[bool] = []
     clone_rest = cuda.CudaSnapshot._clone_rest
 
@@ -219,7 +219,7 @@ def test_memory_that_cannot_be_page_locked_is_told_and_blamed_on_nobody_else() -
     address, slot.registered_address = slot.registered_address, 0
     assert address
     assert not notices
-    second.lock(slot)  # is refused: it is locked already
+    second.lock(slot)  # refused: it is locked already
     assert not slot.registered_address
     assert "cannot page-lock" in notices[0][0]
     assert float(torch.ones(3, device="cuda").sum()) == 3  # a kernel that finds no old error

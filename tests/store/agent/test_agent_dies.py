@@ -1,4 +1,4 @@
-"""The agent is killed in the middle of a commit: another one commits what it had."""
+"""The agent is killed in the middle of a commit: another one commits its shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(
 
 
 def check_resumes(tmp_path: Path, shm_dir: Path, version: int) -> None:
-    """From the disk alone, to the bit."""
+    """Restores from the disk alone, to the bit."""
     undisturbed = TinyJob(None).run(version).fingerprint()
     shutil.rmtree(shm_dir)
     shm_dir.mkdir()
@@ -49,7 +49,10 @@ def test_the_last_version_of_a_job_is_on_disk_all_the_same(
         job.run(3)
     assert len(list(marks.iterdir())) == 1
     told = [e.message for e in job.events if e.name == "notice"]
-    assert any("agent ended unexpectedly; another one commits what it had" in t for t in told)
+    assert any(
+        "agent ended unexpectedly; a new one commits the shards that it still had" in t
+        for t in told
+    )
     assert [e.version for e in job.events if (e.name, e.level) == ("committed", "local")] == [3]
     assert not [e for e in job.events if e.name == "failed"]
     check_resumes(tmp_path, shm_dir, 3)
@@ -58,7 +61,8 @@ def test_the_last_version_of_a_job_is_on_disk_all_the_same(
 def test_a_commit_that_two_agents_did_not_survive_is_given_up(
     tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or it would kill one after the other. The training goes on, and the next one counts anew."""
+    """It would kill agent after agent. The training goes on, and the next commit counts from
+    zero."""
     rules = "kill@file:op=fsync;kill@file:op=fsync,hit=1;kill@file:op=rename,hit=1"
     with start(rules, tmp_path, shm_dir, marks, monkeypatch) as job:
         job.run(2)
@@ -76,8 +80,8 @@ def test_a_commit_that_two_agents_did_not_survive_is_given_up(
 def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
     tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its socket is closed a moment before its process can be seen to have ended; that it was begun
-    long ago does not make it a new one that does not come."""
+    """Its socket is closed a moment before its process can be seen to have ended. Its old start
+    time does not make it a new agent that fails to come."""
     monkeypatch.setattr(connection_states, "START_SECONDS", 30.0)
     with start("", tmp_path, shm_dir, marks, monkeypatch) as job:
         job.run(1)
@@ -85,14 +89,17 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
         client.wait(PATIENCE_SECONDS)
         while client.pid is None:
             client.poll()
-        agent = client._line._process
+        agent = client._connection._process
         assert agent is not None
-        alive = subprocess.Popen(["sleep", "1"])  # as it looks in that moment
-        with client._lock:  # nobody hears of its death before
+        alive = subprocess.Popen(["sleep", "1"])  # as seen at that moment
+        with client._lock:  # no thread notices its death earlier
             os.kill(agent.pid, signal.SIGKILL)
             agent.wait()
             began = time.monotonic() - 100.0
-            client._line._process, client._line._at = alive, replace(client._line._at, since=began)
+            client._connection._process, client._connection._at = (
+                alive,
+                replace(client._connection._at, since=began),
+            )
         job.checkpointer.save()
         job.run(3)
     alive.wait()
@@ -103,7 +110,7 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
 def test_nobody_has_to_wait_for_another_boundary(
     tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is anything forgotten that another agent is busy with by the next one."""
+    """A later boundary may find another agent busy; nothing is forgotten either."""
     with start("kill@file:op=fsync", tmp_path, shm_dir, marks, monkeypatch) as job:
         job.run(1)
         job.checkpointer.save()

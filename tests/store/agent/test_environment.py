@@ -119,7 +119,8 @@ def test_a_restart_writes_with_its_own_key(
     agents: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not with that of the killed run, which had another one or none, and whose agent lives."""
+    """Not with that of the killed run, which had another key or none, while its agent still
+    runs."""
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     if modules:
@@ -173,7 +174,7 @@ def reach(client: AgentClient) -> int:
 
 @pytest.fixture
 def old(shm_dir: Path, tmp_path: Path, agents: list[int]) -> Iterator[Any]:
-    """A trainer with an agent that would wait for its successor for long."""
+    """A trainer with an agent that would wait long for a successor."""
     job = JobDirectory.at(shm_dir, "job")
     job.create()
     (job.path / "r00000.0").touch()  # the folder stays while there are slots
@@ -200,7 +201,7 @@ def test_what_an_import_adds_to_the_path_is_nothing_new(
 def test_an_agent_of_another_environment_shuts_down(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, and its place is its successor's, whichever rank of the node comes first."""
+    """At once, and its successor takes its place, whichever rank of the node comes first."""
     monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
     monkeypatch.setattr(connection_states, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
     kill(old)
@@ -236,19 +237,19 @@ def problems(client: AgentClient) -> list[Problem]:
 
 
 def meet(client: AgentClient, known_nodes: KnownNodes) -> ListenSettings:
-    """Its agent knows those of other nodes; returns where it is found by them, as secret "one"."""
+    """Its agent knows those of other nodes; returns its address for them, with the secret "one"."""
     settings, directory = client.settings, client.session.directory
     serves = ServedPlaces(settings.root, settings.folder, directory)
     where = ListenSettings("one", "lo", 0, "localhost", serves)
     where = replace(where, port=port_of(client.listen(where, PATIENCE_SECONDS)))
     client.introduce(where, [], known_nodes)
-    client.listen(where, PATIENCE_SECONDS)  # what was said before is heeded
+    client.listen(where, PATIENCE_SECONDS)  # earlier messages are handled by then
     return where
 
 
 @pytest.fixture(params=["find", "start"])
 def come(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`come(client, first)`: as at attach, or when a run begins."""
+    """`come(client, first)`: as at attach, or at the beginning of a run."""
 
     def do(client: AgentClient, first: bool = True) -> None:
         getattr(client, request.param)(first)
@@ -259,7 +260,7 @@ def come(request: pytest.FixtureRequest) -> Callable[..., None]:
 def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
     come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """The roster goes to the node's first rank, also where another one came before."""
+    """The node's first rank gets the roster, even if another one came before."""
     ranks = (0, 1)
     zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
     reach(zombie)
@@ -286,7 +287,7 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
     agents: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between its connecting and its first word."""
+    """The other rank came between its connection and its first message."""
     ranks = (0, 1)
     zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
     reach(zombie)
@@ -314,7 +315,7 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
 
 
 def is_found(where: ListenSettings) -> bool:
-    """By who knows the place as secret "one"."""
+    """True if a node with the secret "one" finds it there."""
     address = Address("127.0.0.1", where.port)
     with contextlib.closing(RemoteNode("node", address, b"one")) as node:
         try:
@@ -326,8 +327,8 @@ def is_found(where: ListenSettings) -> bool:
 def test_the_life_after_next_is_told_and_finds_it_where_it_was(
     come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """Where the next one ended before its agents had met, or began to meet, another one is told by
-    that run's agent, whatever environment it has; and nodes that know the first agent find it."""
+    """The next run ended before its agents had met, or began to meet. The agent of that run informs
+    the one after it, whatever environment it has; and nodes that know the first agent find it."""
     first = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(first)
     known_nodes = known("node")
@@ -351,8 +352,8 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
 def test_also_where_the_next_one_ended_at_once(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """As one whose restore is refused: what it was told by the agent that made way for it is with
-    no other agent yet."""
+    """As a run with a refused restore: no other agent has the data yet that it received from the
+    agent that shut down for it."""
     first = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(first)
     known_nodes = known("node")
@@ -373,7 +374,7 @@ def test_also_where_the_next_one_ended_at_once(
 def test_it_shuts_down_for_one_that_is_inline(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """Of whatever environment: it would keep the port, and what it knows of other nodes."""
+    """In any environment: it would keep the port, and its knowledge of other nodes."""
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1))
     reach(zombie)
     known_nodes = known("node")
@@ -384,7 +385,7 @@ def test_it_shuts_down_for_one_that_is_inline(
     assert client.known_nodes(PATIENCE_SECONDS) == known_nodes
     assert port_of(client.listen(replace(where, secret="two"), PATIENCE_SECONDS)) == where.port
     assert (client.pid, client.starts) == (os.getpid(), 0)
-    until(lambda: not alive(agents[0]))  # its place is free when all but its exit is done
+    until(lambda: not alive(agents[0]))  # its place is free just before its exit
     assert {m.severity for m in problems(client)} == {logging.INFO}, "no trouble"
     for each in (client, zombie):
         each.close()
@@ -393,8 +394,8 @@ def test_it_shuts_down_for_one_that_is_inline(
 def test_a_trainer_of_the_life_before_that_still_lives_starts_no_agent(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """It hangs, perhaps, on a node where its rank is not any more. It hears that it is over,
-    whether it was connected when that happened or asks only later."""
+    """It may hang on a node where its rank is not any more. It is informed that it is outdated,
+    whether it was connected at that time or asks only later."""
     zombies = [client_of(shm_dir, tmp_path, 1, "old") for _ in range(2)]
     reach(zombies[0])
     zombies[0].protect(VersionId(1, 1))
@@ -404,7 +405,7 @@ def test_a_trainer_of_the_life_before_that_still_lives_starts_no_agent(
     for zombie in zombies:
         until(lambda zombie=zombie: "a later start of this job" in told(zombie))
         zombie.protect(VersionId(1, 2))
-        assert zombie.wait(PATIENCE_SECONDS, everything=True), "what it asks for fails"
+        assert zombie.wait(PATIENCE_SECONDS, everything=True), "its orders fail"
         assert zombie.starts == 0
     assert new.pid == agents[1]
     assert alive(agents[1])
@@ -420,8 +421,10 @@ def told(client: AgentClient) -> str:
 def serve_here(
     settings: AgentSettings, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> threading.Thread:
-    """An agent with the environment `what`, in a thread of ours."""
-    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    """An agent with the environment `what`, in a thread of this process."""
+    monkeypatch.setattr(
+        process, "lower_priority", lambda nice: None
+    )  # else it would be this process's
     monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
     monkeypatch.setenv(environment.VARIABLE, what)
     job = settings.place().job
@@ -436,7 +439,7 @@ def serve_here(
 def test_only_the_commit_under_way_is_finished(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One whose disk hangs in it is passed over, loudly."""
+    """An agent with a disk that hangs in it is passed over, with an error."""
     begun, go_on = list[str](), threading.Event()
 
     def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
@@ -450,7 +453,7 @@ def test_only_the_commit_under_way_is_finished(
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
     for stem in ("one", "another"):
-        before._line.send(Commit(KEY_OF_ONE, stem))
+        before._connection.send(Commit(KEY_OF_ONE, stem))
     until(lambda: begun)
     agents.append(reach(new))
     assert new.settings.index == 1
@@ -470,7 +473,7 @@ def test_only_the_commit_under_way_is_finished(
 def test_flushes_that_it_gives_up_are_named(
     old: Any, shm_dir: Path, tmp_path: Path, agents: list[int]
 ) -> None:
-    """As a warning, which one rank of the node says."""
+    """As a warning, from one rank of the node."""
     shared = PersistentStore(str(tmp_path / "shared"))
     shared.create()
     somebody = shared.lease("ffff", "another job")
@@ -483,7 +486,7 @@ def test_flushes_that_it_gives_up_are_named(
     clients = [client_of(shm_dir, tmp_path, shard, "new", (0, 1), shared.url) for shard in (0, 1)]
     agents += map(reach, clients)
     heard = [(m.severity, m.error.partition("shuts down")[2]) for c in clients for m in problems(c)]
-    given_up = " for ours, and gives up what it still had to flush: v2"
+    given_up = " for ours, and gives up these flushes: v2"
     assert heard[0] == (logging.WARNING, given_up)
     assert {severity for severity, _ in heard[1:]} <= {logging.INFO}
     assert not alive(agents[0])
@@ -506,7 +509,7 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
     before, new = (client_of(shm_dir, tmp_path, 0, what, shared=shared) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
-    before._line.send(Commit(KEY_OF_ONE, "one"))
+    before._connection.send(Commit(KEY_OF_ONE, "one"))
     for version in (2, 4):
         facts = facts_of(VersionId(1, version), 2)
         before.flush(FlushOrder(before.session.directory, (0,), facts, 1000, "here"))
@@ -520,7 +523,7 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
     agents.append(reach(new))
     (said,) = heard
     assert said.severity == logging.WARNING
-    assert said.error.endswith("gives up what it still had to flush: v2, v4")
+    assert said.error.endswith("gives up these flushes: v2, v4")
     assert not (tmp_path / "shared").exists()
     for client in (before, new):
         client.close()
@@ -529,7 +532,7 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
 def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots are free for the memory level then; and it is tried again."""
+    """Slots are free for the memory level then; and the agent is tried again."""
     monkeypatch.setattr(connection_states, "MOST_AGENTS", 2)
     monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.1)
     client = client_of(shm_dir, tmp_path, 0, "new")
@@ -538,7 +541,7 @@ def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
     asked = [0, 0]
 
     def refuse(index: int, listener: socket.socket) -> None:
-        """As agents of earlier tierckpts do."""
+        """Answer as agents of earlier tierckpts do."""
         with contextlib.suppress(OSError):
             while True:
                 channel, _ = listener.accept()
@@ -609,7 +612,7 @@ def test_what_differs_between_launches_does_not_count(monkeypatch: pytest.Monkey
 def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which every user of the machine can read."""
+    """Every user of the machine can read the command line."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with TinyJob(tmp_path / "ckpts", shm_dir=str(shm_dir)) as job:
         job.run(1).settle()

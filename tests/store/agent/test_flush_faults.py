@@ -1,7 +1,6 @@
 """A real job's flushes meet a killed agent, a full device, and a store that hangs, fails, forbids.
 
-The training goes on each time, what is lost is no more than the version under way, and the events
-say so.
+The training goes on each time, only the version in progress is lost, and the events say so.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PHASES = {
 
 
 class Job(TinyJob):
-    """To local and to the persistent level goes what is asked for."""
+    """A job with the local and the persistent level, and versions on demand only."""
 
     def __init__(self, path: Path, shared: str, shm_dir: Path, **settings: Any) -> None:
         self.shared = shared
@@ -62,18 +61,18 @@ class Job(TinyJob):
         )
 
     def flush(self) -> None:
-        """Have the present version flushed; does not wait."""
+        """Order a flush of the current version, without waiting."""
         self.checkpointer.save(now=True)
 
     def run_until(self, true: Callable[[], Any]) -> None:
-        """Train on; only a boundary hears what the agent says."""
+        """Train on; the agent's messages arrive only at boundaries."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not true():
             assert time.monotonic() < deadline, [e.text() for e in self.events[-20:]]
             self.run(self.iteration + 1)
 
     def versions(self, level: str) -> list[int]:
-        """Those that were committed there."""
+        """Versions that were committed there."""
         return [e.version for e in self.heard("committed", level)]
 
     def flushed(self) -> list[int]:
@@ -89,7 +88,7 @@ def course_of(steps: int) -> dict[int, str]:
 
 
 def check_restores(shared: str, version: int, tmp_path: Path, shm_dir: Path) -> None:
-    """From the persistent level alone, to the bit."""
+    """Restores from the persistent level alone, to the bit."""
     shm = shm_dir / "elsewhere"
     shm.mkdir()
     with Job(tmp_path / "elsewhere", shared, shm, seed=99) as job:
@@ -125,7 +124,8 @@ def test_an_agent_killed_in_any_phase_leaves_the_flush_to_the_next(
 def test_a_shard_that_rotted_on_the_disk_is_not_passed_on(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Far away it would count as good, and an older one that is good would go for it."""
+    """On the persistent level it would count as sound, and a sound older version would go for
+    it."""
     commit, shared = LocalStore.commit, str(tmp_path / "shared")
 
     def commit_and_rot(store: LocalStore, key: ShardKey, *rest: Any) -> CommitTimes:
@@ -269,7 +269,7 @@ def test_a_device_too_small_for_one_more_version_has_room_again_when_fewer_are_k
 
 @pytest.fixture
 def bucket(proxy: Proxy, tmp_path: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """URL of a place on a server that misbehaves when told to; for agents, too."""
+    """URL of a place on a server that misbehaves on request; for agents, too."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
@@ -278,7 +278,8 @@ def bucket(proxy: Proxy, tmp_path: Path, served: Path, monkeypatch: pytest.Monke
 
 
 def hanging_uploads() -> tuple[threading.Event, threading.Event, Callable[[str, str, int], None]]:
-    """A rule of the proxy; set when an upload has come, and to be set for it to go on."""
+    """A rule of the proxy: the first event is set when an upload arrives, and setting the second
+    lets it continue."""
     come, go_on = threading.Event(), threading.Event()
 
     def hang(method: str, path: str, number: int) -> None:
@@ -348,7 +349,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
 def test_what_fails_while_the_end_waits_is_said_when_it_fails(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last version's flush hangs until somebody has heard that the one before failed."""
+    """The last version's flush hangs until the failure of the one before was reported."""
     monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
     monkeypatch.setattr(client, "LOOK_SECONDS", 0.1)
     come, waits, heard = threading.Event(), threading.Event(), threading.Event()
@@ -443,7 +444,7 @@ def test_a_store_that_is_slow_does(
 def test_a_slow_store_costs_versions_there_and_no_room_here(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """One is flushed, the newest waits; what was dropped between them is held by nobody."""
+    """One is flushed, the newest waits; the versions dropped between them hold no slot."""
     come, go_on, hang = hanging_uploads()
 
     with Job(tmp_path / "ckpts", bucket, shm_dir, when_busy="skip", local_keep_last=1) as job:

@@ -1,4 +1,4 @@
-"""The agent's flusher in trouble: what it gives up, what it tries again, what it leaves alone."""
+"""The agent's flusher in trouble: versions that it gives up, retries, or leaves alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LIFE = "5eed"
 
 
 class Clock:
-    """Goes on while somebody sleeps, and `meanwhile` is called."""
+    """Advances while a thread sleeps, and `meanwhile` is called."""
 
     def __init__(self) -> None:
         self.seconds = 1e9
@@ -76,7 +76,7 @@ def source(key: ShardKey) -> ShardSource:
 
 
 def order(version: int, *here: int, run_id: str = LIFE) -> FlushOrder:
-    """For the node that has the shards `here`; all of them unless told."""
+    """For the node with the shards `here`; by default all of them."""
     return FlushOrder(
         directory="/nowhere",
         here=here or tuple(range(SHARDS)),
@@ -92,7 +92,7 @@ def having(wanted: FlushOrder, **facts: Any) -> FlushOrder:
 
 
 class Node:
-    """One of a job's nodes, and what its trainers hear."""
+    """One of a job's nodes, and the messages to its trainers."""
 
     def __init__(self, place: Path, clock: Clock, **settings: Any) -> None:
         self.answers: list[Any] = []
@@ -105,7 +105,7 @@ class Node:
         self.flusher.order(wanted, self.answers.append)
 
     def flush(self, wanted: FlushOrder) -> Any:
-        """Have it flushed, and wait for that; the answer."""
+        """Order a flush, and wait for its result."""
         self.start(wanted)
         self.wait()
         return self.answers[-1]
@@ -134,7 +134,7 @@ MakeNode = Callable[..., Node]
 
 @pytest.fixture
 def node(place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
-    """Makes nodes whose local shards are in memory."""
+    """Makes nodes with local shards in memory."""
     nodes: list[Node] = []
 
     @contextlib.contextmanager
@@ -156,13 +156,13 @@ def versions(place: Path) -> list[int]:
 
 
 def part_of(place: Path, wanted: FlushOrder, shard: int) -> int:
-    """Bytes of the shard that an earlier flush left: found by one that writes nothing anew."""
+    """Bytes of the shard that an earlier flush left, as the proof that nothing is written again."""
     key = ShardKey(wanted.name.id, shard, SHARDS)
     return PersistentStore(str(place)).flush(wanted.facts, 4096, [source(key)]).reused_bytes
 
 
 class Broken:
-    """Writes of shards fail so and so, until it is mended."""
+    """Writes of shards fail in a given way until it is repaired."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         self.mended, write_at = False, PosixBackend.write_at
@@ -189,7 +189,7 @@ def test_retention_that_fails_costs_no_version(node: MakeNode, place: Path) -> N
     assert versions(place) == [2]
     assert zero.flush(order(3)).complete
     assert versions(place) == [3]
-    assert PersistentStore(str(place)).incomplete() == [], "and what was left is removed later"
+    assert PersistentStore(str(place)).incomplete() == [], "and the rest is removed later"
 
 
 def test_one_folder_that_cannot_go_keeps_no_other_one(node: MakeNode, place: Path) -> None:
@@ -220,7 +220,7 @@ def test_an_error_after_the_commit_is_no_failure(
 def test_of_a_version_that_another_node_completed_nothing_is_removed(
     node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This one's shards were there from before, and it fails only then."""
+    """This node's shards existed before, and it fails only afterwards."""
     zero, wanted, flush = node(), order(1), PersistentStore.flush
 
     def late(store: PersistentStore, *rest: Any) -> None:
@@ -287,7 +287,7 @@ def test_a_pin_that_is_taken_away_while_it_is_being_set_is_gone(
     wanted, pin = pinned_on_local(tmp_path, 1), PersistentStore.pin
 
     def late(store: PersistentStore, name: VersionName) -> None:
-        LocalPins(wanted.directory).unpin([name.id])  # who does that finds none to take away there
+        LocalPins(wanted.directory).unpin([name.id])  # a later unpin finds none there
         pin(store, name)
 
     monkeypatch.setattr(PersistentStore, "pin", late)
@@ -295,7 +295,7 @@ def test_a_pin_that_is_taken_away_while_it_is_being_set_is_gone(
     assert (versions(place), pins(place)) == ([1], [])
 
 
-# --- what gets on, and what hangs ----------------------------------------------------------------
+# --- progress and hangs --------------------------------------------------------------------------
 
 
 def test_a_flush_that_waits_as_it_should_gets_on_and_one_whose_store_hangs_does_not(
@@ -335,7 +335,7 @@ def test_a_flush_that_waits_as_it_should_gets_on_and_one_whose_store_hangs_does_
 def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
     node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever begins when, each of them waits for a turn of its own."""
+    """Whenever each begins, each waits for its own turn."""
     turns: list[int] = []
     write_at = PosixBackend.write_at
 
@@ -353,7 +353,7 @@ def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
         clock.seconds += TimeSlots.turn_seconds  # the first one begins in the other's turn now
 
 
-# --- what passes, and what does not --------------------------------------------------------------
+# --- passing and lasting trouble -----------------------------------------------------------------
 
 
 def test_trouble_that_passes_is_told_and_the_version_is_tried_again(
@@ -407,7 +407,7 @@ def test_trouble_that_stays_gives_the_room_back(
 def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
     code: int, node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no room for one more, none would be committed, and retention never come."""
+    """Without room for one more version, none would be committed, and retention would never run."""
     zero, two = node(keep_last=3), having(order(4, 0), run_id="11fe", id=VersionId(2, 4))
     successor = node(keep_last=1, nodes=2)
     for version in (1, 2, 3):
@@ -419,7 +419,7 @@ def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
     said = successor.flush(having(two, id=VersionId(2, 5), iteration=5))
     assert type(said) is FlushFailed
     assert "one more than persistent_keep_last must fit" in said.error
-    assert versions(place) == [3], "what a restart would take stays"
+    assert versions(place) == [3], "the version that a restart would take stays"
     assert PersistentStore(str(place)).incomplete() == [two.name], "another node may be at it"
     broken.mended = True
     assert part_of(place, two, 1) == 0
@@ -454,7 +454,7 @@ def test_a_newer_version_ends_the_tries_of_one_that_it_supersedes(
     assert (type(first), first.id.version, first.superseded) == (FlushFailed, 1, True)
     assert (second.id.version, second.complete) == (2, True)
     assert versions(place) == [2]
-    assert PersistentStore(str(place)).incomplete() == [], "what there was of it is removed"
+    assert PersistentStore(str(place)).incomplete() == [], "its files are removed"
 
 
 # --- the lease -----------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ def test_only_the_first_node_has_the_lease_kept(node: MakeNode) -> None:
 def test_no_lease_is_kept_for_those_who_are_dead(
     node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they left to be flushed has it as long as that takes, and no longer."""
+    """A flush that they ordered keeps the lease until its end, and no longer."""
     come, go_on = threading.Event(), threading.Event()
     write_at = PosixBackend.write_at
 
@@ -526,7 +526,7 @@ def test_no_lease_is_kept_for_those_who_are_dead(
 def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
     node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run has begun of which the agent is another one."""
+    """A run with another agent has begun."""
     come, go_on = threading.Event(), threading.Event()
     write_at = PosixBackend.write_at
 
@@ -551,7 +551,7 @@ def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
     assert successor.held()
     assert zero.flusher._keeper._thread is None
     assert versions(place) == [1]
-    assert sorted(begun(place)) == [1, 2], "what there was of it stays"
+    assert sorted(begun(place)) == [1, 2], "its files stay"
     with pytest.raises(RuntimeError, match="shuts down"):
         zero.start(order(4, 0))
 
@@ -559,7 +559,7 @@ def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
 def test_a_flush_that_outlasts_the_lease_keeps_it(
     node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody else does: at every moment the place is this run's."""
+    """If it is not lost to another run: at every moment this run holds the place."""
     monkeypatch.setattr(flusher_module, "WINDOW_BYTES", 1)  # nothing may go at once
     zero = node(bytes_per_second=4096 / LEASE_SECONDS)
     monkeypatch.setattr(zero.flusher._keeper, "keep", lambda *whose: None)
@@ -584,12 +584,12 @@ def test_a_flush_that_outlasts_the_lease_keeps_it(
 def test_the_lease_is_given_back_when_all_nodes_are_through(
     complete: bool, killed: bool, node: MakeNode, place: Path, clock: Clock
 ) -> None:
-    """A job that is no more keeps its successor on other nodes waiting no longer."""
+    """A job that has ended does not delay its successor on other nodes."""
     zero, one = node(nodes=2), node(node=1, nodes=2)
     zero.flush(order(1, 0))
     if complete:
         one.flush(order(1, 1))
-    if killed:  # and its agent waits for others to come back
+    if killed:  # and its agent waits for a successor
         zero.flusher.rest()
         zero.flusher.rest()
         giving_back = zero.flusher._keeper._shutdown
@@ -632,7 +632,8 @@ def test_a_node_that_sees_another_place_writes_nothing_there(
 def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:
-    """Beneath it is an empty folder on the node's own disk; the first node, too, is to see that."""
+    """Under the mount is an empty folder on the node's own disk; the first node must notice it,
+    too."""
     zero, mounted = node(), tmp_path / "mounted"
     assert zero.flush(order(1)).complete
     place.rename(mounted)
@@ -650,7 +651,7 @@ def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back
 def test_a_place_that_is_mounted_in_mid_run_is_written_to(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:
-    """The job began beneath it, and never had the lease of what is there now."""
+    """The job began before the mount, and never had the lease of the mounted place."""
     zero = node()
     assert zero.flush(order(1)).complete
     place.rename(tmp_path / "beneath")
@@ -688,7 +689,7 @@ def test_versions_that_another_node_never_completes_are_told_of(node: MakeNode) 
 
 
 def begun(place: Path) -> list[int]:
-    """Versions of which something is there."""
+    """Versions with any file there."""
     store = PersistentStore(str(place))
     return [name.id.version for name in (*store.incomplete(), *store.versions())]
 
@@ -698,7 +699,8 @@ def begun(place: Path) -> list[int]:
 def test_what_is_never_completed_does_not_fill_the_place(
     failing: int, drops: bool, node: MakeNode, place: Path
 ) -> None:
-    """One node of three fails for long; whichever it is, the others remove what was begun."""
+    """One of three nodes fails for long; whichever it is, the others remove the unfinished
+    files."""
     nodes = [node(node=n, nodes=3, drop_superseded=drops) for n in range(3)]
     whole = [having(order(1, n), shards=3) for n in range(3)]
     for n in range(3):
@@ -713,7 +715,7 @@ def test_what_is_never_completed_does_not_fill_the_place(
     assert left == list(range(left[0], 12))
     most = STILL_UNDER_WAY + 2 if failing == 0 else STILL_UNDER_WAY + 1
     assert len(left) <= most + MOST_SUPERSEDED * drops, left
-    assert versions(place) == [1], "what exists is left alone"
+    assert versions(place) == [1], "existing versions are left alone"
     told = [text for each in nodes for text in each.warnings()]
     assert any("What there was of it is removed" in text for text in told) != drops
     nodes[failing].flush(having(whole[failing], id=VersionId(1, 11)))
@@ -723,8 +725,8 @@ def test_what_is_never_completed_does_not_fill_the_place(
 def test_nodes_look_one_after_the_other_for_what_is_never_completed(
     node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each a version later than the one before: thousands that list the place at one moment are a
-    load on it that nobody asked for."""
+    """Each node a version later than the one before: listing the place from thousands of nodes at
+    one moment would be a heavy load on it."""
     nodes = [node(node=n, nodes=4) for n in range(3)]
     at, first = (0, 0), dict[int, int]()
     incomplete = PersistentStore.incomplete
@@ -745,7 +747,7 @@ def test_nodes_look_one_after_the_other_for_what_is_never_completed(
 def test_the_bandwidth_is_the_nodes_whatever_the_number_of_flushes(
     node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these is little more than what may go at once."""
+    """Each flush is little more than the bytes that may go at once."""
     monkeypatch.setattr(flusher_module, "WINDOW_BYTES", 4096)
     zero, sent = node(bytes_per_second=4096.0), 0
     for version in range(1, 9):

@@ -1,4 +1,4 @@
-"""The agent's threads that sessions give orders to: whatever fails, every order is answered, and
+"""The agent's thread for orders from sessions: despite any failure, every order is answered, and
 the next one is carried out."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def party(shard: int) -> PartySettings:
 
 @contextlib.contextmanager
 def no_thread(*names: str) -> Iterator[None]:
-    """As where a container allows no more: none whose name begins so can be started."""
+    """As in a container that allows no more threads: none with this name can be started."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -61,7 +61,7 @@ def no_thread(*names: str) -> Iterator[None]:
 
 
 class Orders:
-    """A protector that is given orders, and what it answers."""
+    """A protector, the orders to it, and its answers."""
 
     def __init__(self, folder: Path, *shards: int) -> None:
         self.folder = folder
@@ -122,8 +122,8 @@ def test_whatever_an_order_raises_is_answered_and_the_next_one_runs(
 def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new run, which has other shards here, begins while an order waits: that one fails, as its
-    peers are gone, and is not taken for protected because nobody looked."""
+    """A new run, which has other shards here, begins while an order waits. The order fails, as its
+    peers are gone, and does not count as protected by omission."""
     orders = Orders(tmp_path, 0)
     orders.made.open(ListenSettings("one run", "lo", 0, "localhost"))
     began, go_on = threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
 
 
 def answers(address: Address, secret: str) -> bool:
-    """Whether an agent that listens there tells who knows the secret what it has."""
+    """True if an agent listens there and answers a node that knows the secret."""
     with contextlib.closing(RemoteNode("node", address, secret.encode())) as node:
         try:
             node.inventory("node")
@@ -162,7 +162,7 @@ def answers(address: Address, secret: str) -> bool:
 def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
     tmp_path: Path,
 ) -> None:
-    """A run may end before all its nodes have met, or have heard that they did."""
+    """A run may end before all its nodes have met, or know that they have."""
     orders = Orders(tmp_path)
     lives = ("first", "never met", "third", "fourth")
     places = []
@@ -210,7 +210,7 @@ def test_no_thread_to_listen_with_is_told_and_nothing_waits_for_it(tmp_path: Pat
 
 
 def test_a_port_that_was_somebody_elses_for_a_while_is_tried_again(tmp_path: Path) -> None:
-    """The port of a dead agent, which all peers know, and which its successor has to take."""
+    """The port of a dead agent, which all peers know and its successor must take."""
     orders = Orders(tmp_path, 0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -263,7 +263,7 @@ def begin(node: Orders, version: int) -> None:
 
 
 def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> None:
-    """Of what waits it takes the newest alone: nodes differ in what that is."""
+    """Each node takes only the newest waiting version, and nodes may differ in it."""
     nodes = late, ahead = two_nodes(tmp_path, (1, 2))
     begin(ahead, 2)
     begin(late, 1)

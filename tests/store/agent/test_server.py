@@ -1,4 +1,4 @@
-"""The node's agent: one for all its trainers, found again, and gone when it is not needed."""
+"""The node's agent: one for all trainers, found again by later ones, and gone when not needed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def until(true: Callable[[], Any], patience_seconds: float = PATIENCE_SECONDS) -
 
 
 def reach(client: AgentClient) -> int:
-    """Its agent's process id."""
+    """Connect; returns the agent's process id."""
     client.start()
     until(lambda: client.pid is not None)
     assert client.pid is not None
@@ -131,7 +131,7 @@ def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
 def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any) -> None:
     first, second = AgentClient(*node(0)), AgentClient(*node(1))
     first.find()
-    assert first.known_nodes(10 * PATIENCE_SECONDS) is None, "nobody is coming who could say"
+    assert first.known_nodes(10 * PATIENCE_SECONDS) is None, "no agent comes that could know them"
     assert first.poll() == []
     assert first.starts == 0
     assert not first.settings.place().lock.exists()
@@ -147,7 +147,8 @@ def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any
 
 @pytest.mark.parametrize("answer", [b"", b'{"op": "unwelcome"}'], ids=["hangs up", "unwelcome"])
 def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
-    """The first had no thread to spare; or is an earlier tierckpt's, and there is another one."""
+    """The first try found no thread, or an agent of an earlier tierckpt with another one beside
+    it."""
     client, found = AgentClient(*node(0)), threading.Event()
     known_nodes = KnownNodes(1, (AgentAddress("x", "10.0.0.1", 1, "secret"),))
     numbers = [0, 1] if answer else [0]
@@ -196,7 +197,7 @@ def test_one_that_dies_after_it_was_found_is_replaced_by_the_start(node: Any) ->
 def test_a_restore_has_the_cores_for_itself(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that has to be started is started when all is loaded."""
+    """An agent that must be started is started after everything is loaded."""
     with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir) as job:
         job.run(2)
         job.settle()
@@ -214,12 +215,12 @@ def test_a_restore_has_the_cores_for_itself(
 
 
 def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(node: Any) -> None:
-    """Two ranks may each start one, and the job be over before the second has looked around."""
+    """Two ranks may each start one, and the job may be over before the second agent is ready."""
     first, second = AgentClient(*node(0)), AgentClient(*node(1))
     reach(first)
     with second._lock:
-        second._line._start_process()
-    late = second._line._process
+        second._connection._start_process()
+    late = second._connection._process
     assert late is not None
     late.send_signal(signal.SIGSTOP)
     reach(second)
@@ -239,7 +240,9 @@ def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_ling
     if when == "before it looked":
         starter.communicate()
     monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(
+        process, "lower_priority", lambda nice: None
+    )  # else it would be this process's
     monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
     thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
     thread.start()
@@ -269,7 +272,7 @@ def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(
 
 
 def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
-    """It reads the job's output until nobody has the other end any more."""
+    """It reads the job's output until no process has the other end open."""
     killed = trainer(node(0, linger=PATIENCE_SECONDS))
     pid = int(killed.stdout.readline())
     killed.send_signal(signal.SIGKILL)
@@ -284,7 +287,7 @@ def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
 
 
 def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
-    """As the second node of two, whose first one is not there: that takes a minute."""
+    """As the second of two nodes without the first: that takes a minute."""
     settings, session = node(0)
     place = PersistentSettings(str(tmp_path / "far"), node=1, nodes=2)
     killed = trainer((settings, replace(session, persistent=place)))
@@ -302,7 +305,7 @@ def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path
 
 
 def test_a_dead_ranks_launcher_need_not_wait_for_those_that_live(node: Any) -> None:
-    """Horovod's has a pipe for each rank, and believes in a rank's death when that is closed."""
+    """Horovod's has a pipe for each rank, and notices a rank's death when the pipe is closed."""
     killed = trainer(node(0, linger=PATIENCE_SECONDS))
     pid = int(killed.stdout.readline())
     living = AgentClient(*node(1))
@@ -344,7 +347,7 @@ def test_a_killed_one_that_has_its_successor_already_is_not_waited_for(node: Any
 
 @pytest.mark.parametrize(("since", "last"), [(1.0, True), (-PATIENCE_SECONDS, False)])
 def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, node: Any) -> None:
-    """No killed one is awaited any more: its time is over."""
+    """No killed trainer is expected any more: its time is over."""
     _, session = node(0)
     with closing(agent.Agent(linger_seconds=0.0)) as server:
         server._missed[session.directory, 1] = time.monotonic() - since
@@ -359,7 +362,7 @@ def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, n
 
 
 def test_a_rank_of_another_environment_leaves_the_start_to_the_first(node: Any) -> None:
-    """An agent of its own would pass for one that has the first rank's keys and credentials."""
+    """Its own agent would appear to have the first rank's keys and credentials."""
     first = AgentClient(*node(0), environment="the first rank's")
     other = AgentClient(*node(1), environment="the first rank's", may_start=False)
     pid = reach(first)
@@ -368,11 +371,11 @@ def test_a_rank_of_another_environment_leaves_the_start_to_the_first(node: Any) 
     until(lambda: first.poll() and not first.pid)
     until(lambda: other.poll() and not other.pid)
     with other._lock:
-        other._line.ready()
+        other._connection.ready()
         assert other.starts == 0
-        other._line._at = replace(other._line._at, start_after=0.0)
+        other._connection._at = replace(other._connection._at, start_after=0.0)
         with pytest.raises(TimeoutError, match="the node's first rank"):
-            other._line.ready()
+            other._connection.ready()
     pid = reach(first)
     assert reach(other) == pid
     assert other.starts == 0
@@ -382,7 +385,7 @@ def test_a_rank_of_another_environment_leaves_the_start_to_the_first(node: Any) 
 
 
 def met(client: AgentClient) -> KnownNodes:
-    """Its agent is told of those of other nodes; returns what."""
+    """Introduce its agent to those of other nodes; returns the known nodes."""
     where = ListenSettings("secret", "lo", 0, "localhost")
     client.listen(where, PATIENCE_SECONDS)
     known_nodes = KnownNodes(1, ())
@@ -415,7 +418,7 @@ def test_one_that_has_met_nobody_does_not(node: Any) -> None:
 
 
 class Flush:
-    """Under way."""
+    """A flush in progress."""
 
     def __init__(self, went_on_at: float) -> None:
         self.went_on_at = went_on_at
@@ -434,7 +437,8 @@ class Flush:
 def test_it_waits_for_a_flush_as_long_as_that_gets_on(
     hangs: bool, node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than it lingers; but not for ever, when a store hangs and nobody is left to see."""
+    """Longer than it lingers; but not for ever, if a store hangs and no trainer is left to see
+    it."""
     settings, _ = node(0)
     now = time.monotonic()
     flush: Any = Flush(now - agent.STUCK_SECONDS if hangs else now)
@@ -451,7 +455,7 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
         server._wake.send(b"\0")
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
-    assert let_go.is_set(), "whoever reads the job's output need not wait for the store"
+    assert let_go.is_set(), "a reader of the job's output need not wait for the store"
     server.close()
     listener.close()
 
@@ -471,7 +475,7 @@ def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
 
 
 def test_it_waits_on_while_nodes_read_what_killed_ranks_left(node: Any, tmp_path: Path) -> None:
-    """As long as for those ranks, of which it waits for no other than before."""
+    """As long as for those ranks, and for no other rank than before."""
     settings, _ = node(0)
     serves = ServedPlaces(settings.root, settings.folder, str(tmp_path / "local"))
     where = ListenSettings("secret", "lo", 0, "localhost", serves)
@@ -507,7 +511,7 @@ def test_one_that_does_not_answer_is_passed_over(
     pass_over = connection_states._pass_over
 
     def once(*what: Any) -> connection_states.Next:
-        """The next one lives, however long its answer takes."""
+        """The next trainer runs, however long its answer takes."""
         monkeypatch.setattr(connection_states, "ANSWER_SECONDS", PATIENCE_SECONDS)
         return pass_over(*what)
 
@@ -535,9 +539,9 @@ def test_beside_an_agent_of_another_protocol_there_is_one_of_ours(node: Any) -> 
     settings, session = node(0)
     job = settings.place().job
     job.create()
-    job.slot_path(0, 0).touch()  # as trainers have; else the older one takes the folder along
+    job.slot_path(0, 0).touch()  # as trainers have; else the older one removes the folder
     served: list[Any] = []
-    """Somebody else, so that it does not end."""
+    """Another trainer, so that it does not end."""
     older = "from tierckpt.agent import process, server; server.PROTOCOL = 0; process.main()"
     told = [json.dumps(asdict(settings)), str(os.getpid())]
     with subprocess.Popen([sys.executable, "-c", older, *told]) as old:
@@ -644,7 +648,7 @@ def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
         if IOPRIO_GET is not None:
             priority = ctypes.CDLL(None).syscall(IOPRIO_GET, 1, thread)
             assert (priority >> 13, priority & 7) == (2, 7), "best effort, and the last of these"
-    # Or its niceness would count for nothing beside those that train, in a session of theirs.
+    # Else its niceness has no effect against trainers, which are in another session.
     session = Path(f"/proc/{pid}/autogroup")
     assert not session.exists() or session.read_text().split()[-1] == str(least)
     client.close()
@@ -662,11 +666,11 @@ def test_how_far_it_gives_way_on_the_cpu_is_the_jobs_to_say(tmp_path: Path, shm_
 
 
 def test_it_gives_way_before_it_has_begun(node: Any) -> None:
-    """While its interpreter starts and it imports, beside a restore."""
+    """While its interpreter starts and imports, at the same time as a restore."""
     client = AgentClient(*node(0))
     with client._lock:
-        client._line._start_process()
-    starting = client._line._process
+        client._connection._start_process()
+    starting = client._connection._process
     assert starting is not None
     starting.send_signal(signal.SIGSTOP)
     found = os.getpriority(os.PRIO_PROCESS, starting.pid)
@@ -705,7 +709,7 @@ def test_signals_that_are_meant_for_the_job_cut_nothing_short(
 def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a container allows no more threads; then it does again."""
+    """As in a container that allows no more threads for a while."""
     start, refused = threading.Thread.start, list[threading.Thread]()
 
     def refuse_once(thread: threading.Thread) -> None:
@@ -715,7 +719,9 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(
+        process, "lower_priority", lambda nice: None
+    )  # else it would be this process's
     settings, _ = node(0)
     serving = threading.Thread(target=process.run, args=(settings, os.getpid()))
     serving.start()
@@ -731,7 +737,7 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
 
 
 def parties_of(ranks: int, members: int) -> list[PartySettings]:
-    """As many as a large node has, in large groups, of hosts with long names."""
+    """As many parties as a large node has, in large groups, with hosts of long names."""
     hosts = tuple(f"{i}.of.a.very.large.cluster.somewhere.example.org" for i in range(members))
     ports = tuple(range(40000, 40000 + members))
     groups = [tuple(range(rank, rank + 1000 * members, 1000)) for rank in range(ranks)]
@@ -742,7 +748,7 @@ def parties_of(ranks: int, members: int) -> list[PartySettings]:
 
 
 def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
-    """Both ways: what it is told of them, and what it says went wrong with each."""
+    """In both directions: their list, and a report of each one's failure."""
     client = AgentClient(*node(0))
     pid = reach(client)
     where = ListenSettings("secret", "lo", 0, "localhost")
@@ -762,7 +768,7 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     successor = AgentClient(settings, replace(session, ranks=(0,)))
     successor.start()
     assert successor.known_nodes(PATIENCE_SECONDS) == known_nodes, (
-        "it hears what the agent was told before"
+        "it receives the nodes that the agent knew"
     )
     client.close()
     successor.close()
@@ -770,10 +776,10 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
 
 
 def test_what_the_system_does_not_take_is_told(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not waited for as if only a buffer was full."""
+    """It is not treated as a full buffer, which would be waited for."""
     client = AgentClient(*node(0))
     pid = reach(client)
-    # The agent that it hangs up on would take the folder along, with no rank of a job in it.
+    # The abandoned agent would remove the folder, as no rank of a job uses it.
     (client.settings.place().job.path / "r00000.0").touch()
     send = socket.send_fds
 
@@ -858,10 +864,10 @@ def test_inline_there_is_no_other_process(
 
 
 def test_a_connection_is_a_message_socket(node: Any) -> None:
-    """A message is whole or not there at all."""
+    """A message arrives whole or not at all."""
     client = AgentClient(*node(0))
     pid = reach(client)
-    assert client._line._channel is not None
-    assert client._line._channel.type == socket.SOCK_SEQPACKET
+    assert client._connection._channel is not None
+    assert client._connection._channel.type == socket.SOCK_SEQPACKET
     client.close()
     until(lambda: not alive(pid))

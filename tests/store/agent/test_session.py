@@ -1,4 +1,4 @@
-"""A trainer's session: nothing that goes wrong ends it, and it retires what nobody else would."""
+"""A trainer's session: no failure ends it, and it retires shards that no other session would."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ from tierckpt.testing.store_program import commit_one
 
 KEY = ShardKey(VersionId(1, 1), 0, 1)
 
-# --- what goes wrong -----------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------
 
 
 class Unruly(Checksum):
-    """A user's module, with an error of its own at every other version."""
+    """A user's codec, which raises its own error at every other version."""
 
     name = "unruly"
     fail: Callable[[], Exception]
@@ -85,7 +85,7 @@ def test_what_a_users_module_raises_costs_that_version_and_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch)
-    # A new one each time: its traceback keeps alive what would have been closed.
+    # A new one each time: its traceback keeps objects alive that would have been closed.
     monkeypatch.setattr(Unruly, "fail", staticmethod(lambda: kind(text)), raising=False)
     settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_codecs": "unruly"}
     with TinyJob(tmp_path / "ckpts", **settings) as job:
@@ -104,7 +104,7 @@ def test_what_a_users_module_raises_costs_that_version_and_is_named(
 def test_what_a_users_module_raises_in_a_restart_is_no_damage(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes were sound, or their checksum had said so: nothing older is taken instead."""
+    """The bytes were sound, or their checksum would differ: no older version is taken instead."""
     install(monkeypatch)
     settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_codecs": "unruly"}
     with TinyJob(tmp_path / "ckpts", **settings) as job:
@@ -121,7 +121,7 @@ def test_what_a_users_module_raises_in_a_restart_is_no_damage(
 
 
 class Broken(NoServices):
-    """Nothing that several sessions share can be had."""
+    """Services that all fail."""
 
     def flusher(self, session: SessionSettings) -> None:
         raise RuntimeError("can't start new thread")
@@ -132,7 +132,7 @@ class Broken(NoServices):
 
 @contextlib.contextmanager
 def served(settings: SessionSettings, services: Any) -> Iterator[socket.socket]:
-    """A session at work; the trainer's end of its channel."""
+    """A running session; yields the trainer's end of its channel."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         thread = threading.Thread(target=TrainerSession(settings, theirs, services).serve)
@@ -179,7 +179,7 @@ def test_what_an_agent_does_not_understand_is_answered_and_the_next_message_heed
         channel.send(garbage)
         heard, _ = protocol.receive(channel)
         assert isinstance(heard, Problem)
-        assert "does not understand its trainer" in heard.error
+        assert "received an invalid message of its trainer" in heard.error
         protocol.send(channel, AskProgress())
         assert protocol.receive(channel) == (Progress(0.0), [])
 
@@ -189,7 +189,7 @@ def test_what_an_agent_does_not_understand_is_answered_and_the_next_message_heed
 
 @contextlib.contextmanager
 def trainer(node: Agent, session: SessionSettings) -> Iterator[socket.socket]:
-    """The trainer's end of a channel, on which the agent has bidden welcome."""
+    """The trainer's end of a channel, after the agent's welcome."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         ours.settimeout(60)
@@ -207,7 +207,7 @@ def trainer(node: Agent, session: SessionSettings) -> Iterator[socket.socket]:
 def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its successor's own shards come behind that, in their order."""
+    """Its successor's own shards come after that, in order."""
     begun, go_on, served = threading.Event(), threading.Event(), list[str]()
 
     def slow_commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
@@ -244,7 +244,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
 def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hears those at boundaries. The kernel tells of unread ones before what was sent."""
+    """It reads them at boundaries. The kernel reports unread ones before sent messages."""
     begun, go_on, served = threading.Event(), threading.Event(), list[str]()
 
     def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
@@ -265,14 +265,14 @@ def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_o
     assert served == ["the first", "the second", long]
 
 
-# --- what nobody else retires --------------------------------------------------------------------
+# --- strays --------------------------------------------------------------------------------------
 
 LINEAGE = ((1, 0), (2, 2))
-"""The second life went on from v2."""
+"""The second run went on from v2."""
 
 
 def shards(directory: Path, generation: int, version: int, numbers: list[int], of: int) -> None:
-    """Shards of a version, and the parity beside them."""
+    """Shards of a version, with their parity."""
     store = LocalStore(directory)
     store.create()
     for number in numbers:
@@ -281,7 +281,7 @@ def shards(directory: Path, generation: int, version: int, numbers: list[int], o
 
 
 def there(directory: Path) -> set[tuple[int, int, int]]:
-    """Generation, version and shard of what exists; of shards and parity alike."""
+    """Generation, version and shard of all that exists, shards and parity."""
     store = LocalStore(directory)
     found = [
         {(k.id.generation, k.id.version, k.shard) for k in keys}
@@ -301,7 +301,7 @@ def retire(
     held: Iterable[ShardKey] = (),
     keep: tuple[VersionId, ...] = (),
 ) -> None:
-    """Retention as the trainer asks for it, while the agent still reads what is `held`."""
+    """Retention as the trainer orders it, while the agent still reads the shards `held`."""
     services: Any = NoServices()
     services.held.add(list(held))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -318,7 +318,7 @@ def sessions(
 @pytest.mark.parametrize(("old", "new", "were", "are"), [
     (8, 6, [4, 5, 6, 7], (3, 4, 5)),  # fewer ranks: s6 and s7 of 8 are ranks 0's and 1's
     (4, 8, [2, 3], (4, 5, 6, 7)),  # more
-    (4, 4, [2, 3], (0, 1)),  # as many, and the launcher has dealt them out otherwise
+    (4, 4, [2, 3], (0, 1)),  # as many, dealt out differently by the launcher
 ])  # fmt: skip
 def test_what_ranks_left_that_went_to_another_node_goes_too(
     old: int, new: int, were: list[int], are: tuple[int, ...], tmp_path: Path
@@ -340,11 +340,11 @@ def test_what_ranks_left_that_went_to_another_node_goes_too(
     assert not spare.exists()
     assert not torn.exists()
     names = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
-    assert all(int(n[8:13]) in are for n in names), "of those who can use them"
+    assert all(int(n[8:13]) in are for n in names), "only of ranks that can use them"
 
 
 def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
-    """Nothing of this run is safe; it is to be kept; it is pinned; it is still read."""
+    """No version of this run is safe; it is to be kept; it is pinned; it is still read."""
     shards(tmp_path, 1, 1, [2, 3], of=4)
     shards(tmp_path, 1, 2, [2, 3], of=4)
     before, (first, _) = there(tmp_path), sessions(tmp_path, (0, 1), 4, keep_last=1)
@@ -377,7 +377,7 @@ def test_what_a_flush_still_reads_stays_until_it_has(tmp_path: Path) -> None:
 
 
 def test_in_a_directory_that_nodes_share_nothing_is_stray(tmp_path: Path) -> None:
-    """The other node's agent may still read what it has there; it sees to that itself."""
+    """The other node's agent may still read its shards there, and retires them itself."""
     shards(tmp_path, 1, 1, [0, 1, 2, 3], of=4)
     shards(tmp_path, 2, 3, [0, 1, 2, 3], of=4)
     for session in sessions(tmp_path, (0, 1), 4, keep_last=1):

@@ -1,4 +1,4 @@
-"""Trouble beside the training costs versions, and neither the training nor its end."""
+"""Trouble outside the training costs versions, but neither the training nor its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierckpt.testing import TinyJob, run_in_child
 def test_no_thread_to_reach_the_agent_costs_versions_on_disk_and_no_more(
     when: str, path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
 ) -> None:
-    """As where a container allows no more threads; then it does again."""
+    """As in a container that allows no more threads for a while."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -41,7 +41,7 @@ def test_no_thread_to_reach_the_agent_costs_versions_on_disk_and_no_more(
         if when == "later":
             assert job.checkpointer.wait()
             patch.setattr(threading.Thread, "start", refused)
-            process = job.checkpointer._agent._line._process
+            process = job.checkpointer._agent._connection._process
             assert process is not None
             process.kill()
             process.wait()
@@ -75,7 +75,7 @@ def test_what_fails_after_the_seal_costs_that_version_and_not_the_training(
 
 
 def end_with_a_dead_disk(path: Path, settings: dict[str, Any], report: Path) -> None:
-    """In a process of its own: the agent answers no more, as one that is stuck in the kernel."""
+    """In its own process: the agent does not answer any more, as if stuck in the kernel."""
     stall_timeout.QUIET_SECONDS = shutdown.NOTICE_SECONDS = 0.2
     with TinyJob(path, **settings) as job:
         job.run(2)
@@ -109,7 +109,7 @@ def test_a_dead_disk_does_not_keep_the_job_from_ending(
 
 
 class FailsOnce:
-    """A loader whose position cannot be told, once."""
+    """A loader without a known position, once."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -121,13 +121,13 @@ class FailsOnce:
         return {"calls": self.calls}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """It has none."""
+        """Load nothing."""
 
 
 def test_a_state_dict_that_raises_within_a_step_costs_a_version(
     tmp_path: Path, shm_dir: Path
 ) -> None:
-    """In a loop without `step()` it is asked before the step returns."""
+    """In a loop without `step()` it is called before the step returns."""
     net = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     events: list[tierckpt.Event] = []

@@ -185,8 +185,8 @@ SCHEDULE = "a StepLR; give a dict of names and objects"
         (lambda model, opt, _: ((model.parameters(), opt), {}), "the model is a generator"),
         (lambda model, opt, _: ((model, model), {}), "the optimizer is a Linear"),
         (lambda model, opt, _: ((model, 3), {}), "the optimizer is a int"),
-        (lambda model, opt, _: ((model, []), {}), "the list of optimizers has none in it"),
-        (lambda model, opt, _: ((model, {}), {}), "the dict of optimizers has none in it"),
+        (lambda model, opt, _: ((model, []), {}), "the list of optimizers is empty"),
+        (lambda model, opt, _: ((model, {}), {}), "the dict of optimizers is empty"),
         (lambda model, opt, s: ((model, opt), {"extra": s}), f"extra is {SCHEDULE}"),
         (lambda model, opt, s: ((model, opt), {"extra": [s]}), "extra is a list"),
         (lambda model, opt, s: ((model, opt), {"extra_per_rank": s}), f"per_rank is {SCHEDULE}"),
@@ -214,9 +214,9 @@ class Watch(tierckpt.Callbacks):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"callbacks": [3]}, r"3 is no tierckpt\.Callbacks"),
-        ({"callbacks": [Watch]}, r"Watch'> is no tierckpt\.Callbacks"),
-        ({"callbacks": [Watch(), print]}, "a function that is to hear events is on_event"),
+        ({"callbacks": [3]}, r"3 is not a tierckpt\.Callbacks"),
+        ({"callbacks": [Watch]}, r"Watch'> is not a tierckpt\.Callbacks"),
+        ({"callbacks": [Watch(), print]}, "a function that receives events is on_event"),
         ({"callbacks": Watch()}, r"give a list of them, callbacks=\[Watch\(\)\]"),
         ({"callbacks": Watch}, "give a list of them"),
         ({"callbacks": 3}, "callbacks is 3; give a list of them"),
@@ -230,13 +230,16 @@ def test_what_cannot_be_called_is_refused_at_the_start(
     model, optimizer = build()
     with pytest.raises(TypeError, match=said):
         make(model, optimizer, **given, **settings)
-    with make(model, optimizer, **settings) as ckpt, pytest.raises(TypeError, match="no tierckpt"):
+    with (
+        make(model, optimizer, **settings) as ckpt,
+        pytest.raises(TypeError, match="not a tierckpt"),
+    ):
         ckpt.add_callbacks(3)
 
 
 def test_one_line_without_an_optimizer(settings: dict[str, Any]) -> None:
     model, _ = build()
-    with pytest.raises(UnsupportedStateError, match="has none in it"):
+    with pytest.raises(UnsupportedStateError, match="of optimizers is empty"):
         ddp_ckpt.wrap([], model, **settings)
 
 

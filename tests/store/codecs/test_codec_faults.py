@@ -1,4 +1,4 @@
-"""Encoded and incremental shards under faults: what exists is whole, and stays so."""
+"""Encoded and incremental shards under faults: existing shards are whole, and stay so."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tierckpt.storage.persistent import FlushCancelledError, PersistentStore
 from tierckpt.testing import injected
 
 FULL = (1, 3)
-"""Of every two versions, the first."""
+"""The first of every two versions."""
 
 
 def encoding_of(directory: Path, version: int) -> Any:
     return Manifest.decode(LocalStore(directory).read_manifest(key_of(version))).encoding
 
 
-# --- what is written ---------------------------------------------------------------------------
+# --- stored bytes ------------------------------------------------------------------------------
 
 
 def test_of_two_versions_the_second_refers_to_the_first(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_base_that_vanished_is_not_referred_to(tmp_path: Path) -> None:
 
 
 def test_nothing_comes_to_be_beside_a_base_that_went_while_it_was_written(tmp_path: Path) -> None:
-    """Another agent, which did not know of this one, retired it."""
+    """Another agent, which did not know of this version, retired its base."""
     with session(tmp_path / "here") as at:
         commit(at, 1)
 
@@ -163,7 +163,7 @@ def fired(rules: list[_faults.Rule]) -> bool:
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
-    """In what is stored here, in the base, in either manifest."""
+    """In the stored bytes, in the base, in either manifest."""
     with session(tmp_path, keep_last=9) as at:
         commit(at, 1)
         commit(at, 2)
@@ -185,7 +185,7 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 def test_a_base_of_another_life_is_refused(tmp_path: Path) -> None:
-    """Somebody put a file of the same name there."""
+    """Another file has the same name."""
     with session(tmp_path, keep_last=9) as at:
         commit(at, 1)
         commit(at, 2)
@@ -193,7 +193,7 @@ def test_a_base_of_another_life_is_refused(tmp_path: Path) -> None:
     base = Manifest.decode(store.read_manifest(key_of(1)))
     other = replace(base, facts=replace(base.facts, run_id="other"))
     (tmp_path / f"{key_of(1).stem}.manifest").write_bytes(other.encode())
-    with pytest.raises(FormatError, match="cannot be what was meant"):
+    with pytest.raises(FormatError, match="cannot be its base"):
         open_encoded(store, Manifest.decode(store.read_manifest(key_of(2))))
 
 
@@ -232,7 +232,7 @@ def test_nobody_can_retire_what_a_version_refers_to(writer: Writer) -> None:
 
 
 def test_a_version_whose_base_is_being_retired_does_not_come_to_be(writer: Writer) -> None:
-    """The remover has set its mark, and does not see the manifest that is not there yet."""
+    """The remover has set its mark, and cannot see the manifest that does not exist yet."""
     writer.flush(1)
     place = Path(writer.store.url)
     (place / (name_of(1).stem + RETIRED)).touch()
@@ -244,7 +244,7 @@ def test_a_version_whose_base_is_being_retired_does_not_come_to_be(writer: Write
 def test_nor_one_whose_base_went_while_its_manifest_was_written(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remover was through with everything, its mark included, and saw no manifest."""
+    """The remover had finished, its mark included, and saw no manifest."""
     writer.flush(1)
     backend = writer.store.backend
     manifests = [Path(writer.store.url) / (name_of(v).stem + MANIFEST) for v in (1, 2)]
@@ -272,7 +272,7 @@ def test_a_version_that_was_never_complete_is_no_base(writer: Writer) -> None:
 
 
 def test_a_base_that_went_meanwhile_is_not_referred_to(tmp_path: Path) -> None:
-    """Another run of the job, or somebody by hand, removed what this one would refer to."""
+    """Another run of the job, or a user, removed the version that this one would refer to."""
     writer = Writer(tmp_path / "place", row="incremental full_every=9, zstd")
     for version in (1, 2):
         writer.flush(version)
@@ -285,7 +285,7 @@ def test_a_base_that_went_meanwhile_is_not_referred_to(tmp_path: Path) -> None:
 
 
 def test_a_flush_that_is_made_again_writes_nothing_again(writer: Writer, tmp_path: Path) -> None:
-    """Though what it would write now would be other bytes."""
+    """Although it would write other bytes now."""
     writer.pipeline = type(writer.pipeline)(writer.pipeline.codecs, 0)
     last = f"eio@file:op=rename,target={name_of(1).stem}.manifest"
     with injected(last), pytest.raises(OSError, match="injected"):

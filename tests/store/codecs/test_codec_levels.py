@@ -1,4 +1,4 @@
-"""Whole jobs whose levels have codecs: what comes back is what was there, or nothing does."""
+"""Whole jobs with codecs on their levels: restored states are exact, or there is none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def a_key_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def frozen_model() -> torch.nn.Module:
-    """Most of it never changes: an embedding's worth of megabytes."""
+    """Most of it never changes: megabytes, as in an embedding."""
     torch.manual_seed(1)
     frozen = torch.nn.Linear(12, 50_000)
     head = torch.nn.Linear(12, 4)
@@ -151,7 +151,7 @@ def test_what_lost_its_base_is_passed_over(job: Any, tmp_path: Path) -> None:
 
 
 def test_flipped_bits_never_load(job: Any, course: dict[int, str], tmp_path: Path) -> None:
-    """Anywhere in the file, or in the manifest: the version before is restored."""
+    """Anywhere in the file, or in the manifest: the previous version is restored."""
     folder = tmp_path / "ckpts"
     with job(local_codecs="zstd, aes-gcm", local_keep_last=2) as first:
         first.run(2)
@@ -180,7 +180,7 @@ def key_id(key: str) -> str:
 def test_with_another_key_or_none_nothing_starts_and_it_is_said(
     key: str, job: Any, course: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also not from an older version that needs no key: to go on from that would retire this."""
+    """Not even from an older version that needs no key: going on from it would retire this one."""
     with job() as first:
         first.run(1)
     with job(local_codecs="aes-gcm", local_keep_last=3) as first:
@@ -210,8 +210,8 @@ def test_with_another_key_or_none_nothing_starts_and_it_is_said(
 def test_after_a_change_of_keys_in_mid_run_the_new_one_is_enough(
     job: Any, course: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What refers to an older version is read with that one's key, which may be gone: it does not,
-    though nothing but the key has changed."""
+    """A shard that refers to an older version is read with that version's key, which may be gone.
+    So it does not refer to it, although only the key has changed."""
     shared = tmp_path / "shared"
     row = "incremental full_every=8, aes-gcm"
     far = {"persistent_path": str(shared), "persistent_every_steps": 1, "persistent_codecs": row}
@@ -233,7 +233,7 @@ def test_after_a_change_of_keys_in_mid_run_the_new_one_is_enough(
 def test_a_life_refers_to_its_own_versions_only(
     job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
-    """Another run's may go by rules of their own, though the agent that wrote them lives on."""
+    """Another run's versions may have other rules, even if the agent that wrote them still runs."""
     row = "incremental full_every=8"
     far = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
     settings = {"local_codecs": row, "persistent_codecs": row, "local_keep_last": 8, **far}
@@ -276,7 +276,7 @@ def test_a_module_that_is_not_installed_is_named(job: Any, monkeypatch: pytest.M
     monkeypatch.undo()
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     second = job(local_every_steps=0)
-    with pytest.raises(RestoreError, match=r"codec 'somebodys'.*those there are.*install"):
+    with pytest.raises(RestoreError, match=r"codec 'somebodys' is unknown.*install"):
         second.restore()
     second.checkpointer.abandon()
 
@@ -353,7 +353,7 @@ def test_a_job_goes_on_from_the_persistent_level(
 
 
 class Nothing(torch.nn.Module):
-    """Every tensor is empty, and so is the block of them."""
+    """Every tensor is empty, and so is their block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A signal to everybody, as launchers and schedulers send it, where a DataLoader has workers."""
+"""Signals to all processes, as launchers and schedulers send them, with workers of a DataLoader."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(path: Path, shm_dir: Path) -> Iterator[Start]:
-    """`start(program)`: that behind BEGIN, in a process group of its own."""
+    """`start(program)`: run BEGIN and the program in a process group of its own."""
     started = []
 
     def run(program: str) -> subprocess.Popen[str]:
@@ -90,7 +90,7 @@ def start(path: Path, shm_dir: Path) -> Iterator[Start]:
 
 
 def heard(process: subprocess.Popen[str], word: str) -> list[int]:
-    """The numbers behind `word`, which is what the process says next."""
+    """The numbers after `word` in the next line that the process prints."""
     assert process.stdout is not None
     first, *numbers = process.stdout.readline().split()
     assert first == word
@@ -98,7 +98,7 @@ def heard(process: subprocess.Popen[str], word: str) -> list[int]:
 
 
 def on_disk(path: Path, elsewhere: Path) -> int:
-    """The newest version there, restored without what is in memory."""
+    """The newest version on disk, restored without memory."""
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     settings: dict[str, Any] = {"agent": "inline", "shm_dir": elsewhere}
@@ -162,7 +162,7 @@ def test_workers_that_cannot_be_spared_cost_no_version(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """torch raises that they died, where the training is at that moment."""
+    """torch raises their death at the training's current place."""
     (tmp_path / "items.py").write_text(BEGIN)
     process = start(f"sys.path.insert(0, {str(tmp_path)!r})\nfrom items import Items\n" + program)
     heard(process, "ready")
@@ -182,7 +182,7 @@ def item(index):
 
 
 def test_the_loader_ends_workers_that_are_stuck(start: Start) -> None:
-    """Its last means is SIGTERM, which torch's own handler in a worker takes for a clean end."""
+    """Its last means is SIGTERM, which torch's own handler in a worker treats as a clean end."""
     process = start(
         STUCK
         + """
@@ -214,7 +214,7 @@ with checkpointer(*training()):
 
 
 def test_workers_of_a_trainer_that_is_gone_end_when_told_to(start: Start) -> None:
-    """Also when it was still there as they were told."""
+    """Also if the trainer was still alive when they received the signal."""
     process = start(
         STUCK
         + """
@@ -271,7 +271,7 @@ with checkpointer(model, optimizer) as ckpt:
 
 
 def test_programs_that_a_worker_starts_can_be_ended(start: Start) -> None:
-    """What a process blocks, the programs that it starts would block, too."""
+    """Without protection they would inherit the signals that the worker blocks."""
     process = start(
         """
 def by_module():

@@ -1,4 +1,4 @@
-"""`tierckpt halt` and jobs that have written nothing where they look for requests."""
+"""`tierckpt halt` and jobs that have not written to the directory that they watch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def halt(path: Path, shm_dir: Path, *given: str) -> subprocess.CompletedProcess[str]:
-    """By a process of its own: a job's would let go of the job's lock when it reads that file."""
+    """Run it in a separate process: the job's own process would release the job's lock by reading
+    that file."""
     command = [sys.executable, "-m", "tierckpt", "halt", str(path), *given]
     environment = {**os.environ, "TIERCKPT_SHM_DIR": str(shm_dir)}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -45,12 +46,12 @@ def ends(job: TinyJob) -> bool:
 def test_a_job_in_memory_alone_is_asked_by_its_path(
     given: dict[str, Any], path: Path, shm_dir: Path
 ) -> None:
-    """It writes nothing there before its end, and the directory is not even there."""
+    """The job writes nothing there before its end, and the directory does not exist."""
     with TinyJob(path, agent="inline", shm_dir=str(shm_dir), **IN_MEMORY, **given) as job:
         job.run(2)
         assert not path.exists()
         shown = halt(path, shm_dir, "--show")
-        assert (shown.returncode, shown.stdout) == (0, f"{path}: the job may go on\n")
+        assert (shown.returncode, shown.stdout) == (0, f"{path}: the job may continue\n")
         asked = halt(path, shm_dir, "--now")
         assert asked.returncode == 0, asked.stderr
         name = JobDirectory.at(

@@ -1,4 +1,5 @@
-"""Who hears a signal: of several checkpointers, of the script, and behind the end."""
+"""The receivers of a signal: several checkpointers, the script's handlers, and the process at its
+end."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ sys.exit(min(1, sum(os.path.getsize(file.name) for file in files)))
 def test_closed_on_another_thread_it_writes_to_no_file_of_the_scripts(
     path: Path, shm_dir: Path
 ) -> None:
-    """Python itself writes a byte for each signal, to the descriptor that it was given."""
+    """Python itself writes a byte for each signal to the wakeup descriptor."""
     process = python(CLOSED_ELSEWHERE, path, shm_dir)
     try:
         assert process.wait(50) == 0
@@ -136,7 +137,7 @@ builtins.goes_last = Last(
 
 
 def test_the_same_request_again_is_no_death_behind_a_clean_end(path: Path, shm_dir: Path) -> None:
-    """Python takes back its handlers before it takes down all else."""
+    """Python removes its handlers before everything else."""
     process = python(AGAIN, path, shm_dir)
     try:
         assert process.stdout is not None
@@ -165,7 +166,7 @@ sys.exit(7 if job.checkpointer.should_exit() else 1)
 def test_before_the_first_boundary_a_handler_that_returns_leaves_it_to_us(
     meanwhile: str, path: Path, shm_dir: Path
 ) -> None:
-    """The script wants to go on, however long its first step takes, and to end well."""
+    """The script wants to continue, however long its first step takes, and to end cleanly."""
     process = python(STARTING.format(meanwhile=meanwhile), path, shm_dir)
     try:
         assert process.wait(50) == 7

@@ -1,4 +1,4 @@
-"""Where the backward pass is the closure of a step, copies go on under it, and nothing is torn."""
+"""If the backward pass is the closure of a step, copies overlap with it, and no version is torn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Renamed(SGD):
 
 
 def wrapped() -> type[SGD]:
-    """A library's: torch's step under its own name, with something before it."""
+    """A library's wrapper: torch's step under its own name, with a change before it."""
 
     class Patched(SGD):
         pass
@@ -66,7 +66,7 @@ def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 class Loop:
-    """Its forward and backward passes are a closure; notes whether copies were under way in it."""
+    """Its forward and backward pass are a closure, which notes whether copies were in progress."""
 
     def __init__(self, kind: Callable[..., Any], settings: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -97,7 +97,7 @@ class Loop:
 def torn(
     loop: Loop, settings: dict[str, Any], by_name: bool = False, steps: int = STEPS
 ) -> list[int]:
-    """The tensors that a restore does not bring back as they were at the last boundary."""
+    """Tensors that a restore does not bring back as they were at the last boundary."""
     for _ in range(steps):
         loop.overlaps.clear()
         if by_name:
@@ -126,7 +126,7 @@ def test_the_barrier_comes_after_the_first_call(
 
 
 def test_a_line_search_calls_it_again_after_the_barrier(settings: dict[str, Any]) -> None:
-    """And LBFGS, which makes entries in its state before the very first call, waits once before."""
+    """LBFGS makes entries in its state before the very first call, so it waits once before."""
     kind = functools.partial(torch.optim.LBFGS, max_iter=3)
     loop = Loop(kind, settings)
     loop.ckpt.save()
@@ -169,7 +169,7 @@ def test_a_closure_that_fails_leaves_the_copy_as_it_is(settings: dict[str, Any])
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
 def test_torchs_own_call_it_before_they_change_anything(kind: type[torch.optim.Optimizer]) -> None:
-    """Each that is counted among these, and of this torch all are."""
+    """Every listed step; and the list contains all optimizers of this torch."""
     param = nn.Parameter(torch.ones(4, 4))
     optimizer = kind([param])
     assert closures._calls_it_first(type(optimizer).step)

@@ -1,4 +1,4 @@
-"""A model that has a checkpointer is compiled and scripted as one that has none."""
+"""A model with a checkpointer is compiled and scripted like one without."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tierckpt
 
 
 class Own(nn.Module):
-    """A class of the user's."""
+    """A user's class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Own(nn.Module):
 
 
 def torchs_own() -> nn.Module:
-    """One whose hooks are part of its graph."""
+    """A torch module; its hooks are part of its graph."""
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
@@ -53,7 +53,7 @@ def nothing_compiled() -> Iterator[None]:
 
 
 class Loop:
-    """Trains what `prepare` makes of the model once it has its checkpointer."""
+    """Trains the result of `prepare` for the model after the checkpointer is attached."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ def test_boundaries_of_one_that_is_compiled_later_are_seen(
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="this torch tells no reasons")
 def test_a_graph_that_cannot_be_whole_tells_what_to_do(shm_dir: Path, tmp_path: Path) -> None:
     loop = Loop(torchs_own, wrapped, shm_dir, tmp_path, "forward", fullgraph=True)
-    with pytest.raises(Exception, match="call the checkpointer's step\\(\\) once an iteration"):
+    with pytest.raises(Exception, match="call the checkpointer's step\\(\\) once per iteration"):
         loop.steps(1)
     loop.ckpt.abandon()
 
@@ -150,7 +150,8 @@ def test_one_that_is_told_its_boundaries_can_be_scripted(
 
 
 def test_a_capturable_optimizer_comes_back(path: Path, shm_dir: Path) -> None:
-    """Its count of steps is a tensor beside the weights. Without a GPU a compiled one steps."""
+    """Its step count is a tensor beside the weights. Without a GPU a compiled optimizer makes the
+    steps."""
 
     def life(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, tierckpt.Checkpointer]:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A forked child of a process that trains: what it does with the model is its own business."""
+"""A forked child of a training process: it may use the model freely."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierckpt.testing import TinyJob
 
 
 def status_of_child(work: Callable[[], None]) -> int:
-    """Of a forked one that does that; ended if it hangs."""
+    """Exit status of a forked child that runs this function; the child is killed if it hangs."""
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -75,7 +75,7 @@ ENDS: dict[str, Callable[[tierckpt.Checkpointer], None]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_child_that_ends_takes_nothing_along(end: str, shm_dir: Path, tmp_path: Path) -> None:
-    """Slots are its parent's, which may be killed and come back for them."""
+    """The slots are its parent's, which may be killed and restarted."""
     settings = {"shm_dir": shm_dir, "local_every_seconds": 0, "agent": "inline"}
     parent = TinyJob(tmp_path / "c", **settings).run(5)
     parent.checkpointer.wait()

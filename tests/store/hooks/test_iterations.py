@@ -1,6 +1,7 @@
-"""Where iterations end: by calls of `step()` or by forward passes, as the setting says.
+"""The end of iterations: calls of `step()` or forward passes, as the setting says.
 
-And the number that `restore()` returns, calls or optimizer steps: never one taken for the other.
+Also the number that `restore()` returns, calls or optimizer steps: one is never taken for the
+other.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Loop:
 
     @property
     def warnings(self) -> list[tuple[int, str]]:
-        """And errors."""
+        """Warnings and errors."""
         return [(e.severity, e.message) for e in self.events if e.severity >= logging.WARNING]
 
     @property
@@ -74,7 +75,7 @@ def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 @contextmanager
 def killed(**settings: Any) -> Iterator[Loop]:
-    """A run that is over when the block is, as far as the next one can see."""
+    """A run that ends with the block as if it were killed, as far as the next run can see."""
     loop = Loop(**settings)
     try:
         yield loop
@@ -86,7 +87,7 @@ def killed(**settings: Any) -> Iterator[Loop]:
 
 
 def test_steps_without_a_call_are_an_error_and_no_version(settings: dict[str, Any]) -> None:
-    """Which says what to write; the first call, however late, is the first boundary."""
+    """The error names the remedy; the first call, however late, is the first boundary."""
     with killed(**settings) as loop:
         loop.steps(STEPS_UNTIL_CALL - 1)
         assert loop.warnings == []
@@ -94,10 +95,10 @@ def test_steps_without_a_call_are_an_error_and_no_version(settings: dict[str, An
         ((severity, said),) = loop.warnings
         assert severity == logging.ERROR
         assert f"the optimizer made {STEPS_UNTIL_CALL} steps" in said
-        assert "no checkpoint is taken until it is" in said
-        assert "Call checkpointer.step() once an iteration, after optimizer.step()" in said
-        assert 'where the loop cannot be changed, set boundary="forward"' in said
-        assert "more than 16 steps in one iteration need do nothing" in said
+        assert "no checkpoint is taken: the optimizer made" in said
+        assert "Call checkpointer.step() once per iteration, after optimizer.step()" in said
+        assert 'If you cannot change the loop, set boundary="forward"' in said
+        assert "more than 16 steps in one iteration needs no change" in said
         loop.steps(3 * PER_CALL)
         assert (loop.ckpt.version, loop.ckpt.iteration) == (0, 0)
         steps = STEPS_UNTIL_CALL + 3 * PER_CALL
@@ -127,7 +128,7 @@ def test_steps_of_two_optimizers_are_not_added_up(settings: dict[str, Any]) -> N
 
 
 def test_save_now_is_no_call_of_step(settings: dict[str, Any]) -> None:
-    """A loop that calls nothing else has a version, whose number is none of its iterations."""
+    """A loop that calls nothing else has a version, but its number is not an iteration."""
     with killed(**settings) as loop:
         loop.steps(STEPS_UNTIL_CALL - 1)
         loop.ckpt.save(now=True)
@@ -136,7 +137,7 @@ def test_save_now_is_no_call_of_step(settings: dict[str, Any]) -> None:
 
 
 def test_a_run_killed_before_its_first_call_changes_no_number(settings: dict[str, Any]) -> None:
-    """500 optimizer steps into an epoch are none of its epochs."""
+    """500 optimizer steps into an epoch are not 500 epochs."""
     with killed(**settings) as loop:
         loop.steps(PER_CALL)
     with killed(**settings) as loop:
@@ -159,7 +160,7 @@ def test_a_run_killed_before_its_first_call_changes_no_number(settings: dict[str
 def test_a_call_of_step_does_nothing_where_forward_passes_are_boundaries(
     settings: dict[str, Any],
 ) -> None:
-    """And says so, with the setting it needs, once. The training goes on."""
+    """It reports that, with the required setting, once. The training goes on."""
     with killed(**settings, boundary="forward") as loop:
         loop.steps(3)
         for _ in range(2):
@@ -167,8 +168,8 @@ def test_a_call_of_step_does_nothing_where_forward_passes_are_boundaries(
             assert (loop.ckpt.version, loop.ckpt.iteration) == (2, 0)
         ((severity, said),) = loop.warnings
         assert severity == logging.ERROR
-        assert 'step() of the checkpointer does nothing with boundary="forward"' in said
-        assert 'give the argument boundary="explicit"' in said
+        assert "step() of the checkpointer does nothing but take `metric`" in said
+        assert 'set boundary="explicit"' in said
         loop.steps(STEPS_UNTIL_FORWARD)
         loop.ckpt.step()
         loop.ckpt.wait()
@@ -196,7 +197,7 @@ def test_a_call_of_step_leaves_its_metric_for_the_next_boundary(settings: dict[s
 def test_a_call_of_step_leaves_the_generators_of_the_optimizers_step(
     settings: dict[str, Any],
 ) -> None:
-    """The next batch is drawn before the boundary, and is drawn again by the next run."""
+    """The next batch is drawn before the boundary, and the next run draws it again."""
     with killed(**settings, boundary="forward") as loop:
         loop.steps(1)
         expected = torch.get_rng_state()
@@ -209,7 +210,7 @@ def test_a_call_of_step_leaves_the_generators_of_the_optimizers_step(
 
 
 def test_a_forward_pass_within_a_step_is_no_boundary(settings: dict[str, Any]) -> None:
-    """One optimizer has stepped, and the closure of the other one's step is under way."""
+    """One optimizer has stepped, and the closure of the other one's step is running."""
     with killed(**settings, optimizers=2, boundary="forward") as loop:
         loop.steps(1)
         one, other = loop.optimizers
@@ -228,7 +229,7 @@ def test_a_forward_pass_within_a_step_is_no_boundary(settings: dict[str, Any]) -
 
 
 def test_a_forward_pass_that_never_comes_is_an_error(settings: dict[str, Any]) -> None:
-    """A module that only holds the parts that the loop calls: nothing would ever be saved."""
+    """A module that only contains the parts that the loop calls: nothing would ever be saved."""
     torch.manual_seed(0)
     parts = nn.ModuleDict({"one": nn.Linear(8, 4)})
     optimizer = torch.optim.SGD(parts.parameters(), lr=1e-3)
@@ -250,7 +251,7 @@ def test_a_forward_pass_that_never_comes_is_an_error(settings: dict[str, Any]) -
 
 
 def test_calls_are_counted_with_explicit_and_steps_with_forward(settings: dict[str, Any]) -> None:
-    """Each goes on in a run of the same mode, and nothing is said of that."""
+    """Each run resumes in the same mode, without a message."""
     for boundary, path, number, counts in (
         ("explicit", "a", 2, "calls"),
         ("forward", "b", 2 * PER_CALL, "steps"),
@@ -280,8 +281,8 @@ def test_a_restart_with_forward_gets_the_calls_and_a_warning(settings: dict[str,
         assert (int(restored), restored.iteration_counts) == (2, "calls")
         ((severity, said),) = loop.warnings
         assert severity == logging.WARNING
-        assert f"restore() returns 2, the calls of step() up to v{2 * PER_CALL}" in said
-        assert 'give the argument boundary="explicit"' in said
+        assert f"restore() returns 2: v{2 * PER_CALL} was taken with" in said
+        assert 'set boundary="explicit"' in said
         loop.steps(4)
         assert loop.ckpt.version == 2 * PER_CALL + 3
     with killed(**settings) as loop:
@@ -300,8 +301,8 @@ def test_a_restart_with_explicit_gets_the_steps_and_a_warning(settings: dict[str
         assert (int(restored), restored.iteration_counts) == (PER_CALL - 1, "steps")
         ((severity, said),) = loop.warnings
         assert severity == logging.WARNING
-        assert f"restore() returns {PER_CALL - 1}, the optimizer steps up to v" in said
-        assert 'To go on counting steps, set boundary="forward"' in said
+        assert f"restore() returns {PER_CALL - 1}: v" in said
+        assert 'To keep counting steps, set boundary="forward"' in said
         for _ in range(2):
             loop.steps(2)
             loop.ckpt.step()

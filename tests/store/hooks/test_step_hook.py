@@ -1,4 +1,5 @@
-"""Hooks of the user's that change weights: the barrier comes before them, whenever they came."""
+"""A user's hooks that change weights: the barrier comes before them, whenever they are
+registered."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def of_all_optimizers(_: torch.optim.Optimizer, hook: Callable[..., None]) -> An
 
 
 def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A weight decay that leaves no trace: `.data` moves no version counter."""
+    """A weight decay without a trace: `.data` changes no version counter."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.data.mul_(0.5)
@@ -97,7 +98,7 @@ def test_a_hook_that_was_there_before_tears_nothing(
 def test_it_is_the_place_in_front_that_keeps_it_off(
     settings: dict[str, Any], late_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: behind the user's hook the version is torn, and nothing notices."""
+    """The control: after the user's hook the version is torn, and nothing notices."""
     monkeypatch.setattr(step_hook, "_put_first", lambda handle: None)
     assert restored_differs(of_all_optimizers, settings) != []
 
@@ -128,7 +129,7 @@ def test_it_comes_before_every_hook_and_leaves_with_its_checkpointer(
 def test_where_hooks_are_kept_in_another_way_it_is_behind_and_works(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch whose handles look otherwise: what can be held back still is."""
+    """A torch with other handles: the barrier works as far as possible."""
     register = step_hook.register_optimizer_step_pre_hook
 
     class Handle:

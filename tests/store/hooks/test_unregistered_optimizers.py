@@ -1,4 +1,5 @@
-"""Optimizers that the checkpointer was not given: they tear no version, and somebody is told."""
+"""Optimizers that the checkpointer was not given: they tear no version, and a warning names
+them."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_a_fused_step_of_a_stranger_tears_no_version(settings: dict[str, Any]) -
 
 
 class Wrapper(torch.optim.SGD):
-    """Steps another optimizer, and keeps the state that the other one has, as libraries' do."""
+    """Steps another optimizer and shares its state, as libraries' wrappers do."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, lr=0.1)
@@ -188,7 +189,7 @@ def test_the_hook_keeps_no_checkpointer_and_no_optimizer_alive(settings: dict[st
 def test_a_forked_child_that_trains_the_same_model_waits_for_nothing(
     settings: dict[str, Any],
 ) -> None:
-    """It has the hook, and not the thread that would copy."""
+    """It has the hook, but not the copier thread."""
     model, given, stranger = build()
     with attached(model, given, **settings) as (ckpt, events):
         backward(model)

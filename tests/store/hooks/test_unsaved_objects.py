@@ -1,4 +1,4 @@
-"""Objects with a state that the script has and the checkpointer was not given: somebody is told."""
+"""Stateful objects of the script that the checkpointer was not given: a warning names them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
 def attached(
     model: nn.Module, optimizers: Any, **settings: Any
 ) -> Iterator[tuple[tierckpt.Checkpointer, list[str]]]:
-    """A checkpointer, and what it warns of."""
+    """A checkpointer and its warnings."""
     said: list[str] = []
 
     def receive(event: tierckpt.Event) -> None:
         if event.severity >= logging.WARNING:
             said.append(event.message)
-        assert "was not looked for" not in event.message
+        assert "the search for unsaved objects failed" not in event.message
 
     with tierckpt.Checkpointer(model, optimizers, on_event=receive, **settings) as ckpt:
         yield ckpt, said
@@ -57,14 +57,14 @@ def train(model: nn.Module, step: Callable[[], Any], ckpt: tierckpt.Checkpointer
 
 
 class Ramp:
-    """A rate for each step, an object that can be called."""
+    """A rate for each step; the object is callable."""
 
     def __call__(self, step: int) -> float:
         return 1 / (1 + step)
 
 
 class WarmupSchedule:
-    """None of torch's, as timm's and Megatron's."""
+    """Not one of torch's, like timm's and Megatron's."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.at = optimizer, 0
@@ -102,9 +102,9 @@ def test_schedulers_are_named_once_and_not_where_they_were_given(settings: dict[
     assert sorted(text.split()[0] for text in said) == sorted(every)
     (text,) = (text for text in said if text.startswith("StepLR"))
     assert text.startswith(
-        "StepLR sets the learning rate of optimizer 'optimizer', SGD, and nothing"
+        "StepLR sets the learning rate of optimizer 'optimizer', SGD, and no object"
     )
-    assert text.endswith("Give it along: extra={'pace': pace}")
+    assert text.endswith("Give it, too: extra={'pace': pace}")
     settings["path"] = settings["path"].with_name("d")
     with attached(model, opt, extra=every, **settings) as (ckpt, said):  # as it says
         train(model, opt.step, ckpt)
@@ -138,7 +138,7 @@ def test_one_for_another_model_is_none_of_ours(settings: dict[str, Any]) -> None
 
 
 class Trainer:
-    """A class of the user's own that is given."""
+    """A user's class that is given."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler, self.epoch = scheduler, 0
@@ -177,14 +177,14 @@ def test_what_the_users_own_objects_store_was_given(settings: dict[str, Any]) ->
 
 
 class Forgetful(Trainer):
-    """Has it, and does not store it."""
+    """Has a scheduler and does not store it."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
 
 
 class Careful(Forgetful):
-    """Stores it, in ways that cannot be followed, or through others."""
+    """Stores it in ways that cannot be followed, or through other objects."""
 
     @property
     def parts(self) -> list[Any]:
@@ -221,7 +221,8 @@ def test_an_object_that_has_it_and_does_not_store_it(settings: dict[str, Any]) -
 
 
 def test_a_composed_one_whose_members_alone_were_given(settings: dict[str, Any]) -> None:
-    """What counts when to go on to the next is its own; a chain has nothing of its own."""
+    """A composed scheduler has its own count until the next member; a chain has no state of its
+    own."""
     for path, kind, said_of in ((1, lr.SequentialLR, ["SequentialLR"]), (2, None, [])):
         model, opt = build()
         one, two = lr.LinearLR(opt), lr.StepLR(opt, 3)
@@ -234,7 +235,7 @@ def test_a_composed_one_whose_members_alone_were_given(settings: dict[str, Any])
 
 
 def test_one_whose_optimizer_is_wrapped(settings: dict[str, Any]) -> None:
-    """The wrapper is given, and has the groups of the one that the scheduler was made for."""
+    """The given wrapper has the groups of the optimizer that the scheduler was made for."""
 
     class Wrapper(torch.optim.SGD):
         pass
@@ -251,7 +252,7 @@ def test_one_whose_optimizer_is_wrapped(settings: dict[str, Any]) -> None:
 
 
 class Delegating(Trainer):
-    """As Accelerate's: it has no state of its own."""
+    """Like Accelerate's: it has no state of its own."""
 
     def step(self) -> None:
         self.scheduler.step()
@@ -288,7 +289,7 @@ def test_frozen_objects_are_not_found_but_torchs_mark_is(settings: dict[str, Any
     finally:
         gc.unfreeze()
     (text,) = said
-    assert text.endswith("Give it along: extra={'scheduler': scheduler}")
+    assert text.endswith("Give it, too: extra={'scheduler': scheduler}")
     assert pace
 
 
@@ -311,12 +312,12 @@ def test_a_scaler_that_makes_the_steps(given: bool, settings: dict[str, Any]) ->
         assert said == []
         return
     (text,) = said
-    assert text.startswith("GradScaler scales the loss, and nothing that")
-    assert text.endswith("Give it along: extra={'scaler': scaler}")
+    assert text.startswith("GradScaler scales the loss, and no object given")
+    assert text.endswith("Give it, too: extra={'scaler': scaler}")
 
 
 class ShadowEMA:
-    """As torch_ema and diffusers have it; of the trained parameters."""
+    """Like torch_ema's and diffusers'; averages of the trained parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shadow_params = [p.detach().clone() for p in model.parameters() if p.requires_grad]
@@ -337,8 +338,8 @@ def test_averaged_weights(kind: Callable[[nn.Module], Any], settings: dict[str, 
     with attached(both, opt, **settings) as (ckpt, said):
         train(model, opt.step, ckpt)
     (text,) = said
-    assert "has averages of the model's weights, and nothing" in text
-    assert text.endswith("Give it along: extra={'mean': mean}")
+    assert "has averages of the model's weights, and no object" in text
+    assert text.endswith("Give it, too: extra={'mean': mean}")
     settings["path"] = settings["path"].with_name("d")
     with attached(both, opt, extra={"mean": mean}, **settings) as (ckpt, said):
         train(model, opt.step, ckpt)
@@ -349,7 +350,8 @@ def test_averaged_weights(kind: Callable[[nn.Module], Any], settings: dict[str, 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata, with a torch so new
 @pytest.mark.parametrize("given", [(), ("data",), ("wrapped",)])
 def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[str, Any]) -> None:
-    """Of several the one that the training is in; where one is given, the others are not."""
+    """Of several loaders, the one that the training iterates; if one is given, the others are
+    ignored."""
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     model, opt = build()
     data, held_out = kind(range(8)), kind(range(8))
@@ -364,14 +366,14 @@ def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[st
         assert said == []
         return
     (text,) = said
-    assert text.startswith("StatefulDataLoader is in the midst of a pass, and nothing that")
-    assert text.endswith("Give it along: extra_per_rank={'data': data}")
+    assert text.startswith("StatefulDataLoader is in the middle of a pass, and no object given")
+    assert text.endswith("Give it, too: extra_per_rank={'data': data}")
 
 
 def test_an_optimizer_whose_groups_change_for_ever(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Is not looked for again and again: that takes a while."""
+    """The search is not repeated without end, as it takes a while."""
     model, opt = build()
     looks: list[int] = []
     look = stateful_objects.look
@@ -392,4 +394,7 @@ def test_what_cannot_be_looked_at_costs_no_checkpoint(
     with tierckpt.Checkpointer(model, opt, on_event=events.append, **settings) as ckpt:
         train(model, opt.step, ckpt)
         assert ckpt.version == 1
-    assert any("was not looked for: ZeroDivisionError" in event.message for event in events)
+    assert any(
+        "the search for unsaved objects failed: ZeroDivisionError" in event.message
+        for event in events
+    )

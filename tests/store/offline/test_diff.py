@@ -39,7 +39,7 @@ def this_machines_memory(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def make(path: Path, change: Change = lambda job: None, **settings: Any) -> Path:
-    """The same job each time, changed before its last boundary."""
+    """The same job each time, with a change before its last boundary."""
     given = {"agent": "inline", "local_every_steps": 1000, **settings}
     with TinyJob(path, **given) as job:
         job.run(STEPS - 1)
@@ -137,7 +137,7 @@ def test_each_kind_of_difference_is_named_and_no_other(
 
 
 def test_figures(plain: Path, tmp_path: Path) -> None:
-    """In float64, over what is finite on both sides."""
+    """In float64, over values that are finite on both sides."""
     (bit,) = found(plain, make(tmp_path / "bit", flip_a_bit))
     numbers = bit.numbers
     assert numbers is not None
@@ -198,7 +198,7 @@ def test_what_has_equal_checksums_is_not_read(plain: Path, tmp_path: Path) -> No
 
 
 def again_on(ranks: int, path: Path, source: Path) -> Path:
-    """What is at `source`, restored and saved by so many ranks."""
+    """Restore the version at `source` and save it on this number of ranks."""
     seed_everything(0)
     jobs = []
     for _ in range(ranks):
@@ -224,7 +224,7 @@ def again_on(ranks: int, path: Path, source: Path) -> Path:
 
 
 def test_other_numbers_of_ranks(plain: Path, tmp_path: Path) -> None:
-    """Tensors are put together; what is each rank's own is compared where both have that rank."""
+    """Tensors are compared as a whole; each rank's own state is compared if both have that rank."""
     two = again_on(2, tmp_path / "two", plain)
     names = {each.name: each for each in found(plain, two)}
     # The generators are of one process here, and the job has no loader of its own.
@@ -262,7 +262,7 @@ def test_the_exit_status_is_that_of_diff(
     assert lines[2] == "1 of 27 tensors differ, and 0 other values"
     assert lines[4].split()[:4] == ["model/0.weight", "1", "of", "288"]
     assert diff(plain, f"{other}@77") == 2
-    assert f"no v77 is there, complete and sound; there are shards of v{STEPS}" in (
+    assert f"no v77 is complete and sound; there are shards of v{STEPS}" in (
         capsys.readouterr().err
     )
     assert diff(plain) == 2
@@ -371,7 +371,7 @@ def test_a_picture_of_all_versions(tmp_path: Path) -> None:
     (change,) = (each for each in found(path, path, 1, 3) if each.name == "model/0.weight")
     assert change.numbers is not None
     assert norms["model/0.weight"] == change.numbers.norm
-    with pytest.raises(ConfigError, match="a change takes two versions, and there is v3"):
+    with pytest.raises(ConfigError, match="the change needs two versions, but there is v3"):
         versions_at(str(path), 3, None)
 
 

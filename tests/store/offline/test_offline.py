@@ -59,14 +59,14 @@ def job(tmp_path: Path) -> Callable[..., TinyJob]:
 
 
 def step_with(metric: float, job: TinyJob) -> None:
-    """One iteration more."""
+    """One more iteration."""
     job.train_one()
     job.iteration += 1
     job.checkpointer.step(metric)
 
 
 def tensors_of(value: Any) -> Any:
-    """Without what says which kind of mapping it is."""
+    """The tensors, without the type of the mapping."""
     plain = {k: tensors_of(v) for k, v in value.items()} if isinstance(value, dict) else value
     return plain if isinstance(value, dict) else exact.image(value)
 
@@ -81,7 +81,7 @@ def key_of(path: Path, version: int) -> Any:
 
 
 def flip_byte(path: Path, at: int) -> None:
-    """`at` from the end, if it is negative."""
+    """Flip a byte at `at`; a negative number counts from the end."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -93,7 +93,7 @@ def damage(path: Path, version: int) -> None:
 
 @contextlib.contextmanager
 def agent_at(folder: Path) -> Iterator[None]:
-    """A process that holds an agent's lock, as one does that waits for its next trainer."""
+    """A process that holds an agent's lock, like an agent that waits for its next trainer."""
     text = (
         "import sys; from pathlib import Path; "
         "from tierckpt.storage.memory.job_directory import take_lock; "
@@ -157,7 +157,7 @@ def test_only_the_model(job: Any, tmp_path: Path) -> None:
 
 
 class Tied(torch.nn.Module):
-    """Several names lead to one tensor."""
+    """Several names refer to one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,8 @@ class Tied(torch.nn.Module):
 
 
 class Layers(Tied):
-    """`load_model` takes no BatchNorm under two names: torch does not call its count missing."""
+    """`load_model` rejects a BatchNorm under two names: torch does not report its count as
+    missing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class Layers(Tied):
 
 
 class Speaking(Tied):
-    """And it has what is no tensor at all."""
+    """It also has an entry that is not a tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"words": 9}
@@ -200,7 +201,7 @@ def test_names_are_those_of_a_state_dict(kind: type[Tied], job: Any, tmp_path: P
     again = kind()
     again.load_state_dict(saved.model)
     assert same(again.state_dict(), ended.model.state_dict())
-    # What a restart does with it is what it always did.
+    # A restart behaves with it as before.
     with job(model=kind(), seed=1) as back:
         assert back.restore() == STEPS
         assert same(back.model.state_dict(), ended.model.state_dict())
@@ -235,15 +236,15 @@ def test_the_memory_of_a_living_job_is_left_alone(job: Any, tmp_path: Path) -> N
         saved = tierckpt.load(tmp_path / "ckpts")
         assert (saved.version, saved.levels) == (4, {"local": 1})
         assert len(saved.rejected) == 1
-        assert f"v{STEPS} is left out: its job runs" in saved.rejected[0]
-        with pytest.raises(RestoreError, match=f"v{STEPS} is left out: its job runs"):
+        assert f"v{STEPS} is left out: its job is running" in saved.rejected[0]
+        with pytest.raises(RestoreError, match=f"v{STEPS} is left out: its job is running"):
             tierckpt.load(tmp_path / "ckpts", STEPS)
 
 
 def test_an_agent_that_lingers_is_no_living_job(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `list` says a restart takes, is what is exported."""
+    """The version that `list` marks is the one that is exported."""
     ended = job(local_every_steps=2).run(STEPS)
     ended.checkpointer.complete()
     ended.checkpointer.abandon()
@@ -301,11 +302,11 @@ def test_what_was_encrypted_takes_its_key(
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere is no directory; give a job's path"):
+    with pytest.raises(ConfigError, match=r"nowhere is not a directory; give a job's path"):
         tierckpt.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"whatever \{node\} stands for"):
         tierckpt.load(tmp_path / "{node}" / "ckpts")
-    with pytest.raises(RestoreError, match=r"no version is there, complete and sound$"):
+    with pytest.raises(RestoreError, match=r"no version is complete and sound$"):
         tierckpt.load(tmp_path)
 
 
@@ -368,7 +369,7 @@ def test_each_level_of_each_version_has_a_line(
 
 
 def test_what_a_later_life_went_back_behind_is_marked(job: Any, tmp_path: Path) -> None:
-    """Of a node that the later run did not have."""
+    """The version is on a node that the later run did not have."""
     with job() as first:
         first.run(STEPS)
     shutil.copytree(tmp_path / "ckpts", tmp_path / "other")
@@ -384,7 +385,8 @@ def test_what_a_later_life_went_back_behind_is_marked(job: Any, tmp_path: Path) 
 def test_a_version_of_which_a_shard_is_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two nodes' folders, one of them: what is missing is named. The folder of both: nothing is."""
+    """With one of two nodes' folders, the missing shards are named. With the folder above both,
+    none is missing."""
     code = Code(3, 2, 1)
     with Members(tmp_path / "nodes", code, [40_960, 40_960, 81_920]) as members:
         members.protect()
@@ -436,13 +438,13 @@ def test_a_manifest_without_its_data_file_is_no_shard(
 
 
 def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that set a job_id, or its shm_dir, may have some in memory all the same."""
+    """A job with a job_id or a shm_dir may still have some in memory."""
     assert main(["list", str(tmp_path)]) == 0
     (first, second, *advice), error = texts(capsys)
     assert (first, error) == (f"{tmp_path}: no checkpoints here", "")
     assert second == f"nothing in memory: looked for {memory_of(tmp_path)}"
     assert "TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR" in advice[0]
-    assert "where the job's path has {node} in it, give it with that" in advice[1]
+    assert "if the job's path contains {node}, give it with {node}" in advice[1]
     (tmp_path / "n1").mkdir()
     assert main(["list", str(tmp_path / "{node}")]) == 0
     assert "has {node} in it" not in capsys.readouterr().out
@@ -455,7 +457,7 @@ def memory_of(path: Path) -> Path:
 def test_where_in_memory_it_was_looked_is_said(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is what is to be removed, too, by who begins afresh."""
+    """These are also the folders to remove for a fresh start."""
     memory = memory_of(tmp_path / "ckpts")
     with job() as ended:
         ended.run(1)
@@ -474,14 +476,14 @@ def test_a_job_in_memory_alone_has_no_directory_and_is_found(path: str, tmp_path
     assert os.listdir(tmp_path) == []
     found = rows_of(survey(tmp_path / path))
     assert [(row.version, row.level) for row in found if row.next] == [(STEPS, "memory")]
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         survey([tmp_path / path, tmp_path / "mistyped"])
 
 
 def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A directory, and all commands; nobody's right to it is asked of root."""
+    """A directory, with all commands. Root can read everything, so root is not tested."""
     with job() as ended:
         ended.run(STEPS)
     (closed := tmp_path / "closed").mkdir(mode=0o000)
@@ -492,17 +494,20 @@ def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
         assert sum("a restart takes this" in line for line in lines) == 1
         told = [line for line in lines if line.startswith("cannot be read: ")]
         assert told == [f"cannot be read: {closed}: [Errno 13] Permission denied: '{closed}'"]
-        assert error.startswith("tierckpt: not all could be looked at")
+        assert error.startswith("tierckpt: not all places could be read")
         assert main(["verify", *paths]) == 1
         lines, error = texts(capsys)
         assert [line.rpartition(": ")[2] for line in lines] == ["sound"] * STEPS
         assert f"not all can be read: {closed}: [Errno 13]" in error
         assert main(["export", *paths, str(out)]) == 1
         lines, error = texts(capsys)
-        assert any(line.startswith(f"passed over: {closed}: ") for line in lines)
-        assert error == f"tierckpt: not all could be looked at: there may be more than v{STEPS}\n"
+        assert any(line.startswith(f"skipped: {closed}: ") for line in lines)
+        assert (
+            error
+            == f"tierckpt: not all places could be read: there may be a version after v{STEPS}\n"
+        )
         assert torch.load(out, weights_only=True)["version"] == STEPS
-        # Whoever names a version has that very one.
+        # An explicit version is read, and no other.
         assert main(["export", *paths, str(out), "--force", "--version", "5"]) == 0
 
 
@@ -563,16 +568,16 @@ def test_a_node_s_name_is_the_same_wherever_the_path_has_it(
 def test_what_could_not_be_looked_at_does_not_look_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No credentials, say. Here: a place of a kind that nobody knows."""
+    """Missing credentials, for example. Here: a URL of an unknown kind."""
     assert main(["list", "nosuch://bucket/run"]) == 1
     (first, *others), error = texts(capsys)
-    assert first == "nosuch://bucket/run: no checkpoints that can be read"
+    assert first == "nosuch://bucket/run: no readable checkpoints"
     assert others[0].startswith("cannot be read: nosuch://bucket/run: ")
-    assert error.startswith("tierckpt: not all could be looked at")
+    assert error.startswith("tierckpt: not all places could be read")
     assert main(["list", "--json", "nosuch://bucket/run"]) == 1
     out, error = capsys.readouterr()
     assert len(json.loads(out)["problems"]) == 1
-    assert error.startswith("tierckpt: not all could be looked at")
+    assert error.startswith("tierckpt: not all places could be read")
 
 
 def test_of_many_damaged_copies_a_few_are_named(
@@ -584,7 +589,7 @@ def test_of_many_damaged_copies_a_few_are_named(
     lines, _ = texts(capsys)
     told = [line for line in lines if line.startswith("cannot be read: ")]
     assert len(told) == 9
-    assert told[-1] == "cannot be read: 12 more; --json has all of them"
+    assert told[-1] == "cannot be read: 12 more; --json shows all"
 
 
 @pytest.mark.parametrize("how", [shutil.move, shutil.copytree])
@@ -595,7 +600,8 @@ def test_memory_of_another_path_is_no_restarts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A restart looks by its own path: what was moved, or copied, has none of the old one's."""
+    """A restart looks by its own path: files that were moved or copied do not have the old path's
+    memory."""
     killed(job(local_every_steps=2))
     moved = tmp_path / "moved"
     how(str(tmp_path / "ckpts"), str(moved))
@@ -619,7 +625,7 @@ def test_memory_of_another_path_is_no_restarts(
 def test_a_directory_that_was_moved_with_nothing_in_it_lacks_no_node(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its only versions are in memory, of the old path: no other node has more of them."""
+    """Its only versions are in memory, under the old path: no other node has newer ones."""
     first = job(local_every_steps=9).run(1)
     first.checkpointer.complete()
     (claim,) = (tmp_path / "ckpts").glob(".claim.*")
@@ -636,7 +642,7 @@ def test_a_directory_that_was_moved_with_nothing_in_it_lacks_no_node(
 def test_memory_is_found_by_the_claim_that_a_killed_job_left(
     dies: bool, job: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Nothing else tells a job_id and a shm_dir of its own where nothing is on disk yet."""
+    """If nothing is on disk yet, only the claim shows the job's own job_id and shm_dir."""
     (other := shm_dir / "other").mkdir()
     ended = job(job_id="mine", shm_dir=str(other), local_every_steps=2)
     ended.run(1).checkpointer.complete()
@@ -662,7 +668,7 @@ def test_memory_is_found_by_the_claim_that_a_killed_job_left(
 def test_memory_of_the_same_job_is_a_restarts(
     path: str, given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named by job_id, or found by a path with the node's name in it."""
+    """It is named by job_id, or found by a path with the node's name."""
     settings = {"agent": "inline", "local_every_steps": 2, **given}
     killed(TinyJob(tmp_path / path, **settings))
     node = given.get("node", socket.gethostname())
@@ -742,7 +748,7 @@ def test_parity_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["verify", str(tmp_path)]) == 0
     parity, rest = texts(capsys)[0]
     assert parity.startswith("v1 parity: 3 copies")
-    assert rest.startswith("not complete here, though nothing is damaged: v1.")
+    assert rest.startswith("not complete here, and not damaged: v1.")
     flip_byte(next((tmp_path / "node1").glob("*.parity")), 100)
     assert main(["verify", str(tmp_path)]) == 1
     lines, error = texts(capsys)
@@ -804,7 +810,7 @@ def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
     (tmp_path / "prove").mkdir()
     ProofOrder(tmp_path / "prove" / "run", until=9).write()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "prove" / "run"))
-    assert tierckpt.latest(path) is None  # what a script does there is not to know the user's
+    assert tierckpt.latest(path) is None  # a script under test must not see the user's
 
 
 def test_what_cannot_be_looked_at_is_no_fresh_start(job: Any, tmp_path: Path) -> None:
@@ -812,7 +818,7 @@ def test_what_cannot_be_looked_at_is_no_fresh_start(job: Any, tmp_path: Path) ->
         ended.run(1)
     (tmp_path / "ckpts").chmod(0)
     try:
-        with as_anybody(), pytest.raises(RestoreError, match="not all could be looked at"):
+        with as_anybody(), pytest.raises(RestoreError, match="not all places could be read"):
             tierckpt.latest(tmp_path / "ckpts")
     finally:
         (tmp_path / "ckpts").chmod(0o755)
@@ -832,7 +838,7 @@ def test_the_model_as_safetensors(
     assert told[0].startswith(f"{out}: v{STEPS}, from local, ")
     assert "again.0.weight is saved as block.0.weight" in told[1]
     again = Layers()
-    load_model(again, out, strict=True)  # what the text advises
+    load_model(again, out, strict=True)  # the advice of the text
     assert same(again.state_dict(), ended.model.state_dict())
     with safe_open(out, "pt") as file:
         facts = file.metadata()
@@ -866,7 +872,7 @@ def test_a_dtype_that_safetensors_lacks_is_said_with_the_tensor_s_name(
         ended.run(STEPS)
     out = tmp_path / "model.safetensors"
     assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
-    assert "spectrum is of dtype complex32" in texts(capsys)[1]
+    assert "spectrum has dtype complex32" in texts(capsys)[1]
     assert not out.exists()
     assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "model.pt")]) == 0  # the advice
     assert same(torch.load(tmp_path / "model.pt")["model"], ended.model.state_dict())
@@ -891,11 +897,11 @@ def test_nothing_is_replaced_unasked_and_nothing_half_done_is_left(
     out = tmp_path / "out.pt"
     out.write_text("mine")
     assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
-    assert "is there already; --force replaces it" in texts(capsys)[1]
+    assert "exists; --force replaces it" in texts(capsys)[1]
     assert out.read_text() == "mine"
     assert main(["export", str(tmp_path / "ckpts"), str(out), "--force"]) == 0
     assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "out.bin")]) == 1
-    assert "its name says no format" in texts(capsys)[1]
+    assert "unknown suffix" in texts(capsys)[1]
     missing = tmp_path / "no" / "such" / "out.pt"
     assert main(["export", str(tmp_path / "ckpts"), str(missing)]) == 1
     assert "cannot be written" in texts(capsys)[1]

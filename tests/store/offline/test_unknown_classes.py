@@ -1,4 +1,5 @@
-"""Values of classes that are not imported where a checkpoint is read: named, never passed off."""
+"""Values of classes that are not imported by the reader: they are named, never replaced
+silently."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ Box = dict[str, Any]
 
 
 class Keeper:
-    """An object of the user's, in `extra`."""
+    """A user's object in `extra`."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
@@ -80,7 +81,7 @@ def write(path: Path, kept: Any, where: str) -> None:
 
 
 def written(path: Path, kind: str, where: str) -> None:
-    """By a process that has the class; from now on this one has it not."""
+    """Write it in a process that has the class; this process no longer has it."""
     write(path, kept_in(kind), where)
     del sys.modules[MODULE]
 
@@ -129,7 +130,7 @@ def test_an_export_imports_what_it_is_told_to(
     assert main(["export", path, out]) == 1
     assert f"--import {MODULE}" in capsys.readouterr().err
     assert not Path(out).exists()
-    assert main(["export", path, str(tmp_path / "model.safetensors")]) == 0  # has no need of it
+    assert main(["export", path, str(tmp_path / "model.safetensors")]) == 0  # does not need it
     assert main(["export", path, out, "--import", "a_library_of_models"]) == 1
     assert "--import a_library_of_models: ModuleNotFoundError" in capsys.readouterr().err
     assert main(["export", path, out, "--import", MODULE]) == 0
@@ -140,8 +141,8 @@ def test_an_export_imports_what_it_is_told_to(
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (MODULE, f"{MODULE} is imported and has it no more: take the release that wrote it"),
-        ("__main__", "Its script defines it: load it in a script that defines the same"),
+        (MODULE, f"{MODULE} is imported but does not define it any more: use the release"),
+        ("__main__", "Its script defines it: load it in a script with the same definition"),
     ],
 )
 def test_where_an_import_would_not_help_it_is_not_advised(

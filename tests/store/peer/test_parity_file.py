@@ -1,4 +1,4 @@
-"""Parity on a disk: every promise that holds for shards holds for it, and damage is never used."""
+"""Parity on a disk: all guarantees of shards hold for it, and damaged parity is never used."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parity_of(key: ShardKey) -> ParityKey:
 
 
 class ParityStore(LocalStore):
-    """Takes shards' names and keeps parity: the suite of the stores runs on it as it is."""
+    """Takes shards' names and stores parity, so the suite of the stores runs on it."""
 
     def draft(self, key, nbytes):  # type: ignore[no-untyped-def]
         return super().draft(parity_of(key), nbytes)
@@ -67,7 +67,7 @@ class ParityStore(LocalStore):
 
 
 class TestParityStore(StoreConformance):
-    """With the kill and the error at every file operation."""
+    """Includes a kill and an error at every file operation."""
 
     factory = "tests.store.peer.test_parity_file:ParityStore"
 
@@ -99,7 +99,7 @@ def test_a_shard_and_the_parity_beside_it_are_two_things(tmp_path: Path) -> None
 
 
 def test_what_this_very_process_is_writing_is_not_cleaned_away(tmp_path: Path) -> None:
-    """A restarted trainer's desk cleans up while an exchange of its predecessor goes on."""
+    """A restarted trainer cleans up while an exchange of its predecessor is in progress."""
     store, key = LocalStore(tmp_path), parity_of(key_of(1))
     with store.draft(key, 8192) as draft:
         draft.write(memoryview(bytes(8192)), 0)
@@ -120,7 +120,7 @@ def test_what_is_left_without_a_commit_is_gone(tmp_path: Path) -> None:
 
 
 def test_an_error_at_any_file_operation_costs_one_parity_at_most(tmp_path: Path) -> None:
-    """At the k-th operation of all members together, for every k; what exists is sound."""
+    """At the k-th operation of all members together, for every k; existing parity is sound."""
     for hit in range(1, 200):
         with Members(tmp_path / str(hit), CODE, LENGTHS) as members:
             with injected(f"eio@file:hit={hit}"):
@@ -152,7 +152,7 @@ def test_a_full_device_costs_its_own_parity_alone(tmp_path: Path, small_tmpfs: P
         assert sorted(members.parities()) == [0, 2]
         assert members.rebuilt({1}) == {1: members.image(1)}
         members.lengths = [SIZE_BYTES // 2] * 3
-        members.protect(2)  # which has room
+        members.protect(2)  # this one has room
         assert sorted(members.parities(2)) == [0, 1, 2]
 
 
@@ -202,14 +202,14 @@ def test_damage_is_always_found(
 
 
 def test_what_is_rebuilt_from_unchecked_damage_is_refused(tmp_path: Path) -> None:
-    """Nobody checked the parity before: the lost shard's own manifest finds it out."""
+    """The parity was not checked before: the lost shard's own manifest reveals the damage."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
         for seed in range(10):
             (path,) = (tmp_path / "node0").glob("*.parity")
             whole = path.read_bytes()
             bent = bytearray(whole)
-            # Within what is used: the first half of the segment belongs to both other shards.
+            # In the used part: the first half of the segment belongs to both other shards.
             bent[random.Random(seed).randrange(len(bent) // 4)] ^= 1
             path.write_bytes(bent)
             with pytest.raises(CorruptShardError, match="some source was damaged"):  # noqa: PT012
@@ -275,7 +275,7 @@ def test_only_the_segments_that_are_used_are_read(tmp_path: Path) -> None:
 
 
 def test_who_makes_a_part_reads_what_all_read(tmp_path: Path) -> None:
-    """For others of the group to be made elsewhere, out of the same broadcasts."""
+    """Other members of the group rebuild the rest, from the same broadcasts."""
     code, lengths = Code(5, 2, 2), [*LENGTHS, 500 << 10, 700 << 10]
     with Members(tmp_path, code, lengths) as members:
         members.protect()
@@ -334,7 +334,7 @@ def test_a_shard_is_rebuilt_from_what_other_nodes_have(tmp_path: Path) -> None:
 
 
 def test_fetching_goes_on_when_the_peers_agent_was_started_again(tmp_path: Path) -> None:
-    """The connection is dead, which is not found out twice."""
+    """The first dead connection is replaced; no second failure follows."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
         key, address = parity_key_of(1, CODE), members.addresses[1]
@@ -372,14 +372,14 @@ def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
         for offset, length in ((-1, 9), (0, -1), (0, 1 << 40)):
             stem = parity_key_of(1, CODE).stem
             link.send({"op": "fetch", "stem": stem, "offset": offset, "length": length, "copy": ""})
-            assert "cannot be asked for" in link.receive(20)["error"]
+            assert "cannot be requested" in link.receive(20)["error"]
         caller.drop(link)
 
 
 def test_a_node_that_takes_the_call_and_says_nothing_counts_as_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As one that hangs: its kernel still answers."""
+    """As a node that hangs: its kernel still accepts."""
     monkeypatch.setattr(read_client, "REACH_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         node = RemoteNode("node 1", Address(*silent.getsockname()), SECRET)

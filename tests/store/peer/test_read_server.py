@@ -1,4 +1,4 @@
-"""What an agent shows of its node, while the agent itself goes on changing that."""
+"""The read server of an agent, while the agent itself continues to change the node's shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tierckpt.storage.persistent import VersionName
 
 @pytest.fixture
 def slot(shm_dir: Path) -> Iterator[Slot]:
-    """Sealed, and pinned as by an agent that commits it."""
+    """A sealed slot, pinned as by an agent that commits it."""
     job = JobDirectory.at(shm_dir, "job")
     job.create()
     made = sealed(job.slot_path(0, 0), manifest())
@@ -40,7 +40,7 @@ def slot(shm_dir: Path) -> Iterator[Slot]:
 
 
 def sealed(path: Path, shard: Manifest, store: LocalStore | None = None) -> Slot:
-    """A slot with that shard, whose bytes are its version's number; `store` has its image."""
+    """A slot with that shard, filled with its version's number; `store` has its image."""
     file = store and ImageFile.make(path, store, shard.shard, IMAGE_BYTES)
     made = Slot.create(path, path.name, seal_area_bytes(8), 0 if file else IMAGE_BYTES, file)
     with made.image() as image:
@@ -67,7 +67,7 @@ def agent(slot: Slot, store: LocalStore) -> Iterator[Transport]:
 
 @pytest.fixture
 def node(agent: Transport) -> Iterator[RemoteNode]:
-    """As who reads what is in its memory."""
+    """A reader of the shards in the node's memory."""
     with closing(RemoteNode("node 1", agent.address, SECRET, in_memory=True)) as made:
         yield made
 
@@ -112,14 +112,14 @@ def test_a_shard_is_told_and_read_in_memory_and_on_disk(
 def test_what_is_stored_otherwise_by_now_is_gone(
     slot: Slot, store: LocalStore, agent: Transport
 ) -> None:
-    """What is on disk is written anew between two reads of it, by modules: so its manifest is
-    another one."""
+    """The shard on disk is written again between two reads, with codecs: so its manifest is another
+    one."""
     with slot.image() as image, closing(RemoteNode("node 1", agent.address, SECRET)) as node:
         store.commit(manifest().key, image, manifest().encode())
         file = node.open_shard(name_of(manifest()), manifest().shard)
         assert len(file.read(0, 100)) == 100
         store.commit(manifest().key, image, manifest(created=1.0).encode())
-        with pytest.raises(FileNotFoundError, match="stored in another way by now"):
+        with pytest.raises(FileNotFoundError, match="was moved or deleted"):
             file.read(100, 100)
         again = node.open_shard(name_of(manifest()), manifest().shard)
         assert len(again.read(100, 100)) == 100
@@ -128,7 +128,7 @@ def test_what_is_stored_otherwise_by_now_is_gone(
 def test_each_range_of_a_slot_costs_itself_alone(
     slot: Slot, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a look at the seal: nothing is mapped or decoded, and no other slot is looked at."""
+    """Plus a look at the seal: nothing is mapped or decoded, and no other slot is read."""
     assert slot.path is not None
     other = sealed(slot.path.with_suffix(".1"), manifest(2))
     file = node.open_shard(name_of(manifest(2)), manifest(2).shard)
@@ -162,7 +162,7 @@ def test_a_slots_image_may_be_a_file_of_its_own(
 def test_what_is_in_a_slot_that_was_filled_again_is_gone(
     slot: Slot, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two ranges, or while one is being read."""
+    """It is filled between two ranges, or while one is being read."""
     files = [node.open_shard(name_of(manifest()), manifest().shard) for _ in range(2)]
     read = slots.read_image
 
@@ -181,7 +181,7 @@ def test_what_is_in_a_slot_that_was_filled_again_is_gone(
 def test_a_node_that_falls_silent_is_waited_for_once(
     agent: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By all who ask it, however many ranges they are still to read."""
+    """One wait for all its clients, however many ranges they still have to read."""
     down = threading.Event()
     asked = [RemoteNode("node 1", agent.address, SECRET, down, True) for _ in range(2)]
     files = [node.open_shard(name_of(manifest()), manifest().shard) for node in asked]
@@ -201,7 +201,7 @@ def test_a_node_that_falls_silent_is_waited_for_once(
 def test_what_cannot_be_used_there_is_told_as_of_any_node(
     slot: Slot, store: LocalStore, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged seal, a manifest of which the name alone tells what it was, a disk that fails."""
+    """A damaged seal, a manifest with only a readable name, a disk that fails."""
     assert slot.path is not None
     with slot.image() as image:
         store.commit(manifest(2).key, image, manifest(2).encode())

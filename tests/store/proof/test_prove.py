@@ -1,7 +1,7 @@
-"""`tierckpt prove` on a script that is exact, and on some that are inexact in one way each.
+"""`tierckpt prove` on a script that is exact, and on scripts that are inexact in one way each.
 
-The runs are processes of their own and killed as such; they only come from the fork server, which
-has imported torch already.
+The runs are separate processes and are killed as such; they come from the fork server, which has
+imported torch already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCRIPT = str(Path(__file__).resolve().parents[2] / "support" / "prove_script.py"
 
 
 class Forked:
-    """As `subprocess.Popen` of a Python script."""
+    """Replaces `subprocess.Popen` for a Python script."""
 
     returncode: int | None = None
 
@@ -78,14 +78,15 @@ def prove(*arguments: object, kind: str = "exact", steps: int = 100) -> int:
 
 
 def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said so, and nothing is left in memory, nor made where its checkpoints would be."""
+    """It is reported as exact, and nothing is left in memory or in the script's own checkpoint
+    folder."""
     assert prove() == 0
     out = capsys.readouterr().out
     assert "exact: killed with SIGKILL at step 5, resumed from " in out
     assert "to 9 are bit for bit as in the run that was not killed (1 rank, 11 tensors" in out
     assert not (tmp_path / "ckpts").exists()
     assert [*shm_dir.rglob("r0*")] == []
-    # What the last versions have is there for `tierckpt diff`.
+    # `tierckpt diff` can compare the last versions.
     places = [next((tmp_path / "proof" / run).glob("ckpts-*")) for run in ("undisturbed", "killed")]
     assert main(["diff", *map(str, places)]) == 0
     assert prove() == 2
@@ -95,11 +96,11 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("position", "All random streams are the same, and yet the step was another one"),
+        ("position", "All random streams are equal, and yet the step differs"),
         ("schedule", "Only options of an optimizer (a learning rate) differ"),
         ("python", "The random stream of python is at another place"),
         ("urandom", "not deterministic: step "),
-        ("afresh", "not exact: The job that was started again began afresh"),
+        ("afresh", "not exact: The restarted job started from scratch"),
     ],
 )
 def test_each_way_to_be_inexact_is_named(
@@ -112,14 +113,14 @@ def test_each_way_to_be_inexact_is_named(
 
 
 def test_what_was_not_put_to_the_test_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """A scheduler that was not given steps at ends of epochs, and these steps pass none."""
+    """A scheduler that was not given steps at the end of an epoch, and these steps contain none."""
     assert prove(kind="epochs") == 0
     out = capsys.readouterr().out
     assert "exact: killed with SIGKILL at step 5" in out
     assert "not compared: no epoch ended in these steps." in out
     assert "not compared: no learning rate changed in these steps" in out
     assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
-    assert "Give it along: extra={'schedule': schedule}" in out
+    assert "Give it, too: extra={'schedule': schedule}" in out
     (how,) = re.findall(r"give --epochs, or (--kill-after \d+ --steps \d+)\n", out)
     assert prove("--epochs", "--dir", "other", kind="epochs") == 1
     out = capsys.readouterr().out
@@ -140,7 +141,7 @@ def test_from_a_version_of_the_job_which_is_not_touched(
     assert "killed with SIGKILL at step 11" in capsys.readouterr().out
     assert images(tmp_path / "ckpts") == before
     assert prove("--from", "ckpts@3", "--dir", "other") == 2
-    assert "no v3 is there, complete and sound; there are shards of v8" in capsys.readouterr().err
+    assert "no v3 is complete and sound; there are shards of v8" in capsys.readouterr().err
 
 
 def images(folder: Path) -> dict[str, str]:
@@ -151,8 +152,8 @@ def images(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("kind", "steps", "said"),
     [
-        ("fails", 100, "nothing in it made a Checkpointer"),
-        ("exact", 7, "the script ended by itself at version 7, before 9"),
+        ("fails", 100, "and made no Checkpointer"),
+        ("exact", 7, "the script ended by itself at version 7, but the test needs version 9"),
         ("hangs", 100, "made no step for 1 s and was given up"),
     ],
 )

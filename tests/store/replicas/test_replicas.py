@@ -1,5 +1,5 @@
-"""Replicas that are none, in ranks that are threads of one process: what is said, refused, marked,
-kept, and told to who restores."""
+"""Replicas that differ, with ranks that are threads of one process: the messages, refusals, marks
+and retention, and the report at a restore."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROUND = 4
 
 
 class Ranks:
-    """A job whose ranks train on data of their own."""
+    """A job with ranks that train on their own data."""
 
     optimizer = torch.optim.AdamW
 
@@ -56,7 +56,7 @@ class Ranks:
         return text.getvalue()
 
     def exported_and_compared(self, version: int) -> Iterator[str]:
-        """What each command says of that version."""
+        """The output of each command for that version."""
         paths = [str(self.folder(rank)) for rank in range(self.size)]
         for name in ("all.pt", "model.safetensors"):
             text, out = io.StringIO(), self.path / name
@@ -68,7 +68,7 @@ class Ranks:
 
 
 class Rank:
-    """One of them."""
+    """One rank of it."""
 
     def __init__(self, job: Ranks, group: ThreadGroup, settings: dict[str, Any]) -> None:
         self.rank, self.group = group.rank, group
@@ -117,7 +117,7 @@ class Rank:
             self.ckpt.step()
 
     def reduce(self) -> None:
-        """What DDP does."""
+        """As DDP does."""
         params = [p for p in self.net.parameters() if p.grad is not None]
         for param, *grads in zip(
             params, *self.group.all_gather_object([p.grad for p in params]), strict=True
@@ -151,7 +151,7 @@ def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
         (text,) = drifted
         assert "ranks train apart: model/0.weight, model/0.bias" in text
         assert "No further version is taken" in text
-        assert "that were taken before that was known are marked as suspect" in text
+        assert "taken before this was known are marked as suspect" in text
         assert "rank 0 and rank 1 differ, seen at v1" in text
         assert "DistributedDataParallel" in text
         assert "forward_changes" in text
@@ -172,7 +172,7 @@ def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
 
 
 def test_what_is_named_as_each_ranks_own_may_differ(ranks: Ranks) -> None:
-    """The way out that the error tells."""
+    """The remedy that the error names."""
 
     def train(rank: Rank) -> tuple[Any, ...]:
         rank.train(7, apart=True)
@@ -222,7 +222,7 @@ def test_once_all_are_alike_versions_are_taken_again(ranks: Ranks) -> None:
 
 
 def test_weights_written_between_boundary_and_step_are_no_drift(ranks: Ranks) -> None:
-    """Ranks may have looked before and after."""
+    """Ranks may have looked before or after the write."""
 
     def swap(rank: Rank) -> list[str]:
         for _ in range(3 * ROUND):
@@ -393,7 +393,7 @@ def test_steps_that_change_nothing_are_told_once(ranks: Ranks) -> None:
 
     first, second = ranks.run(stale)
     (text,) = first
-    assert "are bit for bit alike" in text
+    assert "are equal bit for bit" in text
     assert "AdamW 'optimizer' (of 0.weight, 0.bias, 2.weight) changed nothing" in text
     assert second == []
 
@@ -411,7 +411,7 @@ def test_a_learning_rate_of_zero_is_no_warning(
             net(torch.ones(4)).sum().backward()
             optimizer.step()
             ckpt.step()
-    assert [e.severity for e in events if "bit for bit alike" in e.message] == severities
+    assert [e.severity for e in events if "equal bit for bit" in e.message] == severities
 
 
 def test_one_layer_that_is_frozen_is_nothing(ranks: Ranks) -> None:
@@ -425,7 +425,7 @@ def test_one_layer_that_is_frozen_is_nothing(ranks: Ranks) -> None:
 
 
 class Swapping(torch.optim.AdamW):
-    """Has weights of its own between `train()` and `eval()`, as ScheduleFree has."""
+    """Has its own weights between `train()` and `eval()`, as ScheduleFree has."""
 
     def train(self) -> None:
         self._times(2.0)
@@ -464,8 +464,8 @@ def test_looks_end_before_an_optimizers_own_method_changes_weights(ranks: Ranks)
 def test_a_check_that_never_sees_anything_is_told(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that the loop clips behind the boundary: where a look is large, ranks would look at
-    different moments."""
+    """The loop clips weights after the boundary: if a look is large, ranks would look at different
+    moments."""
     monkeypatch.setattr(digests, "INLINE_BYTES", 1)
 
     def program(rank: Rank) -> list[str]:
@@ -484,10 +484,10 @@ def test_a_check_that_never_sees_anything_is_told(
 
 
 class Apart:
-    """A loop in which all ranks make every backward pass, and one of them not every step."""
+    """A loop with every backward pass on all ranks, and a step that one rank sometimes skips."""
 
     def __init__(self, skip: int, flip: int = -1) -> None:
-        """At which iteration rank 1 skips its step, and has a bit flipped."""
+        """Take the iterations at which rank 1 skips its step, and has a bit flipped."""
         self.skip, self.flip = skip, flip
         self._met = threading.Barrier(2, timeout=30)
         self._grads: list[list[torch.Tensor]] = [[], []]
@@ -523,24 +523,24 @@ def test_a_rank_that_skips_a_step_is_found(ranks: Ranks) -> None:
     for drifted in ranks.run(Apart(skip=6)):
         assert len(drifted) == 1
         assert "skipped a step" in drifted[0]
-        assert "all_reduce what they decide by" in drifted[0]
+        assert "all_reduce the value that decides" in drifted[0]
 
 
 @pytest.mark.parametrize("late", range(6))
 def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
     late: int, ranks: Ranks
 ) -> None:
-    """In each iteration from the flip of a bit until all know what differs."""
+    """In each iteration from the flip of a bit until all ranks know the difference."""
     for drifted in ranks.run(Apart(flip=2 * ROUND, skip=2 * ROUND + late), replica_check_steps=1):
         assert len(drifted) == 1
 
 
-# --- what follows with on_drift="stop" -----------------------------------------------------------
+# --- consequences of on_drift="stop" -------------------------------------------------------------
 
 
 def stopped(rank: Rank, at: int = 1) -> int:
-    """Train until a bit that flips after so many steps stops the job; returns the clean version,
-    -1 where there was none in that run."""
+    """Train until a flipped bit stops the job; returns the clean version, -1 if there was none in
+    that run."""
     rank.train(at)
     turns = iter(range(4 * ROUND))
     with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ") as raised:
@@ -660,20 +660,21 @@ def test_in_with_it_is_raised_at_the_end_too(ranks: Ranks) -> None:
     ranks.run(late, on_drift="stop")
 
 
-# --- what is no drift ----------------------------------------------------------------------------
+# --- no drift -----------------------------------------------------------------------------------
 
 
 def test_weights_written_where_no_counter_tells_are_no_drift(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`.data` moves no counter: one rank's copier reads before the writing, the other's after."""
+    """`.data` changes no counter: one rank's copier reads before the write, the other's after
+    it."""
     monkeypatch.setattr(digests, "INLINE_BYTES", 0)  # else so little is hashed at the boundary
 
     def program(rank: Rank) -> tuple[list[str], int]:
         for _ in range(8 * ROUND):
             rank.train(1)
             if rank.rank == 0:
-                rank.ckpt._replicas.finish()  # a copier that is quick
+                rank.ckpt._replicas.finish()  # a fast copier
             for param in rank.net.parameters():
                 param.data.mul_(0.99)
         rank.ckpt.close()
@@ -683,12 +684,12 @@ def test_weights_written_where_no_counter_tells_are_no_drift(
     assert len(told) == len(quiet) == 2
     assert loud == 2
     assert all("were alike again two steps later" in text for text in told)
-    assert "inside of the checkpointer's step()" not in told[0]
-    assert "inside of the checkpointer's step()" in told[1]
+    assert "inside the checkpointer's step()" not in told[0]
+    assert "inside the checkpointer's step()" in told[1]
 
 
 class Listing(torch.optim.SGD):
-    """Keeps tensors in lists, which no key leads to."""
+    """Keeps tensors in lists, without keys."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)

@@ -1,8 +1,8 @@
 """The CUDA snapshot's order of events, on a machine without a GPU.
 
-Streams and events that do nothing stand in for CUDA's, and the tensors are on the CPU, where a copy
-is complete when the call returns: so this proves the bookkeeping (feeding, cloning, hashing,
-sealing after the barrier), and nothing about asynchrony. That is `tests/gpu`.
+Streams and events that do nothing replace CUDA's, and the tensors are on the CPU, where a copy is
+complete when the call returns. So this proves the bookkeeping (feeding, cloning, hashing, sealing
+after the barrier), and nothing about asynchrony, which `tests/gpu` covers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
 
 
 def memory_in_pieces(lane: CpuLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has room, and its allocator has none in the middle of the cloning."""
+    """The device has room, but its allocator fails in the middle of the cloning."""
     runs = cuda.CudaSnapshot._runs
 
     def run_out(self: cuda.CudaSnapshot, blocks: list[int]) -> Iterator[Any]:
@@ -233,7 +233,7 @@ def test_a_step_captured_into_a_graph_costs_the_version_and_says_why(
 
 
 class Cudart:
-    """Of the CUDA runtime, what page-locks memory; `code` is what it answers."""
+    """The page-locking part of the CUDA runtime; `code` is its answer."""
 
     def __init__(self, code: int) -> None:
         self.code = code

@@ -1,6 +1,6 @@
-"""An evaluation behind the boundary: no layer is released, and the version is complete even so.
+"""An evaluation after the boundary: no layer is released, and the version completes all the same.
 
-Jobs here release layer by layer, as with an adapter, that is: nothing by themselves.
+Jobs here release layer by layer, as with an adapter; so they release nothing by themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def versions_on_disk(path: Path) -> set[int]:
 
 
 def evaluate_until(job: TinyJob, done: Callable[[], bool]) -> None:
-    """What scripts do between two steps, and no call of the checkpointer's."""
+    """Work of scripts between two steps, without any call of the checkpointer."""
     job.model.eval()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not done():
@@ -107,7 +107,7 @@ def test_training_goes_on_as_if_nothing_had_been(
 def test_copier_and_training_may_release_the_same_layers_at_the_same_time(
     tmp_path: Path, settings: dict[str, Any], course: dict[int, str], monkeypatch: Any
 ) -> None:
-    """Each block is copied once, and no version is torn, whoever comes first."""
+    """Each block is copied once, and no version is torn, whichever thread is first."""
     monkeypatch.setattr(snapshot, "QUIET_SECONDS", 0.0)
     copied: list[tuple[int, int]] = []
     copy_block = copy_plan.Binding.copy_block

@@ -1,4 +1,4 @@
-"""Tensors, parameters and layers that become others while a job runs, or before it restores."""
+"""Tensors, parameters and layers that are replaced while a job runs, or before it restores."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Job:
         return [str(event.message) for event in self.events if event.name == "failed"]
 
 
-# --- a tensor that is another one where it was ---------------------------------------------------
+# --- a tensor replaced in its place --------------------------------------------------------------
 
 
 def resize_buffer(job: Job) -> None:
@@ -163,7 +163,7 @@ def test_the_next_version_has_it_as_it_is(
 
 
 def test_what_an_optimizer_keeps_costs_one_version(path: Path, settings: Any) -> None:
-    """Looked at behind the boundary, by who copies; and said."""
+    """The copier checks after the boundary, and reports it."""
 
     def square() -> nn.Module:
         return nn.Linear(3, 3, bias=False)
@@ -176,7 +176,7 @@ def test_what_an_optimizer_keeps_costs_one_version(path: Path, settings: Any) ->
         kept.t_()
         job.run(2)
         wanted = kept.clone()
-    # Only now: the copier may tell of v3 after the boundary of v4.
+    # Only now: the copier may report v3 after the boundary of v4.
     assert [text for text in job.failures() if "shape, stride or dtype" in text]
     with Job(path, settings, square()) as again:
         assert again.checkpointer.restore() == 4
@@ -224,7 +224,7 @@ def test_parameters_that_changed_their_groups(path: Path, settings: Any) -> None
 
 
 class Counted(nn.Linear):
-    """Keeps something beside parameters and buffers."""
+    """Keeps something besides parameters and buffers."""
 
     count = 0
 
@@ -287,11 +287,11 @@ def test_where_the_optimizer_still_has_the_old_layer_it_is_refused(
             again.checkpointer.restore()
 
 
-# --- what optimizers keep that is no plain tensor ------------------------------------------------
+# --- optimizer state that is no plain tensor -----------------------------------------------------
 
 
 class Keeps(torch.optim.SGD):
-    """Keeps one thing more of each parameter."""
+    """Keeps one more value for each parameter."""
 
     def __init__(self, model: nn.Module, more: Callable[[], Any]) -> None:
         super().__init__(model.parameters(), lr=0.1)
@@ -366,7 +366,7 @@ def test_state_that_is_no_dict_is_refused() -> None:
 
 
 def test_going_back_drops_options_of_later(path: Path, settings: Any) -> None:
-    """Those that groups had at the start stay, as a scheduler that was made meanwhile needs."""
+    """Options that groups had at the start stay, as a later scheduler needs them."""
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = momentum(model)
@@ -387,7 +387,7 @@ def test_going_back_drops_options_of_later(path: Path, settings: Any) -> None:
         assert again.optimizer.param_groups[0]["mine"] == 1
 
 
-# --- a layer that is another one, beside state that is looked at in another way ------------------
+# --- a replaced layer, with state that has its own check -----------------------------------------
 
 
 class Counting(torch.optim.SGD):
@@ -437,7 +437,7 @@ def test_a_replaced_layer_is_what_is_stored(
 def test_a_parameter_that_takes_anothers_place_is_told_of_at_once(
     path: Path, settings: dict[str, Any]
 ) -> None:
-    """And once: the optimizer goes on with the old one, which no job started again will have."""
+    """And once: the optimizer goes on with the old one, which no restarted job will have."""
     model = Net()
     with Job(path, settings, model) as job:
         for _ in range(3):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
 def filled(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bytes, so also numbers that are none."""
+    """Any bytes, so also values that are not numbers."""
     size = NUMBERS * torch.empty(0, dtype=dtype).element_size()
     top = 2 if dtype is torch.bool else 256
     chance = torch.Generator().manual_seed(seed)
@@ -30,7 +30,7 @@ def filled(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def can_be_made(dtype: torch.dtype) -> bool:
-    """Some are names only, or need scales beside them."""
+    """Some dtypes are only names, or need separate scales."""
     if str(dtype).startswith("torch.q"):
         return False
     try:

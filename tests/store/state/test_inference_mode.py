@@ -1,4 +1,4 @@
-"""Evaluations run in inference mode, whose tensors nobody may change outside of it."""
+"""Evaluations run in inference mode; its tensors cannot be changed outside of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`extra` objects as large as the model (an average of it, a hook's residues): block by block, like
-all else, and in memory once."""
+"""`extra` objects as large as the model (an average of it, a hook's residues): copied block by
+block, like the rest, and in memory once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tierckpt.state import tree_codec
 from tierckpt.testing import injected
 
 NUMBER = 700_000
-"""Elements; of no type a whole number of blocks."""
+"""Elements; a whole number of blocks for no dtype."""
 
 
 class Residues:
-    """State of many types and orders, all of it changed by `turn`."""
+    """State of many dtypes and memory orders, all of it changed by `turn`."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -128,8 +128,8 @@ def test_it_comes_back_bit_for_bit(level: str, run: Callable[..., Run], shm_dir:
 def test_no_thread_is_held_for_longer_than_a_block_takes(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the copier, beside which no Python runs while it hashes, nor the training thread,
-    which helps it in the barrier, has more to do at once."""
+    """Neither the copier, which blocks Python while it hashes, nor the training thread, which helps
+    it in the barrier, has more work at once."""
     hashed: list[int] = []
     copied: list[int] = []
     digest, copy = snapshot.digest, tree_codec.EncodedTree.copy
@@ -186,7 +186,7 @@ def test_all_of_it_is_copied_behind_the_training_where_there_is_time(
 
 @pytest.fixture
 def clones(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """What tells of every clone that the boundary made whether its memory is in use."""
+    """For every clone of the boundary, a function that returns whether its memory is in use."""
     found: list[weakref.ref[Any]] = []
 
     def keep(self: tree_codec.Arena, tensor: torch.Tensor, path: str) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def test_what_was_copied_aside_goes_when_it_is_in_the_slot(
     run: Callable[..., Run], clones: list[weakref.ref[Any]]
 ) -> None:
     job = run()
-    clones.clear()  # of the attach, which tries whether all can be taken
+    clones.clear()  # clones of the trial at attach
     job.steps(2)
     taken = job.ckpt._active.snapshot
     assert taken is not None

@@ -1,4 +1,4 @@
-"""What modules save beside parameters and buffers comes back bit for bit, and trains on so."""
+"""The own state of modules is restored bit for bit, and training on from it is exact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(case: Case, bench: Bench, seed: int) -> Job:
 def restores_with_its_own_state(
     case: Case, bench: Bench, strict: bool = True, loads: bool = True
 ) -> None:
-    """As `proof.restores_and_trains_on`, of `state_dict()` too, and of `tierckpt.load`."""
+    """As `proof.restores_and_trains_on`, also for `state_dict()` and `tierckpt.load`."""
     job = made(case, bench, seed=1)
     with bench.attach(job) as ckpt:
         for _ in range(BOUNDARIES):

@@ -1,5 +1,5 @@
-"""Optimizers inside of others: all of their state is in checkpoints, whoever's step the loop calls;
-weights that change outside of a step tear no version; and steps that never come are an error."""
+"""Optimizers inside others: all of their state is in checkpoints, whichever step the loop calls.
+Weights that change outside of a step tear no version. Missing steps are an error."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Sam(torch.optim.Optimizer):
-    """As the one that most scripts have copied: it shares groups with what it steps, and its own
-    state_dict() has nothing of that."""
+    """The version that most scripts have copied: it shares groups with its inner optimizer, and its
+    own state_dict() has none of the inner state."""
 
     def __init__(self, model: nn.Module, rho: float = 0.05) -> None:
         super().__init__(model.parameters(), {"rho": rho, "lr": 0.05, "momentum": 0.9})
@@ -86,7 +86,7 @@ def by_closure(model: Any, optimizer: Any) -> None:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Never came to torch's own __init__, and shares groups: as torch_optimizer's."""
+    """Never calls torch's own __init__, and shares groups, as torch_optimizer's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.optimizer = sgd(model)
@@ -117,7 +117,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class ScheduleFree:
-    """Is no torch.optim.Optimizer, and swaps weights in train() and eval(); as Meta's wrapper."""
+    """Is no torch.optim.Optimizer, and swaps weights in train() and eval(), as Meta's wrapper."""
 
     def __init__(self, model: nn.Module) -> None:
         self.base = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -160,7 +160,7 @@ class ScheduleFree:
 
 
 class Accelerated(torch.optim.Optimizer):
-    """All of it is the other one's, as with Accelerate's AcceleratedOptimizer."""
+    """Everything belongs to the inner one, as with Accelerate's AcceleratedOptimizer."""
 
     def __init__(self, model: nn.Module) -> None:
         self.optimizer = sgd(model)
@@ -183,7 +183,7 @@ class Accelerated(torch.optim.Optimizer):
 
 
 class Several:
-    """Holds some; what it says of them is a list."""
+    """Holds several; its state_dict() is a list of theirs."""
 
     def __init__(self, model: Any) -> None:
         self.optimizers = [torch.optim.Adam(model[0].parameters()), sgd(model[2])]
@@ -205,7 +205,7 @@ class Several:
 
 
 class Masters:
-    """fp32 copies of what the model has, as apex and fairseq keep them; no state or groups."""
+    """fp32 copies of the model's parameters, as in apex and fairseq; no state or groups."""
 
     def __init__(self, model: nn.Module) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
@@ -240,7 +240,7 @@ class Masters:
 
 
 class Quantized(torch.Tensor):
-    """Bytes and a scale that pass for numbers, as torchao's 8-bit state."""
+    """Bytes and a scale in the form of numbers, as torchao's 8-bit state."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> Any:
@@ -366,7 +366,7 @@ def test_methods_are_the_classes_own_again_and_copies_have_them(path: Path, sett
 
 
 def test_a_scheduler_before_and_one_after(path: Path, settings: Any) -> None:
-    """It puts something in the place of step(), of the wrapper as well."""
+    """It replaces step(), of the wrapper as well."""
     with Job(Accelerated, path, settings) as job:
         schedule = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.5)
         job.run(1)
@@ -439,13 +439,13 @@ def test_one_of_several_that_is_stepped_by_another_is_named(path: Path, settings
             job.checkpointer.step()
         (said,) = errors(job)
         assert "optimizer 'second', a SGD, made no step at 4 boundaries in a row" in said
-        assert "its state in all checkpoints is the first one" in said
+        assert "all checkpoints have its first state" in said
         assert "optimizer={'second': ..., ...} with that Adam" in said
 
 
 def test_turns_are_no_error(path: Path, settings: Any) -> None:
-    """One that is given and waits for its turn, an optimizer of something else, and iterations
-    without any step."""
+    """A given one that waits for its turn, an optimizer of other parameters, and iterations without
+    any step."""
 
     def make(model: Any) -> Any:
         return {"first": sgd(model[0]), "second": sgd(model[2])}
@@ -482,4 +482,4 @@ def test_weights_that_change_without_any_step_are_an_error(path: Path, settings:
             job.checkpointer.step()
             assert len(errors(job)) == (boundaries >= 5)
         (said,) = errors(job)
-        assert "parameters changed (0.weight) and no step was seen" in said
+        assert "parameters changed (0.weight), but the given optimizers" in said

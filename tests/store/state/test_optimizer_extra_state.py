@@ -1,5 +1,5 @@
-"""What an optimizer's state_dict() has beside state and options comes back through its own
-load_state_dict(), bit for bit; what cannot is refused, and the way out works."""
+"""The remainder of an optimizer's state_dict() is restored through its own load_state_dict(), bit
+for bit. A value that cannot be stored is refused, and the advice works."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class Job:
 
 
 def _sorted(value: Any) -> Any:
-    """State has no order."""
+    """Sort state, which has no order."""
     if type(value) is dict:
         return {k: _sorted(value[k]) for k in sorted(value, key=repr)}
     return [*map(_sorted, value)] if type(value) is list else value
 
 
 def proved(make: Make, path: Path, settings: dict[str, Any], iterate: Any = plain) -> Any:
-    """Asserts that it is exact; returns the state_dict() that a reader without a job finds, and
-    the one that there was."""
+    """Asserts that it is exact; returns the state_dict() that a reader without a job finds, and the
+    original one."""
     with Job(make, path, settings) as job:
         job.run(BOUNDARIES, iterate)
         at_boundary, told = job.image(), job.optimizer.state_dict()
@@ -91,7 +91,7 @@ def proved(make: Make, path: Path, settings: dict[str, Any], iterate: Any = plai
     return found, told
 
 
-# --- what an optimizer's own state_dict() has ----------------------------------------------------
+# --- an optimizer's own state_dict() -------------------------------------------------------------
 
 
 class Noam(torch.optim.Adam):
@@ -117,7 +117,7 @@ class Noam(torch.optim.Adam):
 
 
 def hooked(model: nn.Module) -> torch.optim.Optimizer:
-    """The same by hooks, registered on the object alone."""
+    """The same with hooks, registered on the object alone."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     count = [0]
 
@@ -138,7 +138,7 @@ def hooked(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Late(Noam):
-    """Says it only once there is something to say."""
+    """Has the extra value only after some steps."""
 
     def state_dict(self) -> dict[str, Any]:
         told = super().state_dict()
@@ -172,7 +172,7 @@ class Masters(torch.optim.SGD):
 
 
 class Casting(Noam):
-    """Keeps state in double precision; torch's load_state_dict() makes floats of it."""
+    """Keeps state in double precision; torch's load_state_dict() casts it to float."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -185,7 +185,7 @@ class Casting(Noam):
 
 
 class Renaming(Noam):
-    """Shows state under other names, and in other tensors, than it keeps it."""
+    """Returns state under other names, and in other tensors, than it keeps."""
 
     def state_dict(self) -> dict[str, Any]:
         told = super().state_dict()
@@ -211,7 +211,7 @@ def test_it_comes_back_and_a_reader_finds_it(make: Make, path: Path, settings: A
 
 
 class Global(torch.optim.SGD):
-    """As MADGRAD and others keep what concerns no single parameter."""
+    """As MADGRAD and others keep state of no single parameter."""
 
     keys: ClassVar[Any] = {
         "k": lambda n: torch.tensor([n]),
@@ -233,7 +233,7 @@ class Global(torch.optim.SGD):
 
 
 class ByParameter(Global):
-    """And under one of these, by parameter."""
+    """The same under one such key, by parameter."""
 
     keys: ClassVar[Any] = {}
 
@@ -242,7 +242,7 @@ class ByParameter(Global):
         kept["seen"] = {p: p.detach().clone() for p in self.param_groups[0]["params"]}
         return super().step(closure)
 
-    def state_dict(self) -> Any:  # torch's own has parameters as keys, which have no image
+    def state_dict(self) -> Any:  # torch's own has parameters as keys, which cannot be stored
         told = super().state_dict()
         seen = told["state"].get("seen", {})
         return {**told, "state": {**told["state"], "seen": [*seen.values()]}}
@@ -365,7 +365,7 @@ def test_a_reader_that_lacks_a_class_gets_what_the_value_is_made_of() -> None:
 
 
 class Shared(torch.optim.SGD):
-    """One map for all parameters, as bitsandbytes has them, and one of two of them."""
+    """One map for all parameters, as in bitsandbytes, and one of two of them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.05)
@@ -392,11 +392,11 @@ def test_a_tensor_that_parameters_share_is_one_again(path: Path, settings: Any) 
         assert first == second != third == fourth
 
 
-# --- refused, and the way out --------------------------------------------------------------------
+# --- refused, with advice ------------------------------------------------------------------------
 
 
 class Projector:
-    """What no checkpoint can hold."""
+    """A value that no checkpoint can hold."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         self.matrix = matrix
@@ -418,7 +418,7 @@ class Projecting(torch.optim.SGD):
 
 
 def mended(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """By the very lines of docs/models.md."""
+    """Fixed by the very lines of docs/models.md."""
     text = Path("docs/models.md").read_text()
     (block,) = re.findall(r"```python\n(def saved.*?)```", text, re.DOTALL)
     exec(block, {"optimizer": optimizer, "Projector": Projector})
@@ -444,7 +444,7 @@ def test_what_cannot_be_stored_is_named_and_the_hooks_that_it_asks_for_cure_it(
 
 
 class Sparse(torch.optim.SGD):
-    """Keeps a tensor whose bytes cannot be taken as they are."""
+    """Keeps a tensor that cannot be stored as its bytes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.05)
@@ -531,7 +531,7 @@ def test_a_load_state_dict_that_forgets_is_said(path: Path, settings: Any) -> No
     with Job(Forgetful, path, settings) as job:
         assert job.checkpointer.restore() == 2
         (said,) = job.repeated_errors()
-        assert "'steps' of its state_dict() is not what it was then" in said
+        assert "'steps' of its state_dict() differs from the saved one" in said
 
 
 def test_one_that_does_not_take_its_state_ends_the_restore_with_its_name(
@@ -554,7 +554,7 @@ def _named(kind: type, name: str) -> Any:
     return kind
 
 
-# --- what is in no state_dict() ------------------------------------------------------------------
+# --- values in no state_dict() -------------------------------------------------------------------
 
 
 def test_a_counter_that_is_saved_nowhere_is_said_and_the_hooks_cure_it(
@@ -598,7 +598,7 @@ def test_who_has_nothing_of_its_own_is_not_asked(
     asked: list[int] = []
 
     class Same(torch.optim.SGD):
-        """Overrides state_dict(), and has nothing to add."""
+        """Overrides state_dict(), and adds nothing."""
 
         def __init__(self, model: nn.Module) -> None:
             super().__init__(model.parameters(), lr=0.05)

@@ -1,7 +1,7 @@
-"""Every optimizer of torch in every variant, and every one of pytorch_optimizer, comes back exactly
-and trains on exactly; or it is refused, or an error is said, and here is with which words.
+"""Every optimizer of torch in every variant, and every one of pytorch_optimizer, is restored
+exactly and trains on exactly; or it is refused or reported, with the words listed here.
 
-They train side by side, in one job for each of the two libraries; what differs is told by name.
+They train side by side, in one job for each of the two libraries; differences are reported by name.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from tests.support.state_matrix.fleet import (
 
 try:
     from torch.testing._internal.common_optimizers import optim_db
-except ImportError:  # no part of a torch that somebody packaged
+except ImportError:  # some packages of torch lack it
     optim_db = []
 
 # --- torch's own ---------------------------------------------------------------------------------
 
 VARIANTS = ("foreach", "fused")
-"""Beside the plain loop. Differentiable ones step no leaves; capturable ones are for GPUs."""
+"""In addition to the plain loop. Differentiable ones step no leaves; capturable ones need GPUs."""
 
 
 def torchs() -> dict[str, Maker]:
-    """As torch's own tests vary options: momentum, amsgrad, maximize, rates in tensors, ..."""
+    """Options as in torch's own tests: momentum, amsgrad, maximize, rates in tensors, ..."""
     found: dict[str, Maker] = {}
     for info in optim_db:
         for given in info.optim_inputs_func(device="cpu"):
@@ -99,9 +99,9 @@ NOT_STORABLE = {
     "conda": r"Conda\.state\['0\.weight'\]\['projector'\] is a pytorch_optimizer\S*GaLoreProjector",
     "scalableshampoo": r"ScalableShampoo\.state\['0\.weight'\]\['\w+'\] is a pytorch_optimizer\S+",
 }
-"""Attached, since that appears with the first step; then every version fails, with these words."""
+"""Accepted at attach, since it appears with the first step; then every version fails with these."""
 NO_STEPS = {"lomo": "LOMO", "adalomo": "AdaLOMO"}
-"""They change weights in the backward pass, and nobody calls a step."""
+"""They change weights in the backward pass, and no step is called."""
 MATRICES = ("muon", "muonclip", "normuon", "adago", "adamuon")
 OWN_OPTIONS = {
     "ranger21": {"num_iterations": 20},
@@ -134,14 +134,14 @@ def other_ship(name: str) -> Ship:
 
 
 def with_graph(model: nn.Module, optimizer: Any) -> None:
-    """For those that ask for second derivatives."""
+    """For optimizers that ask for second derivatives."""
     optimizer.zero_grad()
     model(torch.randn(5, 6)).square().mean().backward(create_graph=True)
     optimizer.step()
 
 
 def wrapped(kind: str, *args: Any, **options: Any) -> Ship:
-    """Optimizers of it that step another one."""
+    """Its optimizers that step another one."""
     model = small()
     base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = getattr(pytorch_optimizer, kind)(base, *args, **options)
@@ -186,7 +186,7 @@ def test_every_optimizer_of_pytorch_optimizer_is_exact(path: Path, shm_dir: Path
 
 
 def said_by(name: str, settings: dict[str, Any], path: Path) -> tuple[int, list[str]]:
-    """The version that a job comes to, and its errors."""
+    """The last version of a job, and its errors."""
     fleet = Fleet({name: partial(other_ship, name)}, seed=1)
     ship, events = fleet.ships[name], list[tierckpt.Event]()
     given = {"path": path, "agent": "inline", "on_event": events.append, **settings}
@@ -222,10 +222,7 @@ def test_weights_that_no_step_changes_are_an_error(
     version, said = said_by(name, settings, path)
     assert version == 0
     assert len(said) == 1
-    assert (
-        f"no step was seen of what the checkpointer was given ('optimizer', {NO_STEPS[name]})"
-        in (said[0])
-    )
+    assert f"but the given optimizers ('optimizer', {NO_STEPS[name]}) made no step" in (said[0])
 
 
 @pytest.mark.skipif(not HERE, reason="pytorch_optimizer is not installed")

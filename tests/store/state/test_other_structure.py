@@ -1,4 +1,5 @@
-"""A checkpoint and a model of another structure: refused by name, or what fits is loaded."""
+"""A checkpoint and a model of another structure: refused by name, or the matching part is
+loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whatever a training state is made of comes back bit for bit, and trains on bit for bit.
+"""Any training state is restored bit for bit, and trains on bit for bit.
 
-The cases are in `tests/statematrix`, and `proof.py` there says what is proved of each; in jobs of
-two ranks `tests/dist/state/test_state_matrix.py` proves it of a third of them. Odd cases restore
+The cases are in `tests/support/state_matrix`, and `proof.py` there defines the checks of each;
+`tests/dist/state/test_state_matrix.py` runs a third of them in jobs of two ranks. Odd cases restore
 from memory, even ones from disk.
 """
 

@@ -201,7 +201,7 @@ def test_the_command_that_takes_a_place_over(
     assert main.main(["takeover", str(tmp_path)]) == 0
     assert "no job holds it" in capsys.readouterr().out
     assert main.main(["takeover", str(tmp_path / "jbo")]) == 1
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
     made(tmp_path).lease("2222", "job on node2").ensure()
 
 

@@ -197,7 +197,7 @@ def test_a_rank_that_lives_in_another_process_is_busy(
     assert f"process {living.pid}" in str(caught.value)
     (waits,) = said
     assert f"process {living.pid}" in waits
-    assert "waiting 0.1 s for its end" in waits
+    assert "waiting at most 0.1 s for its end" in waits
     assert "Two jobs cannot write to one path: give this one another path" in str(caught.value)
     assert "another job_id where that is set" in str(caught.value)
     os.close(job.lock_rank(1, patience_seconds=0.1))
@@ -217,7 +217,7 @@ def test_what_is_no_file_is_no_lock_and_nobody_waits_for_it(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Error: [Errno" in ended.stderr
     assert ended.stderr.rstrip().endswith(f"'{path}'")
-    assert not job.lives(0)
+    assert not job.has_trainer(0)
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
@@ -389,7 +389,7 @@ def test_a_living_job_is_never_removed(
     assert other.remove_dead_jobs(linger_seconds=-1) == ["job"]
 
 
-@pytest.mark.parametrize("look", ["dead_seconds", "lives"])
+@pytest.mark.parametrize("look", ["dead_seconds", "has_trainer"])
 def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
     look: str, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,7 +408,7 @@ def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
 
     monkeypatch.setattr(JobDirectory, look, look_and_come_back)
     try:
-        if look == "lives":
+        if look == "has_trainer":
             other.remove_orphans()
         else:
             assert job.remove_dead_jobs(linger_seconds=-1) == ["other"]
@@ -416,7 +416,7 @@ def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
         (process,) = returned
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"
-        assert other.lives(0), "its lock was removed"
+        assert other.has_trainer(0), "its lock was removed"
         assert other.segments() == [], "it came too late for these"
     finally:
         for process in returned:

@@ -33,7 +33,7 @@ def test_slots_are_made_anew_and_the_end_is_durable(
         job.run(STEPS).settle()
         committed = [e.version for e in job.heard("committed", "local")]
     assert [v for v in committed if v > REMOVED + 2] == [REMOVED + 3, STEPS]
-    assert any("made anew" in event.message for event in job.heard("notice"))
+    assert any("it is made again" in event.message for event in job.heard("notice"))
     with TinyJob(path, seed=1, **settings) as again:
         assert again.restore() == STEPS
         assert again.fingerprint() == job.fingerprint()

@@ -125,12 +125,12 @@ def test_a_started_process_is_followed_at_its_place_alone() -> None:
     assert after(at, NobodyListens(), seconds=START_SECONDS)[1] == []
     at, actions = after(at, NobodyListens(), seconds=START_SECONDS + 1)
     assert (at.state, at.follows) == (State.SEARCHING, False)
-    assert "a new agent was not there after 60 s" in str(failure(actions))
+    assert "a new agent could not be reached within 60 s" in str(failure(actions))
 
 
 @pytest.mark.parametrize(("status", "fails"), [(0, False), (TAKEN, False), (1, True), (-9, True)])
 def test_a_process_that_ended_before_it_was_reached(status: int, fails: bool) -> None:
-    """One that found another one at its place, or no job, is no failure."""
+    """An agent that found another one in its place, or no job, is no failure."""
     at, _ = after(STARTING, ProcessEnded(status))
     assert at.state is State.SEARCHING
     at, actions = after(at, NobodyListens())
@@ -153,7 +153,7 @@ def test_what_served_and_ended_is_no_failed_start() -> None:
 
 
 def test_the_process_of_a_lost_agent_may_be_seen_to_live_for_a_moment() -> None:
-    """That it was begun long ago does not make it a new one that does not come."""
+    """Its old start time does not make it a new agent that fails to come."""
     at = replace(CONNECTED, follows=True, since=NOW - 10 * START_SECONDS)
     at, actions = after(at, HangUp(), NobodyListens())
     assert (at.state, at.since, actions) == (State.STARTING, NOW, [])
@@ -298,7 +298,7 @@ def test_whether_somebody_is_still_to_be_reached(at: Standing, settled: bool) ->
 
 
 class Course(RuleBasedStateMachine):
-    """A connection whose actions are carried out in a world where anything may happen."""
+    """A connection with its actions carried out in a world where anything may happen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a trainer hands over is answered exactly once, whatever becomes of its agents."""
+"""Everything that a trainer hands over is answered exactly once, in any history of agents."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ENDS = ["says nothing more", "says nonsense", "closes", "closes in mid message"]
 
 
 class PassedSlot:
-    """A sealed slot, as far as the client looks at it."""
+    """A sealed slot, with the parts that the client uses."""
 
     path, name = None, "passed"
 
@@ -56,7 +56,7 @@ class PassedSlot:
 
 
 class Agents:
-    """An agent always listens; the test says what it answers."""
+    """An agent always listens; the test chooses its answers."""
 
     def __init__(self) -> None:
         self.channel: socket.socket | None = None
@@ -73,7 +73,7 @@ class Agents:
         return ours
 
     def open(self) -> bool:
-        """Whether the trainer's end is."""
+        """True if the trainer's end is open."""
         assert self.channel is not None
         with contextlib.suppress(OSError):
             self.read()
@@ -81,7 +81,7 @@ class Agents:
         return False
 
     def read(self) -> None:
-        """All that was said. Raises OSError when the other end is closed."""
+        """All messages. Raises OSError when the other end is closed."""
         assert self.channel is not None
         while True:
             self.channel.setblocking(False)
@@ -127,7 +127,7 @@ def answer_to(order: Message, fails: bool) -> AgentMessage:
 
 
 class HandingOver(RuleBasedStateMachine):
-    """A client on one thread, and agents that do as they like."""
+    """A client on one thread, and agents that behave in any way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,15 +219,15 @@ class HandingOver(RuleBasedStateMachine):
             self.agents.close()
 
     def teardown(self) -> None:
-        """The last agent answers all; nothing is under way then."""
+        """The last agent answers everything; nothing is in progress then."""
         try:
             for _ in range(100):
                 self.poll()
                 if not (self.client.committing() or self.client.under_way()):
                     break
                 # No wait for a predecessor's end, or between two rounds over all places.
-                self.client._line._at = replace(self.client._line._at, ask_after=0.0)
-                self.client._line._reach_now()
+                self.client._connection._at = replace(self.client._connection._at, ask_after=0.0)
+                self.client._connection._reach_now()
                 if not self.agents.greeted:
                     self.welcome()
                 self.poll()
@@ -239,7 +239,7 @@ class HandingOver(RuleBasedStateMachine):
             assert self.answered == self.handed_over
         finally:
             self.patch.undo()
-            self.client._line.hang_up()
+            self.client._connection.hang_up()
             self.agents.close()
             os.close(self.fd)
 

@@ -1,4 +1,4 @@
-"""The command line under hostile use: what is given, and where its output goes."""
+"""The command line with unusual arguments, and with outputs that fail."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TAKE_A_PLACE = {
     "unpin": ["1"],
     "takeover": [],
 }
-"""Commands, and what they take behind a place."""
+"""Commands, and their arguments after a place."""
 
 
 def run(
     *arguments: str | bytes, out: int | None = subprocess.PIPE, **environment: str
 ) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a process of its own."""
+    """Exit status, standard output and standard error of a separate process."""
     done = subprocess.run(
         [sys.executable, "-m", "tierckpt", *arguments],
         stdout=out,
@@ -53,17 +53,17 @@ def test_every_command_tells_how_it_is_used(
 def test_an_empty_path_is_not_the_working_directory(
     empty: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is what a shell makes of a variable that is not set."""
+    """A shell makes it of an unset variable."""
     with pytest.raises(SystemExit) as end:
         main([command, empty, *TAKE_A_PLACE[command]])
     assert end.value.code == 2
-    assert "argument PATH: it is empty; name a directory" in capsys.readouterr().err
+    assert "argument PATH: the path is empty; give a directory" in capsys.readouterr().err
 
 
 def test_in_quotes_too_a_tilde_is_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in the job's own settings; {node} wants the quotes."""
+    """As in the job's own settings; a path with {node} needs the quotes."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "n1" / "ckpts").mkdir(parents=True)
     assert main(["list", "~/{node}/ckpts"]) == 0

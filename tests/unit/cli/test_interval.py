@@ -1,4 +1,4 @@
-"""`tierckpt interval`, from events as a job writes them and from figures by hand."""
+"""`tierckpt interval`, from a job's events and from times given by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refused(capsys: pytest.CaptureFixture[str], *line: str) -> str:
 
 
 class Story:
-    """A job's events at a pace of our own, written as jobs write them."""
+    """A job's events at a chosen pace, in the form that jobs write."""
 
     def __init__(self, folder: Path, ranks: int = 2) -> None:
         self.now = 1000.0
@@ -87,7 +87,7 @@ def test_a_jobs_own_events_say_what_to_set(
 
 
 def test_a_job_that_ended_as_it_should_did_not_fail(story: Story) -> None:
-    """It came back after a night in the queue, which was no time of the job's either."""
+    """It came back after a night in the queue; that night is not part of the job's time either."""
     story.steps(range(1, 1001))
     story.tell("closed", version=1000)
     story.restarts("local", 1000, after=40_000.0)
@@ -114,7 +114,7 @@ def test_what_was_not_measured_is_said(story: Story, capsys: pytest.CaptureFixtu
     story.steps(range(1, 101))
     files = story.end()
     out = said(capsys, "--events", *files, "--failure-every", "1h")
-    assert "Note: local counted as costing nothing" in out
+    assert "Note: local counted at no cost" in out
     assert "--failure-every" in refused(capsys, "--events", *files)
 
 
@@ -149,8 +149,8 @@ def test_the_last_line_of_a_killed_rank_may_be_cut(
         ("--level local 3ms 1h", "--step"),
         ("--step 1 --level local 3ms 1h --budget 2", "between 0 and 1"),
         ("--events /nowhere/events.jsonl", "/nowhere/events.jsonl"),
-        ("--step 1 --level memory inf 6h", "'inf' is no finite time of 0 or more"),
-        ("--step 1 --level memory 2ms 6h inf", "'inf' is no finite time of 0 or more"),
+        ("--step 1 --level memory inf 6h", "'inf' is not a finite time of 0 or more"),
+        ("--step 1 --level memory 2ms 6h inf", "'inf' is not a finite time of 0 or more"),
     ],
 )
 def test_what_is_missing_is_named(line: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_what_is_missing_is_named(line: str, what: str, capsys: pytest.CaptureFi
 def test_a_step_that_never_ends_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["interval", "--step", "inf", "--level", "memory", "2ms", "6h"])
-    assert "'inf' is no finite time of 0 or more" in capsys.readouterr().err
+    assert "'inf' is not a finite time of 0 or more" in capsys.readouterr().err
 
 
 def test_a_level_that_no_failure_needs_is_never_taken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ def test_what_is_no_event_is_named(
 ) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(line + b"\n")
-    assert f"{path}, line 1: no event of a job" in refused(capsys, "--events", str(path))
+    assert f"{path}, line 1: not an event of a job" in refused(capsys, "--events", str(path))
 
 
 def test_durations() -> None:
@@ -193,7 +193,7 @@ def test_durations() -> None:
         [3, 0.02, 1.5, 120, 28800, 172800]
     )
     for wrong in ("", "x", "3y", "-1", "nan", "s", "inf", "1e999", "infh"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"'{wrong}' is no finite time"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{wrong}' is not a finite time"):
             duration(wrong)
     assert [text_of(s) for s in (0.0005, 0.02, 90, 7200, math.inf)] == [
         "0.5 ms", "20 ms", "1.5 m", "2 h", "never",

@@ -1,4 +1,4 @@
-"""`tierckpt trace`, and the command line that it is in."""
+"""`tierckpt trace`, and the command line around it."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def test_bad_input_is_named(
     (tmp_path / "other.json").write_text('[{"ph": "B", "name": "x", "ts": 1}]')
     for files, problem in (
         ([str(tmp_path / "none.json")], "cannot read"),
-        ([str(tmp_path / "other.json")], "goes behind --horovod"),
+        ([str(tmp_path / "other.json")], "give Horovod's timeline with --horovod"),
         ([traces[0], traces[0]], "both of rank 0"),
-        ([*traces, "--horovod", traces[0]], "does not say when it began"),
+        ([*traces, "--horovod", traces[0]], "has no start time"),
     ):
         assert main.main(["trace", "summary", "--ours", *files]) == 1
         said = capsys.readouterr().err
@@ -150,13 +150,13 @@ def test_a_timeline_of_another_run_is_refused(
     (tmp_path / "h.json").write_text(json.dumps(entries))
     command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
     assert main.main(command) == 1
-    assert "are they of one run?" in capsys.readouterr().err
+    assert "give files of one run" in capsys.readouterr().err
 
 
 def test_a_process_set_without_horovods_rank_0_is_not_in_its_timeline(
     traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which has the reductions of another set, and they may have the same names."""
+    """The timeline has the reductions of another set, which may have the same names."""
     for rank, path in enumerate(traces):
         trace = Trace(Path(path), rank, 1, lambda _: "", lambda _: None)
         trace.know({})

@@ -1,4 +1,4 @@
-"""Modules by themselves: the suite that each must pass, names and settings, keys."""
+"""Codecs by themselves: the suite that each must pass, names and settings, keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestAesGcm(HidingConformance):
 
 
 class Mirror:
-    """A user's own, as short as they come."""
+    """A user's own codec, as short as possible."""
 
     name = "mirror"
     most_extra_bytes = 1
@@ -78,7 +78,7 @@ class TestMirror(CodecConformance):
         return Mirror(mark=7)
 
 
-# --- what the codecs do -------------------------------------------------------------------------
+# --- the codecs ---------------------------------------------------------------------------------
 
 
 def test_a_checksum_finds_every_flipped_bit() -> None:
@@ -204,7 +204,7 @@ def test_a_row_is_undone_in_reverse() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("zsdt", "no codec 'zsdt'; those there are: aes-gcm, incremental, zstd"),
+        ("zsdt", "the codec 'zsdt' is unknown; known are: aes-gcm, incremental, zstd"),
         ("zstd levle=3", "takes these parameters: level"),
         ("zstd 3", "cannot read '3'; parameters are given as name=value"),
         ("zstd level=99", "levels are whole"),
@@ -241,13 +241,13 @@ def test_the_key_variables_are_no_settings() -> None:
 
 def test_encrypted_shards_get_no_parity_in_the_clear() -> None:
     peer = PeerConfig(redundancy="xor")
-    with pytest.raises(ConfigError, match="parity is made of shards as they are"):
+    with pytest.raises(ConfigError, match="parity is made of unencrypted shards"):
         Config(local=LocalConfig(codecs="zstd, aes-gcm"), peer=peer)
     Config(local=LocalConfig(codecs="incremental, zstd"), peer=peer)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, group: str, **found: str) -> None:
-    """As if packages were installed that have these entry points."""
+    """Pretend that packages with these entry points are installed."""
     here = sys.modules[__name__]
     monkeypatch.setitem(sys.modules, "somebodys", here)
     points = [importlib.metadata.EntryPoint(name, at, group) for name, at in found.items()]
@@ -267,7 +267,7 @@ def test_a_module_of_somebody_elses_is_an_entry_point(monkeypatch: pytest.Monkey
 
 
 class Moody:
-    """A codec of a user's that needs a file."""
+    """A user's codec that needs a file."""
 
     def __init__(self) -> None:
         raise FileNotFoundError("/etc/mood")
@@ -276,16 +276,16 @@ class Moody:
 def test_a_module_that_cannot_be_made_is_a_setting_that_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one node alone, perhaps: all ranks are told of a ConfigError, and of nothing else."""
+    """On one node alone, perhaps: all ranks get a ConfigError, and no other error."""
     install(monkeypatch, pipeline.GROUP, moody="somebodys:Moody")
     with pytest.raises(ConfigError, match=r"moody cannot be made: FileNotFoundError: /etc/mood"):
         Pipeline.of_setting("moody", "here")
-    with pytest.raises(CodecError, match="went through the codec 'moody'"):
+    with pytest.raises(CodecError, match="was encoded with the codec 'moody'"):
         Pipeline.of_description((("moody", {}),))
 
 
 class Shelf(PosixBackend):
-    """A user's own store: where a URL of theirs says."""
+    """A user's own store, selected by its URL."""
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url.removeprefix("shelf:/"), **options)

@@ -1,7 +1,7 @@
-"""Codes and schedules: whatever is lost within the promise comes back bit for bit.
+"""Codes and plans: any loss within the promise is restored bit for bit.
 
-The cluster below runs the plans as agents would: a member reads and writes its own memory only, and
-sees of others' what was sent to it.
+The cluster below runs the plans as agents would: a member reads and writes only its own memory, and
+knows of other members' memory only the messages that it received.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WINDOW_BYTES = 5000
 
 @dataclass
 class Member:
-    """What one member stores, and its buffers."""
+    """One member's storage, and its buffers."""
 
     number: int
     stripes: Stripes
@@ -47,7 +47,7 @@ class Member:
     most_buffers: int = 0
 
     def window(self, segment: Segment, window: tuple[int, int]) -> memoryview:
-        """Its own memory, or a buffer if it is another's."""
+        """A window in its own memory, or a buffer for a window of another member."""
         if segment.member == self.number:
             low, high = self.stripes.range_of(segment, window)
             return memoryview(self.parity if segment.parity else self.shard)[low:high]
@@ -144,7 +144,7 @@ def codes(draw: st.DrawFn, most: int = 9) -> Code:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """Any code, shards of any lengths: empty, a byte, all alike, very different."""
+    """Any code, shards of any lengths: empty, a byte, all equal, very different."""
     code = draw(codes())
     longest = draw(st.sampled_from([0, 1, 4096, 4097, 30_000]))
     near = st.integers(max(0, longest - 10), longest)
@@ -154,7 +154,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 windows = st.sampled_from([777, 4096, 5000, 1 << 20])
 
-# --- which bytes ---------------------------------------------------------------------------------
+# --- the bytes -----------------------------------------------------------------------------------
 
 
 @given(codes(20))
@@ -311,7 +311,7 @@ def small_codes(most: int) -> list[Code]:
 
 @pytest.mark.parametrize("code", small_codes(5), ids=str)
 def test_every_loss_in_a_small_group(code: Code) -> None:
-    """All of them: what the numbers determine comes back, all else is refused."""
+    """All losses: those that the equations determine are restored, all others are refused."""
     cluster = Cluster.of(code, [4096 * code.k - 5 * i for i in range(code.n)])
     cluster.encode()
     before = cluster.content()
@@ -384,7 +384,7 @@ def test_members_that_are_not_on_the_ring_are_an_error() -> None:
             plan_rebuild(Code(3, 2, 1), shards, parities)
 
 
-# --- what it costs -------------------------------------------------------------------------------
+# --- costs ---------------------------------------------------------------------------------------
 
 
 @given(codes(20))
@@ -450,7 +450,7 @@ def test_in_a_round_nobody_is_sent_to_by_two(code: Code, data: st.DataObject) ->
                 assert all(now.sends or now.receives for now in rounds)
 
 
-# --- believing nothing ---------------------------------------------------------------------------
+# --- damage --------------------------------------------------------------------------------------
 
 
 @given(clusters().filter(lambda c: min(c.stripes.shard_bytes) > 0), st.data())
@@ -466,7 +466,7 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     before = bytes(cluster.members[lost].shard)
     tasks = plan_rebuild(code, [lost], [lost], restore_parities=False)
     task = data.draw(st.sampled_from(tasks))
-    # A bit that matters: within the source, and within what is made of it.
+    # A bit that matters: within the source, and within the result.
     bad = data.draw(st.sampled_from(task.sources))
     reach = min(stripes.extent(bad), stripes.extent(task.outputs[0]))
     cluster.lose({lost}, {lost})

@@ -10,7 +10,7 @@ from tierckpt.erasure.gf256 import coefficient, decoding, inverse, invert, multi
 
 
 def slow_multiply(a: int, b: int) -> int:
-    """As one does it on paper: shift and add, then subtract the polynomial from the top down."""
+    """Multiplication as on paper: shift and add, then subtract the polynomial from the top down."""
     product = 0
     for bit in range(8):
         if b >> bit & 1:
@@ -24,7 +24,7 @@ def slow_multiply(a: int, b: int) -> int:
 @pytest.mark.parametrize(
     ("a", "b", "product"),
     [
-        (0x80, 0x02, 0x1D),  # x^7 * x = x^8, which is x^4 + x^3 + x^2 + 1
+        (0x80, 0x02, 0x1D),  # x^7 * x = x^8 = x^4 + x^3 + x^2 + 1
         (0x53, 0x02, 0xA6),
         (0xE7, 0x02, 0xD3),  # 0x1CE - 0x11D
         (0x8E, 0x02, 0x01),  # 0x11C - 0x11D
@@ -49,7 +49,7 @@ def test_every_inverse_is_one_and_zero_has_none() -> None:
 
 
 def test_the_coefficients_are_the_stored_format() -> None:
-    """Whoever changes these can't read what was stored before."""
+    """After a change of these, existing parity cannot be read."""
     assert [coefficient(0, s) for s in range(6)] == [1] * 6
     assert [coefficient(p, 0) for p in range(6)] == [1] * 6
     assert [coefficient(1, s) for s in range(6)] == [1, 231, 253, 2, 183, 171]
@@ -68,7 +68,7 @@ def test_the_largest_codes_have_all_their_coefficients() -> None:
 
 @pytest.mark.parametrize(("k", "m"), [(1, 3), (2, 2), (3, 3), (4, 2), (5, 1), (4, 4)])
 def test_any_k_symbols_determine_all_others(k: int, m: int) -> None:
-    """Exhaustive over the choices: the code words of unit vectors come back."""
+    """Exhaustive over the choices: the code words of unit vectors are restored."""
     encode = decoding(k, range(k), range(k + m))
     for known in itertools.combinations(range(k + m), k):
         for order in (known, known[::-1]):

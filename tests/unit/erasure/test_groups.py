@@ -1,4 +1,4 @@
-"""Groups: never two members of one failure domain, alike on every rank, evenly."""
+"""Groups: no two members of one failure domain, equal on every rank, of even sizes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def groups_or_none(
 
 
 def planned(domains: list[str], ask: tuple[str, int]) -> tuple[Scheme, tuple[RedundancyGroup, ...]]:
-    """Of jobs that can be protected as asked."""
+    """Plans of jobs that can be protected as requested."""
     scheme = Scheme.parse(ask[0])
     groups = groups_or_none(domains, scheme, ask[1])
     assume(groups is not None)
@@ -75,8 +75,8 @@ def test_every_rank_is_in_one_group_and_no_domain_twice(
 def test_it_is_an_error_exactly_when_there_is_no_way(
     domains: list[str], ask: tuple[str, int]
 ) -> None:
-    """Groups of `least` members or more, one at least for each rank of the fullest domain: if they
-    don't fit into the job there is no way, and if they do there is one."""
+    """Groups of `least` members or more, at least one for each rank of the fullest domain: if they
+    do not fit into the job there is no solution, and if they do there is one."""
     scheme = Scheme.parse(ask[0])
     fullest = max(Counter(domains).values())
     possible = fullest * scheme.least <= len(domains)
@@ -187,13 +187,13 @@ def test_none_protects_nobody() -> None:
             [
                 "'a' holds 3 of its 15 ranks",
                 "there must be 3 groups",
-                "only 5 strong",
+                "only 5 of them",
                 "use rs 3+2, or partner 2, or xor,",
             ],
         ),
         (list("ab"), "partner 3", ["needs 4", "the job has 2", "use partner 1, or xor,"]),
         (list("aaa"), "xor", ["xor needs 2", "the job has 1 ('a')", "use none, or spread"]),
-        (list("aaab"), "partner", ["'a' holds 3 of its 4 ranks", "only 1 strong", "use none"]),
+        (list("aaab"), "partner", ["'a' holds 3 of its 4 ranks", "only 1 of them", "use none"]),
         (
             list("abcdefg"),
             "rs 6+2",
@@ -215,7 +215,7 @@ def test_what_the_refusal_offers_works(domains: list[str], ask: tuple[str, int])
     try:
         plan_groups(domains, Scheme.parse(ask[0]), ask[1])
     except ConfigError as error:
-        offers = str(error).split("So use ")[1].split(", or ")[:-1]
+        offers = str(error).split("Use ")[1].split(", or ")[:-1]
         assert offers
         for offer in offers:
             plan_groups(domains, Scheme.parse(offer))

@@ -1,4 +1,4 @@
-"""The kernels: ISA-L and numpy give the bytes that the definition gives, for any buffers."""
+"""The kernels: ISA-L and numpy give the bytes of the definition, for any buffers."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ LONG_BYTES = 4 << 20
 
 @backends
 def test_what_it_computes_is_in_no_copy(library: Isal | None) -> None:
-    """However long: sources are read where they are, and outputs written where they are."""
+    """At any length: sources and outputs are used in place."""
     product = Product(decoding(4, range(4), range(4, 6)), library)
     sources = [memoryview(noise(LONG_BYTES, seed)) for seed in range(4)]
     outs = [bytearray(LONG_BYTES) for _ in range(2)]
-    product.run(sources, outs)  # what is made once: tables
+    product.run(sources, outs)  # tables are made once
     tracemalloc.start()  # numpy's arrays are seen, too
     try:
         product.run(sources, outs)
@@ -124,7 +124,7 @@ def test_what_it_computes_is_in_no_copy(library: Isal | None) -> None:
 
 @backends
 def test_other_threads_run_while_it_computes(library: Isal | None) -> None:
-    """Nobody is asked here to let go of the GIL: another thread gets on where it is let go of."""
+    """No thread asks for the GIL: another thread makes progress where it is released."""
     product, source, out = Product(((231,),), library), bytes(LONG_BYTES), bytearray(LONG_BYTES)
     ticks, over = [0], threading.Event()
 
@@ -184,7 +184,7 @@ def candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_without_a_library_there_is_none_and_a_sentence_says_how_to_get_it(
     candidates: list[str],
 ) -> None:
-    candidates += ["/nonexistent/libisal.so.2", "libc.so.6"]  # not there; there, and another one
+    candidates += ["/nonexistent/libisal.so.2", "libc.so.6"]  # missing; and another library
     assert isal.find() is None
     for way in ("libisal2", "pip install 'tierckpt[rs]'", "numpy"):
         assert way in isal.MISSING

@@ -1,4 +1,4 @@
-"""Ending early: the conditions, the request in the directory, signals, and what follows."""
+"""Ending early: the conditions, the request file, signals, and their consequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
 from tierckpt.halt import controller as halting
 from tierckpt.halt import request_file
-from tierckpt.halt.controller import HaltController, Lookout, watched_directories
+from tierckpt.halt.controller import HaltController, RequestWatcher, watched_directories
 from tierckpt.halt.signals import Signals
 
 NOON = 1_800_000_000.0
@@ -52,7 +52,7 @@ NOON = 1_800_000_000.0
         (HaltRequest(seconds_left=60), 0, NOON, None, Reason.NONE),
         (HaltRequest(seconds_left=60), 0, NOON, NOON + 61, Reason.NONE),
         (HaltRequest(seconds_left=60), 0, NOON, NOON + 60, Reason.ALLOCATION),
-        # Nobody asked to look at the end of the allocation, which may have been prolonged.
+        # The end of the allocation was not requested; it may have been extended.
         (HaltRequest(before_seconds=NOON + 9), 0, NOON, NOON - 9, Reason.NONE),
         (HaltRequest(now=True, after_version=1), 5, NOON, None, Reason.NOW),
     ],
@@ -119,7 +119,7 @@ def test_times_as_people_write_them() -> None:
     }
     for text, expected in at.items():
         assert request_file.parse_time(text, now) == expected.timestamp(), text
-    with pytest.raises(ConfigError, match="'tomorrow' is no time; give HH:MM"):
+    with pytest.raises(ConfigError, match="'tomorrow' is not a time; give HH:MM"):
         request_file.parse_time("tomorrow", now)
 
 
@@ -131,7 +131,7 @@ def test_the_end_of_the_allocation_is_slurms() -> None:
 
 
 def test_only_processes_and_allocations_that_end_are_interruptions() -> None:
-    """The others are what somebody asked for: such a job is not to be started again."""
+    """The other reasons are requests by a user: such a job must not be restarted."""
     found = [reason for reason in Reason if reason.is_interruption]
     assert found == [Reason.SIGNAL, Reason.ALLOCATION]
 
@@ -150,12 +150,12 @@ def test_the_command_asks_adds_shows_and_clears(
     assert request_file.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
     capsys.readouterr()
     assert main(["halt", place, "--show"]) == 0
-    assert "to end: after version 100, or 90 seconds before 2027-01-15" in capsys.readouterr().out
+    assert "to stop: after version 100, or 90 seconds before 2027-01-15" in capsys.readouterr().out
     assert main(["halt", place, "--now", "--clear"]) == 0
     assert request_file.read(tmp_path) == HaltRequest(now=True)
     assert main(["halt", place, "--clear"]) == 0
     assert request_file.read(tmp_path) is None
-    assert "may go on" in capsys.readouterr().out
+    assert "may continue" in capsys.readouterr().out
     assert main(["halt", place, "--clear"]) == 0
     assert list(tmp_path.iterdir()) == [claim]
 
@@ -179,13 +179,13 @@ def test_the_command_asks_adds_shows_and_clears(
 def test_the_command_refuses_a_directory_where_no_job_would_look(
     left: str, seen: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else it is believed to have asked, and the job goes on. A job that is still to start is asked
-    by --force."""
+    """Otherwise the user believes that the job will end, but it continues. For a job that starts
+    later, --force writes the request."""
     if left:
         (tmp_path / left).mkdir() if left.endswith("/") else (tmp_path / left).touch()
     asked = main(["halt", str(tmp_path), "--now"]) == 0
     assert asked == seen == (request_file.read(tmp_path) is not None)
-    assert ("no job has left anything in" in capsys.readouterr().err) != seen
+    assert ("no job has written to" in capsys.readouterr().err) != seen
     assert main(["halt", str(tmp_path), "--now", "--force"]) == 0
     assert request_file.read(tmp_path) == HaltRequest(now=True)
 
@@ -194,14 +194,14 @@ def test_the_command_refuses_a_directory_where_no_job_would_look(
 def test_where_no_job_ever_was_none_is_said_to_go_on(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever mistypes a path would believe that a request is taken back."""
+    """After a mistyped path the user would believe that the request was withdrawn."""
     for path in (tmp_path, tmp_path / "nowhere"):
         assert main(["halt", str(path), *asked]) == 1
         out, told = capsys.readouterr()
         assert (out, str(path) in told) == ("", True)
-        assert "no job has left anything in" in told or "cannot be used" in told
+        assert "no job has written to" in told or "cannot be used" in told
     assert main(["halt", str(tmp_path), *asked, "--force"]) == 0
-    assert "may go on" in capsys.readouterr().out
+    assert "may continue" in capsys.readouterr().out
 
 
 def test_the_command_says_who_will_read_the_request(
@@ -210,30 +210,30 @@ def test_the_command_says_who_will_read_the_request(
     (tmp_path / ".claim.9f8e7d6c.0").touch()
     assert main(["halt", str(tmp_path), "--now"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"{tmp_path}: the job is to end: now"
-    assert second.startswith(f"{tmp_path}: no job on this machine looks there now; ")
+    assert first == f"{tmp_path}: the job is asked to stop: now"
+    assert second.startswith(f"{tmp_path}: no job on this machine watches it now; ")
 
 
 def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What would be made above it may be a file system that is not mounted."""
+    """A missing folder above it may be a file system that is not mounted."""
     assert main(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
     assert request_file.read(tmp_path / "ckpts") == HaltRequest(now=True)
     assert main(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
     told = capsys.readouterr().err
-    assert f"{tmp_path}/mount is not there; make it, unless it should have been mounted" in told
+    assert f"{tmp_path}/mount does not exist; mount it, or make it" in told
     assert not (tmp_path / "mount").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "nothing is asked for"),
-        (["--before", "noon"], "'noon' is no time"),
-        (["--before", "0001-01-01"], "'0001-01-01' is no time|before_seconds is -"),
+        ([], "no condition is given"),
+        (["--before", "noon"], "'noon' is not a time"),
+        (["--before", "0001-01-01"], "'0001-01-01' is not a time|before_seconds is -"),
         (["--before", "9999-12-31T23:59"], "the year 9999, or later"),
-        (["--now"], "cannot be used: .*No such file.*directory of the job's checkpoints"),
+        (["--now"], "cannot be used: .*No such file.*give the job's checkpoint directory"),
     ],
 )
 def test_the_command_says_what_is_wrong(
@@ -259,7 +259,7 @@ def test_the_command_says_what_is_wrong(
 def test_the_command_refuses_what_would_never_or_always_hold(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is asked for stays as it was."""
+    """The current request stays unchanged."""
     standing = HaltRequest(after_version=7)
     request_file.write(tmp_path, standing)
     assert main(["halt", str(tmp_path), *arguments]) == 1
@@ -274,11 +274,11 @@ def test_the_command_refuses_a_url(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It would be taken for the name of a directory, where no job looks."""
+    """The URL would be treated as the name of a directory that no job watches."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
     assert main(["halt", "s3://bucket", *arguments]) == 1
-    assert "s3://bucket is a URL, and no job looks for requests there" in capsys.readouterr().err
+    assert "s3://bucket is a URL, and jobs do not watch URLs" in capsys.readouterr().err
     assert list((tmp_path / "s3:" / "bucket").iterdir()) == []
 
 
@@ -300,7 +300,7 @@ def test_the_command_says_whose_margin_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00", "--force"]) == 0
-    assert "to end: the job's halt_seconds_left before 2027-01-15" in capsys.readouterr().out
+    assert "to stop: the job's halt_seconds_left before 2027-01-15" in capsys.readouterr().out
 
 
 # --- looking for requests ------------------------------------------------------------------------
@@ -320,21 +320,21 @@ def until(true: Callable[[], Any]) -> None:
 
 def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) -> None:
     elsewhere = tmp_path / "not there yet"
-    lookout = Lookout([str(tmp_path), str(elsewhere)])
+    watcher = RequestWatcher([str(tmp_path), str(elsewhere)])
     try:
         request_file.write(tmp_path, HaltRequest(after_version=5))
-        until(lambda: lookout.requests == (HaltRequest(after_version=5),))
+        until(lambda: watcher.requests == (HaltRequest(after_version=5),))
         elsewhere.mkdir()
         request_file.write(elsewhere, HaltRequest(now=True))
-        until(lambda: len(lookout.requests) == 2)
-        assert f"tierckpt halt {tmp_path} --clear, " in lookout.advice()
+        until(lambda: len(watcher.requests) == 2)
+        assert f"tierckpt halt {tmp_path} --clear, " in watcher.advice()
         request_file.clear(elsewhere)
         (tmp_path / request_file.FILE_NAME).write_text("what?")
-        until(lambda: lookout.problems)
-        assert lookout.requests == ()
-        assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
+        until(lambda: watcher.problems)
+        assert watcher.requests == ()
+        assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
     finally:
-        lookout.close()
+        watcher.close()
 
 
 @pytest.mark.parametrize(
@@ -350,25 +350,25 @@ def test_what_is_no_request_is_passed_over_and_the_next_one_found(
     content: bytes, often: None, tmp_path: Path
 ) -> None:
     (tmp_path / request_file.FILE_NAME).write_bytes(content)
-    lookout = Lookout([str(tmp_path)])
+    watcher = RequestWatcher([str(tmp_path)])
     try:
-        until(lambda: lookout.problems)
-        assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
+        until(lambda: watcher.problems)
+        assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
         request_file.write(tmp_path, HaltRequest(now=True))
-        until(lambda: lookout.requests == (HaltRequest(now=True),))
-        assert lookout.problems == ()
+        until(lambda: watcher.requests == (HaltRequest(now=True),))
+        assert watcher.problems == ()
     finally:
-        lookout.close()
+        watcher.close()
 
 
 def test_a_fifo_is_no_request(often: None, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / request_file.FILE_NAME)
-    lookout = Lookout([str(tmp_path)])
+    watcher = RequestWatcher([str(tmp_path)])
     try:
-        until(lambda: lookout.problems)
+        until(lambda: watcher.problems)
     finally:
-        lookout.close()
-    assert "no regular file in the place of a file" in lookout.problems[0]
+        watcher.close()
+    assert "no regular file in the place of a file" in watcher.problems[0]
 
 
 def test_who_looks_where() -> None:
@@ -387,20 +387,20 @@ def test_the_advice_can_be_pasted_into_a_shell(often: None, tmp_path: Path) -> N
     place = tmp_path / "my run; rm"
     place.mkdir()
     request_file.write(place, HaltRequest(now=True))
-    lookout = Lookout([str(place)])
+    watcher = RequestWatcher([str(place)])
     try:
-        until(lookout.advice)
-        command = lookout.advice().partition(": ")[2]
+        until(watcher.advice)
+        command = watcher.advice().partition(": ")[2]
         assert shlex.split(command) == ["tierckpt", "halt", str(place), "--clear"]
     finally:
-        lookout.close()
+        watcher.close()
 
 
 def test_a_rank_that_does_not_look_has_no_thread() -> None:
     before = threading.active_count()
-    lookout = Lookout([])
+    watcher = RequestWatcher([])
     assert threading.active_count() == before
-    lookout.close()
+    watcher.close()
 
 
 # --- signals -------------------------------------------------------------------------------------
@@ -408,7 +408,8 @@ def test_a_rank_that_does_not_look_has_no_thread() -> None:
 
 @pytest.fixture
 def listen() -> Iterator[Callable[..., Signals]]:
-    """`listen("SIGUSR1")`: as in a job that has passed a boundary; all is put back afterwards."""
+    """`listen("SIGUSR1")`: as in a job that has passed a boundary; all handlers are restored
+    afterwards."""
     ours = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
     before = {s: signal.getsignal(s) for s in ours}
     made = []
@@ -427,11 +428,11 @@ def listen() -> Iterator[Callable[..., Signals]]:
 
 def test_a_signal_is_remembered_and_ends_nothing(listen: Any) -> None:
     signals = listen("SIGUSR1, sigterm")
-    assert signals.came is None
+    assert signals.received is None
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert signals.came is signal.SIGTERM
+    assert signals.received is signal.SIGTERM
 
 
 def test_who_was_there_before_is_told_too(listen: Any) -> None:
@@ -441,21 +442,21 @@ def test_who_was_there_before_is_told_too(listen: Any) -> None:
     inner = listen("SIGUSR1")
     os.kill(os.getpid(), signal.SIGUSR1)
     assert told == [signal.SIGUSR1]
-    assert signals.came is inner.came is signal.SIGUSR1
+    assert signals.received is inner.received is signal.SIGUSR1
 
 
 def test_where_ranks_cannot_agree_a_signal_does_what_it_always_did(listen: Any) -> None:
     seen: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     signals = listen("SIGUSR1")
-    signals.hand_on()
+    signals.redeliver()
     signal.raise_signal(signal.SIGUSR1)
-    signals.hand_on()
+    signals.redeliver()
     assert seen == [signal.SIGUSR1], "the script's handler was called when it came"
     interrupted = listen("SIGINT")
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        interrupted.hand_on()
+        interrupted.redeliver()
 
 
 def test_without_a_signal_all_is_as_before(listen: Any) -> None:
@@ -479,7 +480,7 @@ def test_between_a_clean_end_and_the_process_s_the_same_request_kills_nobody(lis
     signals.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     later = listen("SIGUSR1")
-    assert later.came is None
+    assert later.received is None
     later.close()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, "not chained to what is over"
 
@@ -488,15 +489,15 @@ def test_what_others_decided_about_a_signal_stands(listen: Any) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals = listen("SIGUSR1")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    assert "told to ignore it" in signals.left_alone[signal.SIGUSR1]
+    assert "this process ignores it" in signals.unhandled[signal.SIGUSR1]
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     with (Path(os.devnull)).open("w") as nowhere:
         faulthandler.register(signal.SIGUSR2, file=nowhere)
         try:
             signals = listen("SIGUSR2")
-            assert "not Python's" in signals.left_alone[signal.SIGUSR2]
+            assert "a handler outside Python" in signals.unhandled[signal.SIGUSR2]
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert signals.came is None
+            assert signals.received is None
         finally:
             faulthandler.unregister(signal.SIGUSR2)
 
@@ -508,13 +509,13 @@ def test_on_another_thread_nothing_is_heard_and_nothing_breaks() -> None:
     thread.join()
     made[0].passed_boundary()
     made[0].close()
-    assert "main thread" in made[0].left_alone[signal.SIGUSR1]
+    assert "main thread" in made[0].unhandled[signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("text", ["SIGKILL", "SIGTERM,SIGSTOP", "TERM", "15", "SIGTERM SIGUSR1"])
 def test_signals_that_cannot_be(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"halt_signals: .* no signal that can be handled"):
+    with pytest.raises(ConfigError, match=r"halt_signals: .* not a signal that can be handled"):
         load_config({"halt_signals": text}, {})
 
 
@@ -550,8 +551,8 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
 
 
 def boundary(ranks: list[Rank], version: int, agreed: Vote) -> tuple[list[bool], Vote]:
-    """What each does at a boundary, in the checkpointer's order; and what they then agree on."""
-    ends = [rank.halting.hear(agreed) for rank in ranks]
+    """One boundary of all ranks, in the checkpointer's order; and their agreement."""
+    ends = [rank.halting.receive(agreed) for rank in ranks]
     cast = [rank.halting.vote(version) for rank in ranks]
     votes = [Vote(halt=reason, unattended=int(silent)).pack() for reason, silent in cast]
     return ends, Vote.unpack([min(column) for column in zip(*votes, strict=True)])
@@ -563,7 +564,7 @@ def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path
         place.mkdir()
     request_file.write(places[1], HaltRequest(after_version=4))
     ranks = [make_rank(place) for place in places]
-    until(lambda: ranks[1].halting._lookout.requests)
+    until(lambda: ranks[1].halting._watcher.requests)
     agreed, answers = Vote(), []
     for version in range(1, 6):
         ends, agreed = boundary(ranks, version, agreed)
@@ -579,7 +580,7 @@ def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path
 def test_a_script_that_never_asks_is_ended_and_one_rank_that_asks_is_enough(
     asks: list[int], make_rank: Any
 ) -> None:
-    """The first boundary is too early to tell: a loop asks after it."""
+    """The first boundary is too early: a loop calls should_exit() after it."""
     soon = {"SLURM_JOB_END_TIME": str(time.time() + 3600)}
     ranks = [make_rank(halt_seconds_left=7200, environment=soon), make_rank()]
     agreed, ended = Vote(), []
@@ -605,10 +606,10 @@ def test_how_long_before_a_time_a_job_ends(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The request's own margin, or the configured one; without either it is after that time."""
+    """The request's own margin, or the configured one; without either, after that time."""
     request_file.write(tmp_path, HaltRequest(before_seconds=NOON, seconds_left=seconds_left))
     rank = make_rank(halt_seconds_left=configured)
-    until(lambda: rank.halting._lookout.requests)
+    until(lambda: rank.halting._watcher.requests)
     found = []
     for seconds in (NOON - margin - 1, NOON - margin):
         monkeypatch.setattr(time, "time", lambda at=seconds: at)
@@ -625,10 +626,10 @@ def test_no_end_of_the_allocation_is_said_once(make_rank: Any) -> None:
 
 
 def test_an_end_that_is_over_is_not_heeded(make_rank: Any) -> None:
-    """A job whose allocation was prolonged keeps the old one in its environment."""
+    """A job with an extended allocation still has the old end in its environment."""
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "1"})
     assert rank.halting.vote(1)[0] is Reason.NONE
-    assert "SLURM_JOB_END_TIME is '1', which is over already" in rank.texts()
+    assert "SLURM_JOB_END_TIME is '1', which is in the past" in rank.texts()
 
 
 NEVER = math.inf
@@ -655,12 +656,12 @@ def test_how_long_an_end_may_take(
     make_rank: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The disk that holds the last checkpoint is never left before a signal's grace is over."""
+    """The job stays on the disk with the last checkpoint until a signal's grace is over."""
     monkeypatch.setattr(time, "time", lambda: NOON)
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     named = {} if end_in is None else {"SLURM_JOB_END_TIME": str(NOON + end_in)}
     halting = make_rank(environment=named).halting
-    halting.hear(Vote(halt=agreed))
+    halting.receive(Vote(halt=agreed))
     granted = halting.seconds_to_wait()
     assert (NEVER if granted is None else granted) == disk
     assert halting.seconds_for_others() == others
@@ -669,18 +670,18 @@ def test_how_long_an_end_may_take(
 def test_what_a_signal_grants_is_counted_from_when_it_came(
     make_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The boundary at which all ranks agree on it may be an evaluation later."""
+    """The boundary at which all ranks agree may come an evaluation later."""
     halting = make_rank(halt_signals="").halting
-    monkeypatch.setattr(Signals, "came_seconds", 1000.0)
+    monkeypatch.setattr(Signals, "received_seconds", 1000.0)
     monkeypatch.setattr(time, "monotonic", lambda: 1012.0)
-    halting.hear(Vote(halt=Reason.SIGNAL))
+    halting.receive(Vote(halt=Reason.SIGNAL))
     assert halting.seconds_for_others() == pytest.approx(20 - 12)
 
 
 def test_an_end_that_is_no_time_is_told_as_it_is(make_rank: Any) -> None:
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "tomorrow"})
     rank.halting.vote(1)
-    assert "SLURM_JOB_END_TIME is 'tomorrow', which is no Unix time in seconds" in rank.texts()
+    assert "SLURM_JOB_END_TIME is 'tomorrow', which is not a Unix time in seconds" in rank.texts()
     assert "is not set" not in rank.texts()
 
 
@@ -692,7 +693,7 @@ def test_who_parted_is_ended_by_a_signal_unless_the_end_was_agreed_on(
     halting.vote(1)
     signal.raise_signal(signal.SIGINT)
     if agreed:
-        halting.hear(Vote(halt=Reason.SIGNAL))
+        halting.receive(Vote(halt=Reason.SIGNAL))
         halting.end_alone()
     else:
         with pytest.raises(KeyboardInterrupt):
@@ -704,12 +705,12 @@ def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> N
     request_file.write(tmp_path, HaltRequest(now=True))
     rank = make_rank(halt_signals="SIGUSR1")
     try:
-        until(lambda: rank.halting._lookout.requests)
+        until(lambda: rank.halting._watcher.requests)
         assert rank.halting.vote(1)[0] is Reason.NOW
         os.kill(os.getpid(), signal.SIGUSR1)
         assert rank.halting.vote(2)[0] is Reason.SIGNAL
-        assert ("SIGUSR1 came to this rank", logging.WARNING) in rank.said
-        rank.halting.hear(Vote(halt=Reason.SIGNAL))
+        assert ("this rank received SIGUSR1", logging.WARNING) in rank.said
+        rank.halting.receive(Vote(halt=Reason.SIGNAL))
         assert "a signal told some rank to end" in rank.texts()
     finally:
         rank.halting.close()

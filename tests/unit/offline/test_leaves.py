@@ -1,4 +1,4 @@
-"""Leaves of a rank tree: equal where states are, bit for bit, whatever they are kept in."""
+"""Leaves of a rank tree: equal if the states are equal bit for bit, whatever contains them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 2000
 
 
 class Coded(torch.Tensor):
-    """As libraries keep 8-bit state: of two plain tensors, with nothing that makes it another."""
+    """Libraries' form of 8-bit state: two plain tensors, without anything unusual."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -44,7 +44,7 @@ class Coded(torch.Tensor):
 
 
 class Same(enum.Enum):
-    """Its members look alike."""
+    """Its members look equal."""
 
     ONE, TWO = 1, 2
 
@@ -63,7 +63,7 @@ def quantized(at: int, zero_point: int = 0) -> torch.Tensor:
 
 
 def prints(value: Any) -> dict[str, str]:
-    """As two processes record it: what was stored, decoded."""
+    """The records of two processes: stored, then decoded."""
     arena = tree_codec.Arena()
     node = tree_codec.pack({"extra": value}, "", arena.keep)
     encoded = tree_codec.EncodedTree(node, arena)
@@ -103,7 +103,7 @@ def test_a_class_that_is_not_imported_hides_no_difference() -> None:
 
 @pytest.mark.parametrize("kind", [set, frozenset])
 def test_the_order_of_a_sets_members_is_no_difference(kind: Callable[[Any], Any]) -> None:
-    """It is another one in each process, as strings have another hash in each."""
+    """The order differs between processes, as strings have another hash in each."""
     ones, others = kind([0, 8]), kind([8, 0])
     assert repr(ones) != repr(others)
     for wrapped in (lambda v: v, lambda v: {(frozenset(v), 1)}, lambda v: {frozenset(v): 1}):

@@ -1,4 +1,5 @@
-"""What damage means for a version: rebuilt, read elsewhere, or gone; what a restart takes then."""
+"""Consequences of damage for a version: rebuilt, read elsewhere, or lost; and the version that a
+restart takes then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Exchanges of whole groups over loopback: a thread for each member, all with stores of their own.
+"""Exchanges of whole groups over loopback: a thread for each member, all with their own stores.
 
-The parity that comes out must be what the mathematics say, which tests of their own prove; and
-from what is on disk every loss that the scheme promises to survive is rebuilt to the bit.
+The resulting parity must equal that of the arithmetic, which has its own tests. From the files on
+disk, every loss within the scheme's promise is rebuilt to the bit.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SCHEMES = {
 
 
 def uneven(code: Code, longest: int) -> list[int]:
-    """Lengths of pages and of odd bytes, one of them nothing at all."""
+    """Lengths of full pages and of odd bytes; one is zero."""
     lengths = [longest - 4096 * i - 5 * (i % 2) for i in range(code.n)]
     lengths[-1] = 0
     return lengths
 
 
 def expected(members: Members, version: int = 1) -> list[bytes]:
-    """Every member's parity, by the executor of the mathematics' own tests."""
+    """Every member's parity, by the executor of the arithmetic's own tests."""
     cluster = Cluster.of(members.code, list(members.lengths))
     for member in cluster.members:
         member.shard[:] = members.image(member.number, version)
@@ -96,7 +96,7 @@ def test_exchanges_of_several_versions_at_once_are_not_confused(tmp_path: Path) 
             for member in (0, 1):
                 threads.append(members.start(members.exchange(member, version)))
                 wait_until(lambda m=member, v=version: len(members.transports[m]._hosts) == v)
-        # All three are under way at two members before the third begins any.
+        # All three are in progress at two members before the third begins any.
         for version in (1, 2, 3):
             threads.append(members.start(members.exchange(2, version)))
             wait_until(lambda v=version: VersionId(1, v) in members.transports[2]._latest.values())

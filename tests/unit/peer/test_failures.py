@@ -1,6 +1,6 @@
-"""A peer that is gone, late, skips, restarts, or is somebody else; and this side giving up.
+"""A peer that is gone, late, skips, restarts, or is another process; and this side giving up.
 
-Whatever happens, it is said who it was, nothing half-made is visible, and the next version works.
+In each case the error names the peer, nothing unfinished is visible, and the next version works.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHORT = Limits(join_seconds=0.3, stall_seconds=20.0)
 
 
 def check_next_version(members: Members, version: int = 2) -> None:
-    """The next version is protected at all, and brings back any one shard."""
+    """The next version is protected, and any one shard can be rebuilt from it."""
     members.limits = QUICK
     for transport in members.transports:
         transport.limits = QUICK
@@ -47,7 +47,7 @@ def check_next_version(members: Members, version: int = 2) -> None:
         assert members.rebuilt({lost}, version) == {lost: members.image(lost, version)}
 
 
-# --- who is not there ----------------------------------------------------------------------------
+# --- missing peers -------------------------------------------------------------------------------
 
 
 def test_a_member_that_never_begins_is_named_when_the_limit_is_over(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_member_whose_agent_is_gone_is_named(tmp_path: Path) -> None:
         members.run([members.exchange(0)])
         assert "cannot be reached" in str(members.errors[0])
         assert str(members.addresses[1]) in str(members.errors[0])
-        # It comes back, at another port; what was kept of the old connections does no harm.
+        # It comes back, at another port; kept old connections do no harm.
         members.transports[1] = Transport(SECRET, "127.0.0.1", limits=QUICK)
         members.addresses = tuple(t.address for t in members.transports)
         check_next_version(members)
@@ -112,7 +112,7 @@ def test_a_member_that_could_not_be_reached_is_waited_for_less_the_next_time(
 def test_a_member_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
         threads = [members.start(members.exchange(member)) for member in (0, 2)]
-        # Both are at the door of the third, and of each other.
+        # Both wait to join the third, and each other.
         wait_until(lambda: sum(len(t._links) for t in members.transports) >= 4)
         assert not members.errors
         threads.append(members.start(members.exchange(1)))
@@ -166,7 +166,7 @@ def test_a_member_that_comes_when_another_has_given_up_is_told_why(tmp_path: Pat
         assert len(members.parities(2)) == 3
 
 
-# --- who fails in the middle ---------------------------------------------------------------------
+# --- failures in the middle ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operation", ["meet", "send", "write", "end"])
@@ -230,15 +230,15 @@ def test_a_member_that_begins_anew_ends_what_the_others_had(tmp_path: Path) -> N
                 members.transports[1].drop(link)
             first._give_up("the test is over")
         for member in (0, 2):
-            assert "began anew" in str(members.errors[member])
+            assert "was restarted during the exchange" in str(members.errors[member])
         check_next_version(members)
 
 
 def test_who_waits_for_one_that_still_joins_a_third_does_not_blame_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Member 1 stops when all but member 2 are with it; 2 has `join_seconds` to reach it, and that
-    is longer than 0 would wait for 2 by itself."""
+    """Member 1 stops when all but member 2 have joined it. Member 2 has `join_seconds` to reach it,
+    longer than 0 would wait for 2 by itself."""
     stopped = threading.Event()
     with Members(tmp_path, CODE, LENGTHS, Limits(join_seconds=4.0, stall_seconds=0.5)) as members:
         exchanges = [members.exchange(member) for member in range(3)]
@@ -270,7 +270,8 @@ def test_who_waits_for_one_that_still_joins_a_third_does_not_blame_it(
 def test_one_that_is_at_work_itself_is_not_blamed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Member 1's disk takes longer than the limit: until both of the others have asked it why."""
+    """Member 1's disk takes longer than the limit, until both of the others have asked it for the
+    reason."""
     answers: list[bool] = []
     asked = threading.Semaphore(0)
     limits = Limits(join_seconds=20.0, stall_seconds=6.0)  # a quarter of it, to be answered
@@ -300,18 +301,18 @@ def test_one_that_is_at_work_itself_is_not_blamed_at_once(
 
 
 def test_one_that_gave_up_is_asked_why(tmp_path: Path) -> None:
-    """Whoever missed its last words: they were sent into a full connection, say."""
+    """Its last message was lost, for example in a full connection."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         gone, asks = members.exchange(1), members.exchange(0)
         with members.transports[1].hosting(gone):
             pass
-        assert asks._excuse(1, 1.0)  # it is there, and did not say yet that it gave up
+        assert asks._excuse(1, 1.0)  # it answers, and has not given up yet
         gone._give_up("its disk is full")
         assert not asks._excuse(1, 1.0)
-        assert asks._heard[1] == "it gave up: its disk is full"
+        assert asks._replies[1] == "it gave up: its disk is full"
         members.transports[1].close()
         assert not asks._excuse(1, 1.0)
-        assert asks._heard[1] == "it does not answer"
+        assert asks._replies[1] == "it does not answer"
 
 
 # --- giving up -----------------------------------------------------------------------------------
@@ -372,7 +373,7 @@ def test_the_same_exchange_twice_at_once_is_refused(tmp_path: Path) -> None:
         assert members.errors == {}
 
 
-# --- who is somebody else ----------------------------------------------------------------------
+# --- other processes ---------------------------------------------------------------------------
 
 
 def test_shards_of_another_life_make_no_parity(tmp_path: Path) -> None:
@@ -421,7 +422,7 @@ def test_garbage_on_the_port_is_hung_up_on_and_does_no_harm(sent: bytes, tmp_pat
                 more = scanner.recv(4096)
                 assert more, "hung up on before it said anything"
                 said += more
-            # Who hangs up with bytes unread resets the connection: any call here may find that.
+            # A close with unread bytes resets the connection: any call here may fail with that.
             with suppress(OSError):
                 scanner.sendall(sent)
                 scanner.shutdown(socket.SHUT_WR)
@@ -435,7 +436,7 @@ def test_garbage_on_the_port_is_hung_up_on_and_does_no_harm(sent: bytes, tmp_pat
 def test_no_more_strangers_than_a_number_are_let_wait(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tierckpt.peer.transport.MOST_STRANGERS", 2)
+    monkeypatch.setattr("tierckpt.peer.transport.MOST_UNVERIFIED", 2)
     with Members(tmp_path, CODE, [8192] * 3) as members:
         address = (members.addresses[0].host, members.addresses[0].port)
         with (
@@ -477,7 +478,7 @@ def test_another_protocol_is_a_clear_error_on_both_sides(monkeypatch: pytest.Mon
 
 
 def test_a_listener_must_prove_itself_too() -> None:
-    """Whoever took the port of an agent that is gone gets no shard."""
+    """A process that took the port of a dead agent gets no shard."""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, Transport(SECRET, "127.0.0.1") as ours:
 
@@ -486,7 +487,7 @@ def test_a_listener_must_prove_itself_too() -> None:
             link = Link(sock, "caller", 20)
             link.send({"tierckpt": "peer", "protocol": wire.PROTOCOL, "nonce": "1"})
             proof = link.receive(20)["proof"]
-            link.send({"proof": proof})  # the best that it has is ours
+            link.send({"proof": proof})  # the best proof that it has is ours
             link.close()
 
         thread = threading.Thread(target=liar)
@@ -524,11 +525,11 @@ def test_a_peer_that_does_not_read_slows_the_sender_and_is_named() -> None:
 
         with pytest.raises(PeerError, match=r"rank 7 \(node7:4000\) took nothing for 0.2 s"):
             send_for_ever()
-    assert sum(taken) < 64 << 20, "what the kernel buffers, and no more"
+    assert sum(taken) < 64 << 20, "no more than the kernel buffers"
 
 
 def test_what_is_too_little_to_be_woken_for_is_progress_all_the_same() -> None:
-    """Half of a window comes, and the other half only when somebody has seen the first."""
+    """Half of a window arrives, and the other half only after the first has been noticed."""
     seen = threading.Event()
     half, whole = bytes(wire.WAKE_BYTES // 4), bytearray(wire.WAKE_BYTES // 2)
     with links(wire.LOOK_SECONDS * 30) as (sender, receiver):
@@ -554,7 +555,7 @@ def test_whole_windows_wake_the_receiver_not_every_packet() -> None:
     with links(30) as (sender, receiver):
 
         def send_in_bits() -> None:
-            waited.wait(30)  # or all may be there before anybody looks
+            waited.wait(30)  # else all bytes may be there at the first look
             for low in range(0, len(window), 1024):
                 sender._socket.sendall(window[low : low + 1024])
 
@@ -596,7 +597,7 @@ def test_a_peer_that_says_nothing_or_hangs_up_is_named() -> None:
 
 
 def test_bytes_that_are_damaged_on_the_way_are_noticed(tmp_path: Path) -> None:
-    """By a relay between two members that flips a bit far behind all heads."""
+    """By a relay between two members that flips a bit far after all heads."""
     with Members(tmp_path, CODE, LENGTHS) as members, relay(members.addresses[1]) as through:
         roundabout = (members.addresses[0], through, members.addresses[2])
         bent = members.exchange(0, addresses=roundabout)

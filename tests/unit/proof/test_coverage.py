@@ -1,4 +1,4 @@
-"""What `tierckpt prove` did not put to the test: from records, and from passes over loaders."""
+"""The behaviour that `tierckpt prove` did not test: from records, and from passes over loaders."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from tierckpt.proof import loader_passes
-from tierckpt.proof.coverage import Asked, gaps, over_epochs
-from tierckpt.proof.records import Life, Writer, read
+from tierckpt.proof.coverage import Request, gaps, over_epochs
+from tierckpt.proof.records import RankRun, Writer, read
 
-ASKED = Asked(begin=0, kill_after=5, steps=10)
+ASKED = Request(begin=0, kill_after=5, steps=10)
 SAME = {
     "model/w": "#1",
     "options/o[0]/lr": "float 0.1",
@@ -24,9 +24,9 @@ SAME = {
 }
 
 
-def life_of(
+def run_of(
     folder: Path, states: Sequence[dict[str, str]], seen: Sequence[list[list[int]]]
-) -> Life:
+) -> RankRun:
     (folder / "records").mkdir(parents=True)
     writer = Writer(folder, "job", 0)
     writer.line("attached", rank=0, ranks=1, path="/c", place="/x", memory="/m")
@@ -48,9 +48,9 @@ def passes_of(length: int, versions: int) -> list[list[list[int]]]:
 
 
 def test_what_did_not_change_is_named(tmp_path: Path) -> None:
-    life = life_of(tmp_path, [{}] * 9, one_pass(9))
-    assert life.unsaved == ["StepLR ..."]
-    epochs, rate, still = gaps(life, range(5, 10), ASKED)
+    run = run_of(tmp_path, [{}] * 9, one_pass(9))
+    assert run.unsaved == ["StepLR ..."]
+    epochs, rate, still = gaps(run, range(5, 10), ASKED)
     assert "no epoch ended in these steps" in epochs
     assert "no learning rate changed in these steps" in rate
     assert still == "not compared: extra/scaler, extra/schedule did not change in these steps"
@@ -65,8 +65,8 @@ def test_what_changed_is_not(tmp_path: Path) -> None:
         }
         for version in range(9)
     ]
-    life = life_of(tmp_path, moves, passes_of(3, 9))
-    (text,) = gaps(life, range(5, 10), ASKED)
+    run = run_of(tmp_path, moves, passes_of(3, 9))
+    (text,) = gaps(run, range(5, 10), ASKED)
     assert "the scale of extra/scaler did not change, so no step was skipped" in text
 
 
@@ -83,8 +83,8 @@ def test_what_changed_is_not(tmp_path: Path) -> None:
 def test_epochs_that_did_not_end(
     seen: list[list[list[int]]], said: str, how: str, tmp_path: Path
 ) -> None:
-    life = life_of(tmp_path, [{}] * 9, seen)
-    text = gaps(life, range(6, 10), ASKED)[0]
+    run = run_of(tmp_path, [{}] * 9, seen)
+    text = gaps(run, range(6, 10), ASKED)[0]
     assert said in text
     assert how in text
 
@@ -92,29 +92,30 @@ def test_epochs_that_did_not_end(
 @pytest.mark.parametrize(
     ("seen", "chosen"),
     [
-        (one_pass(15), Asked(0, 103, 102)),
-        (passes_of(3, 15), Asked(0, 6, 10)),
-        (passes_of(4, 15), Asked(0, 7, 10)),
+        (one_pass(15), Request(0, 103, 102)),
+        (passes_of(3, 15), Request(0, 6, 10)),
+        (passes_of(4, 15), Request(0, 7, 10)),
         (passes_of(2, 15), ASKED),
         (one_pass(15, 0), None),
         ([[]] * 15, None),
     ],
 )
 def test_numbers_are_chosen_for_epochs_to_end(
-    seen: list[list[list[int]]], chosen: Asked | None, tmp_path: Path
+    seen: list[list[list[int]]], chosen: Request | None, tmp_path: Path
 ) -> None:
-    """The first end may be too near the kill: what is restored is a step or two older."""
-    assert over_epochs(life_of(tmp_path, [{}] * 15, seen), ASKED) == chosen
+    """The first end may be too close to the kill: the restored version is one or two steps
+    older."""
+    assert over_epochs(run_of(tmp_path, [{}] * 15, seen), ASKED) == chosen
 
 
 def test_a_slow_loop_needs_more_steps(tmp_path: Path) -> None:
-    """Of a loop that takes four batches a version, the pass ends four times as early."""
-    life = life_of(tmp_path, [{}] * 9, [[[1, 100, 4 * v]] for v in range(1, 10)])
-    assert "--kill-after 28 --steps 27" in gaps(life, range(6, 10), ASKED)[0]
+    """A loop with four batches per version ends its pass four times as early."""
+    run = run_of(tmp_path, [{}] * 9, [[[1, 100, 4 * v]] for v in range(1, 10)])
+    assert "--kill-after 28 --steps 27" in gaps(run, range(6, 10), ASKED)[0]
 
 
 class Mine(DataLoader[torch.Tensor]):
-    """With a way of its own."""
+    """A loader with its own `__iter__`."""
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return super().__iter__()
@@ -145,7 +146,7 @@ def test_passes_are_seen_while_they_are_under_way(
 
 
 class Listed(DataLoader[int]):
-    """Whose iterator cannot be watched, and which has no length."""
+    """Its iterator cannot be watched, and it has no length."""
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter([7])

@@ -1,4 +1,4 @@
-"""Parts of `tierckpt prove` that start no job: orders, records, verdicts, what a run leaves."""
+"""Parts of `tierckpt prove` that start no job: orders, records, verdicts, leftovers of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierckpt.cli.main import main
 from tierckpt.config import load_config
 from tierckpt.coordination.proof_order import VARIABLE, ProofOrder, order_here, path_of, redirected
 from tierckpt.errors import ConfigError
-from tierckpt.proof.records import Life, Writer, read
+from tierckpt.proof.records import RankRun, Writer, read
 from tierckpt.proof.runs import ProveError, Run
 from tierckpt.proof.verdict import (
     MOST_NAMES,
@@ -70,7 +70,7 @@ def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: ProofOrder)
     assert (config.memory.every_steps, config.uses("local"), config.uses("peer")) == (
         (1, True, False)
     )
-    assert config.local.codecs == "zstd"  # a key that is needed is needed
+    assert config.local.codecs == "zstd"  # a required key
     assert config.idle == []
     assert (config.health, config.halt_seconds_left) == ("off", 0.0)
     other = redirected(load_config({"path": "/data/others"}))
@@ -105,12 +105,12 @@ SAME = {"model/0.weight": "float32[2] #aa", "options/opt[0]/lr": "float 0.1", "r
 
 
 def attached(writer: Writer, rank: int = 0, ranks: int = 1) -> None:
-    what = {"rank": rank, "ranks": ranks, "path": "/data/ckpts", "place": "/x", "memory": "/m"}
-    writer.line("attached", **what)
+    identity = {"rank": rank, "ranks": ranks, "path": "/data/ckpts", "place": "/x", "memory": "/m"}
+    writer.line("attached", **identity)
 
 
-def lives(folder: Path, *states: dict[str, str]) -> dict[int, Life]:
-    """Of a run of one rank, with a version for each of these, from 1 on."""
+def runs(folder: Path, *states: dict[str, str]) -> dict[int, RankRun]:
+    """Runs of one rank, with a version for each of these states, numbered from 1."""
     (folder / "records").mkdir(parents=True)
     writer = Writer(folder, "job", 0)
     attached(writer)
@@ -119,7 +119,7 @@ def lives(folder: Path, *states: dict[str, str]) -> dict[int, Life]:
     return read(folder)["job"].by_rank()
 
 
-def test_lives_are_told_apart_and_a_torn_line_is_none(order: ProofOrder) -> None:
+def test_runs_are_separated_and_a_torn_line_is_ignored(order: ProofOrder) -> None:
     writer = Writer(order.folder, "job", 0)
     attached(writer)
     writer.line("restored", version=0)
@@ -127,13 +127,13 @@ def test_lives_are_told_apart_and_a_torn_line_is_none(order: ProofOrder) -> None
     writer.line("killed", version=2)
     path = order.folder / "records" / "job.r00000.jsonl"
     with path.open("ab") as file:
-        file.write(b'{"what":"state","version":2,"digest":"00","st')
-    assert [life.last for life in read(order.folder)["job"].lives[0]] == [1]
+        file.write(b'{"kind":"state","version":2,"digest":"00","st')
+    assert [run.last for run in read(order.folder)["job"].runs[0]] == [1]
     path.write_bytes(path.read_bytes().rpartition(b"\n")[0] + b"\n")
     attached(writer)
     writer.line("restored", version=1)
     writer.state(2, {})
-    first, second = read(order.folder)["job"].lives[0]
+    first, second = read(order.folder)["job"].runs[0]
     assert (first.restored, first.killed, first.last) == (0, 2, 1)
     assert first.states[1].load() == SAME
     assert (second.restored, second.killed, second.last) == (1, None, 2)
@@ -144,8 +144,8 @@ def test_lives_are_told_apart_and_a_torn_line_is_none(order: ProofOrder) -> None
 
 def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
     changed = {**SAME, "options/opt[0]/lr": "float 0.2", "model/0.weight": "float32[2] #bb"}
-    one = lives(tmp_path / "one", SAME, SAME, SAME)
-    other = lives(tmp_path / "other", SAME, changed, changed)
+    one = runs(tmp_path / "one", SAME, SAME, SAME)
+    other = runs(tmp_path / "other", SAME, changed, changed)
     assert departure(one, one, [1, 2, 3]) is None
     found = departure(one, other, [1, 2, 3])
     assert found is not None
@@ -163,8 +163,8 @@ def test_an_option_is_named_before_many_weights() -> None:
 
 
 def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_path: Path) -> None:
-    one = lives(tmp_path / "one", {"model/w[0:5]": "float32[9] #a", "model/w[5:9]": "#b"})
-    other = lives(tmp_path / "other", {"model/w[0:5]": "float32[9] #c", "extra/x": "int 3"})
+    one = runs(tmp_path / "one", {"model/w[0:5]": "float32[9] #a", "model/w[5:9]": "#b"})
+    other = runs(tmp_path / "other", {"model/w[0:5]": "float32[9] #c", "extra/x": "int 3"})
     found = departure(one, other, [1])
     assert found is not None
     assert (found.names, found.of) == (("model/w", "extra/x"), 1)
@@ -172,28 +172,28 @@ def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_pat
 
 
 def test_what_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
-    one, other = lives(tmp_path / "one", SAME), lives(tmp_path / "other", SAME)
+    one, other = runs(tmp_path / "one", SAME), runs(tmp_path / "other", SAME)
     with pytest.raises(IncomparableError, match="rank 0 recorded no version 2"):
         departure(one, other, [1, 2])
-    with pytest.raises(IncomparableError, match="other ranks: 1 and 0"):
+    with pytest.raises(IncomparableError, match="different numbers of ranks: 1 and 0"):
         departure(one, {}, [1])
 
 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("model/w", "optimizer/w/exp_avg"), "it was on other data"),
-        (("buffer/b",), "it was on other data"),
-        (("options/opt[0]/lr",), "a scheduler begins anew"),
-        (("options/opt[0]/lr", "extra/schedule/last_epoch"), "a scheduler begins anew"),
+        (("model/w", "optimizer/w/exp_avg"), "it used other data"),
+        (("buffer/b",), "it used other data"),
+        (("options/opt[0]/lr",), "a scheduler starts again"),
+        (("options/opt[0]/lr", "extra/schedule/last_epoch"), "a scheduler starts again"),
         (("model/w", "options/opt[0]/lr"), "a scheduler that steps at the end of an epoch"),
         (("model/w", "rng/torch", "options/opt[0]/lr"), "The random stream of torch is"),
         (("model/w", "rng/torch"), "The random stream of torch is"),
         (("rng/numpy", "rng/python"), "The random stream of numpy and python is"),
         (("rng/cuda[0]",), "The random stream of cuda[0] is"),
         (("extra/scaler/scale", "extra_per_rank/loader/at"), "Only extra/scaler, extra_per_rank/"),
-        (("metric",), "what was measured of it and given to step() is not"),
-        (("adapter/x",), "none of the usual causes"),
+        (("metric",), "the metric given to step() is not"),
+        (("adapter/x",), "none of the usual ones"),
     ],
 )
 def test_what_usually_causes_it(names: tuple[str, ...], said: str) -> None:
@@ -208,9 +208,9 @@ def test_what_usually_causes_it(names: tuple[str, ...], said: str) -> None:
     [
         ([], "give the command that starts the job"),
         (["--kill-after", "4", "--", "true"], "--kill-after 5 or more"),
-        (["--steps", "0", "--", "true"], "--steps is 1 or more"),
+        (["--steps", "0", "--", "true"], "--steps must be 1 or more"),
         (["--", "/no/such/program"], "/no/such/program cannot be started"),
-        (["--from", "x@y@3", "--", "true"], "x@y is no directory"),
+        (["--from", "x@y@3", "--", "true"], "x@y is not a directory"),
     ],
 )
 def test_bad_arguments_are_one_sentence(
@@ -231,7 +231,7 @@ while :; do sleep 1; done
 def test_ranks_that_outlive_their_launcher_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a session of its own, and deaf to SIGTERM, as a rank that hangs is."""
+    """A rank in its own session that ignores SIGTERM, like a rank that hangs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deaf.sh").write_text(DEAF)
     order = ProofOrder(tmp_path / "run", until=3)
@@ -245,12 +245,12 @@ def test_ranks_that_outlive_their_launcher_are_ended(
     command = ("sh", "-c", "setsid sh deaf.sh & wait")
     with pytest.raises(KeyboardInterrupt):
         Run("the run", order, command, 1000.0, on_step=interrupt).carry_out()
-    with contextlib.suppress(FileNotFoundError):  # but for a zombie that nobody waits for
+    with contextlib.suppress(FileNotFoundError):  # except for a zombie without a waiting parent
         assert ") Z " in Path(f"/proc/{Path('pid').read_text().strip()}/stat").read_text()
 
 
 def test_the_error_that_is_named_is_the_scripts_and_the_newest_launchs(tmp_path: Path) -> None:
-    """Not that of the ranks that were killed before, nor that of the launcher about its ranks."""
+    """Not the error of ranks killed earlier, nor that of the launcher about its ranks."""
     order = ProofOrder(tmp_path / "run", until=3)
     order.write()
     told = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from tierckpt.core.copies import AGENT, EVERYWHERE, Found, Location
+from tests.support.facts import found_at
+from tierckpt.core.copies import EVERYWHERE, Found, Location
+from tierckpt.core.levels import AGENT, LOCAL, PERSISTENT
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import ShardKey, VersionId
@@ -14,7 +16,7 @@ from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.shard_reader import Failure, FaultScope
 
 RANKS = 3
-SHARED = Location("persistent", EVERYWHERE, "/shared")
+SHARED = Location(PERSISTENT, EVERYWHERE, "/shared")
 THEIR_AGENT = Location(AGENT, EVERYWHERE, "node9:1")
 
 
@@ -23,8 +25,8 @@ def key(version: int, shard: int) -> ShardKey:
 
 
 def found(version: int, shard: int, place: Location | None = None) -> Found:
-    here = Location("local", f"node{shard}", f"/disk{shard}")
-    return Found(key(version, shard), place or here, ((1, 0),))
+    here = Location(LOCAL, f"node{shard}", f"/disk{shard}")
+    return found_at(key(version, shard), place or here, ((1, 0),))
 
 
 def candidates(*more: Found) -> Candidates:

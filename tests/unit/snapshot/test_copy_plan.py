@@ -1,4 +1,4 @@
-"""A plan's headers: as much room as the rank's tree needs to vary, and not more."""
+"""A plan's headers: enough room for the rank's tree to vary, and no more."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def plan() -> CopyPlan:
 
 
 def room(plan: CopyPlan, tree_bytes: int) -> int:
-    """Bytes behind the tree."""
+    """Number of bytes after the tree."""
     _, data_bytes = plan.header(tree_bytes)
     return data_bytes - plan.layout.nbytes - tree_bytes
 
 
 @pytest.mark.parametrize("tree_bytes", [8, 4000, 100 * KIB, 5 * MIB, 300 * MIB])
 def test_the_room_to_grow_is_a_small_part_of_a_large_tree(plan: CopyPlan, tree_bytes: int) -> None:
-    """All of it is zeros that are written and hashed at every version."""
+    """All of it is zeros, which are written and hashed at every version."""
     assert 0 <= room(plan, tree_bytes) <= 64 * KIB + tree_bytes // 64 + PAGE_BYTES
 
 
@@ -42,7 +42,7 @@ def test_so_it_is_when_the_tree_has_become_smaller(plan: CopyPlan, tree_bytes: i
 def test_a_tree_that_varies_a_little_has_one_header_and_one_length(
     plan: CopyPlan, tree_bytes: int
 ) -> None:
-    """A slot in place must be exactly as long, and a module's base of the same blocks."""
+    """A slot that is a file must have exactly the length, and a codec's base the same blocks."""
     first, length = plan.header(tree_bytes)
     for varied in (tree_bytes - 90, tree_bytes + 90, tree_bytes * 101 // 100, tree_bytes):
         again, its_length = plan.header(varied)

@@ -1,4 +1,4 @@
-"""Parts of the CUDA snapshot that need no GPU to be judged."""
+"""Parts of the CUDA snapshot that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_parameters_optimizer_state_and_buffers_are_all_looked_at(
 
 
 class Device:
-    """A GPU's memory as the driver and torch's allocator tell it."""
+    """A GPU's memory as reported by the driver and torch's allocator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.total, self.reserved, self.peak = 40 * GIB, 80 * GIB, 40 * GIB, 30 * GIB
@@ -105,7 +105,7 @@ def test_our_own_clones_are_not_taken_for_the_trainings_need(
     assert lane.has_room(40 * GIB)
     device.peak = 80 * GIB  # so the training needed 40 itself
     assert not lane.has_room(40 * GIB)
-    device.peak = 1  # somebody reset the statistics
+    device.peak = 1  # the statistics were reset
     assert not lane.has_room(40 * GIB)
 
 

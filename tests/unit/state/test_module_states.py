@@ -1,4 +1,4 @@
-"""What modules save of their own: what is refused, what is said, and when it is looked at again."""
+"""Modules' own state: refusals, reports, and when it is looked up again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def count_within(model: nn.Module) -> int:
 
 
 class Given(nn.Linear):
-    """Has in its state_dict what `give` returns."""
+    """Has the result of `give` in its state_dict."""
 
     def __init__(self, give: Callable[[], Any]) -> None:
         super().__init__(6, 6)
@@ -87,7 +87,7 @@ def counted() -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an object": (lambda: object(), "cannot be stored without pickle"),
     "a sparse tensor": (lambda: torch.eye(2).to_sparse(), "Keep it dense"),
-    "raises": (raising, "raises RuntimeError: not before the first batch. Mend it"),
+    "raises": (raising, "raises RuntimeError: not before the first batch. Fix it"),
     "changes what it gave": (counted, "other values when it is called again"),
     "not the same twice": (lambda: time.perf_counter(), "other values when it is called again"),
 }
@@ -100,7 +100,7 @@ def test_what_cannot_be_stored_is_refused_with_the_modules_name(name: str) -> No
     with pytest.raises(UnsupportedStateError, match=r"module '1' \(a Given\)") as caught:
         attach.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
     assert why in str(caught.value)
-    model[1].give = lambda: 1.5  # the way out: what can be stored, or nothing at all
+    model[1].give = lambda: 1.5  # the advice: a value that can be stored, or none
     attach.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
 
 
@@ -128,11 +128,11 @@ def test_scripts_are_refused_and_what_they_were_made_of_goes(settings: Any) -> N
 
 
 def test_the_name_that_the_checkpoint_needs_is_refused() -> None:
-    with pytest.raises(tierckpt.ConfigError, match="needs that name itself"):
+    with pytest.raises(tierckpt.ConfigError, match="this name is reserved"):
         TrainingState(Overridden(), {}, extra={MODULE_STATES: Overridden()})
 
 
-# --- said ----------------------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------------
 
 
 def test_much_beside_the_tensors_is_reported() -> None:
@@ -152,7 +152,7 @@ def test_what_nothing_takes_back_is_reported_and_a_restore_compares(settings: An
     ) as ckpt:
         assert ckpt.restore() == 1  # it is the same
         assert torch.equal(again[1].weight, model[1].weight)
-    assert [e for e in events if "nothing that takes it back" in e.message]
+    assert [e for e in events if "no code that loads it" in e.message]
     other = nn.Sequential(nn.Linear(6, 6), Given(lambda: 2))
     ckpt = tierckpt.Checkpointer(other, optimizer_of(other), on_event=events.append, **settings)
     with pytest.raises(StateTornError, match=r"module '1' \(a Given\) did not take .*1\.own"):
@@ -180,7 +180,7 @@ def test_hooks_that_come_later_are_followed(settings: Any) -> None:
 
 
 def test_a_state_dict_that_is_replaced_later_is_followed(settings: Any) -> None:
-    """As scripts do that train adapters."""
+    """As in scripts that train adapters."""
     for where in (0, ""):
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         optimizer = optimizer_of(model)
@@ -294,7 +294,7 @@ def test_going_back_to_when_a_buffer_was_small_or_none(settings: Any) -> None:
 
 
 class Sized(Overridden):
-    """Has a buffer of a size that is given, and may take another one when it is loaded."""
+    """Has a buffer of a given size, and may take another one when it is loaded."""
 
     def __init__(self, size: int, takes: bool) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Sized(Overridden):
 
 @pytest.mark.parametrize("takes", [False, True])
 def test_a_module_says_itself_whether_it_takes_another_size(takes: bool, settings: Any) -> None:
-    """Where nothing says that the buffer was as the live one is. The try leaves no trace."""
+    """Without proof that the buffer was as the live one is. The attempt leaves no trace."""
     first = nn.Sequential(nn.Linear(6, 6), Sized(3, takes))
     first[1].more.fill_(5)
     run(first, settings)
@@ -338,7 +338,7 @@ def test_observers_take_their_own_size_where_it_was_there_at_first(settings: Any
         return nn.Sequential(nn.Linear(6, 6), PerChannelMinMaxObserver(ch_axis=1))
 
     first = observed()
-    first(torch.randn(2, 6))  # before it is attached, which the next run does not do
+    first(torch.randn(2, 6))  # before the attach; the next run does not do this
     run(first, settings)
     again = observed()
     with tierckpt.Checkpointer(again, optimizer_of(again), **settings) as ckpt:

@@ -1,4 +1,4 @@
-"""Random streams of new ranks: their own, by the documented rule, or shared where all share."""
+"""Random streams of new ranks: new ones by the documented rule, or shared where all ranks share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def streams_put_back() -> Iterator[None]:
 
 
 def seeded(python: int, numpy: int, cpu: int) -> dict[str, Any]:
-    """What a rank saved, some draws after it was seeded like this."""
+    """A rank's saved state, some draws after this seed."""
     random.seed(python)
     np.random.seed(numpy)
     torch.manual_seed(cpu)
@@ -67,7 +67,7 @@ def test_no_two_ranks_draw_the_same(before: int) -> None:
 
 
 def test_what_all_ranks_drew_alike_they_go_on_drawing_alike() -> None:
-    """Decisions that all ranks make together, with python's stream."""
+    """Decisions that all ranks make together, with Python's stream."""
     saved = [seeded(1, 20 + rank, 30 + rank) for rank in range(2)]
     drawn = [after_restore(rank, 4, saved) for rank in range(4)]
     assert len({each["python"] for each in drawn}) == 1
@@ -90,7 +90,7 @@ def test_the_seed_depends_on_kind_version_states_and_rank() -> None:
 
 
 def test_the_rule_is_the_documented_one() -> None:
-    """Worked out by hand: a restart of an old checkpoint must go on drawing what it drew."""
+    """Computed by hand: a restart of an old checkpoint must draw the same numbers as before."""
     text = b"tierckpt stream torch v9 a b"
     expected = (int(hashlib.sha256(text).hexdigest(), 16) + 5) % 2**256
     assert rng.seed_of("torch", 9, ["a", "b"], 5) == expected

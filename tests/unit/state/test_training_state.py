@@ -1,4 +1,4 @@
-"""The training state: names, what is found, and what is refused with a way out."""
+"""The training state: names, contents, and refusals with advice."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_room_is_asked_for_before_an_optimizer_has_its_state(make: Any) -> None:
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_weights_that_the_forward_pass_scales_are_every_ranks_own(kind: Any) -> None:
-    """With what an optimizer keeps for them; and room is asked for as much as shards take."""
+    """With their optimizer state; and the room requested equals the need of the shards."""
     model = nn.Sequential(kind(9000, 8, max_norm=1.0), nn.Linear(64, 4096), kind(40, 8))
     found = trained(model, torch.optim.Adam(model.parameters()))
     ranks = 4
@@ -213,7 +213,7 @@ def test_optimizer_state_that_is_no_tensor_goes_into_the_tree() -> None:
     assert {"func_evals", "n_iter", "old_dirs"} <= set(packed)
     live = optimizer.state[model.weight]
     assert packed["func_evals"] == live["func_evals"]
-    # A list of tensors is odd, the tensors in it are striped like any others.
+    # A list of tensors is odd; its tensors are striped like any others.
     named = {name: tensor for name, tensor, _ in found.entries(walk)}
     assert live["old_dirs"]
     for index, tensor in enumerate(live["old_dirs"]):
@@ -221,7 +221,7 @@ def test_optimizer_state_that_is_no_tensor_goes_into_the_tree() -> None:
         assert named[f"opt/weight/old_dirs[{index}]"] is tensor
 
 
-# --- what is refused, and what is said about it --------------------------------------------------
+# --- refusals and their messages -----------------------------------------------------------------
 
 
 def refused(make: Callable[[], Any]) -> str:
@@ -306,7 +306,7 @@ def test_a_buffer_that_cannot_be_taken_is_named() -> None:
     assert refused(lambda: found.buffer_entries(found.walk())).startswith("buffer/mask is expanded")
     model.mask = torch.ones(2, 3, dtype=torch.complex64).mH
     said = refused(lambda: found.buffer_entries(found.walk()))
-    assert said.startswith("buffer/mask is a view whose memory holds other values")
+    assert said.startswith("buffer/mask is a view, and its memory holds other values")
 
 
 def test_optimizer_state_that_cannot_be_taken_is_named() -> None:
@@ -395,7 +395,7 @@ def test_the_stream_of_the_device_that_trains_goes_along(
     set_: dict[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank that comes back as another one of its node has a device of another number."""
+    """A rank that restarts as another one of its node has a device with another number."""
     found: dict[int, int] = {}
 
     def put(stream: torch.Tensor, index: int) -> None:
@@ -447,8 +447,8 @@ def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
 
 
 def test_the_layout_does_not_depend_on_the_order_in_which_an_optimizer_made_its_state() -> None:
-    """A restored optimizer has its values in another order than one that made them itself; ranks
-    of both kinds must cut the same shards."""
+    """A restored optimizer has its values in another order than one that made them itself; ranks of
+    both kinds must cut the same shards."""
     names = []
     for keys in (("step", "exp_avg", "exp_avg_sq"), ("exp_avg_sq", "step", "exp_avg")):
         model = torch.nn.Linear(3, 2)

@@ -1,4 +1,4 @@
-"""Trees: what a state_dict() returns comes back exactly, or is refused by name."""
+"""Trees: the result of a state_dict() is restored exactly, or is refused by name."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_arrays_come_back_exactly(name: str) -> None:
     assert back.dtype == array.dtype
     assert back.shape == array.shape
     assert back.tobytes() == array.tobytes()
-    back[...] = back  # writable, and nobody else's
+    back[...] = back  # writable, and not shared
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ ALL_DTYPES = sorted(
         for value in vars(torch).values()
         if isinstance(value, torch.dtype)
         and not str(value).startswith(("torch.q", "torch.bits"))
-        # Types that this torch can name and neither fill nor copy.
+        # Dtypes that this torch can name, but neither fill nor copy.
         and str(value).removeprefix("torch.")
         not in {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
     },
@@ -256,7 +256,7 @@ def test_torchs_small_types_come_back(value: Any) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4))
 def test_density_is_what_the_memory_says(dims: list[tuple[int, int]]) -> None:
-    """Against the definition: every address of the range hit exactly once."""
+    """Compared with the definition: every address of the range occurs exactly once."""
     shape = [size for size, _ in dims]
     stride = [step for _, step in dims]
     tensor = torch.arange(200.0).as_strided(shape, stride)
@@ -264,7 +264,7 @@ def test_density_is_what_the_memory_says(dims: list[tuple[int, int]]) -> None:
     assert tree_codec.is_dense(tensor) == (hit == list(range(len(hit))))
 
 
-# --- bytes made where they belong -----------------------------------------------------------------
+# --- bytes written in their place -----------------------------------------------------------------
 
 
 @given(
@@ -303,7 +303,7 @@ def test_a_tensor_goes_with_its_last_byte_that_is_copied() -> None:
     head_bytes = whole.nbytes - 200
 
     def copy(low: int, high: int) -> list[bool]:
-        """Which of the two are there still."""
+        """Which of the two still exist."""
         whole.copy(head_bytes + low, torch.empty(high - low, dtype=torch.uint8))
         return [ref() is not None for ref in memory]
 
@@ -313,7 +313,7 @@ def test_a_tensor_goes_with_its_last_byte_that_is_copied() -> None:
     assert copy(150, 200) == [False, False]
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 class Color(enum.IntEnum):

@@ -150,7 +150,7 @@ def test_the_command_refuses_what_is_no_time(
     seconds: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["health", str(place), "--seconds", seconds]) == 1
-    assert "give 0.1 to 86400 (a day)" in capsys.readouterr().err
+    assert "must be from 0.1 to 86400 (a day)" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_an_exit_status(place: Path, fault: Any) -> None:

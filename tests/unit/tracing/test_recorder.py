@@ -1,4 +1,4 @@
-"""The recorder: nothing when it is off, all in order when it is on, and never a reason to stop."""
+"""The recorder: no cost when it is off, complete when it is on, and never a reason to stop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEMORY_ONLY: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0.
 
 
 class Recording:
-    """A trace in a folder, and what it had to say."""
+    """A trace in a folder, and its notices."""
 
     def __init__(self, path: Path, steps: int = 10) -> None:
         self.path = path
@@ -58,7 +58,7 @@ def kinds(path: Path) -> list[str]:
 
 
 def calls_of_a_job(path: Path, shm_dir: Path, **settings: Any) -> list[str]:
-    """Names of the recorder's functions that four steps called, on any thread."""
+    """Names of the recorder's functions called in four steps, on any thread."""
     seen: list[str] = []
 
     def look(frame: Any, event: str, _: Any) -> None:
@@ -162,7 +162,7 @@ def test_it_ends_after_its_steps(recording: Recording) -> None:
 
 def test_closed_it_keeps_no_tensor_alive(recording: Recording) -> None:
     class Plan(SimpleNamespace):
-        """One that can be referred to weakly."""
+        """A plan that allows weak references."""
 
     piece = SimpleNamespace(spec=SimpleNamespace(name="model/a"))
     block = SimpleNamespace(parts=((0, 0, 1),), nbytes=8)
@@ -186,7 +186,7 @@ def test_a_step_around_a_step_is_one_update_the_inner_one(recording: Recording) 
 
 
 def test_what_horovod_calls_the_reductions_is_told_by_every_life(tmp_path: Path) -> None:
-    """The newest knows best; and to be called something is no span."""
+    """The newest run's names win; a name is not a span."""
     for names in ({"allreduce.a": ["a"], "x_1of2": ["b"]}, {"x_1of2": ["c", "d"]}):
         recording = Recording(tmp_path / "t.json")
         recording.trace.know(names)
@@ -232,7 +232,7 @@ def test_a_reduction_lasts_from_its_launch_until_its_future_is_done(recording: R
 
 
 def test_the_end_of_a_last_reduction_that_is_told_late_is_not_lost(tmp_path: Path) -> None:
-    """Whoever waits for a future may be woken before its callbacks are called."""
+    """A thread that waits for a future may wake up before the callbacks are called."""
     tells: list[threading.Thread] = []
 
     class Late(torch.futures.Future[Any]):
@@ -287,7 +287,7 @@ def test_torn_anywhere_it_is_read_up_to_there_and_continued(tmp_path: Path) -> N
     torn = tmp_path / "torn.json"
     for length in range(last_line, len(text)):
         torn.write_bytes(text[:length])
-        # The comma behind an entry is not needed to read it.
+        # The comma after an entry is not needed to read it.
         assert len(entries(torn)) == complete - (length < len(text) - 2)
     torn.write_bytes(text[: len(text) - 5])
     second = Recording(torn)
@@ -305,7 +305,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     log = EventLog(0, callback=heard.append)
     assert open_trace(Config(trace_dir=str(tmp_path)), 0, str, log) is None
     assert (tmp_path / "trace-r00000.json").read_text() == '{"mine": 1}'
-    assert "not a trace of ours" in heard[0].message
+    assert "not a trace of Tierckpt" in heard[0].message
 
 
 def test_a_folder_that_cannot_be_had_costs_a_notice(tmp_path: Path, shm_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""The timeline: clocks, interval arithmetic, and numbers that can be worked out by hand."""
+"""The timeline: clocks, interval arithmetic, and numbers that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ INTERVALS = st.lists(
 
 
 def points(intervals: list[Interval]) -> set[int]:
-    """Brute force: every unit of time that is covered."""
+    """Brute force: every covered unit of time."""
     return {p for begin, end in intervals for p in range(begin, end)}
 
 
@@ -79,7 +79,7 @@ def test_in_a_lane_nothing_overlaps_and_no_lane_is_wasted(intervals: list[Interv
 
 
 def step(rank: int, version: int, at: int) -> list[Span]:
-    """One step in 1000 microseconds: see the comments."""
+    """One step in 1000 microseconds; see the comments."""
 
     def span(kind: str, begin: int, end: int, **more: Any) -> Span:
         return Span(kind, rank, at + begin, at + end, kind, version=version, **more)
@@ -121,7 +121,7 @@ def test_the_share_of_hidden_copying(timeline: Timeline) -> None:
 
 
 def test_the_rank_tree_is_copied_too(timeline: Timeline) -> None:
-    """It may be as large as the model; what of it nothing hides must be seen."""
+    """It may be as large as the model, so its visible part must be counted."""
     timeline.add([Span("tree", 0, at, at + 30) for at in (1_000_350, 1_000_800)])
     one = hidden(timeline, 0)
     assert (one.copy_us, one.computing_us) == (3 * 400 + 60, 3 * 300 + 30)
@@ -262,9 +262,9 @@ def test_what_was_written_of_an_array_is_read(text: str, expected: int, tmp_path
     [
         ('[{"a":1},{"a":,},{"a":2}]', "is damaged at character 9"),
         ('[{"a":1},}', "is damaged at character 9"),
-        ('{"a":1}', "is not a trace: it does not begin as"),
-        ("", "is not a trace: it does not begin as"),
-        ("[1, 2]", "is not a trace: character 2 ends 1"),
+        ('{"a":1}', "is not a trace: it does not start as"),
+        ("", "is not a trace: it does not start as"),
+        ("[1, 2]", "is not a trace: the entry before character 2 is 1"),
     ],
 )
 def test_what_is_no_trace_is_refused_by_name(text: str, problem: str, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ class HorovodFile:
     def allreduce(
         self, tensor: str, asked: int, begin: int, end: int, what: str = "ALLREDUCE"
     ) -> None:
-        """With an activity inside, as it has."""
+        """With an inner activity, as Horovod writes it."""
         if tensor not in self.tensors:
             self.tensors[tensor] = len(self.tensors) + 1
             meta = {"name": "process_name", "ph": "M", "pid": self.tensors[tensor]}
@@ -331,7 +331,7 @@ NAMES = {
     "allreduce.noname.0.1": ["generator.w", "critic.w"],
     "allgather.table.indices": ["table"],
 }
-"""As a trace tells them."""
+"""As a trace contains them."""
 
 
 @pytest.mark.parametrize(
@@ -375,12 +375,12 @@ def test_bytes_by_type(dtype: str, nbytes: int, tmp_path: Path) -> None:
 
 def test_without_its_beginning_a_timeline_is_of_no_use(tmp_path: Path) -> None:
     (tmp_path / "h.json").write_text('[{"ph": "M", "pid": 0, "name": "process_name", "args": {}}]')
-    with pytest.raises(TimelineError, match=r"h.json does not say when it began"):
+    with pytest.raises(TimelineError, match=r"h.json has no start time"):
         read_horovod(tmp_path / "h.json")
 
 
 def fitted(tmp_path: Path, shift_us: int) -> Any:
-    """Ours and Horovod's of ten steps, whose clocks differ by `shift_us`."""
+    """Ten steps in both files, with a difference of `shift_us` between the clocks."""
     file = HorovodFile()
     timeline = Timeline()
     timeline.add([Span("begin", 0, START_US, START_US)])

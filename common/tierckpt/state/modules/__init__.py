@@ -1,1 +1,1 @@
-"""Modules: what modules save beyond parameters and buffers."""
+"""Modules: the state that modules save beyond parameters and buffers."""

@@ -1,12 +1,12 @@
-"""Buffers that become others while a job trains: empty ones that get a size, None that becomes a
-tensor.
+"""Buffers that change their kind while a job trains: empty ones get a size, None becomes a tensor.
 
-A restart builds the model as it was at the beginning, so what a version has is not like what is
-live. It is taken where it is known to be the same buffer: where the live one is, or was at first,
-as that buffer was when the job that wrote the version began; or where the module's own
-`_load_from_state_dict` takes it. Anything else is another model.
+A restart builds the model as it was at the beginning, so a version's buffers may differ from the
+live ones. Such a buffer is accepted where it is known to be the same one. First, if the live buffer
+has, or had at attach, the kind that the buffer had when the job that wrote the version began.
+Second, if the module's own `_load_from_state_dict` accepts it. Any other difference means another
+model.
 
-Not thread-safe: used by the thread that trains.
+Not thread-safe: for the training thread only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tierckpt.state import tree_codec
 from tierckpt.state.names import inside, named_modules
 
 Kind = Any
-"""Of a buffer, as JSON has it: [dtype, shape]; None where it is None, False where there is none."""
+"""Kind of a buffer, as JSON: [dtype, shape]; None for None, False if there is no such buffer."""
 
 
 def kinds_of(model: torch.nn.Module) -> dict[str, Kind]:
-    """Of all persistent buffers, by name; one with several names has its first."""
+    """Kinds of all persistent buffers, by name; a buffer with several names has its first."""
     found: dict[str, Kind] = {}
     seen = {id(None)}
     for prefix, module in named_modules(model):
@@ -38,13 +38,13 @@ def kinds_of(model: torch.nn.Module) -> dict[str, Kind]:
 
 
 def changed(first: Mapping[str, Kind], model: torch.nn.Module) -> dict[str, Kind]:
-    """What those that are others now were like at `first`."""
+    """The kinds at `first` of all buffers that have another kind now."""
     now = kinds_of(model)
     return {name: first.get(name, False) for name in now if now[name] != first.get(name, False)}
 
 
 class ChangedBuffers:
-    """Which of a version's buffers are taken although they are not like the live ones."""
+    """Buffers of a version, accepted although they differ from the live ones."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class ChangedBuffers:
         saved: Mapping[str, TensorSpec],
         began: Mapping[str, Kind],
     ) -> None:
-        """`saved`: the version's buffers. `first` and `began`: what buffers were like when this job
-        was attached, and the one that wrote the version; of `began` those that changed."""
+        """`saved`: the version's buffers. `first`: kinds of all buffers when this job was attached.
+        `began`: first kinds of the changed buffers, in the job that wrote the version."""
         self._model = model
-        self._modules = dict(named_modules(model))  # of a wrapper and what it wraps, the latter
+        self._modules = dict(named_modules(model))  # for a wrapper, the module inside it
         now = kinds_of(model)
         then = {name: [spec.dtype, list(spec.shape)] for name, spec in saved.items()}
         differ = [n for n in {**now, **then} if now.get(n, False) != then.get(n)]
@@ -67,7 +67,7 @@ class ChangedBuffers:
             and began.get(name, then.get(name)) in (first.get(name, False), now.get(name, False))
         }
         self._loaded: dict[str, list[str]] = {}
-        """By module, what its own way of loading takes."""
+        """By module, names of the buffers that its own way of loading accepts."""
         rest: dict[str, list[str]] = {}
         for name in (n for n in differ if n in then and n not in self.taken):
             rest.setdefault(name.rpartition(".")[0], []).append(name)
@@ -77,7 +77,7 @@ class ChangedBuffers:
                 self.taken.update(names)
 
     def _takes(self, prefix: str, given: Mapping[str, torch.Tensor]) -> bool:
-        """Try, and leave the module as it was."""
+        """Try to load `given` into the module, which stays unchanged; True if it accepts all."""
         module = self._modules.get(prefix)
         if module is None:
             return False
@@ -107,14 +107,14 @@ class ChangedBuffers:
         metadata = {"version": module._version}
         dot = f"{prefix}." if prefix else ""
         module._load_from_state_dict({**state, **given}, dot, metadata, True, [], [], [])
-        module._parameters.update(params)  # should it have made others: optimizers have these
+        module._parameters.update(params)  # undo a replacement: optimizers hold these objects
 
     def _held(self, name: str) -> torch.Tensor | None:
         prefix, _, key = name.rpartition(".")
         return self._modules[prefix]._buffers.get(key)
 
     def make(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        """A tensor to load it into, where the module has its own."""
+        """A new tensor to load the buffer into, on its module's device."""
         module = self._modules[name.rpartition(".")[0]]
         near = [*module.buffers(recurse=False), *module.parameters()]
         near += self._modules[""].parameters()
@@ -122,15 +122,15 @@ class ChangedBuffers:
         return tree_codec.empty(spec, device)
 
     def finish(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Put them into the modules; those of `taken` that are not `loaded` become None."""
+        """Put the tensors into the modules; those of `taken` without a tensor become None."""
         for prefix, names in self._loaded.items():
             self._load(prefix, {name: loaded[name] for name in names})
         replace(self._model, {name: loaded.get(name) for name in self.taken})
 
 
 def replace(model: torch.nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
-    """Make these the model's persistent buffers of these names; what is there has its other names
-    changed along."""
+    """Make these the model's persistent buffers of these names. Where a buffer is shared, its other
+    places get the new one, too."""
     modules = dict(named_modules(model))
     for name in values:
         prefix, _, key = name.rpartition(".")
@@ -140,14 +140,14 @@ def replace(model: torch.nn.Module, values: Mapping[str, torch.Tensor | None]) -
         ]
         for module, other in shared if live is not None else ():
             module._buffers[other] = values[name]
-    for name, value in values.items():  # last: what was one may be two now
+    for name, value in values.items():  # last: names that shared a buffer may have two now
         prefix, _, key = name.rpartition(".")
         vars(modules[prefix]).pop(key, None)
         modules[prefix]._buffers[key] = value
 
 
 def adopt(model: torch.nn.Module, kinds: Mapping[str, Kind]) -> None:
-    """Make buffers of these kinds, where there are others; what is in them is filled in later."""
+    """Make buffers of these kinds where they differ; their contents are filled in later."""
     now = kinds_of(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     replace(

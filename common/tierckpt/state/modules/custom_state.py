@@ -1,6 +1,6 @@
-"""One module that is saved in a way of its own: asked, compared with what is stored, and loaded.
+"""One module with its own way of saving: query its state, compare it with the stored, load it.
 
-Not thread-safe: used by the thread that trains.
+Not thread-safe: for the training thread only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class Entries:
-    """The live tensors that are stored."""
+    """The stored tensors of the live model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         named = [(f"model/{name}", p) for name, p in named_parameters(model)]
@@ -39,7 +39,7 @@ class Entries:
         self.stored = {id(tensor): name for name, tensor in named}
 
     def resolved(self, value: Any, device: str = "") -> Any:
-        """`value` with tensors in the place of entries, and others on a `device` of that kind."""
+        """`value` with tensors in place of entries; its other tensors move to `device`, a kind."""
         where = next((t.device for t in self._tensors.values() if t.device.type == device), None)
 
         def change(leaf: Any) -> Any:
@@ -51,22 +51,22 @@ class Entries:
 
 
 class Place:
-    """One module of the model under one of its names, alone or `whole`: with all inside it."""
+    """One module of the model under one of its names; `whole`: with all modules inside it."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, whole: bool, stored: Mapping[int, str]
     ) -> None:
-        """`stored`: by `id()` of the live tensors, what each is stored as."""
+        """`stored`: by `id()` of the live tensors, the name under which each is stored."""
         self.name, self.module, self.whole = name, module, whole
         self._ours: dict[str, str] = {}
-        """Modules inside by the names that torch has for them, where wrappers are part of these."""
+        """Our names of modules inside, by torch's names, which include wrappers."""
         self._theirs: dict[str, str] = {}
         self._slots: list[tuple[str, dict[str, Any], str, str]] = []
-        """(our key, the dict that has the tensor, its key there, what it is stored as)."""
+        """(our key, dict that holds the tensor, its key there, name under which it is stored)."""
         self._extras: dict[str, torch.nn.Module] = {}
-        """Whose extra state is under that key: `extras.ExtraStates` stores it."""
+        """Modules with extra state, by its key: `extras.ExtraStates` stores it."""
         self._versions: dict[str, int] = {}
-        """torch's, of the format of each module, by torch's names."""
+        """torch's format version of each module, by torch's names."""
         each_by_ours = under_every_name(name, module) if whole else [(name, module)]
         each_by_theirs = torch_names(name, module) if whole else [(name, module)]
         for (ours, each), (theirs, _) in zip(each_by_ours, each_by_theirs, strict=True):
@@ -82,8 +82,8 @@ class Place:
             extras = {_renamed(key, self._theirs): each for key, each in self._extras.items()}
             self._hooked = HookedState(name, module, slots, extras, self._versions)
         self.kept: tuple[list[Any], list[Any], dict[str, Any], dict[str, Any]] | None = None
-        """Keys, values, metadata and record of the last time, where the hooks only gave what is
-        stored: the next record is the same if they give the same."""
+        """Keys, values, metadata and record of the last query, if the hooks gave only stored
+        tensors: if they give the same ones again, the record is the same."""
 
     def _add(self, name: str, module: torch.nn.Module, stored: Mapping[int, str]) -> None:
         for kind, held in (("model", module._parameters), ("buffer", module._buffers)):
@@ -100,30 +100,30 @@ class Place:
         return f"module {self.name!r} (a {kind})" if self.name else f"the model (a {kind})"
 
     def ask(self) -> tuple[dict[Any, Any], dict[str, Any]]:
-        """What the module's `state_dict()` gives, by our keys, and torch's metadata. Raises
-        UnsupportedStateError where it raises, or gives something else than a dict."""
+        """The result of the module's `state_dict()`, by our keys, and torch's metadata. Raises
+        UnsupportedStateError if the method raises, or returns something other than a dict."""
         into: Any = collections.OrderedDict()
         into._metadata = collections.OrderedDict()
         try:
             into = self._ask(into)
         except Exception as error:
             raise UnsupportedStateError(
-                f"{self}: its state_dict() raises {type(error).__name__}: {error}. Mend it, or "
-                "remove the hook that raises; where it can be had only after a forward pass, run "
-                "one before attaching."
+                f"{self}: its state_dict() raises {type(error).__name__}: {error}. Fix it, or "
+                "remove the hook that raises; if it works only after a forward pass, run one "
+                "before attaching."
             ) from error
         if not isinstance(into, Mapping):
             raise UnsupportedStateError(
                 f"{self}: its state_dict() returns a {type(into).__name__}; let it return a dict."
             )
-        told = dict(getattr(into, "_metadata", None) or {})
-        metadata = {str(self._ours.get(name, name)): dict(told[name]) for name in told}
+        given = dict(getattr(into, "_metadata", None) or {})
+        metadata = {str(self._ours.get(name, name)): dict(given[name]) for name in given}
         if not self._ours:
             return dict(into), metadata
         return {_renamed(key, self._ours): value for key, value in into.items()}, metadata
 
     def _ask(self, into: Any) -> Any:
-        """As torch does it when the model is asked."""
+        """Query the module as torch does when the model is queried."""
         prefix = f"{self.name}." if self.name else ""
         if self._hooked is not None:
             into = self._hooked.ask()
@@ -139,12 +139,13 @@ class Place:
         return into
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What torch's own code gives, by our keys: the live tensors themselves."""
+        """The live tensors that torch's own code would give, by our keys."""
         return {ours: held[key] for ours, held, key, _ in self._slots if held.get(key) is not None}
 
     def compare(self, state: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
-        """What in `state` (as `ask` has it) is not just what is stored under that key, with a
-        `tree.Entry` for each tensor that is stored under another; and the keys that it lacks."""
+        """The values in `state` (as of `ask`) that are not simply the tensor stored under that key,
+        with a `tree_codec.Entry` for each tensor that is stored under another key. Second, the keys
+        that `state` lacks."""
         live = self.tensors()
         given = {
             key: value
@@ -159,7 +160,7 @@ class Place:
         return given, left_out
 
     def record(self) -> dict[str, Any]:
-        """What has to be stored of it: see `Record`. Shares its tensors."""
+        """The part of its state that must be stored, see `Record`. Shares its tensors."""
         state, metadata = self.ask()
         keys = [key for key in state if key not in self._extras] if self._extras else [*state]
         values = [state[key] for key in keys] if self._extras else [*state.values()]
@@ -169,17 +170,17 @@ class Place:
             if like and all(map(is_, values, then_values)):
                 return record
         given, left_out = self.compare(state)
-        told = {name: facts for name, facts in metadata.items() if facts != {"version": 1}}
+        facts_of = {name: facts for name, facts in metadata.items() if facts != {"version": 1}}
         found = {key: _devices(value) for key, value in given.items()}
         devices = {key: device for key, device in found.items() if device}
-        record = {"given": given, "left_out": left_out, "metadata": told, "devices": devices}
+        record = {"given": given, "left_out": left_out, "metadata": facts_of, "devices": devices}
         refers = all(isinstance(value, tree_codec.Entry) for value in given.values())
         self.kept = (keys, values, metadata, record) if self._hooked and refers else None
         return record
 
     def load(self, records: Mapping[str, Mapping[str, Any]], entries: Entries) -> str:
-        """Give the module, and all inside it, what `state_dict()` gave when `records` were made:
-        parameters and buffers as they are now. Returns torch's complaint; empty if it has none."""
+        """Load into the module, and all inside it, the results of `state_dict()` in `records`;
+        parameters and buffers keep their values. Returns torch's complaint; empty if none."""
         live = self.tensors()
         state: dict[str, Any] = {**live}
         state |= {key: module.get_extra_state() for key, module in self._extras.items()}
@@ -204,10 +205,10 @@ class Place:
         except Exception as error:
             return f"{self}: {type(error).__name__}: {error}"
         finally:
-            for held, key, tensor in params:  # or optimizers would step what is nobody's
+            for held, key, tensor in params:  # else optimizers would step tensors outside the model
                 if isinstance(held.get(key), torch.nn.Parameter):
                     held[key] = tensor
-            for key, tensor in kept.items():  # whatever is under its name, it is loaded already
+            for key, tensor in kept.items():  # already loaded, whatever `records` has for the key
                 live[key].detach().copy_(tensor)
         return ""
 
@@ -217,7 +218,7 @@ def is_inside(name: Any, outer: str) -> bool:
 
 
 def _renamed(key: Any, names: Mapping[str, str]) -> Any:
-    """A key of a state_dict with the module's name as in `names`, if it is there."""
+    """A key of a state_dict with the module's name replaced as in `names`, if it is there."""
     module = key if names and isinstance(key, str) else ""
     while module and module not in names:
         module = module.rpartition(".")[0]
@@ -225,7 +226,7 @@ def _renamed(key: Any, names: Mapping[str, str]) -> Any:
 
 
 def _shell(name: str, module: torch.nn.Module) -> torch.nn.Module:
-    """A model that has just this module, under that name."""
+    """A model that contains only this module, under that name."""
     for part in reversed(name.split(".") if name else []):
         outer = torch.nn.Module()
         outer._modules[part] = module
@@ -234,7 +235,7 @@ def _shell(name: str, module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _is_same(value: Any, tensor: torch.Tensor | None) -> bool:
-    """Two that are one in memory, and so in value."""
+    """True for two tensors that share one memory, and so all values."""
     if tensor is None or value is tensor or type(value) not in tree_codec.PLAIN:
         return value is not None and value is tensor
     return (
@@ -247,7 +248,7 @@ def _is_same(value: Any, tensor: torch.Tensor | None) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two that `_is_same` says are."""
+    """A key of the tensor's memory, equal for two tensors that `_is_same` calls the same."""
     if type(tensor) not in tree_codec.PLAIN or tensor.layout is not torch.strided:
         return (id(tensor),)
     where = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
@@ -263,7 +264,7 @@ def _referring(value: Any, known: Mapping[tuple[Any, ...], str]) -> Any:
 
 
 def _devices(value: Any) -> str:
-    """The kind of device that tensors in it are on, other than the host."""
+    """The kind of device of the tensors in it, other than the host; empty if there is none."""
     leaves = (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
     return next((leaf.device.type for leaf in leaves if leaf.device.type != "cpu"), "")
 

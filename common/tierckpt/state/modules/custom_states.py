@@ -1,14 +1,14 @@
-"""What a model's `state_dict()` has beside parameters, buffers and `get_extra_state`.
+"""The parts of a model's `state_dict()` besides parameters, buffers and `get_extra_state`.
 
-A module may be saved in a way of its own: it overrides `_save_to_state_dict` or `state_dict`, or
-has hooks, which add, leave out, rename or change entries. Such modules are asked for every version;
-of all others torch's own code says what they give, and nothing is asked.
+A module may have its own way of saving: it overrides `_save_to_state_dict` or `state_dict`, or has
+hooks that add, leave out, rename or change entries. Such modules are queried for every version. For
+all others, torch's own code determines the result, so they are not queried.
 
-What is asked for is compared with what is stored anyway. A tensor that is stored is referred to
-(`tree.Entry`), whatever its key; the rest is stored by value, and given back through the module's
-own `load_state_dict`, as torch would.
+The result of a query is compared with the stored tensors. A stored tensor becomes a
+reference (`tree_codec.Entry`), whatever its key. The rest is stored by value, and loaded through
+the module's own `load_state_dict`, as torch would do it.
 
-Not thread-safe: used by the thread that trains.
+Not thread-safe: for the training thread only.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from .custom_state import Entries, Place, is_inside, mapped
 from .kinds import loads, saves
 
 MODULE_STATES = "modules' own state"
-"""What `ModuleStates` is called among the `extra` objects."""
+"""Name of `ModuleStates` among the `extra` objects."""
 
 LARGE_BYTES = 2**20
-"""What is stored by value for modules is copied at the boundary: more than this is reported."""
+"""Values of modules are copied at the boundary: more bytes than this are reported."""
 
 _SAVE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 
 Record = dict[str, dict[str, Any]]
-"""By the module's name: `given` (see `Place.compare`), `left_out` (keys), torch's `metadata` where
-it says more than that the version is 1, and `devices` of what was not on the host."""
+"""By the module's name: `given` (see `Place.compare`), `left_out` (keys), torch's `metadata` if it
+is more than version 1, and `devices` of tensors that were not on the host."""
 
 
 class ModuleStates:
-    """All modules of a model that are saved, or loaded, in a way of their own. One of the `extra`
-    objects; false where there are none."""
+    """All modules of a model with their own way of saving or loading. One of the `extra` objects;
+    false when there are none."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._savers: list[Place] = []
-        """Asked for every version."""
+        """Modules to query for every version."""
         self._loaders: list[Place] = []
-        """Those that do something of their own when they are loaded."""
+        """Modules with their own way of loading."""
         self._packs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        """Records that may be the same the next time, see `Place.kept`, and nodes made of them."""
+        """Records that may be the same the next time, see `Place.kept`, and their packed nodes."""
         self.notes: list[str] = []
-        """See `check`."""
+        """Warnings for the user, see `check`."""
         self._modules = [*model.modules()]
         self._types = list(map(type, self._modules))
         hooks = [getattr(module, kind) for module in self._modules for kind in _SAVE_HOOKS]
@@ -82,8 +82,8 @@ class ModuleStates:
         return bool(self._savers or self._loaders)
 
     def stand(self) -> bool:
-        """False where a module is saved in another way than when this was made, as far as can be
-        seen at a boundary: a hook was registered, a method replaced, a class changed."""
+        """False when a module's way of saving has changed since this was made, as far as a boundary
+        can notice: a hook was registered, a method replaced, a class changed."""
         return (
             not any(self._without_hooks)
             and list(map(type, self._modules)) == self._types
@@ -91,11 +91,11 @@ class ModuleStates:
         )
 
     def state_dict(self) -> Record:
-        """What has to be stored beside parameters, buffers and extra state; shares its tensors."""
+        """State to store besides parameters, buffers and extra state; shares its tensors."""
         return {place.name: place.record() for place in self._savers}
 
     def pack(self, keep: tree_codec.KeepTensor) -> Any:
-        """The same as `tree.pack` has it; what cannot be packed is reported with its module."""
+        """The same, packed by `tree_codec.pack`; an error names the module."""
         found = {}
         for place in self._savers:
             record, last = place.record(), self._packs.get(place.name)
@@ -108,37 +108,37 @@ class ModuleStates:
         return found
 
     def load_state_dict(self, record: Mapping[str, Any]) -> None:
-        """Raises StateTornError where what is there after that is not what `record` has."""
+        """Load a record. Raises StateTornError when the state then differs from `record`."""
         wrong, repeated_errors = self.load(record)
         if wrong:
             raise StateTornError("; ".join([*wrong, *repeated_errors]))
 
     def load(self, record: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
-        """After parameters, buffers and extra state. Returns, in words, where `state_dict()` gives
-        something else now than it gave then; and what torch complained of on the way. `record` is
-        None where a version has none."""
-        entries, told = Entries(self._model), record or {}
+        """Load after parameters, buffers and extra state. Returns, in words, the results of
+        `state_dict()` that differ from those in `record`, and torch's complaints. `record` is None
+        for a version without one."""
+        entries, records = Entries(self._model), record or {}
         wanted = {
             name: {key: _facts(value, entries) for key, value in each["given"].items()}
-            for name, each in told.items()
-        }  # made now: a module may change what it is given
+            for name, each in records.items()
+        }  # computed before loading: a module may change the values it gets
         repeated_errors = [
-            place.load({n: r for n, r in told.items() if is_inside(n, place.name)}, entries)
-            for place in self._to_be_loaded(told, entries)
+            place.load({n: r for n, r in records.items() if is_inside(n, place.name)}, entries)
+            for place in self._to_be_loaded(records, entries)
         ]
         wrong = [
-            self._unlike(place, wanted[place.name], told[place.name]["left_out"], entries)
+            self._unlike(place, wanted[place.name], records[place.name]["left_out"], entries)
             for place in self._savers
-            if place.name in told
+            if place.name in records
         ]
         return [*filter(None, wrong)], [*filter(None, repeated_errors)]
 
     def _to_be_loaded(self, record: Mapping[str, Any], entries: Entries) -> list[Place]:
-        """None of them inside another one."""
-        told = {name for name, each in record.items() if _values(each["given"])}
+        """Places to load; none of them is inside another one."""
+        with_values = {name for name, each in record.items() if _values(each["given"])}
         found = [*self._loaders]
         for saver in self._savers:
-            if saver.name in told:
+            if saver.name in with_values:
                 found.append(Place(saver.name, saver.module, True, entries.stored))
         chosen: list[Place] = []
         for place in sorted(found, key=lambda each: (each.name.count("."), len(each.name))):
@@ -150,7 +150,7 @@ class ModuleStates:
     def _unlike(
         place: Place, wanted: Mapping[str, str], left_out: Collection[str], entries: Entries
     ) -> str:
-        """What `state_dict()` gives otherwise now, in words; empty where it is as it was."""
+        """The keys that `state_dict()` now gives with another value, in words; empty if none."""
         try:
             now = place.record()
             given = {key: _facts(value, entries) for key, value in now["given"].items()}
@@ -166,12 +166,12 @@ class ModuleStates:
         if not differ:
             return ""
         return (
-            f"{place} did not take what its state_dict() gave (it gives other values now for "
+            f"{place} did not take its saved state (its state_dict() gives other values now for "
             f"{some(sorted(map(str, differ)))})"
         )
 
     def differences(self, record: Mapping[str, Any] | None) -> list[str]:
-        """What a version has and no module here takes, or the other way round, in words."""
+        """Entries of a version that no module here takes, and vice versa, in words."""
         here = {place.name for place in self._savers}
         found = [
             f"{key}, which module {name!r} has in its state_dict(), is in the checkpoint, not in "
@@ -190,33 +190,33 @@ class ModuleStates:
         return found
 
     def check(self) -> None:
-        """Raise UnsupportedStateError, with the module's name, for what cannot be stored; what
-        users should know of the rest is in `notes` then."""
+        """Raise UnsupportedStateError, with the module's name, for values that cannot be stored.
+        Afterwards `notes` has warnings for the user about the others."""
         found = self.notes
         for place in self._savers:
             kept = _Sizes()
             record = place.record()
-            once = _packed(place, record, kept)  # before it is called again, and changes it
+            once = _packed(place, record, kept)  # before the next call, which may change it
             again = _packed(place, place.record(), kept)
             if once != again:
                 keys = [str(k) for k in record["given"] if once["given"] != again["given"]]
                 raise UnsupportedStateError(
                     f"{place}: its state_dict() gives other values when it is called again "
-                    f"({some(keys)}). Let it return what the module has, and change that in the "
-                    "forward pass; or leave it out of state_dict()."
+                    f"({some(keys)}). Let it return the module's values, and change those in the "
+                    "forward pass; or leave them out of state_dict()."
                 )
             values = _values(record["given"])
             nbytes = kept.nbytes // 2
             if nbytes > LARGE_BYTES:
                 found.append(
-                    f"{place} has {nbytes} bytes in its state_dict() that are no parameter or "
-                    f"buffer ({some(values)}): they are copied at the boundary, on every rank"
+                    f"{place} has {nbytes} bytes in its state_dict() besides parameters and "
+                    f"buffers ({some(values)}): they are copied at the boundary, on every rank"
                 )
             if values and not self._takes(place):
                 found.append(
-                    f"{place} has {some(values)} in its state_dict(), and nothing that takes it "
-                    "back (load_state_dict() calls it unexpected, or takes it for a parameter): a "
-                    "restore will be refused unless it is as it was then. Override "
+                    f"{place} has {some(values)} in its state_dict(), and no code that loads it "
+                    "(load_state_dict() reports it as unexpected, or as a parameter): a restore "
+                    "will be refused unless the value is the same then. Override "
                     "_load_from_state_dict(), or register a load_state_dict pre-hook"
                 )
 
@@ -226,7 +226,7 @@ class ModuleStates:
 
 
 class _Sizes:
-    """A `tree.KeepTensor` that keeps digests, and counts bytes."""
+    """A `tree_codec.KeepTensor` that keeps digests, and counts bytes."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -253,18 +253,18 @@ def _packed(place: Place, record: dict[str, Any], keep: tree_codec.KeepTensor) -
 
 
 def _facts(value: Any, entries: Entries) -> str:
-    """Equal where values are equal bit for bit, on whatever device."""
+    """Text form of a value: equal for two values equal bit for bit, on any device."""
     return json.dumps(tree_codec.pack(entries.resolved(value), "it", _Sizes()), sort_keys=True)
 
 
 def _values(given: Mapping[Any, Any]) -> list[str]:
-    """Keys of what is more than a tensor that is stored anyway."""
+    """Keys of all values except plain references to stored tensors."""
     return [str(key) for key, value in given.items() if not isinstance(value, tree_codec.Entry)]
 
 
 def into_model(record: Mapping[str, Any], model: dict[str, Any], entries: Mapping[str, Any]) -> Any:
-    """`model`, which has all that is stored under its own name, as `state_dict()` gave it; with
-    torch's metadata. `entries` are tensors by the names under which they are stored."""
+    """`model`, which has all stored tensors under their own names, in the form that `state_dict()`
+    gave it, with torch's metadata. `entries`: stored tensors by name."""
     found: Any = collections.OrderedDict(model)
     found._metadata = {}
     for each in record.values():

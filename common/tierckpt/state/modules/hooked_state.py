@@ -1,10 +1,10 @@
-"""What `state_dict()` gives of a module whose hooks alone are its own.
+"""The result of `state_dict()` for a module with hooks, but no other code of its own.
 
-Such hooks see the entries of all that is inside (torch's checkpoint wrappers rename them), which is
-most of a model. What they are given is known: it is made here from views that are kept from one
-time to the next, and none of the modules inside is asked.
+Such hooks see the entries of all modules inside (torch's checkpoint wrappers rename them), so most
+of a model. Their input is known: it is made here from views kept between calls, and no
+module inside is queried.
 
-Not thread-safe: used by the thread that trains.
+Not thread-safe: for the training thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 class HookedState:
-    """Of one module; good while the modules inside it are the same."""
+    """State of one module; valid while the modules inside it are the same."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class HookedState:
         extras: Mapping[str, torch.nn.Module],
         versions: Mapping[str, int],
     ) -> None:
-        """All names are torch's: of tensors, in `slots` (with the dict that has each, and the key
-        there), of the modules with extra state, and of all modules, with their format's version."""
+        """All names are torch's. `slots`: the name of each tensor, the dict that holds it, and its
+        key there. `extras`: modules with extra state. `versions`: format version of all modules."""
         self._name, self._module, self._extras = name, module, extras
         self._keys = [key for key, *_ in slots]
         self._slots = [(held, key) for _, held, key in slots]
@@ -38,9 +38,9 @@ class HookedState:
         self._views: list[torch.Tensor | None] = []
 
     def ask(self) -> Any:
-        """As the module's own `state_dict()`, but that metadata which only says that the version
-        is 1 is left out. A value that no hook has touched is the same object as the last time, as
-        long as the live tensor is the same. Raises what hooks raise."""
+        """The result of the module's `state_dict()`, without metadata that has only version 1. A
+        value that no hook has touched is the same object as in the last call while the live tensor
+        is the same. Raises the errors of hooks."""
         prefix = f"{self._name}." if self._name else ""
         for before in self._module._state_dict_pre_hooks.values():
             before(self._module, prefix, False)
@@ -57,7 +57,7 @@ class HookedState:
             if result is not None and getattr(hook, "_from_public_api", False):
                 raise RuntimeError("state_dict post-hook must return None")
             now = now if result is None else result
-        return into if self._name else now  # torch heeds what is returned at the root alone
+        return into if self._name else now  # torch uses a hook's return value only at the root
 
     def _look(self) -> None:
         live = [held.get(key) for held, key in self._slots]

@@ -1,4 +1,4 @@
-"""Which modules are saved, or loaded, in a way of their own. Pure."""
+"""Checks for modules with their own way of saving or loading. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def saves(module: torch.nn.Module) -> str:
-    """Empty where torch's own code gives the module's state; `alone` where what is inside it is not
-    touched by what is the module's own; else `whole`."""
+    """Kind of saving. Empty: torch's own code. `alone`: the module's own code does not touch the
+    state of the modules inside it. `whole`: it does."""
     if _overrides(module, "state_dict") or module._state_dict_hooks:
         return "whole"
     alone = module._state_dict_pre_hooks or _overrides(module, "_save_to_state_dict")
@@ -17,7 +17,7 @@ def saves(module: torch.nn.Module) -> str:
 
 
 def has_hooks_alone(module: torch.nn.Module) -> bool:
-    """True where its hooks are all that is its own, and nothing inside it has anything."""
+    """True if hooks are the module's only own code, and no module inside it has any."""
     return not any(
         _overrides(each, "state_dict")
         or _overrides(each, "_save_to_state_dict")
@@ -27,7 +27,7 @@ def has_hooks_alone(module: torch.nn.Module) -> bool:
 
 
 def loads(module: torch.nn.Module) -> bool:
-    """Of torch's own layers none does anything that loading tensors does not."""
+    """True if loading the module runs more than torch's own code for loading tensors."""
     return (
         any(getattr(module, kind) for kind in _LOAD_HOOKS)
         or _overrides(module, "load_state_dict")

@@ -1,1 +1,1 @@
-"""Optimizers: what optimizers keep beyond torch's `state` and `param_groups`."""
+"""Optimizers: the state that optimizers keep beyond torch's `state` and `param_groups`."""

@@ -1,8 +1,8 @@
-"""Counters: numbers that an optimizer counts in its attributes, and saves nowhere.
+"""Detect numbers that an optimizer counts in its attributes and saves nowhere.
 
-Nobody can store what `state_dict()` does not give: `torch.save` would lose it as well, and the
-resumed run begins with the first value again. Numbers that go on changing with the steps are such,
-and are found by looking at a few boundaries.
+No checkpoint can store a value that `state_dict()` does not return: `torch.save` would lose it as
+well, and a resumed run begins with its first value again. Numbers that change with every step are
+of this kind, and are found by comparing a few boundaries.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .nested import Foreign, class_name
 
 LOOKS = 3
 """Boundaries with steps at which numbers are compared."""
-# Schedulers and profilers of torch leave these.
+# Set by torch's schedulers and profilers.
 NOT_THEIRS = ("_step_count", "_opt_called")
 
 
 class Counters:
-    """Looks at the first boundaries; training thread."""
+    """Compares the numbers of the first boundaries. Training thread."""
 
     def __init__(self, state: TrainingState, say: Callable[[str, int], None]) -> None:
         self._state, self._say = state, say
@@ -33,7 +33,7 @@ class Counters:
         self._done = False
 
     def boundary(self) -> None:
-        """Steps were made since the last time."""
+        """Look at the numbers; to be called at boundaries after steps."""
         if self._done:
             return
         optimizers = self._state.optimizers.items()
@@ -52,8 +52,8 @@ class Counters:
         return all(a != b for a, b in pairwise(values))
 
     def _warn(self, label: str, optimizer: torch.optim.Optimizer, names: list[str]) -> None:
-        told = self._state.remainders().get(label, {})
-        saved = set(_leaves(told))
+        remainder = self._state.remainders().get(label, {})
+        saved = set(_leaves(remainder))
         for name in names:
             now = self._seen[-1][label][name]
             if now in saved:
@@ -61,9 +61,9 @@ class Counters:
             values = ", ".join(str(seen[label][name]) for seen in self._seen)
             self._say(
                 f"optimizer {label!r}: {class_name(optimizer)}.{name} changes with the steps "
-                f"({values}) and is not in its state_dict(): a resumed run begins with it anew. "
-                "Let state_dict() and load_state_dict() of its class have it, or hooks, see "
-                "docs/models.md; then it is in all checkpoints",
+                f"({values}) and is not in its state_dict(): a resumed run begins with its first "
+                "value again. Let state_dict() and load_state_dict() of the class, or hooks, save "
+                "it (see docs/models.md); then it is in all checkpoints",
                 logging.WARNING,
             )
 

@@ -1,13 +1,12 @@
-"""Remainders: what an optimizer's `state_dict()` has beside what is stored by name.
+"""Remainders: the parts of an optimizer's `state_dict()` not stored by name.
 
-What it keeps for each parameter and the options of its groups are stored by name. Its own
-`state_dict()` may say more: a warm-up counter, what a hook adds, state under a key that is no
-parameter, the whole of an optimizer inside it. That is the remainder. It is taken at the boundary,
-like an `extra` object, and goes back through the optimizer's own `load_state_dict()`.
+An optimizer's state of each parameter and the options of its groups are stored by name. Its own
+`state_dict()` may hold more: a warm-up counter, an addition of a hook, state under another key than
+a parameter, the whole state of an optimizer inside it. These are the remainder. It is taken at the
+boundary, like an `extra` object, and is loaded through the optimizer's own `load_state_dict()`.
 
-A `state_dict()` is taken apart here: what is stored anyway is replaced by a reference to it, an
-`Entry`, so that a remainder is as small as what is left over. With its references resolved it is
-the very dict again.
+A `state_dict()` is taken apart here: a reference (`Entry`) replaces each value that is stored by
+name, so the remainder is small. With its references resolved, it is exactly the original dict.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from .nested import class_name
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 Unstored = frozenset[tuple[str, int | str, str]]
-"""What cannot be stored by name, but in a `state_dict()` that has something else in its place: of a
-parameter's state (label, `id()` of the parameter, key), or of a group's options (label, number of
+"""Values that cannot be stored by name, although a `state_dict()` has another form of them. In a
+parameter's state: (label, `id()` of the parameter, key). In a group's options: (label, number of
 the group in digits, key)."""
 _TORCHS = torch.optim.Optimizer.state_dict
 _NO_OPTIONS = ("params",)
 BARE = "~all"
-"""The only key of what is no dict."""
+"""The only key of the remainder if `state_dict()` returns no dict."""
 
 
 def has_its_own(optimizer: torch.optim.Optimizer) -> bool:
-    """True where `state_dict()` may have more than torch's: it is overridden, or has hooks."""
+    """True if `state_dict()` may return more than torch's: it is overridden, or has hooks."""
     held = vars(optimizer)
     return (
         type(optimizer).state_dict is not _TORCHS
@@ -48,8 +47,8 @@ def has_its_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def loads_its_own(optimizer: torch.optim.Optimizer) -> bool:
-    """True where `load_state_dict()` may do more than torch's: what it sets may be in no
-    `state_dict()`, as it follows from the state."""
+    """True if `load_state_dict()` may do more than torch's: it may also set values that are in no
+    `state_dict()`, because they follow from the state."""
     base, held = torch.optim.Optimizer, vars(optimizer)
     theirs = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("torch.")]
     return (
@@ -62,7 +61,7 @@ def loads_its_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def without_parameter(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Keys of its state that are no tensors."""
+    """Keys of its state other than tensors."""
     state: dict[Any, Any] = optimizer.state
     return [key for key in state if not isinstance(key, torch.Tensor)]
 
@@ -80,13 +79,13 @@ def indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 
 class Member:
-    """One optimizer as it is now, as its `state_dict()` would show it."""
+    """One optimizer as it is now, in the form of its `state_dict()`."""
 
     def __init__(self, label: str, optimizer: torch.optim.Optimizer) -> None:
         self.label, self.optimizer = label, optimizer
         self.indices = indices(optimizer)
         self.states: dict[int, Any] = {}
-        """By index, the live dicts."""
+        """The live dicts by index."""
         self.params: dict[int, torch.Tensor] = {}
         for numbers, group in zip(self.indices, optimizer.param_groups, strict=True):
             for number, param in zip(numbers, group["params"], strict=True):
@@ -104,7 +103,7 @@ class Taker:
         name_of: Callable[[torch.Tensor], str],
         unstored: Unstored = frozenset(),
     ) -> None:
-        """`unstored`: what cannot be stored by name."""
+        """`unstored`: values that cannot be stored by name."""
         self._optimizers, self._name_of, self._unstored = optimizers, name_of, unstored
         self._members: dict[str, Member] = {}
         self._known: dict[int, Entry] | None = None
@@ -113,16 +112,16 @@ class Taker:
         self._own = ""
 
     def taken(self, label: str) -> dict[str, Any] | None:
-        """What is left over of one optimizer's, with tensors in it; None if nothing is.
+        """The remainder of one optimizer, with tensors in it; None if there is none.
 
-        Raises UnsupportedStateError where its state_dict() fails, or is none.
+        Raises UnsupportedStateError if its state_dict() fails.
         """
         optimizer = self._optimizers[label]
         self._own = label
         self._parts, self._moved = [], []
-        told = _asked(label, optimizer)
-        shown = self._dict(told)
-        if told.keys() == {"state", "param_groups"} and all(
+        given = _asked(label, optimizer)
+        shown = self._dict(given)
+        if given.keys() == {"state", "param_groups"} and all(
             isinstance(each, Entry) and self._plain(each) for each in shown.values() if each
         ):
             return None
@@ -134,7 +133,7 @@ class Taker:
         }
 
     def _through(self) -> dict[str, list[Any]]:
-        """What of all optimizers is not stored by name, and so is in such a dict alone."""
+        """Values of all optimizers not stored by name, so only in such a dict."""
         found: dict[str, list[Any]] = {"groups": [], "state": []}
         for label, where, key in self._unstored:
             if isinstance(where, str):
@@ -145,7 +144,7 @@ class Taker:
         return found
 
     def _plain(self, entry: Entry) -> bool:
-        """True for a reference to all that is stored of this optimizer, and nothing else."""
+        """True for a reference to all stored state of this optimizer, and nothing else."""
         kind, _, number = entry.key.partition(" ")
         part = self._parts[int(number)] if kind == "part" else {}
         return part.get("of") == self._own and not (part["more"] or part["without"])
@@ -162,7 +161,7 @@ class Taker:
     # --- one value -----------------------------------------------------------------------------
 
     def _show(self, value: Any) -> Any:
-        """`value` with references in the place of what is stored anyway."""
+        """`value` with references in the place of values stored by name."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
@@ -189,13 +188,13 @@ class Taker:
         return type(value)((self._key(k), self._show(v)) for k, v in value.items())
 
     def _key(self, key: Any) -> Any:
-        """A parameter may be one."""
+        """The key; a reference if it is a parameter."""
         known = self._find().get(id(key)) if isinstance(key, torch.Tensor) else None
         return key if known is None else known
 
     def _find(self) -> dict[int, Entry]:
-        """What is stored by name, by `id()`. Made when first needed, which for a counter is never:
-        it goes over all tensors."""
+        """Entries of all tensors stored by name, by `id()`. Made when first needed, since it visits
+        all tensors; a mere counter never needs it."""
         if self._known is None:
             self._known = found = {}
             for label in self._optimizers:
@@ -212,7 +211,7 @@ class Taker:
     def _left_out(self, label: str, param: torch.Tensor, key: Any) -> bool:
         return bool(self._unstored) and (label, id(param), key) in self._unstored
 
-    # --- what torch's own state_dict() has -----------------------------------------------------
+    # --- the parts of torch's own state_dict() -------------------------------------------------
 
     def _states(self, value: dict[Any, Any], member: Member) -> Entry | None:
         """A reference, if these are the states of an optimizer's parameters by index."""
@@ -238,18 +237,18 @@ class Taker:
                 continue
             more: dict[Any, Any] = {}
             without: list[Any] = []
-            for number, (told, group) in enumerate(zip(value, groups, strict=True)):
+            for number, (given, group) in enumerate(zip(value, groups, strict=True)):
                 lost = {
                     k for owner, n, k in self._unstored if (owner, n) == (member.label, str(number))
                 }
                 other = {
                     k: v
-                    for k, v in told.items()
+                    for k, v in given.items()
                     if k != "params" and (k in lost or not _same(group, k, v))
                 }
                 if other:
                     more[number] = {k: self._show(v) for k, v in other.items()}
-                without += [[number, key] for key in group if key not in told]
+                without += [[number, key] for key in group if key not in given]
             return self._part("groups", member, more, without)
         return None
 
@@ -260,7 +259,7 @@ class Taker:
 
 def _asked(label: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     name = f"optimizer {label!r}, a {class_name(optimizer)}"
-    if not has_its_own(optimizer):  # as torch's would have it, of what is not stored by name
+    if not has_its_own(optimizer):  # torch's own state_dict() would return this
         member = Member(label, optimizer)
         others = {key: optimizer.state[key] for key in without_parameter(optimizer)}
         groups: list[dict[str, Any]] = [
@@ -269,13 +268,13 @@ def _asked(label: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         ]
         return {"state": {**member.states, **others}, "param_groups": groups}
     try:
-        told = optimizer.state_dict()
+        given = optimizer.state_dict()
     except Exception as error:
         raise UnsupportedStateError(
-            f"{name}: its state_dict() raised {type(error).__name__}: {error}. Whether all of its "
-            "state is stored cannot be known"
+            f"{name}: its state_dict() raised {type(error).__name__}: {error}. Without it, a "
+            "checkpoint may lack parts of the state"
         ) from error
-    whole: dict[str, Any] = told if type(told) in (dict, OrderedDict) else {BARE: told}
+    whole: dict[str, Any] = given if type(given) in (dict, OrderedDict) else {BARE: given}
     return whole
 
 
@@ -284,7 +283,7 @@ def _items(values: Any) -> Any:
 
 
 def _same(group: Mapping[str, Any], key: str, value: Any) -> bool:
-    """True where a group's option is what is stored of it."""
+    """True if a group's option equals the stored one."""
     if key not in group:
         return False
     live = group[key]
@@ -298,24 +297,24 @@ def _same(group: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 class Stored(Protocol):
-    """What is stored by name, for who puts a state_dict() together again."""
+    """Values stored by name, for the code that puts a state_dict() together again."""
 
     def states(self, label: str) -> dict[int, dict[str, Any]]:
-        """Of an optimizer's parameters, by index."""
+        """States of an optimizer's parameters, by index."""
 
     def groups(self, label: str) -> list[dict[str, Any]]:
-        """Its options, with the parameters' numbers as `params`."""
+        """Options of its groups, with the parameters' numbers as `params`."""
 
     def value(self, label: str, name: str, key: str) -> Any:
-        """One of what it keeps for a parameter."""
+        """One value of its state of a parameter."""
 
     def param(self, name: str) -> Any:
         """A parameter."""
 
 
 def packed(found: dict[str, Any], label: str, arena: tree_codec.Arena) -> Any:
-    """What `taken` returned, for the rank tree. Raises UnsupportedStateError, with the way to it
-    and a way out, for what cannot be stored."""
+    """Pack the result of `taken` for the rank tree. Raises UnsupportedStateError, with the path and
+    with advice, for a value that cannot be stored."""
     try:
         return tree_codec.pack(found, f"optimizer {label!r}: state_dict()", arena.keep)
     except UnsupportedStateError as error:
@@ -324,7 +323,7 @@ def packed(found: dict[str, Any], label: str, arena: tree_codec.Arena) -> Any:
 
 
 def put_together(node: dict[str, Any], stored: Stored) -> Any:
-    """The `state_dict()` that a remainder, decoded, was taken from; it need not be a dict."""
+    """The `state_dict()` from which a decoded remainder was taken; not always a dict."""
 
     def resolve(entry: Entry) -> Any:
         kind, _, rest = entry.key.partition(" ")
@@ -354,7 +353,7 @@ def put_together(node: dict[str, Any], stored: Stored) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """True for two values that are equal bit for bit, and of the same types."""
+    """True for two values of the same types, equal bit for bit."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return _same_tensors(one, other)
     if type(one) is not type(other):

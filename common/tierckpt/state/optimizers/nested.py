@@ -1,9 +1,9 @@
-"""Inside: optimizers that are kept in other ones, and what these wrappers are.
+"""Nested optimizers: optimizers inside other ones, and their wrappers.
 
-A wrapper (SAM, Lookahead, ScheduleFree, Accelerate's) steps an optimizer that is one of its
-attributes. That one's state belongs to the training as well, whether or not the wrapper's
-`state_dict()` has it; and where the wrapper's own step is never called, its steps are the
-training's.
+A wrapper (SAM, Lookahead, ScheduleFree, Accelerate's) steps an optimizer in one of its attributes.
+The inner optimizer's state belongs to the training as well, whether or not the wrapper's
+`state_dict()` includes it. If the wrapper's own step is never called, the inner optimizer's steps
+are the training's steps.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _HOOKS = tuple(
     for when in ("pre", "post")
 )
 METHODS = ("step", "state_dict", "load_state_dict")
-"""What is no torch.optim.Optimizer must have, to stand for the optimizers that are in it."""
+"""Methods by which an object that is no torch.optim.Optimizer can stand for those inside it."""
 
 
 @dataclass
 class Expanded:
-    """What was given, with all that is inside."""
+    """The given optimizers, with all optimizers inside them."""
 
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    """Those whose state is stored: each that was given, then those inside that have a state of
-    their own, as `label.attribute`."""
+    """Optimizers with stored state: each given one, then, as `label.attribute`, the inner ones with
+    a state of their own."""
     steppers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
-    """Whose steps are those of each of them: torch calls hooks for these."""
+    """For each of `optimizers`, the ones that make its steps, with torch's hooks."""
     outer: dict[str, str] = field(default_factory=dict)
-    """For each of `optimizers` the label of what was given."""
+    """For each of `optimizers`, the label of the given one."""
     hollow: list[Any] = field(default_factory=list)
-    """Those for whose steps torch calls no hook."""
+    """Optimizers for which torch calls no step hooks."""
 
 
 def expand(given: Mapping[str, Any]) -> Expanded:
-    """Find what is inside. What was given by a name of its own keeps that."""
+    """Find all optimizers inside the given ones. A given one always keeps its name."""
     found = Expanded()
     known = {id(each) for each in given.values()}
     for label, each in given.items():
@@ -76,7 +76,7 @@ def _add(found: Expanded, label: str, each: Any, outer: str, known: set[int]) ->
 
 
 def inside(optimizer: Any) -> list[tuple[str, torch.optim.Optimizer]]:
-    """Optimizers in its attributes, and in those of these, with the way to each."""
+    """Optimizers in its attributes, and in theirs, with the path to each."""
     found: list[tuple[str, torch.optim.Optimizer]] = []
     known = {id(optimizer)}
 
@@ -101,11 +101,11 @@ def _attributes(each: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Aliases:
-    """What wrappers and those inside have in common: the very same state or groups. A
-    `load_state_dict()` makes new ones, of one of them alone perhaps."""
+    """State and groups that a wrapper shares with the optimizers inside it. A `load_state_dict()`
+    may replace them in one of them only."""
 
     def __init__(self, outer: Any) -> None:
-        """As it is now, of one that was given and those inside of it."""
+        """Record what a given optimizer and those inside it share now."""
         every = [outer, *(inner for _, inner in inside(outer))]
         self._shared = [
             (name, one, other)
@@ -116,7 +116,7 @@ class Aliases:
         ]
 
     def mend(self) -> None:
-        """Those of the outer one are in common again."""
+        """Share the outer one's objects again."""
         for name, one, other in self._shared:
             if getattr(one, name) is not getattr(other, name):
                 with contextlib.suppress(AttributeError):
@@ -124,7 +124,7 @@ class Aliases:
 
 
 def is_hollow(optimizer: Any) -> bool:
-    """True where torch calls no hooks: it never came to torch.optim.Optimizer's own __init__."""
+    """True if torch calls no hooks: torch.optim.Optimizer's own __init__ never ran."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return True
     try:
@@ -135,18 +135,18 @@ def is_hollow(optimizer: Any) -> bool:
 
 
 def _complete(optimizer: torch.optim.Optimizer) -> None:
-    """What torch's own `state_dict()` and `load_state_dict()` ask for, and its __init__ makes."""
+    """Add the attributes that torch's `state_dict()` and `load_state_dict()` need."""
     for name in _HOOKS:
         vars(optimizer).setdefault(name, OrderedDict())
 
 
 def _do_nothing(*_: Any) -> None:
-    """A hook."""
+    """Do nothing, as a hook."""
 
 
 def class_name(optimizer: Any) -> str:
-    """Of the class; of a wrapper that has nothing of its own, that of what it wraps: the same state
-    comes back with it and without."""
+    """Name of the class. For a wrapper without a state of its own, that of the optimizer inside:
+    the same state can be loaded with and without the wrapper."""
     optimizer = optimizer.outside if isinstance(optimizer, Foreign) else optimizer
     if is_hollow(optimizer):
         for _, inner in inside(optimizer):
@@ -156,33 +156,33 @@ def class_name(optimizer: Any) -> str:
 
 
 class Foreign:
-    """What is no torch.optim.Optimizer, and steps those inside of it, as if it were one."""
+    """Adapter that presents an object that is no torch.optim.Optimizer, but steps some, as one."""
 
     def __init__(self, outside: Any) -> None:
         self.outside = outside
 
     @property
     def state(self) -> Any:
-        """Its own, by parameter, if it has any."""
+        """State of the object by parameter, if it has any."""
         return getattr(self.outside, "state", {})
 
     @property
     def defaults(self) -> Any:
-        """Its own, if it has any."""
+        """Defaults of the object, if it has any."""
         return getattr(self.outside, "defaults", {})
 
     @property
     def param_groups(self) -> Any:
-        """Its own, if it has any."""
+        """Groups of the object, if it has any."""
         return getattr(self.outside, "param_groups", [])
 
     def state_dict(self) -> Any:
-        """Its own."""
+        """Call the object's own method."""
         return self.outside.state_dict()
 
-    def load_state_dict(self, told: Any) -> None:
-        """Its own."""
-        self.outside.load_state_dict(told)
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Call the object's own method."""
+        self.outside.load_state_dict(state_dict)
 
 
 __all__ = [

@@ -1,9 +1,8 @@
-"""Putback: what a version has of the optimizers, put into them.
+"""Restore a version's state of the optimizers.
 
-An optimizer that has more in its `state_dict()` than what is stored by name, or whose
-`load_state_dict()` does more than torch's, gets all of it through that method, as after
-`torch.load`. It may have cast, copied or dropped what it was given. So afterwards state and options
-are made what the version has, bit for bit.
+An optimizer with a remainder (see `extra_state`), or with a `load_state_dict()` that does more than
+torch's, gets its whole state through that method, as after `torch.load`. The method may cast, copy
+or drop values. So afterwards state and options are set to the version's, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from .extra_state import (
 from .nested import Aliases
 
 Values = dict[str, dict[str, Any]]
-"""What an optimizer keeps, by the parameter's name and key."""
+"""An optimizer's state by the parameter's name and key."""
 
 
 class OptimizerRestore:
-    """Of one version. Training thread; the live optimizers are changed by `put` alone."""
+    """The optimizers of one version. Training thread; only `put` changes the live optimizers."""
 
     def __init__(
         self,
@@ -43,8 +42,9 @@ class OptimizerRestore:
         values: Mapping[str, Values],
         whole: bool = True,
     ) -> None:
-        """`saved` is the decoded rank tree; `values`, by optimizer, what was stored by name, and
-        those alone are put. Not `whole`: of another structure, of which what fits is put."""
+        """`saved` is the decoded rank tree; `values`, by optimizer, the state stored by name. Only
+        these optimizers are restored. Not `whole`: the version has another structure, and only the
+        matching parts are restored."""
         self._whole = whole
         self._state, self._saved, self._values = state, saved, values
         self._nodes: Mapping[str, Any] = saved.get("remainders", {})
@@ -55,14 +55,14 @@ class OptimizerRestore:
         return self._state.params_by_name()
 
     def put(self) -> None:
-        """Put all of it. Raises StateTornError for an optimizer that does not take it."""
+        """Restore everything. Raises StateTornError when an optimizer does not take its state."""
         truth = dict(self._values)
         aliases = [Aliases(given) for given in self._state.given.values()]
-        # What is inside of another one comes after it in the state, and before it here.
+        # An inner optimizer comes after the outer one in the state, and before it here.
         for label in reversed([label for label in self._state.optimizers if label in truth]):
             optimizer = self._state.optimizers[label]
             if has_its_own(optimizer) or loads_its_own(optimizer):
-                truth[label] = cloned(truth[label])  # what is given may be changed
+                truth[label] = cloned(truth[label])  # load_state_dict() may change its argument
                 self._load(label, optimizer)
         for each in aliases:
             each.mend()
@@ -72,28 +72,28 @@ class OptimizerRestore:
             self._check(label, self._state.optimizers[label])
 
     def _load(self, label: str, optimizer: torch.optim.Optimizer) -> None:
-        """Through its own `load_state_dict()`."""
+        """Load through its own `load_state_dict()`."""
         node = self._nodes.get(label)
         if node is None and has_its_own(optimizer) and "remainders" not in self._saved:
-            return  # of an older tierckpt: `_check` says what it lacks
-        told = {"state": self.states(label), "param_groups": self.groups(label)}
+            return  # of an older tierckpt: `_check` reports the missing parts
+        plain = {"state": self.states(label), "param_groups": self.groups(label)}
         held = _Held(optimizer)
         try:
-            optimizer.load_state_dict(told if node is None else put_together(node, self))
+            optimizer.load_state_dict(plain if node is None else put_together(node, self))
         except Exception as error:
             it = f"optimizer {label!r}, a {optimizer_class(optimizer)}"
             why = f"{type(error).__name__}: {error}"
             if node is not None and self._whole:
                 raise StateTornError(f"{it}, did not take its state ({why})") from error
             self.notices.append(
-                f"{it}: its load_state_dict() failed ({why}). Its state and options were put in "
-                "place all the same; what that method sets beside them is as it was"
+                f"{it}: its load_state_dict() failed ({why}). Its state and options were set "
+                "directly; any other value that this method sets is unchanged"
             )
         held.put_back()
 
     def _replace(self, label: str, optimizer: torch.optim.Optimizer, values: Values) -> None:
         node = self._nodes.get(label)
-        # What another one's state_dict() had for it was loaded with that.
+        # State in another optimizer's state_dict() was loaded with that one.
         through = [t for each in self._nodes.values() for t in each["through"]["state"]]
         kept = {(name, key) for owner, name, key in through if owner == label}
         for group in optimizer.param_groups:
@@ -106,9 +106,9 @@ class OptimizerRestore:
         self._replace_options(label, optimizer)
 
     def _join(self, label: str, optimizer: torch.optim.Optimizer) -> None:
-        """Tensors that parameters had in common are one again."""
-        told = [each for each in self._saved.get("shared", ()) if each[0] == label]
-        for _, key, names in told:
+        """Make tensors that parameters shared shared again."""
+        shared = [each for each in self._saved.get("shared", ()) if each[0] == label]
+        for _, key, names in shared:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             kept = [
                 optimizer.state[p]
@@ -120,10 +120,10 @@ class OptimizerRestore:
                 each[key] = kept[0][key]
 
     def _replace_others(self, label: str, optimizer: torch.optim.Optimizer, node: Any) -> None:
-        """State under keys that are no parameters."""
+        """Restore the state under other keys than parameters."""
         others: dict[Any, Any] = optimizer.state
         if node is not None and (has_its_own(optimizer) or loads_its_own(optimizer)):
-            return  # it was loaded
+            return  # already loaded
         before = {key: others.pop(key) for key in without_parameter(optimizer)}
         if node is None:
             return
@@ -146,7 +146,7 @@ class OptimizerRestore:
                     group[key] = _beside(group.get(key), value)
 
     def _check(self, label: str, optimizer: torch.optim.Optimizer) -> None:
-        """Say what did not come back."""
+        """Add a notice for values that were not restored."""
         if not (has_its_own(optimizer) or label in self._nodes):
             return
         it = f"optimizer {label!r}, a {optimizer_class(optimizer)}"
@@ -156,23 +156,23 @@ class OptimizerRestore:
         except UnsupportedStateError as error:
             self.notices.append(str(error))
             return
-        told = self._nodes.get(label) or {}
-        lost = _lost(told.get("shown", {}), now.get("shown", {}))
-        if not lost and not same(told.get("parts", []), now.get("parts", [])):
+        then = self._nodes.get(label) or {}
+        lost = _lost(then.get("shown", {}), now.get("shown", {}))
+        if not lost and not same(then.get("parts", []), now.get("parts", [])):
             lost = ["state", "param_groups"]
         if not lost:
             return
         names = ", ".join(map(repr, lost))
         if "remainders" not in self._saved:
-            why = "the version was written by an older tierckpt, which did not store that"
+            why = "the version was written by an older tierckpt, which did not store it"
         else:
-            why = "its load_state_dict() did not bring it back"
-        self.notices.append(f"{it}: {names} of its state_dict() is not what it was then: {why}")
+            why = "its load_state_dict() did not restore it"
+        self.notices.append(f"{it}: {names} of its state_dict() differs from the saved one: {why}")
 
     # --- for `put_together` --------------------------------------------------------------------
 
     def states(self, label: str) -> dict[int, dict[str, Any]]:
-        """See `Stored`."""
+        """States of the parameters, see `Stored`."""
         optimizer, values = self._state.optimizers[label], self._values.get(label, {})
         found = {}
         for numbers, group in zip(indices(optimizer), optimizer.param_groups, strict=True):
@@ -182,24 +182,24 @@ class OptimizerRestore:
         return found
 
     def groups(self, label: str) -> list[dict[str, Any]]:
-        """See `Stored`."""
+        """Options of the groups, see `Stored`."""
         numbers = indices(self._state.optimizers[label])
-        told = zip(self._saved["groups"][label], numbers, strict=False)
-        return [{**options, "params": each} for options, each in told]
+        pairs = zip(self._saved["groups"][label], numbers, strict=False)
+        return [{**options, "params": each} for options, each in pairs]
 
     def value(self, label: str, name: str, key: str) -> Any:
-        """See `Stored`."""
+        """One value of a state, see `Stored`."""
         return self._values[label][name][key]
 
     def param(self, name: str) -> torch.Tensor:
-        """See `Stored`."""
+        """A parameter, see `Stored`."""
         return self._params[name]
 
 
 class _Held:
-    """The dicts of an optimizer's groups, the list of them, and its state, which torch's
-    `load_state_dict()` replaces. A scheduler that was made for the optimizer inside of Horovod's
-    has these very dicts, and would go on with others' options."""
+    """The dicts of an optimizer's groups, their list, and its state, all of which torch's
+    `load_state_dict()` replaces. A scheduler made for the optimizer inside Horovod's holds these
+    very dicts, and would continue with outdated options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._held = optimizer, vars(optimizer)
@@ -207,13 +207,13 @@ class _Held:
         self._groups = list(self._list)
 
     def put_back(self) -> None:
-        """With what they have now."""
+        """Put the original objects back, with the new contents."""
         now: list[dict[str, Any]] = self._optimizer.param_groups
         if len(now) != len(self._groups):
             return
         for was, group in zip(self._groups, now, strict=True):
             _become(was, group)
-        if "param_groups" in self._held:  # else it is another optimizer's
+        if "param_groups" in self._held:  # else the list belongs to another optimizer
             self._list[:] = self._groups
             self._optimizer.param_groups = self._list
         if "state" in self._held and type(self._optimizer.state) is type(self._state):
@@ -228,10 +228,10 @@ def _become(was: dict[Any, Any], now: dict[Any, Any]) -> None:
         was.update(values)
 
 
-def _lost(told: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
-    """Keys, beside torch's own, that are in one alone or differ."""
-    keys = [key for key in {**told, **now} if key not in ("state", "param_groups")]
-    return [k for k in keys if k not in told or k not in now or not same(told[k], now[k])]
+def _lost(then: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+    """Keys, other than torch's own, with different values, or in only one of the two."""
+    keys = [key for key in {**then, **now} if key not in ("state", "param_groups")]
+    return [k for k in keys if k not in then or k not in now or not same(then[k], now[k])]
 
 
 def _replace_state(
@@ -240,7 +240,7 @@ def _replace_state(
     values: dict[str, Any],
     leave: set[str],
 ) -> None:
-    """Make `values` all of the parameter's state, but for what is to be left."""
+    """Make `values` all of the parameter's state, except for the keys in `leave`."""
     if not values and not leave:
         optimizer.state.pop(param, None)
         return
@@ -252,7 +252,7 @@ def _replace_state(
 
 
 def _placed(live: Any, value: Any, param: torch.Tensor) -> Any:
-    """What is to be kept; the live tensor, if it can have the value, as others may know it."""
+    """The value to keep: the live tensor if it can hold it, as other code may refer to that."""
     if isinstance(value, torch.Tensor):
         return _into(live, value)
     return _on_device(value, param)
@@ -271,7 +271,7 @@ def _into(live: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def _beside(live: Any, value: Any) -> Any:
-    """A value that came from the host, where its predecessor is."""
+    """A value that came from the host, moved to the device of its predecessor."""
     if not (isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)):
         return value
     if (live.shape, live.dtype) != (value.shape, value.dtype):
@@ -281,7 +281,7 @@ def _beside(live: Any, value: Any) -> Any:
 
 
 def _on_device(value: Any, param: torch.Tensor) -> Any:
-    """Tensors in lists go to the parameter's device; plain ones are where they should be."""
+    """Move tensors in lists to the parameter's device; plain tensors are there already."""
     if isinstance(value, (list, tuple)):
         moved = (
             v.to(param.device) if isinstance(v, torch.Tensor) else _on_device(v, param)

@@ -1,1 +1,1 @@
-"""Memory: shared memory that outlives a process, as slots."""
+"""Memory: slots in shared memory that outlives a process."""

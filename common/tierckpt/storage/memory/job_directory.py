@@ -1,18 +1,18 @@
-"""The folder in the memory file system that has a job's slots, and the locks of who lives there.
+"""The folder of a job's slots in the memory file system, and the locks of its processes.
 
-The `memory` level is the sealed slots themselves: they are files in a memory file system, so they
-outlive a process that is killed, and its successor finds them by name:
+The `memory` level is the sealed slots themselves. They are files in a memory file system, so they
+outlive a killed process, and its successor finds them by name:
 
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.<k>       a slot
-    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank; says
-                                                     which process that is, where it looks for halt
-                                                     requests, and where its local level is
-    <shm_dir>/tierckpt-<uid>/<job>/seen.dead         since when other jobs have seen nobody alive
+    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      locked by the running trainer of the rank; has
+                                                     its process id, the directories of its halt
+                                                     requests, and the place of its local level
+    <shm_dir>/tierckpt-<uid>/<job>/seen.dead         since when other jobs have seen no process here
 
 Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
-DataLoader's workers, which outlive a killed parent for seconds) do not inherit them. Whoever takes
-one holds the folder's gate for a moment, and whoever removes what nobody has locked has the gate
-to itself: nobody comes back to what is just being removed.
+DataLoader's workers, which outlive a killed parent for seconds) do not inherit them. A process that
+takes a lock holds the folder's gate shared for a moment. A process that removes unlocked files
+holds the gate alone, so no process can start to use files during their removal.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from .slots import read_seal, remove_segment, seal_of
 
 
 class JobBusyError(TierckptError):
-    """Another living process is the same rank of the same job on this machine, or another job has
+    """Another running process is the same rank of the same job on this machine, or another job uses
     the local level's directory."""
 
 
 def job_id_of(path: str | os.PathLike[str]) -> str:
-    """The default job id: whoever writes to the same place is the same job, now or restarted."""
+    """The default job id: writers to the same place are the same job, now or after a restart."""
     real = os.path.realpath(path)
     slug = re.sub(r"[^A-Za-z0-9_.]+", "_", os.path.basename(real)) or "root"
     return f"{slug[:40]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:12]}"
 
 
 def is_default_id(job: str) -> bool:
-    """Whether it looks like what `job_id_of` makes: who has it set no job_id."""
+    """True if the id looks like a result of `job_id_of`: then the user has set no job_id."""
     return re.fullmatch(r"[A-Za-z0-9_.]{1,40}-[0-9a-f]{12}", job) is not None
 
 
@@ -64,7 +64,7 @@ class JobDirectory:
     root: Path
     job: str
     node: str = ""
-    """Set where several "nodes" share a machine: each has a memory of its own."""
+    """Set when several "nodes" share a machine: each has its own memory."""
 
     @staticmethod
     def at(shm_dir: str | os.PathLike[str], job: str, node: str = "") -> JobDirectory:
@@ -74,7 +74,7 @@ class JobDirectory:
 
     @property
     def path(self) -> Path:
-        """Where the segments are."""
+        """The folder with the segments."""
         return self.root / (f"{self.job}@{self.node}" if self.node else self.job)
 
     def create(self) -> None:
@@ -94,27 +94,27 @@ class JobDirectory:
         watches: Sequence[str] = (),
         local: str = "",
     ) -> int:
-        """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`. `watches`:
-        directories in which it looks for halt requests; see `watched`. `local`: see `last_local`.
+        """Become the running trainer of `rank`; returns a descriptor for `unlock_rank`. `watches`:
+        directories of this trainer's halt requests, see `watched`. `local`: see `last_local`.
 
-        A predecessor that was killed a moment ago may take the kernel some time to tear down, so
-        this waits `patience_seconds` before it raises JobBusyError; `on_wait` is told, once. Raises
-        OSError for what is no file, and where the folder cannot be had.
+        The kernel may need some time to tear down a killed predecessor, so this waits
+        `patience_seconds` before it raises JobBusyError; `on_wait` is called once. Raises OSError
+        if the lock is no plain file, or the folder cannot be made.
         """
         path = self.lock_path(rank)
         if file_lock.held_here(path):
             raise JobBusyError(
-                f"this process has a checkpointer for rank {rank} of job {self.job!r} already. One "
-                "for all optimizers of a job: optimizer={'name': ..., 'other name': ...} (Horovod: "
-                "horovod_ckpt.install with all that hvd.DistributedOptimizer returned); or close "
-                "the other one first, or give this one another path"
+                f"this process already has a checkpointer for rank {rank} of job {self.job!r}. Use "
+                "one for all optimizers of a job: optimizer={'name': ..., 'other name': ...} "
+                "(Horovod: horovod_ckpt.install with all results of hvd.DistributedOptimizer); or "
+                "close the other one first, or give this one another path"
             )
-        deadline, told = time.monotonic() + patience_seconds, False
+        deadline, reported = time.monotonic() + patience_seconds, False
         while True:
             self.create()
             try:
                 fd = take_lock(path)
-            except FileNotFoundError:  # whoever had the folder before has just removed it
+            except FileNotFoundError:  # another process has just removed the folder
                 if time.monotonic() > deadline:
                     raise
                 continue
@@ -123,15 +123,15 @@ class JobDirectory:
             owner = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
             if time.monotonic() > deadline:
                 raise self._busy(rank, owner)
-            if not told:
-                told = True
+            if not reported:
+                reported = True
                 text = f"rank {rank} of job {self.job!r} still runs on this machine (process"
-                on_wait(f"{text} {owner}): waiting {patience_seconds:g} s for its end, at most")
+                on_wait(f"{text} {owner}): waiting at most {patience_seconds:g} s for its end")
             time.sleep(0.05)
         file_lock.hold(path)
         with contextlib.suppress(OSError):
             abandoned.forget(self.path)
-        with contextlib.suppress(OSError):  # it has its place all the same
+        with contextlib.suppress(OSError):  # the lock is held in any case
             lines = (str(os.getpid()), json.dumps(list(watches)), json.dumps(local))
             os.pwrite(fd, "\n".join(lines).encode(), 0)
         return fd
@@ -145,7 +145,7 @@ class JobDirectory:
         return JobBusyError(
             f"rank {rank} of job {self.job!r} is already running on this machine (process "
             f"{owner}). Two jobs cannot write to one path: give this one another path, and another "
-            "job_id where that is set, which they cannot share either."
+            "job_id if that is set: two jobs cannot share one either."
         )
 
     def segments(self) -> list[Path]:
@@ -153,7 +153,7 @@ class JobDirectory:
         return sorted(p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.\d+", p.name))
 
     def images(self) -> set[Path]:
-        """Images of this job's slots that are files elsewhere, whether they are there or not."""
+        """Images of this job's slots in other directories, whether they exist or not."""
         return {link.resolve() for link in _links(self.path)}
 
     def slot_path(self, rank: int, index: int) -> Path:
@@ -161,7 +161,7 @@ class JobDirectory:
         return self.path / f"r{rank:05d}.{index}"
 
     def lock_path(self, rank: int) -> Path:
-        """File that the living trainer of `rank` holds locked."""
+        """File that the running trainer of `rank` holds locked."""
         return self.path / f"r{rank:05d}.lock"
 
     def sealed(self) -> Iterator[tuple[Path, Manifest]]:
@@ -172,13 +172,13 @@ class JobDirectory:
                 yield path, manifest
 
     def damaged(self) -> Iterator[tuple[Path, CorruptShardError | FormatError | OSError]]:
-        """Every slot that says it is sealed and whose manifest cannot be read, and why; OSError for
-        one that cannot tell."""
+        """Every slot with a seal but without a readable manifest, and the error; OSError for a slot
+        that cannot be read at all."""
         for path in self.segments():
             try:
                 seal_of(path)
             except FileNotFoundError:
-                continue  # removed meanwhile
+                continue  # just removed
             except (CorruptShardError, FormatError, OSError) as error:
                 yield path, error
 
@@ -187,48 +187,48 @@ class JobDirectory:
         return any(not _path_lockable(p) for p in _listdir(self.path) if not p.is_symlink())
 
     def trains(self) -> bool:
-        """True while any trainer of this job runs; its agent alone changes no slot."""
+        """True while any trainer of this job runs; an agent alone changes no slot."""
         return any(not _path_lockable(path) for path in self._rank_locks())
 
     def watched(self) -> set[str]:
-        """Directories in which living trainers of this job look for halt requests. Not those of
-        this process: the kernel drops its lock when it closes a file of that name."""
+        """Directories in which running trainers of this job look for halt requests. Without those
+        of this process: reading its own lock file would drop the lock."""
         found = set[str]()
         for path in self._rank_locks():
             if not (file_lock.held_here(path) or _path_lockable(path)):
-                # None of this tierckpt's need not say so.
+                # A trainer of another tierckpt may have written no such line.
                 with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
                     found.update(json.loads(path.read_text().split("\n")[1]))
         return found
 
     def last_local(self, rank: int) -> str | None:
-        """Where the trainer that had this rank here last had its local level; empty where it had
-        none, None where nothing tells. Good before `lock_rank`, which says it of this one."""
+        """Local level's directory of the last trainer with this rank here: empty if it had none,
+        None if unknown. Call it before `lock_rank`, which writes the new one."""
         path = self.lock_path(rank)
         with contextlib.suppress(OSError, ValueError, IndexError):
-            told = (
+            local = (
                 None if file_lock.held_here(path) else json.loads(path.read_text().split("\n")[2])
             )
-            return told if isinstance(told, str) else None
+            return local if isinstance(local, str) else None
         return None
 
     def _rank_locks(self) -> list[Path]:
         return [p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.lock", p.name)]
 
-    def lives(self, rank: int) -> bool:
-        """True while a trainer of that rank does, on this machine."""
+    def has_trainer(self, rank: int) -> bool:
+        """True while a trainer of this rank runs on this machine."""
         return not _path_lockable(self.lock_path(rank))
 
     def dead_seconds(self) -> float:
-        """So long nobody has been seen to live here, as far as that can be told; see `abandoned`.
-        Who asks has the gate, and has just seen it."""
+        """Seconds since the folder was first found unused, as far as known; see `abandoned`. The
+        caller must hold the gate and have just found no process."""
         with contextlib.suppress(OSError):  # memory is full: nothing is lost by waiting
             return abandoned.dead_seconds(self.path)
         return 0.0
 
     def remove(self) -> None:
         """Delete the folder and all files in it."""
-        for path in _listdir(self.path):  # in this order a slot goes before its link
+        for path in _listdir(self.path):  # in order of names, so a slot goes before its link
             if path.is_symlink():
                 remove_link(path)
             else:
@@ -236,16 +236,18 @@ class JobDirectory:
         self.remove_if_unused()
 
     def remove_surplus(self, ranks: Collection[int], slots: int) -> bool:
-        """Delete segments that a run with these `ranks` on this machine, and so many `slots` for
-        each, will never use: other ranks', and those beyond. False when an agent still reads one.
+        """Delete segments that a run with these `ranks` on this machine, and this number of `slots`
+        for each, will never use: of other ranks, and with higher numbers. False when an agent still
+        reads one.
 
-        One of `ranks` that lives no more, from just now, has left there what its successor needs.
+        The slots of a rank in `ranks` stay even if its trainer has just ended: its successor needs
+        them.
         """
         done = True
         with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
             for path in self.segments():
                 rank, index = rank_of(path.name), int(path.name.partition(".")[2])
-                if index < slots and (rank in ranks or self.lives(rank)):
+                if index < slots and (rank in ranks or self.has_trainer(rank)):
                     continue
                 if _path_lockable(path):
                     remove_segment(path)
@@ -254,14 +256,14 @@ class JobDirectory:
         return done
 
     def remove_orphans(self) -> None:
-        """Delete segments and locks of ranks that no living trainer on this machine is (the run
-        before had more ranks, or had them elsewhere), and what agents left that were killed."""
+        """Delete segments and locks of ranks without a running trainer on this machine (the
+        previous run had more ranks, or had them elsewhere), and files of killed agents."""
         with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
             paths = {*self.segments(), *(link.with_suffix("") for link in _links(self.path))}
             locks = {path for path in _listdir(self.path) if path.suffix == ".lock"}
             agents = {lock for lock in locks if lock.name.startswith("agent")}
             for rank in {rank_of(path.name) for path in (*paths, *(locks - agents))}:
-                if not self.lives(rank):
+                if not self.has_trainer(rank):
                     for path in (path for path in paths if rank_of(path.name) == rank):
                         remove_segment(path)
                     durable.remove(self.lock_path(rank))
@@ -271,7 +273,7 @@ class JobDirectory:
                     durable.remove(lock)
 
     def remove_if_unused(self) -> None:
-        """Delete the folder unless somebody else still has something in it."""
+        """Delete the folder unless another process still has files in it."""
         for path in (self.path, self.root):
             with contextlib.suppress(OSError):
                 path.rmdir()
@@ -281,9 +283,9 @@ class JobDirectory:
         return [each for each in _jobs_in(self.root) if each.path != self.path]
 
     def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
-        """Delete other jobs' segments when nobody of the job runs, and none did since another job
-        saw that so long ago (`abandoned`). What is there may be the only copy: of an age by the
-        time of day, which somebody may have set, nothing is removed."""
+        """Delete other jobs' segments when no process of the job runs, and none has since a job
+        first found that `linger_seconds` ago (`abandoned`). The segments may be the only copy, so
+        their age by the time of day, which can be set, does not count."""
         removed = []
         for other in self.others():
             with contextlib.suppress(FileNotFoundError), _gate(other.path, fcntl.LOCK_EX):
@@ -308,8 +310,8 @@ def _jobs_in(root: Path) -> list[JobDirectory]:
 def take_lock(path: Path) -> int | None:
     """Make and lock the file, with this process's id in it, until the descriptor is closed.
 
-    None when another process holds it. Raises FileNotFoundError when the folder is gone, OSError
-    for what is no file, a link included.
+    None when another process holds it. Raises FileNotFoundError when the folder was removed,
+    OSError if the path is no plain file, a link included.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with _gate(path.parent, fcntl.LOCK_SH) as folder:
@@ -317,7 +319,7 @@ def take_lock(path: Path) -> int | None:
             try:
                 fd = plain(os.open(path.name, flags, 0o600, dir_fd=folder), path)
             except OSError as error:
-                error.filename = str(path)  # opened by its name in the folder
+                error.filename = str(path)  # it was opened relative to the folder
                 raise
             if not file_lock.try_lock(fd):
                 os.close(fd)
@@ -332,9 +334,9 @@ def take_lock(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _gate(folder: Path, how: int) -> Iterator[int]:
-    """Hold the folder itself locked, LOCK_SH or LOCK_EX, after waiting for it; gives a descriptor.
+    """Wait for the folder's own lock, LOCK_SH or LOCK_EX, and hold it; yields a descriptor.
 
-    Raises FileNotFoundError when the folder is gone.
+    Raises FileNotFoundError when the folder was removed.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -343,12 +345,12 @@ def _gate(folder: Path, how: int) -> Iterator[int]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         yield fd
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do: a child may have been forked
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked child may have a copy
         os.close(fd)
 
 
 def rank_of(name: str) -> int:
-    """Whose slot has that name."""
+    """Rank of the slot or lock with this name."""
     return int(name[1:].partition(".")[0])
 
 
@@ -358,7 +360,7 @@ def _path_lockable(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        # Nobody locks what is no file; the last is a socket.
+        # Only plain files can be locked; the last error is a socket's.
         if error.errno in (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO):
             return True
         raise

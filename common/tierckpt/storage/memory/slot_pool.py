@@ -1,10 +1,10 @@
-"""The pool: one rank's slots, and which of them may be overwritten.
+"""The pool: one rank's slots, and the choice of the next one to overwrite.
 
-The rule that keeps a restorable version alive at every instant (docs/internals/agreement.md,
-"Two slots are enough"): a slot is overwritten only when it holds no version of the ledger's
-protected set, is not being filled, and is not being read by an agent, ours or the previous run's.
+The rule that keeps a restorable version at every instant (docs/internals/agreement.md, "Two slots
+are enough"): a slot is overwritten only when it holds no version of the ledger's protected set, is
+not being filled, and is not being read by an agent of this run or the previous one.
 
-Thread-safe: the copier thread chooses slots, the training thread asks and frees.
+Thread-safe: the copier thread chooses slots, the training thread queries and frees them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .slots import Slot
 
 
 class NoSlotError(Exception):
-    """Every slot holds something that must not be overwritten."""
+    """Every slot holds data that must not be overwritten."""
 
 
 class SlotPool:
-    """See the module's text."""
+    """One rank's slots, see the module's text."""
 
     def __init__(
         self,
@@ -38,32 +38,32 @@ class SlotPool:
         on_notice: Callable[[str, int], None],
         in_place: LocalStore | None = None,
     ) -> None:
-        """`on_notice(text, severity)` hears of the fall-back to memory of this process alone.
+        """`on_notice(text, severity)` reports the fall-back to private memory of this process.
 
-        `in_place`: the local level, where slots are to be files of it (see `image_file`).
+        `in_place`: the local level, if slots are to be files in it (see `image_file`).
         """
         self.job = job
         self.rank = rank
         self.in_place = in_place
-        """None also from when there was no room for such a file."""
+        """None also after there was no room for such a file."""
         self.slots: list[Slot | None] = [None] * count
         self.volatile = False
         """True once a slot does not outlive this process (`shm_dir` was too small)."""
         self._held: list[VersionId | None] = [None] * count
-        """Which version each slot holds, sealed."""
+        """The sealed version in each slot."""
         self._filling: set[int] = set()
         self._foreign: set[int] = set()
-        """Adopted slots that an agent of the run before may still be reading."""
+        """Adopted slots that an agent of the previous run may still be reading."""
         self._mappings = Mappings()
         self._lock = threading.Lock()
         self.on_notice = on_notice
         self.on_map: Callable[[Slot], None] = _nothing
-        """Called with a slot before it is first filled (a GPU wants its memory page-locked)."""
+        """Called with a slot before it is first filled (a GPU needs its memory page-locked)."""
         self.on_unmap: Callable[[Slot], None] = _nothing
 
     @property
     def complete(self) -> bool:
-        """True when no slot is left to be made, which takes its time."""
+        """True when all slots exist; making one takes time."""
         return None not in self.slots
 
     def adopt(self) -> None:
@@ -81,13 +81,13 @@ class SlotPool:
             self._drop_strays(self.in_place)
 
     def _drop_strays(self, store: LocalStore) -> None:
-        """Remove images that no slot has any more: persistent memory outlives a reboot, and the
-        slots do not. Those of other living ranks are theirs to judge."""
+        """Remove images without a slot: persistent memory survives a reboot, slots do not. Images
+        of other running ranks are left to those."""
         images = images_of(store.directory, self.job.path)
         linked = self.job.images()
         for image, slot in images:
             rank = rank_of(slot)
-            if image not in linked and (rank == self.rank or not self.job.lives(rank)):
+            if image not in linked and (rank == self.rank or not self.job.has_trainer(rank)):
                 with contextlib.suppress(OSError):
                     image.unlink()
 
@@ -96,7 +96,7 @@ class SlotPool:
     ) -> Slot:
         """An unsealed slot of at least that size, marked as being filled until `filled`.
 
-        Raises NoSlotError when all are taken, OSError when there is no memory for a new one.
+        Raises NoSlotError when all are in use, OSError when there is no memory for a new one.
         """
         with self._lock:
             index = self._free_index(protected, pinned)
@@ -120,7 +120,7 @@ class SlotPool:
         return min(free)[1]
 
     def _reading(self, pinned: set[str]) -> set[int]:
-        """Slots that an agent reads, ours (`pinned`, by name) or that of the run before."""
+        """Slots that an agent reads, ours (`pinned`, by name) or that of the previous run."""
         for index in list(self._foreign):
             slot = self.slots[index]
             if slot is None or not slot.in_use_elsewhere():
@@ -134,8 +134,8 @@ class SlotPool:
         self._mappings.forget_removed()
         if slot is not None:
             slot.unseal()
-            if slot.is_gone:
-                self._make_folder_anew(slot)
+            if slot.is_removed:
+                self._make_folder(slot)
             elif slot.fits(seal_bytes, image_bytes, self.in_place):
                 self.on_map(slot)
                 return slot
@@ -146,12 +146,12 @@ class SlotPool:
         self.on_map(made)
         return made
 
-    def _make_folder_anew(self, slot: Slot) -> None:
-        """Something cleans up there while the job runs (a scheduler's epilogue, systemd)."""
+    def _make_folder(self, slot: Slot) -> None:
+        """Make the folder again after a removal by systemd, a scheduler's epilogue or the like."""
         self.on_notice(
-            f"somebody removed {slot.path}, where versions were kept in memory: it is made anew, "
-            "and until the next version is sealed there is none in memory. Set shm_dir to a memory "
-            "file system that nothing cleans up",
+            f"{slot.path} was removed by another program. It held a version in memory; it is made "
+            "again, and there is none in memory until the next version is sealed. Set shm_dir to a "
+            "memory file system that no program cleans up",
             logging.ERROR,
         )
         self.job.create()
@@ -186,14 +186,14 @@ class SlotPool:
         return Slot.create(None, path.name, seal_bytes, image_bytes)
 
     def filled(self, slot: Slot | None, sealed: VersionId | None) -> None:
-        """The snapshot that was filling `slot` is done; `sealed` names what the slot now holds."""
+        """Record that the snapshot in `slot` is done, and the version `sealed` that it holds."""
         with self._lock:
             for index in [i for i in self._filling if self.slots[i] is slot]:
                 self._held[index] = sealed
                 self._filling.discard(index)
 
     def has_room(self, needed: Iterable[VersionId], pinned: set[str]) -> bool:
-        """True when a slot is left besides those of `needed` versions, filled or still to be."""
+        """True when a slot is free besides those of `needed` versions, sealed or not."""
         with self._lock:
             used = self._reading(pinned)
             unbound = 0
@@ -205,12 +205,12 @@ class SlotPool:
             return len(self.slots) - len(used) - unbound >= 1
 
     def find(self, id_: VersionId) -> Slot | None:
-        """The slot that holds `id_`, sealed, if others can find it, too."""
+        """The slot with the sealed version `id_`, if other processes can find it, too."""
         slot = self.slots[self._held.index(id_)] if id_ in self._held else None
-        return None if slot is None or slot.is_gone else slot
+        return None if slot is None or slot.is_removed else slot
 
     def void(self, id_: VersionId) -> None:
-        """Unseal the slot that holds `id_`, if one does: the version is to be taken again."""
+        """Unseal the slot that holds `id_`, if there is one: the version will be taken again."""
         with self._lock:
             for index in [i for i, held in enumerate(self._held) if held == id_]:
                 slot = self.slots[index]
@@ -233,7 +233,7 @@ class SlotPool:
 
 
 def too_small(shm_dir: str) -> str:
-    """What follows from too little shared memory, and the way out."""
+    """Consequence of too little shared memory, with advice."""
     return (
         "slots that do not fit are private memory and DO NOT survive a killed process; only the "
         f"local level does. Give {shm_dir} more memory (docker run --shm-size, an emptyDir of "
@@ -242,4 +242,4 @@ def too_small(shm_dir: str) -> str:
 
 
 def _nothing(slot: Slot) -> None:
-    """No GPU, nothing to do."""
+    """Do nothing, without a GPU."""

@@ -1,10 +1,10 @@
 """Slots: reusable shared-memory buffers, each holding one shard in file layout.
 
-A slot is a seal area (one or more pages) and the shard's image, which may also be a file of its own
-in the local level's directory (see `image_file`). The seal area holds the length of
-the manifest, zero while the slot is not sealed, and the manifest. Sealing writes the manifest
-first and its length last, and a manifest carries its own checksum, so a process killed at any
-instruction leaves either a sealed slot or an unsealed one. `job_directory` says where slots are.
+A slot is a seal area (one or more pages) and the shard's image, which may also be a separate file
+in the local level's directory (see `image_file`). The seal area holds the length of the manifest,
+zero while the slot is not sealed, and the manifest. Sealing writes the manifest first and its
+length last, and a manifest carries its own checksum. So a process killed at any instruction leaves
+either a sealed slot or an unsealed one. `job_directory` has the paths of slots.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SEAL_HEAD_BYTES = 24
 
 
 def seal_area_bytes(blocks: int, runs: int = 1) -> int:
-    """Room for a manifest with the digests of the header and `blocks` blocks (base64), and the
-    lineage of `runs` lives."""
+    """Room for a manifest with the digests of the header and `blocks` blocks (base64), and a
+    lineage of `runs` runs."""
     digests = (blocks + 1) * DIGEST_BYTES * 4 // 3
     return round_up(_SEAL_HEAD_BYTES + 2048 + 48 * runs + digests, PAGE_BYTES)
 
@@ -45,8 +45,8 @@ class Slot:
     def __init__(
         self, fd: int, name: str, path: Path | None, file: ImageFile | None = None
     ) -> None:
-        """Take over `fd`. `path` is None for a segment that no other process can find, `file` for
-        one that has the image in itself."""
+        """Take over `fd`. `path` is None for a segment that no other process can find, `file` is
+        None for one that contains its image."""
         self.fd = fd
         self.name = name
         self.path = path
@@ -67,11 +67,11 @@ class Slot:
         image_bytes: int,
         file: ImageFile | None = None,
     ) -> Slot:
-        """Make a segment with all its memory reserved now; OSError (ENOSPC) when there is none.
+        """Make a segment with all its memory reserved now. Raises OSError (ENOSPC) without room.
 
-        `image_bytes` are those in the segment: 0 where the image is `file`.
+        `image_bytes` is the size of the image in the segment: 0 if the image is `file`.
 
-        Reserving matters: touching a page that a full memory file system cannot give is SIGBUS.
+        The reservation matters: an access to a page that a full file system lacks is SIGBUS.
         """
         if path is None:
             fd = _anonymous(name)
@@ -91,9 +91,9 @@ class Slot:
 
     @classmethod
     def open(cls, path: Path) -> Slot | None:
-        """Map an existing segment; None when it or its image is gone, or it is none of ours.
+        """Map an existing segment; None when it or its image was removed, or when it is no slot.
 
-        Raises OSError for what is no file.
+        Raises OSError if the path is no plain file.
         """
         try:
             file = ImageFile.of(path)
@@ -109,31 +109,30 @@ class Slot:
 
     @property
     def image_bytes(self) -> int:
-        """Room for the shard."""
+        """Size of the image: room for the shard."""
         return self._segment_bytes - self.seal_bytes if self.file is None else self.file.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Of memory."""
+        """Size in memory."""
         return self.seal_bytes + self.image_bytes
 
     def image(self) -> memoryview:
-        """The shard's bytes, writable; release it before `close`. Raises what `ImageFile.view`
-        does."""
+        """The shard's bytes, writable; release it before `close`. Raises as `ImageFile.view`."""
         if self.file is not None:
             return self.file.view()
         return memoryview(self._map)[self.seal_bytes :]
 
     @property
-    def is_gone(self) -> bool:
-        """True where somebody removed its file: no other process can find it any more."""
+    def is_removed(self) -> bool:
+        """True when its file was removed: no other process can find it any more."""
         return self.path is not None and os.fstat(self.fd).st_nlink == 0
 
     def fits(self, seal_bytes: int, image_bytes: int, store: LocalStore | None) -> bool:
-        """True when it can take such a shard as it is.
+        """True when it can take a shard of these sizes without a new segment.
 
-        An image in `store` becomes the shard's file there: it must be exactly as long, and nobody
-        else's. Without a store, room is left for a state that grows a little.
+        An image in `store` becomes the shard's file there: it must have exactly the length, and no
+        other owner. Without a store, the image may be a little longer, for a state that grows.
         """
         if self.seal_bytes < seal_bytes:
             return False
@@ -174,27 +173,27 @@ class Slot:
             return None
 
     def in_use_elsewhere(self) -> bool:
-        """True while another process (an agent writing it out) holds the segment."""
+        """True while another process (an agent that writes it out) has it pinned."""
         return not lockable(self.fd)
 
     def close(self) -> None:
         """Unmap and close; the segment stays."""
-        with contextlib.suppress(BufferError):  # a view is still about: freed with it
+        with contextlib.suppress(BufferError):  # a view still exists, and frees it later
             self._map.close()
         os.close(self.fd)
         if self.file is not None:
             self.file.close()
 
     def remove(self) -> None:
-        """Unmap, close and delete; what was committed stays."""
+        """Unmap, close and delete; committed files stay."""
         self.close()
         if self.path is not None:
             remove_segment(self.path)
 
 
 def remove_segment(path: Path) -> None:
-    """Delete the slot at `path`, mapped by somebody or not."""
-    durable.remove(path)  # first: a seal must not be found without its image
+    """Delete the slot at `path`, whether or not a process has it mapped."""
+    durable.remove(path)  # first: there must be no seal without its image
     remove_image(path)
 
 
@@ -203,7 +202,7 @@ _pinning = threading.Lock()
 
 
 def pin(fd: int) -> None:
-    """Tell other processes that this one reads the segment; until `unpin`, or its death."""
+    """Show other processes that this one reads the segment, until `unpin` or its death."""
     with _pinning:
         fcntl.lockf(fd, fcntl.LOCK_SH)
         _pinned.add(fd)
@@ -217,8 +216,8 @@ def unpin(fd: int) -> None:
 
 
 def pin_again() -> None:
-    """Where this process pins slots, after it has looked at any by descriptors of their own: the
-    kernel drops all of a process's locks on a file when it closes one descriptor of that."""
+    """Restore this process's pins, after it has read slots through other descriptors: the kernel
+    drops all locks of a process on a file when it closes one descriptor of the file."""
     with _pinning:
         for fd in _pinned:
             fcntl.lockf(fd, fcntl.LOCK_SH)
@@ -241,7 +240,7 @@ def read_seal(path: Path) -> Manifest | None:
 
 
 def seal_of(path: Path) -> Manifest | None:
-    """The same, but raises why it cannot be read: OSError, CorruptShardError, FormatError."""
+    """The same, but raises OSError, CorruptShardError or FormatError when it cannot be read."""
     data = sealed_at(path)
     return None if data is None else Manifest.decode(data)
 
@@ -260,8 +259,8 @@ def sealed_at(path: Path) -> bytes | None:
 
 
 def read_image(path: Path, offset: int, nbytes: int) -> bytes:
-    """A range of the image of the slot at `path`, sealed or not, without mapping it; less where it
-    ends. Raises OSError."""
+    """Read a range of the image of the slot at `path`, sealed or not, without mapping it; shorter
+    where the image ends. Raises OSError."""
     if image := ImageFile.of(path):
         with open_plain(image.path, buffering=0) as file:
             return os.pread(file.fileno(), nbytes, offset)
