@@ -10,7 +10,9 @@ else
 HOROVOD_ARGS := --check
 export PYTHONPATH := $(CURDIR):$(CURDIR)/common:$(PYTHONPATH)
 endif
-PYTEST := $(PY) -m pytest
+# Tests wait more than they compute: more workers than cores. 0: all in one process.
+TEST_WORKERS ?= 3
+PYTEST := $(PY) -m pytest -n $(TEST_WORKERS)
 # At toy size. goodput.py and stall.py are run by tests/dist.
 BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/codecs.py benchmarks/agreement.py \
@@ -39,6 +41,7 @@ help:
 	@echo 'VENV="$$VIRTUAL_ENV"         install into this environment instead of .venv'
 	@echo 'PY=python                   use this Python as it is, and install nothing'
 	@echo 'HOROVOD_WITHOUT_MPI=1       build Horovod without MPI, though there is an MPI compiler'
+	@echo 'TEST_WORKERS=3              how many files of tests run side by side; 0: one after the other, in one process'
 	@echo 'REQUIRE_HOROVOD=1           fail the tests where Horovod is missing; REQUIRE_MPI=1, REQUIRE_S3=1, REQUIRE_SLURM=1 likewise'
 
 venv: $(READY)
@@ -94,7 +97,7 @@ test-unit test-store test-dist test-crash test-gpu: test-%: $(READY)
 
 coverage: horovod-for-tests s3-for-tests
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest
+	$(PY) -m coverage run -m pytest -n $(TEST_WORKERS)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
 

@@ -2,6 +2,9 @@
 
 After every test, whatever its tier, nothing may be left of it: no thread, no file descriptor, no
 process, nothing in shared memory.
+
+`make test` distributes the files of tests over workers (pytest-xdist), a file to a worker, in the
+order of the tiers. Each worker has its own ranks, agents, folders and shared memory.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.support.warm_python import servers
 
 # Cheapest first: what a unit test finds need not be waited for.
 TIERS = ("unit", "store", "dist", "crash", "gpu")
@@ -33,6 +39,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A test that kills a trainer does not wait for an agent that waits for the successor.
 os.environ["TIERCKPT_AGENT_LINGER_SECONDS"] = "0"
+
+# Tests wait for agents: at a lower priority these get hardly any time beside other tests.
+os.environ["TIERCKPT_AGENT_NICE"] = "0"
+
+# One thread of torch in each of several processes that share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same tests wherever pytest's folders are: in memory, a level's files would be the slots'.
 os.environ["TIERCKPT_LOCAL_IN_PLACE"] = "0"
@@ -55,6 +67,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(tier_of(item))
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
+
+
+def pytest_collection_finish() -> None:
+    """Tests collect garbage, and checkpointers look through all objects for schedulers: not through
+    the hundreds of thousands of the modules, too."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The files one after the other, each to the worker that is free; of the crash tier, where one
+    test takes as long as a file elsewhere, the tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith("tests/crash/") else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 # --- shared memory of our own --------------------------------------------------------------------
@@ -83,6 +116,22 @@ def shm_dir(shm_root: Path) -> Iterator[Path]:
     folder.mkdir()
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[None]:
+    """Processes that tests start by `tests.support.warm_python` have torch imported already."""
+    with servers.warm_python():
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Started before the workers, these processes are for all of them."""
+    if getattr(session.config.option, "numprocesses", None):
+        stack = contextlib.ExitStack()
+        stack.enter_context(servers.warm_python())
+        session.config.add_cleanup(stack.close)
 
 
 # --- leaks ---------------------------------------------------------------------------------------
@@ -119,11 +168,13 @@ def nothing_is_left(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[
     if request.node.stash.get(failed, False):
         return  # its traceback keeps alive what it would have closed
     deadline = time.monotonic() + PATIENCE_SECONDS
+    pause_seconds = 0.005
     while left := belongings(shm_root) - before:
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n" + "\n".join(sorted(left)))
-        time.sleep(0.01)
+        time.sleep(pause_seconds)  # looking takes what the agent needs to end
+        pause_seconds = min(2 * pause_seconds, 0.1)
 
 
 def belongings(shm_root: Path) -> set[str]:
@@ -155,8 +206,12 @@ def _processes() -> Iterator[str]:
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+    """Plain system calls: this is done for every process of the machine, twice for every test."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(fd, 1 << 20)
+    finally:
+        os.close(fd)
 
 
 def _segments(shm_root: Path) -> Iterator[str]:

@@ -11,6 +11,11 @@ from tests.support.crash.launcher import Expected, Job, Zygote
 from tests.support.crash.scenario import RANKS
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm(warm_python: None) -> None:
+    """Before the first test, as it starts processes that last."""
+
+
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """torch, imported once."""

@@ -23,6 +23,11 @@ def skip_if_missing(kind: str) -> None:
             pytest.skip(why_not)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm(warm_python: None) -> None:
+    """Before the first test, as it starts processes that last."""
+
+
 @pytest.fixture(scope="session")
 def launchable() -> Callable[[str], None]:
     """For tests that start a launcher by themselves: `launchable(MPIRUN)` skips without one."""

@@ -5,8 +5,8 @@ back what each returned, or raises with every rank's traceback and output. A poo
 hung is killed and made anew by the next call, so one bad scenario does not spoil the next.
 
 Ranks hear of scenarios through a FIFO each, since a launcher would keep standard input to itself.
-Its other end is open in the test process alone: when that is gone, however it died, the kernel
-closes it, and the ranks kill themselves.
+Another one's other end is open in the test process alone: when that is gone, however it died, the
+kernel kills the ranks, also those that are paused.
 
     pool = RankPool(2, folder)
     assert pool.run(my_scenario, "argument") == ["result of rank 0", "result of rank 1"]
@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -33,6 +34,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support.warm_python.server import die_with_writer
+from tests.support.warm_python.servers import PYTHON
+
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVE_SECONDS = 60
 """After this a collective whose peer is gone raises, instead of hanging."""
@@ -41,7 +45,8 @@ GLOO, ALONE, HOROVODRUN, MPIRUN = "gloo", "alone", "horovodrun", "mpirun"
 """How ranks come to be a job: a torch.distributed process group, none at all, a launcher."""
 
 LAUNCHERS = {
-    HOROVODRUN: "horovodrun --gloo -np {size} --network-interfaces lo",
+    # The cache is a file in the home directory, read and written without a lock.
+    HOROVODRUN: "horovodrun --gloo --disable-cache -np {size} --network-interfaces lo",
     # Over TCP: shared memory of MPI's own would be left behind by ranks that are killed.
     MPIRUN: "mpirun -np {size} --allow-run-as-root --oversubscribe --bind-to none "
     "--mca btl self,tcp --mca btl_tcp_if_include lo --mca oob_tcp_if_include lo "
@@ -69,6 +74,8 @@ class RankPool:
         self._started: list[subprocess.Popen[bytes]] = []
         """The ranks, or the launcher."""
         self._commands: list[int] = []
+        self._leashes: list[int] = []
+        self._answers = -1
         self._calls = self._starts = 0
         self._paused: list[int] = []
         """Process ids of ranks that are stopped."""
@@ -98,16 +105,22 @@ class RankPool:
         home = self.folder / f"start{self._starts}"
         home.mkdir()
         for rank in range(self.size):
-            fifo = _commands_of(home, rank)
-            os.mkfifo(fifo)
-            # For both, so that opening waits for nobody.
-            self._commands.append(os.open(fifo, os.O_RDWR))
-        serve = [sys.executable, "-m", __name__, self.kind, str(self.size), str(home)]
+            for fifos, fifo in (
+                (self._commands, _commands_of(home, rank)),
+                (self._leashes, _leash_of(home, rank)),
+            ):
+                os.mkfifo(fifo)
+                # For both, so that opening waits for nobody.
+                fifos.append(os.open(fifo, os.O_RDWR))
+        os.mkfifo(_answers_of(home))
+        self._answers = os.open(_answers_of(home), os.O_RDWR)
+        serve = [PYTHON, "-m", __name__, self.kind, str(self.size), str(home)]
         if self.kind in LAUNCHERS:
             launcher = LAUNCHERS[self.kind].format(size=self.size).split()
             self._started.append(self._spawn([*launcher, *serve], self._env[0]))
         else:
             for rank, env in enumerate(self._env):
+                env = {"WARM_PYTHON_RANK": str(rank), **env}
                 self._started.append(self._spawn([*serve, str(rank)], env))
 
     def _spawn(self, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -155,7 +168,8 @@ class RankPool:
                 time.sleep(1)
                 for rank in set(range(self.size)) - set(results):
                     results[rank] = (False, self._problem(rank, "did not finish"))
-            time.sleep(0.002)
+            if select.select([self._answers], [], [], 0.1)[0]:  # or a rank has ended
+                os.read(self._answers, 1)
         return [results[rank] for rank in range(self.size)]
 
     def _problem(self, rank: int, what: str) -> str:
@@ -181,8 +195,10 @@ class RankPool:
     def kill(self) -> None:
         """End all ranks at once."""
         self._go_on()
-        for commands in self._commands:
-            os.close(commands)  # which kills the rank
+        for fifo in (*self._leashes, *self._commands):
+            os.close(fifo)  # which kills the rank
+        if self._started:
+            os.close(self._answers)
         for process in self._started:
             if self.kind not in LAUNCHERS:
                 process.kill()  # perhaps it has not come to reading yet
@@ -192,6 +208,7 @@ class RankPool:
                 process.kill()
                 process.wait()
         self._commands.clear()
+        self._leashes.clear()
         self._started.clear()
 
 
@@ -204,6 +221,14 @@ STACKS = "stacks"
 
 def _commands_of(home: Path, rank: int) -> Path:
     return home / f"commands{rank}"
+
+
+def _leash_of(home: Path, rank: int) -> Path:
+    return home / f"leash{rank}"
+
+
+def _answers_of(home: Path) -> Path:
+    return home / "answers"
 
 
 def _pid_of(home: Path, rank: int) -> Path:
@@ -238,11 +263,13 @@ def _serve(kind: str, size: int, home: Path, rank: int) -> None:
         unfinished = result.with_name(f"{result.name}.unfinished")
         unfinished.write_bytes(pickle.dumps(outcome))
         unfinished.rename(result)
+        with _answers_of(home).open("wb", buffering=0) as answers:
+            answers.write(b"!")
         gc.collect()
 
 
 def _listen(home: Path, rank: int, calls: queue.SimpleQueue[str]) -> None:
-    """Hand on what the test process says; die with it, whatever the other threads are doing."""
+    """Hand on what the test process says."""
     with _commands_of(home, rank).open() as commands:
         for line in commands:
             if line.strip() == STACKS:
@@ -251,7 +278,6 @@ def _listen(home: Path, rank: int, calls: queue.SimpleQueue[str]) -> None:
                     os.kill(worker.pid, signal.SIGUSR2)
             else:
                 calls.put(line.strip())
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _join(kind: str, size: int, home: Path, rank: int) -> None:
@@ -285,11 +311,13 @@ def _perform(call: Path) -> Any:
     before = _belongings()
     value = scenario(*args, **kwargs)
     deadline = time.monotonic() + LEAVING_SECONDS
+    pause_seconds = 0.005
     while left := _belongings() - before:
         gc.collect()
         if time.monotonic() > deadline:
             raise AssertionError("the scenario left behind:\n" + "\n".join(sorted(left)))
-        time.sleep(0.005)
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, 0.1)
     return value
 
 
@@ -344,6 +372,7 @@ def _main(kind: str, size: str, home: str, rank: str = "") -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    die_with_writer(os.open(_leash_of(Path(home), number), os.O_RDONLY | os.O_NONBLOCK))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # in forked children, too
     _pid_of(Path(home), number).write_text(str(os.getpid()))

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.slurm_cluster import free_ports
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "restarts"
@@ -48,7 +48,7 @@ class RestartJob:
         """For whatever starts the job."""
         return {
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            **THROUGHOUT,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TMPDIR": str(self.folder),
@@ -177,10 +177,12 @@ class RestartJob:
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
         """Poll until it is so."""
         deadline = time.monotonic() + PATIENCE_SECONDS
+        pause_seconds = 0.005
         while not true():
             if time.monotonic() > deadline:
                 self.give_up(f"waited in vain for {what}")
-            time.sleep(0.02)
+            time.sleep(pause_seconds)  # looking takes time from those that are waited for
+            pause_seconds = min(1.5 * pause_seconds, 0.1)
 
     def give_up(self, why: str) -> NoReturn:
         """Show what everybody said."""
@@ -203,7 +205,7 @@ def undisturbed_curves(ranks: int) -> list[Curve]:
             "TIERCKPT_PATH": str(job.disks),
             "WORLD_SIZE": str(ranks),
         }
-        command = (sys.executable, "train.py", *job.options)
+        command = (PYTHON, "train.py", *job.options)
         try:
             started = [job.start(*command, **place, RANK=str(rank)) for rank in range(ranks)]
             for process in started:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from tierckpt import _faults
 from tierckpt.codecs.delta import Chain
 from tierckpt.codecs.pipeline import Pipeline
-from tierckpt.core.retention import retired
+from tierckpt.core.retention import RetentionPolicy, retirable
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.storage.local.encoded_files import References, commit_encoded
@@ -278,24 +278,24 @@ class TrainerSession:
 
     def _retire(self, message: Retire) -> None:
         """Apply retention to this rank's shards, and to those of ranks that no longer exist."""
-        safe, lineage, void = message.safe, message.lineage, {*message.void}
+        safe, lineage = message.safe, message.lineage
+        policy = RetentionPolicy(self.settings.keep_last, self.settings.keep_every)
+        keep, void = {*message.keep}, {*message.void}
         held = [*self.store.keys(), *self.store.parities()]
         mine = [k for k in held if self._is_mine(k)]
         strays = self._strays(held, safe, lineage)
 
         def gone(keys: list[ShardKey]) -> set[VersionId]:
-            policy = (self.settings.keep_last, self.settings.keep_every)
-            return set(retired({k.id for k in keys}, safe, lineage, *policy, void))
+            return {*retirable({k.id for k in keys}, policy, safe, lineage, keep, void)}
 
         # Strays count with all shards of the node: alone, the last one would be kept for ever.
         mine_gone, strays_gone = gone(mine), gone(held) if strays else set[VersionId]()
         going = [k for k in mine if k.id in mine_gone] + [k for k in strays if k.id in strays_gone]
-        keep = {*message.keep}
         there = {key for key in (*mine, *strays) if not isinstance(key, ParityKey)}
         went = set[VersionId]()
         # The newest first: a version goes before its base, never after it.
         for key in sorted(going, key=lambda key: key.id, reverse=True):
-            if key.id not in keep and key not in self._bases.of(there):
+            if key not in self._bases.of(there):
                 try:
                     if self._retire_one(key):
                         there.discard(key)

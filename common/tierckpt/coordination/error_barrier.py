@@ -89,7 +89,7 @@ class ErrorBarrier:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Group; RestoreError where another rank has raised meanwhile."""
-        return self._tell("", value)
+        return [theirs for _, theirs in self._gather("", value)]
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """See Group."""
@@ -111,27 +111,25 @@ class ErrorBarrier:
         """It ends; RestoreError where it did not end well on another rank."""
         if self._over or not (error is None or isinstance(error, Exception)):
             return
-        texts: list[str] = []
         try:
-            self._tell(in_words(error) if error is not None else "", heard=texts)
-        except RestoreError as told:
-            raise told from error
+            told = self._gather(in_words(error) if error is not None else "")
+        except RestoreError as of_another:
+            raise of_another from error
         if error is not None:  # on all
-            same_on_all(error, texts, self.rank)
+            same_on_all(error, [why for why, _ in told], self.rank)
 
-    def _tell(self, why: str, value: Any = None, heard: list[str] | None = None) -> list[Any]:
+    def _gather(self, why: str, value: Any = None) -> list[tuple[str, Any]]:
+        """Each rank's trouble, and value; RestoreError where some have trouble, and not all."""
         over, self._over = self._over, True
-        told = self._group.all_gather_object((why, value))
-        if heard is not None:
-            heard += [theirs for theirs, _ in told]
+        told: list[tuple[str, Any]] = self._group.all_gather_object((why, value))
         troubles = [theirs for theirs, _ in told]
         if not all(troubles):
-            raise_any(troubles, _gone_astray, self.rank)
+            raise_any(troubles, _could_not_go_on, self.rank)
         self._over = over
-        return [value for _, value in told]
+        return told
 
 
-def _gone_astray(ranks: list[int], why: str) -> RestoreError:
+def _could_not_go_on(ranks: list[int], why: str) -> RestoreError:
     return RestoreError(f"a rank could not go on with the restore. rank {ranks[0]}: {why}")
 
 

@@ -1,17 +1,18 @@
-"""Which versions of the persistent level may go. Pure."""
+"""Retention: which versions of a level may go. Pure.
+
+The agent asks `retirable` for the local level, shard by shard, and the persistent store asks
+`retirable_names` for whole versions, which goes by the same rules.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
 
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId, newest_first, newest_of_each, on_lineage
-
-if TYPE_CHECKING:
-    from tierckpt.format.version_names import VersionName
+from tierckpt.format.version_names import VersionName
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,45 @@ class RetentionPolicy:
     versions without a metric are not best."""
     best_is_low: bool = True
     """False: the larger, the better."""
+
+
+def retirable(
+    held: Iterable[VersionId],
+    policy: RetentionPolicy,
+    safe: VersionId | None,
+    lineage: Lineage,
+    keep: Container[VersionId] = (),
+    void: Container[VersionId] = (),
+) -> list[VersionId]:
+    """The versions among `held` that may go, oldest first; `keep` stay, whatever the rules say.
+
+    `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
+    whatever the policy; of what is not newer, the last `keep_last` and every multiple of
+    `keep_every`, but of those of one number the newest alone. What an ancestor wrote after the
+    version this run started from goes once `safe` is of this run. Runs that are no ancestors
+    (somebody started afresh in the same place) are never touched: nobody asked for their end.
+
+    `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
+    has its shard of one would give up a complete version for it. This run's go whatever is safe
+    (while one rank's disk is full, those of the others must not fill up); ancestors' go once
+    something newer is safe.
+    """
+    there = set(held)
+    worthless = {i for i in there if i in void}
+    gone = {i for i in worthless if i.generation == lineage[-1][0] or (safe and i < safe)}
+    if safe is not None:
+        ours = {generation for generation, _ in lineage}
+        whole = there - worthless
+        past = sorted((i for i in whole if i <= safe and i.generation in ours), reverse=True)
+        line = [i for i in past if on_lineage(i, lineage)]
+        newest = newest_of_each(line)
+        last = [i for i in line if i in newest][: max(policy.keep_last, 1)]
+        every = policy.keep_every
+        multiples = {i for i in newest if every and i.version % every == 0}
+        gone |= {*line} - {*last} - multiples
+        if safe.generation == lineage[-1][0]:
+            gone |= {*past} - {*line}
+    return sorted(i for i in gone if i not in keep)
 
 
 @dataclass(frozen=True)
@@ -46,29 +86,27 @@ class HeldVersion:
         return self.facts.name
 
 
-def retirable(
+def retirable_names(
     held: Iterable[HeldVersion], policy: RetentionPolicy, asking: VersionFacts
 ) -> list[VersionName]:
-    """Versions that no rule wants, and none that stays refers to, oldest first.
+    """The versions that may go, oldest first, where the run of `asking` asks.
 
-    The run of `asking` asks. The newest restorable version of the line is never among them,
-    whatever the policy; nor anything newer, other jobs' versions, and runs that are no ancestors
-    (see `retired`, whose rules these extend).
+    Those that are pinned, best, or bases of others stay, and the newest one that is not suspect.
+    The newest restorable version of the line is never among them, whatever the policy; nor anything
+    newer, other jobs' versions, and runs that are no ancestors.
     """
-    held, lineage = list(held), asking.lineage
-    mine = _of_line([h for h in held if h.facts.job == asking.job], lineage, asking.run_id)
-    newest = newest_first((h.facts.id, h.facts.lineage) for h in mine)
-    safe = newest[0] if newest else None
-    ids = {h.name.id for h in mine}
-    gone = set(retired(ids, safe, lineage, policy.keep_last, policy.keep_every))
-    each = newest_of_each(newest)
-    scored = {h.name: h.facts.metric for h in mine if h.name.id in each}
-    known = {name: metric for name, metric in scored.items() if metric is not None}
-    best = best_of(known, policy.keep_best, policy.best_is_low)
+    held = list(held)
+    ours = [h for h in held if h.facts.job == asking.job]
+    mine = {h.facts.id: h for h in _of_line(ours, asking.lineage, asking.run_id)}
+    line = newest_first((id_, h.facts.lineage) for id_, h in mine.items())
+    each = newest_of_each(line)
+    metrics = {id_: m for id_ in each if (m := mine[id_].facts.metric) is not None}
+    keep = best_of(metrics, policy.keep_best, policy.best_is_low)
+    keep |= {id_ for id_, h in mine.items() if h.pinned}
     # However many suspects follow, the newest version that is none stays.
-    unsuspected = [h.name for h in mine if h.name.id in newest and not h.suspect]
-    kept = {*best, *sorted(unsuspected)[-1:]}
-    going = {h.name for h in mine if h.name.id in gone and h.name not in kept and not h.pinned}
+    keep.update([id_ for id_ in line if not mine[id_].suspect][:1])
+    gone = retirable(mine, policy, line[0] if line else None, asking.lineage, keep)
+    going = {mine[id_].name for id_ in gone}
     # A base refers to nothing itself, so one step is enough.
     needed = {base for h in held if h.name not in going for base in h.bases}
     return sorted(going - needed)
@@ -93,14 +131,9 @@ def _of_line(held: list[HeldVersion], lineage: Lineage, run_id: str) -> list[Hel
     ]
 
 
-Version = TypeVar("Version", VersionId, "VersionName")
-
-
-def best_of(metrics: Mapping[Version, float], count: int, lowest: bool) -> set[Version]:
-    """The `count` best; of equals the newer one is the better one. What is no number is not best.
-
-    Pure.
-    """
+def best_of(metrics: Mapping[VersionId, float], count: int, lowest: bool) -> set[VersionId]:
+    """The `count` best; of equals the newer one is the better one. What is no number is not
+    best."""
     known = sorted((v for v, m in metrics.items() if math.isfinite(m)), reverse=True)
     sign = 1.0 if lowest else -1.0
     return set(sorted(known, key=lambda version: sign * metrics[version])[: max(count, 0)])
@@ -135,45 +168,3 @@ class Best:
         metrics = {v: m for v, m in self._metrics.items() if v in each}
         best = best_of(metrics, self._count, self._lowest)
         self._metrics = {version: self._metrics[version] for version in best}
-
-
-def retired(
-    held: Iterable[VersionId],
-    safe: VersionId | None,
-    lineage: Lineage,
-    keep_last: int,
-    keep_every: int,
-    void: Container[VersionId] = (),
-) -> list[VersionId]:
-    """Retention: which of the versions that are held may go.
-
-    `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
-    whatever the policy; of what is not newer, the last `keep_last` and every multiple of
-    `keep_every` (0: none), but of those of one number the newest alone. What an ancestor wrote
-    after the version this run started from goes once `safe` is of this run. Lives that are no
-    ancestors (somebody started afresh in the same place) are never touched: nobody asked for their
-    end.
-
-    `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
-    has its shard of one would give up a complete version for it. This run's go whatever is safe
-    (while one rank's disk is full, those of the others must not fill up); ancestors' go once
-    something newer is safe.
-    """
-    there = set(held)
-    worthless = {i for i in there if i in void}
-    gone = [i for i in worthless if i.generation == lineage[-1][0] or (safe and i < safe)]
-    if safe is None:
-        return sorted(gone)
-    ours = {generation for generation, _ in lineage}
-    whole = there - worthless
-    past = sorted((i for i in whole if i <= safe and i.generation in ours), reverse=True)
-    line = [i for i in past if on_lineage(i, lineage)]
-    newest = newest_of_each(line)
-    gone += [i for i in line if i not in newest]
-    line = [i for i in line if i in newest]
-    gone += [
-        i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)
-    ]
-    if safe.generation == lineage[-1][0]:
-        gone += [i for i in past if not on_lineage(i, lineage)]
-    return sorted(gone)

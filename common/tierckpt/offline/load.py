@@ -14,7 +14,6 @@ from tierckpt.core.copies import Problem
 from tierckpt.errors import RestoreError
 from tierckpt.format.layout import PER_RANK, Piece
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.group import SingleGroup
 from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.progress import Progress
@@ -127,9 +126,8 @@ def _load(
     if attempt is None:
         raise RestoreError(nothing(path, version, there, candidates.rejected))
     with closing(attempt):
-        assert attempt.contents is not None
         mapped = {s: image for s, image in attempt.images.items() if _is_mapped(attempt, s)}
-        saved = _Reading(attempt, attempt.contents, model_only).saved()
+        saved = _Reading(attempt, model_only).saved()
         saved.rejected = (*there.troubles, *candidates.rejected)
         saved.suspect = there.suspicion(attempt.plan.id)
         saved.unseen = unseen
@@ -194,10 +192,9 @@ def _text(path: Where | Sequence[Where]) -> str:
 class _Reading:
     """One verified version, being loaded into new tensors."""
 
-    def __init__(
-        self, attempt: VerifiedVersion, contents: VersionSummary, model_only: bool
-    ) -> None:
-        self._attempt, self._contents, self._model_only = attempt, contents, model_only
+    def __init__(self, attempt: VerifiedVersion, model_only: bool) -> None:
+        self._attempt, self._model_only = attempt, model_only
+        self._contents = contents = attempt.contents
         self._manifest = Manifest.decode(contents.own.manifest)
         self._tree = tree_codec.decode(contents.own.tree)
         own = {spec.name: spec for spec in contents.own.specs}
@@ -241,7 +238,7 @@ class _Reading:
             self._tied |= self._filler.header.tied
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
-        if piece.placement is PER_RANK and shard != self._attempt.own_shard:
+        if piece.placement is PER_RANK and shard != 0:
             return None
         return self._tensors.get(piece.spec.name)
 

@@ -224,15 +224,15 @@ def verify(
             return None, failures
         outlines = {shard: o for each in outlines_of for shard, o in each.items()}
         small = {shard: o for each in small_of for shard, o in each.items()}
-        verified = VerifiedVersion(plan, share.broadcaster, context.progress, share.images)
-        own = small.get(verified.own_shard) or _own_state(share, verified.own_shard)
-        verified.contents = VersionSummary([outlines[s.shard] for s in plan.sources], own)
-        if not verified.contents.whole():
-            held = counts(_headers_here(share).values())
-            everyones = group.all_gather_object(held)
-            verified.contents.missing = lacking(verified.contents.specs, everyones)
+        own_shard = group.rank % len(plan.sources)
+        own = small.get(own_shard) or _own_state(share, own_shard)
+        contents = VersionSummary([outlines[s.shard] for s in plan.sources], own)
+        if not contents.whole():
+            everyones = group.all_gather_object(counts(_headers_here(share).values()))
+            contents.missing = lacking(contents.specs, everyones)
         on_failure.pop_all()
-    return verified, []
+    broadcaster, progress = share.broadcaster, context.progress
+    return VerifiedVersion(plan, broadcaster, progress, share.images, contents), []
 
 
 def _read_here(plan: RestorePlan, rank: int) -> list[Source]:

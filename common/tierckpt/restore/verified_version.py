@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,22 +31,16 @@ class VerifiedVersion:
     plan: RestorePlan
     broadcaster: ShardBroadcaster
     progress: Progress
-    images: dict[int, ShardImage] = field(default_factory=dict)
+    images: dict[int, ShardImage]
     """What this rank maps, fetched, or made."""
-    contents: VersionSummary | None = None
-    """When all of it is verified."""
+    contents: VersionSummary
     trouble: str = ""
     """What went wrong here behind the last byte, in words."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
-        return self.contents.nbytes if self.contents else 0
-
-    @property
-    def own_shard(self) -> int:
-        """The shard that this rank takes its small state from."""
-        return self.broadcaster.rank % len(self.plan.sources)
+        return self.contents.nbytes
 
     def visit(self, visit: Visit, wants: Wants = all_of_it) -> None:
         """Show every rank every shard, once, but for what it maps and does not want. What is in
@@ -64,7 +58,6 @@ class VerifiedVersion:
             self.progress.advance(0 if wanted else high - low)
             return wanted
 
-        assert self.contents is not None
         for source in self.plan.sources:
             shard = source.shard
             outline = self.contents.outlines[shard]
@@ -106,7 +99,6 @@ class VerifiedVersion:
 class LoadedVersion:
     """What was loaded, on this rank."""
 
-    version: VerifiedVersion
     manifest: Manifest
     """This rank's."""
     result: Restored
@@ -131,7 +123,6 @@ def load(
     out, a rank that is lost for one, leaves `state.torn` True if anything was changed.
     """
     with group:
-        assert version.contents is not None
         loader = Loader(state, version.contents, group.rank, group.size, new, strict)
         differences = loader.differences()
         loader.prepare()
@@ -162,7 +153,7 @@ def load(
     except Exception as error:
         version.fail(error)
     state.torn = bool(version.trouble)
-    return LoadedVersion(version, loader.manifest, result, notices, saved.get("adapter"))
+    return LoadedVersion(loader.manifest, result, notices, saved.get("adapter"))
 
 
 def _finish(loader: Loader) -> str:

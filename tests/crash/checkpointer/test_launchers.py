@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.crash.launcher import PATIENCE_SECONDS, Job, quiet_environment
 from tests.support.crash.scenario import RANKS, VARIABLE
 from tests.support.thorough import on_demand
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 KILL = "kill@seal:version=12"
 NO_LINGER = {"memory_linger_seconds": 0}
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "job.py"
 @on_demand("test_demo.py has torchrun restart a job, too")
 def test_torchrun_restarts_a_job_and_the_curve_is_the_same(job: Job) -> None:
     rule = "kill@script:step=12,phase=backward"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3"]
     command += ["--monitor-interval", "0.1", str(SCRIPT)]
     job.scenario.rules["1"] = rule
@@ -28,7 +28,7 @@ def test_torchrun_restarts_a_job_and_the_curve_is_the_same(job: Job) -> None:
             command,
             stdout=log,
             stderr=log,
-            env={**quiet_environment(), VARIABLE: job.scenario.to_json()},
+            env={**quiet_environment(), **THROUGHOUT, VARIABLE: job.scenario.to_json()},
         )
     job.wait_for(lambda: job.foreign.poll() is not None, "torchrun's end", 2 * PATIENCE_SECONDS)
     assert job.fired(1, rule)

@@ -50,9 +50,14 @@ AGENT_POINTS = {
 }
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize("point", TRAINER_POINTS)
-def test_a_trainer_is_killed(point: str, rank: int, job: Job) -> None:
+BOTH = [f"{point}-{rank}" for point in TRAINER_POINTS for rank in range(RANKS)]
+IN_TURN = [f"{point}-{number % RANKS}" for number, point in enumerate(TRAINER_POINTS)]
+
+
+@pytest.mark.parametrize("where", points(BOTH, *IN_TURN))
+def test_a_trainer_is_killed(where: str, job: Job) -> None:
+    point, _, number = where.rpartition("-")
+    rank = int(number)
     if rank == 1:  # in turn, the least that is allowed and what a job usually has
         job.settings.update(slots=2, local_every_steps=0)
     rule = TRAINER_POINTS[point]
@@ -67,19 +72,20 @@ def test_a_trainer_is_killed(point: str, rank: int, job: Job) -> None:
     assert job.journal(rank, blocks=BLOCKS), [x for x in job.journal(rank) if "blocks" in x]
 
 
-@pytest.mark.parametrize(
-    "point",
-    points(
-        AGENT_POINTS,
-        "agent",
-        "write",
-        "rename",
-        "rename manifest",
-        "fsync directory after manifest",
-        "unlink retired manifest",
-        "rename retired to spare",
-    ),
-)
+# Each of an agent's points, by default, in one of the two tests, and some in both.
+AGENT_ALONE = [
+    "agent",
+    "write",
+    "rename",
+    "rename manifest",
+    "fsync directory after manifest",
+    "unlink retired manifest",
+    "rename retired to spare",
+]
+WITH_MACHINE = ["agent", "rename manifest", *(set(AGENT_POINTS) - set(AGENT_ALONE))]
+
+
+@pytest.mark.parametrize("point", points(AGENT_POINTS, *AGENT_ALONE))
 def test_an_agent_is_killed_and_later_the_machine(point: str, job: Job) -> None:
     rank = list(AGENT_POINTS).index(point) % RANKS
     job.settings.update(when_busy="wait", local_keep_last=1)
@@ -98,7 +104,7 @@ def test_an_agent_is_killed_and_later_the_machine(point: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("point", AGENT_POINTS)
+@pytest.mark.parametrize("point", points(AGENT_POINTS, *WITH_MACHINE))
 def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
     rank = list(AGENT_POINTS).index(point) % RANKS
     job.settings.update(when_busy="wait", local_keep_last=1)
@@ -115,9 +121,9 @@ def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_trainer_is_killed_somewhere_in_its_loop(seed: int, job: Job) -> None:
-    dice = random.Random(seed)
+@pytest.mark.parametrize("seed", points("012345", *"0135"))
+def test_a_trainer_is_killed_somewhere_in_its_loop(seed: str, job: Job) -> None:
+    dice = random.Random(int(seed))
     rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS)
     rule = f"kill@script:step={step},phase={dice.choice(PHASES)}"
     job.settings["slots"] = dice.choice((2, 3))
@@ -131,9 +137,9 @@ def test_a_trainer_is_killed_somewhere_in_its_loop(seed: int, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_trainer_is_killed_at_some_moment(seed: int, job: Job) -> None:
-    dice = random.Random(100 + seed)
+@pytest.mark.parametrize("seed", points("0123", *"01"))
+def test_a_trainer_is_killed_at_some_moment(seed: str, job: Job) -> None:
+    dice = random.Random(100 + int(seed))
     rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS - 2)
     killed = job.start(gates={"end": STEPS})  # it never ends by itself
     job.wait_for(lambda: killed.passed(rank) >= step, f"step {step}")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 ROOT = Path(__file__).resolve().parents[3]
 NODES, SPARES = 3, 1
@@ -17,9 +18,9 @@ def test_a_spare_takes_a_lost_nodes_place_and_then_the_job_shrinks(tmp_path: Pat
     script = ROOT / "examples" / "spares" / "experiment.py"
     size = ["--nodes", str(NODES), "--spares", str(SPARES), "--picture", "spares.png"]
     ended = subprocess.run(
-        [sys.executable, str(script), *size],
+        [PYTHON, str(script), *size],
         cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "500", "TMPDIR": str(tmp_path)},
+        env={**os.environ, **THROUGHOUT, "COLUMNS": "500", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=400,

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.crash.launcher import PATIENCE_SECONDS, Job, Process, quiet_environment
 from tests.support.crash.scenario import RANKS, VARIABLE
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "halting_job.py"
 STAND, LAST = 12, 14
@@ -25,7 +26,7 @@ joined: that one's exchange would end at once."""
 def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
     """Start run 0 of the job; it waits before step STAND."""
     scenario = replace(job.scenario, life=0, gates={"stand": STAND})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3"]
     command += ["--monitor-interval", "0.1", str(SCRIPT)]
     with (job.folder / "torchrun.log").open("wb") as log:
@@ -35,6 +36,7 @@ def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[b
             stderr=log,
             env={
                 **quiet_environment(),
+                **THROUGHOUT,
                 VARIABLE: scenario.to_json(),
                 "CRASH_ASKS": "yes" if asks else "",
                 "CRASH_WORKERS": str(workers),

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.support.crash.elastic_launcher import ElasticJob, Line, Moment
 from tests.support.crash.launcher import ROOT, quiet_environment
 from tests.support.horovod_here import horovod_missing
 from tests.support.thorough import on_demand, points
+from tests.support.warm_python.servers import PYTHON
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 
@@ -362,7 +362,7 @@ def test_ranks_that_differ_when_a_host_goes(on_drift: str, make_job: MakeJob) ->
 def test_commits_of_one_process(tmp_path: Path, shm_dir: Path) -> None:
     """One process, without a launcher: what is refused, and what a commit is."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.crash.elastic_alone", str(tmp_path), str(shm_dir)],
+        [PYTHON, "-m", "tests.support.crash.elastic_alone", str(tmp_path), str(shm_dir)],
         cwd=ROOT,
         env=quiet_environment(),
         capture_output=True,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 GOODPUT = Path(__file__).resolve().parents[3] / "benchmarks" / "goodput.py"
 
@@ -16,7 +17,10 @@ def test_a_killed_toy_comes_back_and_is_counted(tmp_path: Path) -> None:
     line = f"--toy --methods ours --mtbf 4 --failures 2 --steps 5 --dir {tmp_path} --json {path}"
     before = set(os.listdir("/dev/shm"))
     done = subprocess.run(
-        [sys.executable, str(GOODPUT), *line.split()], capture_output=True, text=True
+        [PYTHON, str(GOODPUT), *line.split()],
+        env={**os.environ, **THROUGHOUT},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(path.read_text())["rows"]

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,15 @@ import pytest
 
 from tests.support.horovod_here import horovod_missing
 from tests.support.thorough import on_demand
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 STALL = Path(__file__).resolve().parents[3] / "benchmarks" / "stall.py"
 
 
 def start(folder: Path, line: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(STALL), "--toy", "--dir", str(folder), *line.split()]
+    command = [PYTHON, str(STALL), "--toy", "--dir", str(folder), *line.split()]
     # No commit: whoever works on the tree meanwhile does not make another measurement of it.
-    environment = {**os.environ, "GIT_DIR": str(folder / "no-repository")}
+    environment = {**os.environ, **THROUGHOUT, "GIT_DIR": str(folder / "no-repository")}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.thorough import on_demand
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 ROOT = Path(__file__).resolve().parents[3]
 SAME = "loss curves of both ranks equal, bit for bit, in all three runs: True"
@@ -37,10 +37,10 @@ def test_a_kill_leaves_the_curve_as_it_was(
     if launcher == "horovodrun":
         launchable(HOROVODRUN)
     picture = tmp_path / "demo.png"
-    command = [sys.executable, "examples/digits/demo.py", "--launcher", launcher]
+    command = [PYTHON, "examples/digits/demo.py", "--launcher", launcher]
     command += ["--steps", "30", "--picture", str(picture)]
     # Wide enough that no sentence is broken into lines.
-    environment = {**os.environ, "COLUMNS": "200", "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, **THROUGHOUT, "COLUMNS": "200", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )

@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.support import exact
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.slurm_cluster import free_ports
 from tests.support.training import horovod, working_in
+from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
@@ -61,7 +61,7 @@ def test_ten_lines_train_and_save(
     alone |= {"RANK": "0", "WORLD_SIZE": "1"}
     for life in (1, 2):
         done = subprocess.run(
-            [sys.executable, "-c", f"{BEFORE}{block}{AFTER}"],
+            [PYTHON, "-c", f"{BEFORE}{block}{AFTER}"],
             cwd=tmp_path,
             env={**os.environ, **alone},
             capture_output=True,

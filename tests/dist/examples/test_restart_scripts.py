@@ -112,7 +112,9 @@ def test_migration(job: RestartJob, undisturbed: list[Curve], tmp_path: Path) ->
 
 
 def test_suspending(job: RestartJob, undisturbed: list[Curve]) -> None:
-    torchrun = job.start("./torchrun_cold.sh", *job.options, TIERCKPT_PATH=str(job.disks))
+    # The script looks for what torchrun started: that must be its children.
+    own = {"TIERCKPT_PATH": str(job.disks), "WARM_PYTHON_SERVERS": ""}
+    torchrun = job.start("./torchrun_cold.sh", *job.options, **own)
     job.wait_for(lambda: job.step() >= HALF, "half of the training")
     job.start("./suspend.sh", "STOP", str(torchrun.pid)).wait()
     stopped = job.trainers()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import tierckpt
 from tests.support import exact
 from tests.support.rank_pool import ROOT
 from tests.support.training import Net, Place, attach, make_job, sgd
+from tests.support.warm_python.servers import PYTHON
 from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
@@ -315,7 +315,7 @@ def run_script(folder: Path, shm: Path, name: str, steps: int, end: str) -> list
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(r), meeting, results, str(steps), end],
+            [PYTHON, script, str(r), meeting, results, str(steps), end],
             env=env,
             cwd=folder,
             stdout=subprocess.PIPE,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.horovod_here import horovod_missing, mpi_missing
+from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,7 +28,8 @@ pathlib.Path(sys.argv[1], str(hvd.rank())).write_text(f"{hvd.size()} over {over}
 hvd.barrier()
 hvd.shutdown()
 """
-HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", "--gloo", "--network-interfaces", "lo")
+LO = ("--gloo", "--disable-cache", "--network-interfaces", "lo")
+HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", *LO)
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
 
 
@@ -48,7 +50,7 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
     ids=["horovodrun", "mpirun"],
 )
 def test_two_ranks_sum(launcher: tuple[str, ...], over: str, tmp_path: Path) -> None:
-    command = [*launcher, sys.executable, "-c", RANK, str(tmp_path)]
+    command = [*launcher, PYTHON, "-c", RANK, str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,6 +27,7 @@ from tests.support.training import (
     make_horovod_job,
     train,
 )
+from tests.support.warm_python.servers import PYTHON
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 
@@ -178,7 +179,7 @@ def run_script(folder: Path, shm: Path, name: str, steps: int) -> list[Any]:
     script.write_text(SCRIPT)
     launcher = LAUNCHERS[HOROVODRUN].format(size=2).split()
     done = subprocess.run(
-        [*launcher, sys.executable, str(script)],
+        [*launcher, PYTHON, str(script)],
         env={
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.net_nodes import made_network
+from tests.support.warm_python.servers import PYTHON
 from tierckpt.testing.network import Network
 
 NODES = 2
@@ -76,7 +77,7 @@ def attached(
         }
         processes.append(
             subprocess.Popen(
-                [*network.inside(rank), sys.executable, "-c", JOB, str(folder), str(shm_dir)],
+                [*network.inside(rank), PYTHON, "-c", JOB, str(folder), str(shm_dir)],
                 stdout=subprocess.PIPE,
                 env={**os.environ, **environment},
             )

@@ -12,17 +12,20 @@ import pytest
 
 from tests.support.horovod_here import horovod_missing
 from tests.support.thorough import on_demand
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(ROOT / "tests" / "support" / "prove_script.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", "--gloo", "--network-interfaces", "lo")
+LO = ("--gloo", "--disable-cache", "--network-interfaces", "lo")
+HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", *LO)
 
 
 def prove(command: tuple[str, ...], folder: Path, shm_dir: Path) -> str:
     """Its output; it exits with 0."""
-    line = [sys.executable, "-m", "tierckpt", "prove", "--steps", "3", "--", *command]
-    environment = {**os.environ, "TIERCKPT_SHM_DIR": str(shm_dir), "TMPDIR": str(folder)}
+    line = [PYTHON, "-m", "tierckpt", "prove", "--steps", "3", "--", *command]
+    own = {"TIERCKPT_SHM_DIR": str(shm_dir), "TMPDIR": str(folder)}
+    environment = {**os.environ, **THROUGHOUT, **own}
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
     logs = [f"{log}:\n{log.read_text()}" for log in folder.rglob("log")]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
@@ -35,7 +38,7 @@ def test_torchrun_with_a_loop_that_nobody_touched(tmp_path: Path, shm_dir: Path)
     The scheduler was not given, and steps at the end of an epoch. These steps contain no end of an
     epoch: the output says so.
     """
-    command = (sys.executable, *TORCHRUN, "--max-restarts", "3", SCRIPT, "wrap")
+    command = (PYTHON, *TORCHRUN, "--max-restarts", "3", SCRIPT, "wrap")
     out = prove(command, tmp_path, shm_dir)
     assert "exact: killed with SIGKILL at step 5, resumed from " in out
     assert "to 8 are bit for bit as in the run that was not killed (2 ranks, 11 tensors" in out
@@ -51,6 +54,6 @@ def test_torchrun_with_a_loop_that_nobody_touched(tmp_path: Path, shm_dir: Path)
 @pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 def test_horovodrun(tmp_path: Path, shm_dir: Path) -> None:
     """It ends with the killed rank, and is restarted."""
-    out = prove((sys.executable, *HOROVODRUN, sys.executable, SCRIPT, "exact"), tmp_path, shm_dir)
+    out = prove((sys.executable, *HOROVODRUN, PYTHON, SCRIPT, "exact"), tmp_path, shm_dir)
     assert "(2 ranks, 11 tensors" in out
     assert [*tmp_path.glob("tierckpt-*")] == []

@@ -12,6 +12,7 @@ import pytest
 from tests.dist.tracing.test_trace import PARAMETERS, STEPS, check_order
 from tests.support.horovod_here import horovod_missing
 from tests.support.training import Net
+from tests.support.warm_python.servers import PYTHON
 from tierckpt.cli.trace import load
 from tierckpt.tracing.horovod_timeline import agreement
 from tierckpt.tracing.plot import TREE_ROW, row_names, step_of
@@ -70,7 +71,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program.write_text(HOROVOD_JOB)
     memory.mkdir()
     launcher = Path(sys.executable).with_name("horovodrun")
-    command = [launcher, "--gloo", "-np", "2", sys.executable, program, folder, *WAYS]
+    command = [launcher, "--gloo", "--disable-cache", "-np", "2", PYTHON, program, folder, *WAYS]
     env = {
         **os.environ,
         "HOROVOD_TIMELINE": str(folder / "horovod.json"),

@@ -229,7 +229,7 @@ def test_other_numbers_of_ranks(plain: Path, tmp_path: Path) -> None:
     names = {each.name: each for each in found(plain, two)}
     # The generators are of one process here, and the job has no loader of its own.
     names = {name: each for name, each in names.items() if not name.startswith("rng/")}
-    own = names.pop("what is each rank's own")
+    own = names.pop("each rank's own state")
     assert (own.what, own.ranks) == ("only in B", (1,))
     assert {name.split("/")[0] for name in names} == {"extra_per_rank"}
     changed = found(plain, again_on(2, tmp_path / "changed", make(tmp_path / "bit", flip_a_bit)))

@@ -6,6 +6,7 @@ They train side by side, in one job for each of the two libraries; differences a
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import re
@@ -28,19 +29,22 @@ from tests.support.state_matrix.fleet import (
     with_closure,
 )
 
-try:
-    from torch.testing._internal.common_optimizers import optim_db
-except ImportError:  # some packages of torch lack it
-    optim_db = []
-
 # --- torch's own ---------------------------------------------------------------------------------
 
 VARIANTS = ("foreach", "fused")
 """In addition to the plain loop. Differentiable ones step no leaves; capturable ones need GPUs."""
 
 
+@functools.cache
 def torchs() -> dict[str, Maker]:
-    """Options as in torch's own tests: momentum, amsgrad, maximize, rates in tensors, ..."""
+    """As torch's own tests vary options: momentum, amsgrad, maximize, rates in tensors, ...
+
+    Skips the test on a torch without its own tests. Loads the list on demand: that takes seconds.
+    """
+    try:
+        from torch.testing._internal.common_optimizers import optim_db
+    except ImportError:  # some packages of torch lack it
+        pytest.skip("this torch has no torch.testing._internal.common_optimizers")
     found: dict[str, Maker] = {}
     for info in optim_db:
         for given in info.optim_inputs_func(device="cpu"):
@@ -64,24 +68,15 @@ def torch_ship(kind: Any, options: dict[str, Any]) -> Ship:
     return Ship(model, kind(params, **own), step)
 
 
-TORCHS = torchs()
-
-
-@pytest.mark.skipif(
-    not TORCHS, reason="this torch has no torch.testing._internal.common_optimizers"
-)
 @pytest.mark.filterwarnings("ignore")
 def test_every_variant_of_torchs_optimizers_is_exact(path: Path, shm_dir: Path) -> None:
-    assert differences(TORCHS, path, shm_dir) == {}
+    assert differences(torchs(), path, shm_dir) == {}
 
 
 def test_there_are_as_many_as_torch_has_classes() -> None:
-    classes = {name.split()[0] for name in TORCHS}
-    if optim_db:
-        assert len(TORCHS) >= 150
-        assert classes >= {"Adam", "AdamW", "SGD", "LBFGS", "SparseAdam", "RMSprop", "Adagrad"}
-    else:
-        pytest.skip("this torch has no torch.testing._internal.common_optimizers")
+    classes = {name.split()[0] for name in torchs()}
+    assert len(torchs()) >= 150
+    assert classes >= {"Adam", "AdamW", "SGD", "LBFGS", "SparseAdam", "RMSprop", "Adagrad"}
 
 
 # --- pytorch_optimizer ---------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.crash.launcher import ROOT, Process, quiet_environment
+from tests.support.warm_python.servers import PYTHON
 from tierckpt import _faults
 
 PATIENCE_SECONDS = 240.0
@@ -70,7 +71,7 @@ class ElasticJob:
         command += ["-np", str(workers), "--min-np", str(min_np), "--max-np", str(workers)]
         command += ["--network-interfaces", "lo"]
         command += ["--host-discovery-script", str(self.folder / "hosts.sh")]
-        command += [*launcher, sys.executable, "-m", "tests.support.crash.elastic_job"]
+        command += [*launcher, PYTHON, "-m", "tests.support.crash.elastic_job"]
         with (self.folder / "log").open("ab") as log:
             self._launcher = subprocess.Popen(
                 command,
@@ -213,15 +214,20 @@ class ElasticJob:
 
     def left_nothing(self) -> None:
         """After the end: no process, when agents have finished, and no shared memory."""
-        self.wait_for(lambda: not list(self._processes()), "the end of all processes")
+        while found := [Process(pid) for pid, _ in self._processes()]:
+            for process in found:
+                if not process.ended(PATIENCE_SECONDS):
+                    self.give_up("waited in vain for the end of all processes")
         assert list(self.shm_dir.rglob("*")) == []
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
+        pause_seconds = 0.005
         while not true():
             if time.monotonic() > deadline:
                 self.give_up(f"waited in vain for {what}")
-            time.sleep(0.02)
+            time.sleep(pause_seconds)  # looking takes time from those that are waited for
+            pause_seconds = min(1.5 * pause_seconds, 0.1)
 
     def give_up(self, why: str) -> NoReturn:
         raise AssertionError(f"{why}\n{self.output()}")

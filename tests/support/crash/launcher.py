@@ -211,7 +211,10 @@ class Job:
 
     def agents_end(self) -> None:
         """Return when every agent of this job has ended by itself."""
-        self.wait_for(lambda: not self._agent_pids(), "the agents' end")
+        while agents := self.agents():  # each may have begun to be replaced
+            for agent in agents:
+                if not agent.ended(PATIENCE_SECONDS):
+                    self.give_up("waited in vain for the agents' end")
 
     # --- what happened -------------------------------------------------------------------------
 
@@ -292,10 +295,12 @@ class Job:
         self, true: Callable[[], Any], what: str, patience_seconds: float = PATIENCE_SECONDS
     ) -> None:
         deadline = time.monotonic() + patience_seconds
+        pause_seconds = 0.002
         while not true():
             if time.monotonic() > deadline:
                 self.give_up(f"waited in vain for {what}")
-            time.sleep(0.005)
+            time.sleep(pause_seconds)  # looking takes time from those that are waited for
+            pause_seconds = min(1.5 * pause_seconds, 0.05)
 
     def wait_fired(self, rank: int, rule: str) -> None:
         self.wait_for(lambda: self.fired(rank, rule), f"the rule {rule} on rank {rank}")

@@ -211,7 +211,7 @@ def test_a_row_is_undone_in_reverse() -> None:
         ("zstd, incremental", "it must come first"),
         ("incremental full_every=1", "a whole number from 2 on"),
         ("incremental depth=1", "takes full_every"),
-        ("zstd,,aes-gcm", "no codec ''"),
+        ("zstd,,aes-gcm", "the codec '' is unknown"),
     ],
 )
 def test_a_setting_that_cannot_be_is_told_before_the_first_commit(text: str, why: str) -> None:

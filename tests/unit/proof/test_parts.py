@@ -190,6 +190,8 @@ def test_what_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
         (("model/w", "rng/torch", "options/opt[0]/lr"), "The random stream of torch is"),
         (("model/w", "rng/torch"), "The random stream of torch is"),
         (("rng/numpy", "rng/python"), "The random stream of numpy and python is"),
+        (("rng/torch",), "a DataLoader draws from torch's"),
+        (("rng/numpy",), "numpy.random shuffles"),
         (("rng/cuda[0]",), "The random stream of cuda[0] is"),
         (("extra/scaler/scale", "extra_per_rank/loader/at"), "Only extra/scaler, extra_per_rank/"),
         (("metric",), "the metric given to step() is not"),

@@ -1,4 +1,4 @@
-"""The persistent level's rules: names, groups, places, records, turns, bandwidth, retention."""
+"""The persistent level's rules: names, groups, places, records, turns, bandwidth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.facts import facts_of
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError
-from tierckpt.format.facts import VersionFacts
-from tierckpt.format.ids import Lineage, VersionId, on_lineage
+from tierckpt.format.ids import VersionId
 from tierckpt.format.version_names import Groups, SharedPlaces, parse_run, run_name
 from tierckpt.format.version_records import (
     ShardRecord,
@@ -27,13 +25,10 @@ from tierckpt.format.version_records import (
 )
 from tierckpt.storage.persistent import (
     FlushPacer,
-    HeldVersion,
-    RetentionPolicy,
     Throttle,
     TimeSlots,
     VersionManifest,
     VersionName,
-    retirable,
 )
 
 lives = st.text("0123456789abcdef", min_size=1, max_size=16)
@@ -278,148 +273,6 @@ def test_a_superseded_flush_ends_while_it_waits() -> None:
     assert len(kept) >= 6
 
 
-# --- retention ---------------------------------------------------------------------------------
-
-
-def life_of(lineage: Lineage) -> str:
-    return f"{lineage[-1][0]}"
-
-
-def asking(run_id: str, lineage: Lineage) -> VersionFacts:
-    """A version of the run that asks."""
-    return facts_of(VersionId(lineage[-1][0], 0), 1, run_id, lineage)
-
-
-def held_of(draw: st.DrawFn) -> list[HeldVersion]:
-    """Some lives, each from a version of the one before or afresh, with some versions each."""
-    found: list[HeldVersion] = []
-    lineage: Lineage = ()
-    for generation in range(1, draw(st.integers(1, 4)) + 1):
-        base = draw(st.integers(0, 12)) if lineage else 0
-        afresh = draw(st.integers(0, 3)) == 0
-        lineage = (*(() if afresh else lineage), (generation, 0 if afresh else base))
-        job = draw(st.sampled_from(["job", "job", "job", "other"]))
-        start = lineage[-1][1]
-        for version in draw(st.sets(st.integers(start + 1, start + 12), max_size=8)):
-            metric = None if draw(st.booleans()) else float(draw(st.integers(0, 4)))
-            id_, run_id = VersionId(generation, version), life_of(lineage)
-            facts = facts_of(id_, 1, run_id, lineage, job, metric=metric)
-            found.append(HeldVersion(facts, draw(st.integers(0, 5)) == 0))
-    return found
-
-
-policies = st.builds(
-    RetentionPolicy,
-    keep_last=st.integers(0, 4),
-    keep_every=st.integers(0, 5),
-    keep_best=st.integers(0, 3),
-    best_is_low=st.booleans(),
-)
-
-
-def oracle(
-    held: list[HeldVersion], policy: RetentionPolicy, lineage: Lineage
-) -> Iterator[VersionName]:
-    """Retention, version by version, as the documents say it."""
-    ours = {g for g, _ in lineage}
-    mine = [h for h in held if h.facts.job == "job" and h.name.id.generation in ours]
-    if not mine:
-        return
-    newest_life = max(mine, key=lambda h: h.name.id).facts.lineage
-    line = [h for h in mine if on_lineage(h.name.id, newest_life)]
-    safe = max(line, key=lambda h: h.name.id)
-    sign = 1 if policy.best_is_low else -1
-    for h in mine:
-        newer = sum(on_lineage(o.name.id, lineage) and o.name.id > h.name.id for o in mine)
-        better = [
-            o
-            for o in line
-            if o.facts.metric is not None
-            and h.facts.metric is not None
-            and (sign * o.facts.metric, -o.name.id.version)
-            < (sign * h.facts.metric, -h.name.id.version)
-        ]
-        is_best = h in line and h.facts.metric is not None and len(better) < policy.keep_best
-        if h.pinned or is_best or h.name.id >= safe.name.id:
-            continue
-        if on_lineage(h.name.id, lineage):
-            every = policy.keep_every and h.name.id.version % policy.keep_every == 0
-            if newer >= max(policy.keep_last, 1) and not every:
-                yield h.name
-        elif safe.name.id.generation == lineage[-1][0]:
-            yield h.name
-
-
-@st.composite
-def situations(draw: st.DrawFn) -> tuple[list[HeldVersion], Lineage]:
-    held = held_of(draw)
-    if not held:
-        return [], ((1, 0),)
-    return held, draw(st.sampled_from([h.facts.lineage for h in held]))
-
-
-@given(situations(), policies)
-def test_retention_does_what_the_rules_say(
-    situation: tuple[list[HeldVersion], Lineage], policy: RetentionPolicy
-) -> None:
-    held, lineage = situation
-    gone = retirable(held, policy, asking(life_of(lineage), lineage))
-    assert gone == sorted(oracle(held, policy, lineage))
-
-
-@given(situations(), policies)
-def test_the_last_restorable_version_is_safe_from_every_policy(
-    situation: tuple[list[HeldVersion], Lineage], policy: RetentionPolicy
-) -> None:
-    held, lineage = situation
-    gone = set(retirable(held, policy, asking(life_of(lineage), lineage)))
-    ours = {g for g, _ in lineage}
-    mine = [h for h in held if h.facts.job == "job" and h.name.id.generation in ours]
-    if mine:
-        assert max(h.name for h in mine) not in gone
-    for h in held:
-        if h.facts.job != "job" or h.pinned or h.name.id.generation not in ours:
-            assert h.name not in gone
-
-
-def held_by(run_id: str, generation: int, *versions: int, lineage: Lineage) -> list[HeldVersion]:
-    ids = [VersionId(generation, version) for version in versions]
-    return [HeldVersion(facts_of(id_, 1, run_id, lineage)) for id_ in ids]
-
-
-def test_a_version_that_was_taken_again_takes_one_place_among_the_best() -> None:
-    lineage = ((1, 0), (2, 3), (3, 8))
-    scores = {(1, 2): 0.2, (1, 3): 0.1, (2, 3): 0.1, (2, 8): 0.9, (3, 9): 0.9}
-    held = [
-        HeldVersion(facts_of(VersionId(*id_), 1, "aaaa", lineage, metric=score))
-        for id_, score in scores.items()
-    ]
-    policy = RetentionPolicy(keep_last=1, keep_best=2, best_is_low=True)
-    gone = retirable(held, policy, asking("aaaa", lineage))
-    assert {(name.id.generation, name.id.version) for name in gone} == {(1, 3), (2, 8)}
-
-
-def test_two_lives_of_one_generation_leave_each_other_alone() -> None:
-    """Two experiments that were given the same place, or never saw each other's nodes."""
-    here = held_by("aaaa", 1, 1, 2, 3, lineage=((1, 0),))
-    there = held_by("bbbb", 1, 4, 5, 6, lineage=((1, 0),))
-    policy = RetentionPolicy(keep_last=1)
-    gone = retirable(here + there, policy, asking("aaaa", ((1, 0),)))
-    assert gone == [h.name for h in here[:2]]
-
-
-def test_of_two_lives_that_may_be_the_ancestor_neither_is_touched() -> None:
-    now = held_by("cccc", 2, 9, 10, lineage=((1, 8), (2, 8)))
-    one = held_by("aaaa", 1, 7, 8, lineage=((1, 0),))
-    other = held_by("bbbb", 1, 6, lineage=((1, 0),))
-    policy, lineage = RetentionPolicy(keep_last=1), ((1, 8), (2, 8))
-    assert retirable(now + one, policy, asking("cccc", lineage)) == [
-        *(h.name for h in one),
-        now[0].name,
-    ]
-    assert retirable(now + one + other, policy, asking("cccc", lineage)) == [now[0].name]
-
-
 def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
     """The agent stays small; whoever names a directory needs no client of object stores."""
     program = (
@@ -429,10 +282,3 @@ def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-
-
-def test_the_newest_version_that_is_no_suspect_stays_however_many_follow() -> None:
-    held = held_by("aaaa", 1, 1, 2, 3, 4, 5, lineage=((1, 0),))
-    held[2:] = [replace(h, suspect=True) for h in held[2:]]
-    gone = retirable(held, RetentionPolicy(keep_last=1), asking("aaaa", ((1, 0),)))
-    assert [name.id.version for name in gone] == [1, 3, 4]

@@ -9,7 +9,7 @@ Standard library and xxhash only; fsspec is imported for URLs. docs/internals/pe
 protocols and their reasons, FORMAT.md the bytes.
 """
 
-from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable
+from tierckpt.core.retention import HeldVersion, RetentionPolicy
 from tierckpt.errors import FlushCancelledError, LeaseHeldError, PersistentError
 from tierckpt.format.version_names import VersionName
 from tierckpt.format.version_records import VersionManifest
@@ -38,5 +38,4 @@ __all__ = [
     "TimeSlots",
     "VersionManifest",
     "VersionName",
-    "retirable",
 ]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable
+from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable_names
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.version_names import (
@@ -399,7 +399,7 @@ class PersistentStore:
                 continue  # gone meanwhile; or damaged: that is for people to look at
             suspect = found in suspects or bool(manifest.facts.suspect)
             held.append(HeldVersion(manifest.facts, found in pins, manifest.bases, suspect))
-        gone = retirable(held, policy, asking)
+        gone = retirable_names(held, policy, asking)
         half = set(self.retired()) - set(self.versions())
         going = {*gone, *dead, *half}
         if lease is None or not lease.held():

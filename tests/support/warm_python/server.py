@@ -1,0 +1,227 @@
+"""A process that has imported torch and torch._dynamo, and forks whatever Python is asked of it.
+
+A start of Python costs three seconds of CPU where the program trains, nearly all of it imports. A
+fork costs 30 ms. `python` in this folder is the client; `servers.py` starts this.
+
+Sound because there is nothing to lose in a fork: one thread, no process group, no agent, nothing of
+this project imported; checked before every fork. What is forked dies with its client and with the
+server, by the kernel's hand, so it need not be running for that.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import io
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+CLONE_NEWNET = 0x40000000
+F_SETSIG = 10
+Order = dict[str, Any]
+
+
+def preload() -> None:
+    import torch
+    import torch._dynamo
+    import torch.distributed.run
+    import torch.nn.parallel
+    import torch.utils.data  # noqa: F401
+
+    gc.freeze()
+
+
+def serve(listener: socket.socket) -> NoReturn:
+    """Answer clients until standard input ends."""
+    awake, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    clients: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([0, awake, listener], [], [])
+        if 0 in ready:
+            os._exit(0)  # the test process is gone
+        if awake in ready:
+            os.read(awake, 4096)
+            report_ends(clients)
+        if listener in ready:
+            client, _ = listener.accept()
+            order, descriptors = receive(client)
+            assert threads() == 1
+            server = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for each in (awake, wake, listener.detach(), client.detach()):
+                    os.close(each)
+                for each in clients.values():
+                    os.close(each.detach())
+                become(order, descriptors, server)
+                finish(order["arguments"])
+            for each in descriptors:
+                os.close(each)
+            clients[pid] = client
+            say(client, pid)
+
+
+def receive(client: socket.socket) -> tuple[Order, list[int]]:
+    """What is to be run; its standard streams, a pipe that only the client can write to, and the
+    client's network namespace."""
+    descriptors = array.array("i")
+    head, rights, _, _ = client.recvmsg(8, socket.CMSG_SPACE(5 * descriptors.itemsize))
+    for _, _, data in rights:
+        descriptors.frombytes(data)
+    text = bytearray()
+    while len(text) < int.from_bytes(head, "big"):
+        text += client.recv(1 << 20)
+    return json.loads(text.decode("utf-8", "surrogateescape")), list(descriptors)
+
+
+def report_ends(clients: dict[int, socket.socket]) -> None:
+    while clients:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with clients.pop(pid) as client:
+            say(client, status)
+
+
+def say(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it was killed
+        client.sendall(f"{number}\n".encode())
+
+
+def threads() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("Threads:")[2].split()[0])
+
+
+# --- in the process that is forked ---------------------------------------------------------------
+
+
+def become(order: Order, descriptors: list[int], server: int) -> None:
+    """Cut every tie to the server but the run of it and the client."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    network = descriptors.pop()
+    if not os.path.samestat(os.fstat(network), os.stat("/proc/self/ns/net")):
+        ctypes.CDLL(None).setns(network, CLONE_NEWNET)
+    os.close(network)
+    die_with_writer(descriptors.pop())
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, source in enumerate(descriptors):
+        os.dup2(source, target)
+        os.close(source)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    if "WARM_PYTHON_EXECUTABLE" in os.environ:
+        sys.executable = os.environ["WARM_PYTHON_EXECUTABLE"]
+    show(order)
+    os.chdir(order["directory"])
+    for stream, file in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        setattr(sys, stream, text_stream(file))
+    random.seed()
+    sys.modules["numpy"].random.seed()
+
+
+def show(order: Order) -> None:
+    """Have /proc show the command and the environment of this process, not those of the server:
+    they are written where those were, which `servers.py` made large."""
+    ends = [int(x) for x in Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[45:49]]
+    command = [os.environ["WARM_PYTHON"], *order["arguments"]]
+    environment = [f"{name}={value}" for name, value in os.environ.items()]
+    for start, end, texts in ((*ends[:2], command), (*ends[2:], environment)):
+        block = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - start - 1]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, block, len(block))
+
+
+def die_with_writer(client: int) -> None:
+    """Have the kernel kill this process, though it were stopped, when nobody has the pipe `client`
+    open for writing any more. Nobody may write to it."""
+    os.set_inheritable(client, False)
+    fcntl.fcntl(client, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(client, F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(client, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    poll = select.poll()
+    poll.register(client, 0)
+    if poll.poll(0):  # gone already
+        os._exit(1)
+
+
+def text_stream(file: int) -> io.TextIOWrapper:
+    binary = open(file, "rb" if file == 0 else "wb", closefd=False)  # noqa: SIM115
+    unbuffered = file == 2 or os.environ.get("PYTHONUNBUFFERED", "") not in ("", "0")
+    errors = "backslashreplace" if file == 2 else "strict"
+    return io.TextIOWrapper(
+        binary, "utf-8", errors, line_buffering=os.isatty(file), write_through=unbuffered
+    )
+
+
+def finish(arguments: list[str]) -> NoReturn:
+    """`run`, and end as the interpreter does, but for the second that it takes to free all that
+    was imported."""
+    status = 0
+    try:
+        run(arguments)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+        sys.last_exc = sys.last_value  # type: ignore[attr-defined]
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
+def run(arguments: list[str]) -> None:
+    """Be `python *arguments`."""
+    if arguments[0] == "-u":
+        del arguments[0]
+    paths = [x for x in os.environ.get("PYTHONPATH", "").split(os.pathsep) if x]
+    first = str(Path(arguments[0]).parent.resolve()) if arguments[0] not in ("-m", "-c") else ""
+    if arguments[0] == "-m":
+        first = os.getcwd()
+    sys.path[:] = [first, *paths, *sys.path]
+    match arguments:
+        case ["-m", module, *rest]:
+            sys.argv[:] = ["-m", *rest]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", program, *rest]:
+            sys.argv[:] = ["-c", *rest]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(program, "<string>", "exec"), main.__dict__)
+        case [script, *rest]:
+            sys.argv[:] = [script, *rest]
+            runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    preload()
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
+        serve(listening)

@@ -1,0 +1,66 @@
+"""Starts the servers that fork Python, see `server.py`, for the tests of one run of pytest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PYTHON = str(HERE / "python")
+"""Stands for `sys.executable` in commands; as fast only under `warm_python`."""
+THROUGHOUT = {
+    "WARM_PYTHON_EXECUTABLE": PYTHON,
+    "PATH": f"{HERE}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
+"""An environment in which it also stands for the `sys.executable` of what it starts, and for the
+`python` and the `torchrun` that scripts call."""
+os.environ["WARM_PYTHON"] = sys.executable
+SERVERS = 2
+"""Hash seeds that ranks have."""
+ROOM = 60_000 * "-"
+"""For the command and the environment of what is forked."""
+
+
+@contextlib.contextmanager
+def warm_python() -> Iterator[None]:
+    """As long as this lasts, PYTHON forks: also in the workers of pytest-xdist that the caller
+    starts, which need no servers of their own."""
+    if "WARM_PYTHON_SERVERS" in os.environ:
+        yield
+        return
+    if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
+        yield  # which measures what is started, not what is forked
+        return
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-"))
+        names = [f"{folder}/{i}" for i in range(SERVERS)]
+        for name in names:
+            stack.enter_context(_server(name))
+        os.environ["WARM_PYTHON_SERVERS"] = " ".join(names)
+        yield
+        del os.environ["WARM_PYTHON_SERVERS"]
+
+
+@contextlib.contextmanager
+def _server(name: str) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX) as listener, open(f"{name}.log", "wb") as log:
+        listener.bind(name)
+        listener.listen(128)
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(HERE / "server.py"), str(listener.fileno()), ROOM],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ROOM": ROOM},
+        )
+    assert process.stdin is not None
+    yield
+    process.stdin.close()
+    process.wait()
