@@ -1,4 +1,4 @@
-# Settings: PYTHON is the interpreter that .venv is made from; VENV is where; PY, if given, is used as it is.
+# Settings: PYTHON makes the environment VENV (.venv). If PY is given, it is used unchanged instead.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -13,7 +13,7 @@ endif
 # Tests wait more than they compute: more workers than cores. 0: all in one process.
 TEST_WORKERS ?= 3
 PYTEST := $(PY) -m pytest -n $(TEST_WORKERS)
-# At toy size. goodput.py and stall.py are run by tests/dist.
+# Run at toy size. tests/dist runs goodput.py and stall.py.
 BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/codecs.py benchmarks/agreement.py \
 	benchmarks/budget.py benchmarks/replicacheck.py
@@ -21,28 +21,29 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 .PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos suites clean
 
 help:
-	@echo 'make demo        train a small classifier, kill it, see it resume to the bit'
+	@echo 'make demo        train a small classifier on two ranks, kill one, and compare the loss curves'
 	@echo 'make demo-horovod  the same under elastic Horovod'
-	@echo 'make overlap     a picture of one iteration: allreduces, and copies under them'
-	@echo 'make spares      eight nodes, four spares, and a node lost again and again'
-	@echo 'make test        all tiers, cheapest first'
-	@echo 'make test-TIER   one tier: unit store dist crash gpu (gpu is skipped without CUDA)'
-	@echo 'make lint        formatting, lint and strict types; make format repairs the first two'
-	@echo 'make coverage    all tiers, with the lines that no test runs'
-	@echo 'make bench       every benchmark at toy size'
-	@echo 'make chaos       random faults for CHAOS_SECONDS (600), from CHAOS_SEED (0) on, under CHAOS_LAUNCHER (ddp; horovod)'
+	@echo 'make overlap     draw one iteration: copies during the allreduces (overlap.png)'
+	@echo 'make spares      eight nodes and four spares; a node is lost five times'
+	@echo 'make test        run all tiers of tests'
+	@echo 'make test-TIER   run one tier: unit store dist crash gpu (gpu is skipped without CUDA)'
+	@echo 'make lint        check formatting, lint, types and imports; make format repairs the first two'
+	@echo 'make coverage    run all tiers and list the lines that no test runs'
+	@echo 'make bench       run the benchmarks at toy size'
+	@echo 'make chaos       random faults for CHAOS_SECONDS (600), with CHAOS_SEED (0), under CHAOS_LAUNCHER (ddp or horovod)'
 	@echo "make suites      torch's and Horovod's own tests, with checkpoints; see CONTRIBUTING.md"
-	@echo 'make venv        only the environment (.venv) that the others make and reuse'
-	@echo 'make horovod     Horovod for the torch in .venv, built once (minutes) and cached; with MPI if it is there'
+	@echo 'make venv        make only the environment (.venv), which the other targets make and reuse'
+	@echo 'make horovod     build Horovod for the torch in .venv, once (minutes); with MPI if there is an MPI compiler'
 	@echo 'make clean       remove build products and caches; .venv stays'
 	@echo
-	@echo 'PYTHON=python3.12           make .venv from this Python; its torch is used if it has one'
-	@echo 'TORCH_INSTALL_ARGS="..."    what pip is to install as torch, e.g. with --index-url'
+	@echo 'Variables:'
+	@echo 'PYTHON=python3.12           make .venv from this Python, with its torch if it has one'
+	@echo 'TORCH_INSTALL_ARGS="..."    arguments of pip install for torch, such as --index-url'
 	@echo 'VENV="$$VIRTUAL_ENV"         install into this environment instead of .venv'
-	@echo 'PY=python                   use this Python as it is, and install nothing'
-	@echo 'HOROVOD_WITHOUT_MPI=1       build Horovod without MPI, though there is an MPI compiler'
-	@echo 'TEST_WORKERS=3              how many files of tests run side by side; 0: one after the other, in one process'
-	@echo 'REQUIRE_HOROVOD=1           fail the tests where Horovod is missing; REQUIRE_MPI=1, REQUIRE_S3=1, REQUIRE_SLURM=1 likewise'
+	@echo 'PY=python                   use this Python unchanged, and install nothing'
+	@echo 'HOROVOD_WITHOUT_MPI=1       build Horovod without MPI even if there is an MPI compiler'
+	@echo 'TEST_WORKERS=3              number of test files that run side by side; 0: one after the other, in one process'
+	@echo 'REQUIRE_HOROVOD=1           let tests fail if Horovod is missing; also REQUIRE_MPI, REQUIRE_S3, REQUIRE_SLURM'
 
 venv: $(READY)
 	@:
@@ -56,18 +57,18 @@ $(VENV)/.tierckpt-ready: setup.cfg tools/bootstrap.py
 horovod: $(READY)
 	@$(PY) tools/make_horovod.py $(HOROVOD_ARGS)
 
-# Goes on without, and says so; REQUIRE_HOROVOD=1 makes pytest fail then, REQUIRE_MPI=1 without MPI.
+# Continues without Horovod, with a message; then REQUIRE_HOROVOD=1 makes pytest fail, as does REQUIRE_MPI=1 without MPI.
 horovod-for-tests: $(READY)
 	@$(PY) tools/make_horovod.py --for-tests $(HOROVOD_ARGS)
 
-# A real S3 server and a client, 50 MB, for the tests alone. Goes on without, and says so; REQUIRE_S3=1 makes pytest fail.
+# A real S3 server and a client, 50 MB, for the tests alone. Continues without them, with a message; REQUIRE_S3=1 makes pytest fail.
 s3-for-tests: $(READY) $(S3)
 	@:
 
 $(VENV)/.tierckpt-s3-ready: setup.cfg $(VENV)/.tierckpt-ready
 	@echo "[s3] installing an S3 server and client for the tests (the s3-tests extra)"
 	@if $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[s3-tests]'; then touch $@; else \
-	echo "[s3] that failed, for the reason above: the tests that need them are reported as skipped"; fi
+	echo "[s3] that failed, for the reason above: tests that need them will be reported as skipped"; fi
 
 demo: $(READY)
 	$(PY) examples/digits/demo.py
@@ -75,7 +76,7 @@ demo: $(READY)
 demo-horovod: horovod
 	$(PY) examples/digits/demo.py --launcher horovodrun --picture demo-horovod.png
 
-# On a machine that is otherwise idle, or it shows the others' work.
+# Needs an idle machine, or the picture shows other load.
 overlap: horovod
 	@rm -rf overlap; mkdir overlap
 	TIERCKPT_TRACE_DIR=overlap HOROVOD_TIMELINE=overlap/hvd.json OMP_NUM_THREADS=1 \
@@ -86,7 +87,7 @@ overlap: horovod
 spares: $(READY)
 	$(PY) examples/spares/experiment.py
 
-# One run, so that there is one closing line. tests/conftest.py puts the tiers in order.
+# One run with one closing line. tests/conftest.py orders the tiers.
 test: horovod-for-tests s3-for-tests
 	$(PYTEST)
 

@@ -1,12 +1,12 @@
-"""What does it cost that ranks agree? A DDP training with each boundary's ballot, and without.
+"""How much does the agreement of the ranks cost? DDP training with a ballot at each boundary.
 
     python benchmarks/agreement.py --toy
     python benchmarks/agreement.py --worlds 2,4
 
-Nothing else of ours is attached. Blocks of steps without ballots, with ballots in a page of memory
-(as ranks of one node cast them) and with ballots by gloo (as ranks of several do) take turns in the
-same processes; of each round the differences are taken, so that what the machine does besides hits
-all alike.
+No other part of Tierckpt is attached. Three kinds of blocks take turns in the same processes: steps
+without ballots, with ballots in a shared page of memory (ranks of one node), and with ballots over
+gloo (ranks of several nodes). The figures are differences within a round, so that other load of the
+machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = ("without", "page", "gloo")
 
 
 class Rank:
-    """One rank of a small training, and the clock around what it does at a boundary."""
+    """One rank of a small training, with a clock around its boundaries."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -54,7 +54,7 @@ class Rank:
         self.batch = torch.ones(32, 256)
 
     def block(self, steps: int, kind: str) -> tuple[float, float, float]:
-        """Seconds a step; and of it in launching a ballot, and in reading the one before."""
+        """Train; return the seconds per step, and of these for casting and for reading a ballot."""
         agreement = self._agreements.get(kind)
         read = launch = 0.0
         self.group.barrier()
@@ -77,14 +77,14 @@ class Rank:
 
 
 def measure(rank: int, world: int, rounds: int, steps: int, folder: str) -> None:
-    """Be one rank; rank 0 prints the lines of the table."""
+    """Run one rank; rank 0 prints the lines of the table."""
     meeting = f"file://{folder}/{world}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     one = Rank()
     one.block(steps, "gloo")
     found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in KINDS}
     for turn in range(rounds):
-        # Each goes first in turn: a machine that slows down would hit the last one.
+        # Each kind goes first in turn: a machine that slows down would affect the last one most.
         for kind in (*KINDS[turn % 3 :], *KINDS[: turn % 3]):
             found[kind].append(one.block(steps, kind))
     for kind in KINDS:
@@ -108,7 +108,7 @@ def measure(rank: int, world: int, rounds: int, steps: int, folder: str) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="some seconds, and no figure to quote")
+    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
     parser.add_argument("--worlds", default="2,4", help="numbers of ranks, separated by commas")
     options = parser.parse_args()
     rounds, steps = (3, 5) if options.toy else (42, 25)

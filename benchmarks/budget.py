@@ -1,9 +1,9 @@
-"""Does `every_steps="auto"` hold its budget, and what does it take for that?
+"""Does `every_steps="auto"` hold its budget, and how often does it take versions?
 
     python benchmarks/budget.py --toy
     python benchmarks/budget.py --json budget.json
 
-See benchmarks/README.md for what the columns mean and how they are measured.
+benchmarks/README.md explains the columns and how they are measured.
 """
 
 from __future__ import annotations
@@ -18,34 +18,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import machine
-import models
-from figures import Spread, spread
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from harness import Team, TeamError
-from levelfigures import block_seconds
-from methods import Setting
-from ours import OursAuto
+from lib import machine, models
+from lib.figures import Spread, spread
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.levels.figures import block_seconds
+from lib.methods.method import Setting
+from lib.methods.ours import OursAuto
+from lib.progress import say
+from lib.training.teams import Team, TeamError
 
 LEVELS = ("memory", "local", "persistent")
 WAKE_STEPS, MOST_WAKE_STEPS = 10, 2000
-"""Made at a time until nothing of a block is under way, and before that is given up."""
+"""Steps made at a time until the work of a block is done, and the limit of such steps."""
 SLOW_BYTES = 20e6
-"""A second, of each node, to a slow persistent level."""
-
-
-def say(text: str) -> None:
-    """Progress, for whoever waits."""
-    print(text, file=sys.stderr, flush=True)
+"""Bytes per second and node to a slow persistent level."""
 
 
 @dataclass
 class Case:
     """One budget, to a fast or a slow persistent level.
 
-    overhead: of the steps of a block and of those in its wake, beside plain ones before and after,
-    as a fraction of the block; one a round. each_steps: steps for each version, by level, over the
-    rounds; None: none was taken. wake_steps: in the mean.
+    overhead: how much longer the steps of a block and of its wake take than plain steps before and
+    after, as a fraction of the block; one sample a round. each_steps: steps per version, by level,
+    over all rounds; None: no version was taken. wake_steps: the mean length of the wake.
     """
 
     budget: float
@@ -56,12 +51,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people, and for folders."""
+        """The name in the table and in progress lines."""
         return f"{100 * self.budget:g} %{', slow store' if self.slow else ''}"
 
     @property
     def held(self) -> bool:
-        """Nothing says that it costs more: the budget is above the median, or within the noise."""
+        """True if the overhead is within the budget, or cannot be told from it in the noise."""
         assert self.overhead is not None
         low = self.overhead.sure[0] if self.overhead.sure else self.overhead.low
         return low <= self.budget
@@ -69,12 +64,12 @@ class Case:
 
 @contextmanager
 def environment(case: Case) -> Iterator[None]:
-    """What ranks that are started inside are told through their environment."""
-    told = {"TIERCKPT_OVERHEAD_BUDGET": str(case.budget)}
+    """Set the environment variables of ranks that are started inside the block."""
+    variables = {"TIERCKPT_OVERHEAD_BUDGET": str(case.budget)}
     if case.slow:
-        told["TIERCKPT_PERSISTENT_BYTES_PER_SECOND"] = str(SLOW_BYTES)
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+        variables["TIERCKPT_PERSISTENT_BYTES_PER_SECOND"] = str(SLOW_BYTES)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -87,9 +82,9 @@ def environment(case: Case) -> Iterator[None]:
 class Bench:
     """A training for each case, one after the other.
 
-    Plain steps are those of the same processes, whose loops call no boundary then, as two trainings
-    that do the same differ by more than a budget. While what a block began is still under way,
-    plain steps are in its wake: what they take longer is the block's.
+    The same processes make the plain steps, with a loop that calls no boundary: two trainings that
+    do the same work differ by more than a budget. While work that a block began is still under way,
+    plain steps are in the wake of the block: their extra time is charged to the block.
     """
 
     def __init__(self, options: argparse.Namespace, disk: Path, memory: Path) -> None:
@@ -125,13 +120,13 @@ class Bench:
             case.each_steps[level] = self.options.rounds * steps / count if count else None
 
     def _plain(self, team: Team) -> float:
-        """Seconds of a step beside which nothing goes on: as many steps as a block's, half of them
-        before it and half behind."""
+        """Seconds of a plain step while nothing else is at work. Half as many steps as a block has,
+        called once before the block and once after it."""
         steps = (self.options.steps + 1) // 2
         return block_seconds(team.block(steps, checkpoints=False)) / steps
 
     def _wake(self, team: Team) -> tuple[float, int]:
-        """Go on until nothing of the block is under way; the seconds of that, and the steps."""
+        """Train until all work of the block is done; return the seconds and the steps of that."""
         seconds, steps = 0.0, 0
         while any(team.command("busy")):
             if steps == MOST_WAKE_STEPS:
@@ -163,13 +158,13 @@ class Bench:
 
 
 def _taken(folder: Path) -> dict[str, float]:
-    """Versions that came to each level until now, as the ranks heard of them."""
-    told = [json.loads(path.read_text()) for path in sorted(folder.glob("taken*.json"))]
-    return {level: mean(each.get(level, 0) for each in told) for level in LEVELS}
+    """Versions that each level has received so far, by the events of the ranks."""
+    counts = [json.loads(path.read_text()) for path in sorted(folder.glob("taken*.json"))]
+    return {level: mean(each.get(level, 0) for each in counts) for level in LEVELS}
 
 
 def table(cases: list[Case]) -> str:
-    """A line for each case."""
+    """The table, one line per case."""
     head = f"{'budget':<18}{'overhead % (sure)':>24}{'wake':>6}  steps for each version: "
     head += ", ".join(LEVELS)
     lines = [head]

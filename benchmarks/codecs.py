@@ -1,11 +1,11 @@
-"""How small do codecs make real weights and Adam's moments, and what does that cost?
+"""How much do codecs compress real weights and Adam moments, and how fast are they?
 
     python benchmarks/codecs.py --toy
     python benchmarks/codecs.py --json codecs.json
 
-A small net is trained on scikit-learn's digits for some hundred steps; what it and Adam hold then
-goes block by block through each module, there and back, one thread. blosc2 is measured where it is
-installed, for comparison only. Speeds are by CPU-seconds, so that a busy machine does not count.
+A small net is trained on scikit-learn's digits for a few hundred steps. Each codec then encodes and
+decodes its weights and moments block by block, on one thread. blosc2 is compared where it is
+installed. Speeds are per CPU-second, so that other load of the machine does not count.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 import xxhash
 from sklearn.datasets import load_digits
 
-import machine
-from figures import Spread, spread
-from files import write_json
-from limits import timed
-from report import align
+from lib import machine
+from lib.figures import Spread, spread
+from lib.files import write_json
+from lib.limits import timed
+from lib.report import align
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.codecs.codec import BlockId, Codec, CodecError
 from tierckpt.codecs.pipeline import make_codec
 from tierckpt.format.encoding import Buffer
 
 BLOCK_BYTES = 512 * 1024
-"""As checkpoints have them."""
+"""The block size of shards."""
 SETTINGS = (
     "zstd level=-5",
     "zstd level=-1",
@@ -46,7 +46,7 @@ Way = Callable[[Buffer], Buffer]
 
 @dataclass
 class Row:
-    """One way with one kind of content. Speeds: bytes of content a CPU-second."""
+    """One codec on one kind of content. Speeds are bytes of content per CPU-second."""
 
     content: str
     way: str
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Both:
-    """There and back."""
+    """A codec under its name in the table."""
 
     name: str
     encode: Way
@@ -69,7 +69,7 @@ class Both:
 
 
 def trained(hidden: int, steps: int) -> dict[str, bytes]:
-    """What a trained net and its Adam hold, by kind."""
+    """Train a net; return the bytes of its weights and Adam moments, by kind."""
     torch.manual_seed(0)
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -103,7 +103,7 @@ def trained(hidden: int, steps: int) -> dict[str, bytes]:
 
 
 def ways(item_bytes: int) -> Iterator[Both]:
-    """Everything that is measured with items of this size."""
+    """All codecs for items of this size, and a copy and a hash for comparison."""
     room = bytearray(BLOCK_BYTES)
 
     def copy(block: Buffer) -> Buffer:
@@ -119,19 +119,19 @@ def ways(item_bytes: int) -> Iterator[Both]:
     for setting in SETTINGS:
         name, _, parameter = setting.partition(" level=")
         try:
-            module = make_codec(name, {"level": int(parameter)} if parameter else {})
+            codec = make_codec(name, {"level": int(parameter)} if parameter else {})
         except CodecError as error:
             print(f"not measured: {error}", file=sys.stderr)
             continue
-        yield _both(setting, module, item_bytes)
+        yield _both(setting, codec, item_bytes)
         if parameter == "1":
-            yield _both(f"{setting}, not shuffled", module, 1)
+            yield _both(f"{setting}, not shuffled", codec, 1)
     yield from _blosc2(item_bytes)
 
 
-def _both(name: str, module: Codec, item_bytes: int) -> Both:
-    where = BlockId("job", "life", 1, 1, 0, 1, 0, item_bytes)
-    return Both(name, lambda b: module.encode(b, where), lambda b: module.decode(b, where))
+def _both(name: str, codec: Codec, item_bytes: int) -> Both:
+    where = BlockId("job", "run", 1, 1, 0, 1, 0, item_bytes)
+    return Both(name, lambda b: codec.encode(b, where), lambda b: codec.decode(b, where))
 
 
 def _blosc2(item_bytes: int) -> Iterator[Both]:
@@ -160,7 +160,7 @@ def _blosc2(item_bytes: int) -> Iterator[Both]:
 
 
 def measure(contents: dict[str, bytes], rounds: int) -> list[Row]:
-    """All ways in turn, so that what the machine does besides hits all alike."""
+    """Run all codecs in turn, so that other load of the machine affects all of them equally."""
     pairs = []
     for content, data in contents.items():
         blocks = [data[low : low + BLOCK_BYTES] for low in range(0, len(data), BLOCK_BYTES)]
@@ -171,13 +171,13 @@ def measure(contents: dict[str, bytes], rounds: int) -> list[Row]:
             stored: list[bytes] = []
             there = timed(lambda: [stored.append(both.encode(b)) for b in blocks])  # noqa: B023
             back = timed(lambda: [both.decode(s) for s in stored])  # noqa: B023
-            if number:  # the first one warms up, and is looked at
+            if number:  # the first round warms up and checks the result
                 for seconds, speeds in zip((there.cpu_s, back.cpu_s), row.speeds, strict=True):
                     speeds.append(row.nbytes / max(seconds, 1e-9))
                 continue
             row.stored_bytes = sum(map(len, stored))
             if [bytes(both.decode(s)) for s in stored] != blocks:
-                raise RuntimeError(f"{row.way} does not give {row.content} back")
+                raise RuntimeError(f"{row.way} does not restore {row.content}")
     for row, _, _ in pairs:
         row.there, row.back = map(spread, row.speeds)
     return [row for row, _, _ in pairs]
@@ -187,7 +187,7 @@ HEADERS = ("content", "way", "MB", "ratio", "there, GB/CPU-s (range)", "back", "
 
 
 def table(rows: list[Row]) -> str:
-    """One way a line."""
+    """The table, one line per codec and content."""
     copies = {row.content: row.there for row in rows if row.way == "memcpy"}
     lines = []
     for row in rows:

@@ -1,9 +1,9 @@
-"""How fast is redundancy computed, and how near is that to the speed of memory?
+"""How fast is redundancy computed, compared with the speed of memory?
 
     python benchmarks/coding.py --toy
     python benchmarks/coding.py --json coding.json
 
-See benchmarks/README.md for what the columns mean and how they are measured.
+benchmarks/README.md explains the columns and how they are measured.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-import machine
-from figures import Spread, spread
-from files import write_json
-from limits import Cost, timed
-from report import align, targets_text
-from targets import Verdict
+from lib import machine
+from lib.figures import Spread, spread
+from lib.files import write_json
+from lib.limits import Cost, timed
+from lib.report import align, targets_text
+from lib.targets import Verdict
 from tierckpt.erasure import isal
 from tierckpt.erasure.gf256 import Matrix, decoding
 from tierckpt.erasure.isal import Isal
@@ -32,18 +32,18 @@ from tierckpt.erasure.kernels import Bytes, Product
 
 CODES = {"xor 7+1": (7, 1), "rs 4+2": (4, 2), "rs 6+2": (6, 2)}
 TARGET_GB_PER_S = 4.0
-"""Data a second and core, without holding the GIL."""
+"""Gigabytes of data per second and core, without holding the GIL."""
 FREEZE_SECONDS = 0.05
-"""Longer than a busy machine keeps a thread waiting now and then, shorter than one held call."""
+"""Longer than the usual waits of a thread on a busy machine, shorter than a call with the GIL."""
 
 
 @dataclass
 class Row:
-    """One way to do one thing. Figures are None where it could not be run.
+    """One operation by one implementation. Figures are None if it could not run.
 
-    seconds, cpu_seconds: of one pass over data_bytes. freeze_seconds: the longest time another
-    Python thread stood still meanwhile. limit_cpu_seconds: copying as many bytes as are read and
-    written, see `Bench.limit`.
+    seconds, cpu_seconds: one pass over data_bytes. freeze_seconds: the longest time for which
+    another Python thread was blocked during the pass. limit_cpu_seconds: a copy that reads and
+    writes as many bytes (`Bench.limit`).
     """
 
     code: str
@@ -59,7 +59,7 @@ class Row:
     samples: list[tuple[Cost, float, float]] = field(default_factory=list, repr=False)
 
     def finish(self) -> None:
-        """Medians and ranges of the samples."""
+        """Compute medians and ranges of the samples."""
         costs = [cost for cost, _, _ in self.samples]
         self.seconds = spread(cost.wall_s for cost in costs)
         self.cpu_seconds = spread(cost.cpu_s for cost in costs)
@@ -69,7 +69,7 @@ class Row:
 
 
 class Bench:
-    """Segments in shared memory, as slots are, and all ways to work on them."""
+    """Segments in shared memory, like slots, and all operations on them."""
 
     def __init__(self, segment_bytes: int, window_bytes: int) -> None:
         self.segment_bytes, self.window_bytes = segment_bytes, window_bytes
@@ -84,7 +84,7 @@ class Bench:
         library = isal.find()
         for name, (k, m) in CODES.items():
             encode = decoding(k, range(k), range(k, k + m))
-            # As many data are lost as the code can take: the matrix with the fewest ones.
+            # As many data segments are lost as the code tolerates: the densest matrix.
             rebuild = decoding(k, range(m, k + m), range(m))
             self._ours(name, "encode", "ISA-L", encode, library)
             self._ours(name, "encode", "numpy", encode, None)
@@ -111,14 +111,14 @@ class Bench:
         self.ways.append((row, run))
 
     def _pyeclib(self, code: str, k: int, m: int) -> None:
-        """Its whole encode, which copies the data into fragments: what a user of it gets."""
+        """pyeclib's whole encode, including its copy of the data into fragments."""
         row = self._row(code, "encode", "pyeclib")
         kind = "isa_l_rs_vand" if m > 1 else "isa_l_rs_cauchy"
         try:
             from pyeclib.ec_iface import ECDriver
 
             driver = ECDriver(k=k, m=m, ec_type=kind)
-        except Exception as error:  # its errors have no common class but this
+        except Exception as error:  # its errors share no other base class
             row.status = f"not run: {error}"
             self.ways.append((row, lambda: None))
             return
@@ -126,7 +126,7 @@ class Bench:
         self.ways.append((row, lambda: driver.encode(data)))
 
     def limit(self, moved_bytes: int) -> float:
-        """CPU-seconds of a copy by numpy that reads and writes so many bytes in all."""
+        """CPU-seconds of a numpy copy that reads and writes `moved_bytes` in all."""
         seconds, left = 0.0, moved_bytes // 2
         for source in (*self.sources, *self.sources):
             part = source[: min(left, self.segment_bytes)]
@@ -135,7 +135,7 @@ class Bench:
         return seconds
 
     def round(self) -> None:
-        """Each way once, and beside each the limit."""
+        """Run each operation once, each next to its limit."""
         for row, run in self.ways:
             if row.status == "ok":
                 limit = self.limit(row.moved_bytes)
@@ -143,20 +143,20 @@ class Bench:
 
 
 def shared(nbytes: int) -> Bytes:
-    """Anonymous shared memory, as a slot is, with all pages there."""
+    """Anonymous shared memory, like a slot, with all pages touched."""
     array = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     array[:] = 1
     return array
 
 
 def watched(run: Callable[[], object]) -> tuple[Cost, float]:
-    """What `run` costs, in a thread of its own, and how long this thread stood still at most."""
+    """Time `run` in a thread of its own; also return this thread's longest wait meanwhile."""
     costs: list[Cost] = []
     worker = threading.Thread(target=lambda: costs.append(timed(run)))
     worker.start()
     longest, last = 0.0, time.perf_counter()
     while worker.is_alive():
-        time.sleep(0.0005)  # lets go of the GIL, and must get it back to go on
+        time.sleep(0.0005)  # releases the GIL, and needs it again to go on
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
     worker.join()
@@ -172,10 +172,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
         if row.seconds is None or row.cpu_seconds is None or row.freeze_seconds is None:
             verdicts.append(Verdict(target, "-", "not measured", row.status))
             continue
-        # By CPU-seconds: what the rest of the machine does meanwhile does not count.
+        # By CPU-seconds, so that other load of the machine does not count.
         speed = row.data_bytes / row.cpu_seconds.median / 1e9
         met = speed >= TARGET_GB_PER_S and row.freeze_seconds.median < FREEZE_SECONDS
-        measured = f"{speed:.1f} GB per CPU-second, others stood still for up to "
+        measured = f"{speed:.1f} GB per CPU-second, other threads blocked for up to "
         measured += f"{1e3 * row.freeze_seconds.median:.1f} ms"
         verdicts.append(Verdict(target, measured, "met" if met else "MISSED"))
     return verdicts
@@ -234,7 +234,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """Take turns, so that what the machine does besides hits all alike."""
+    """Take turns, so that other load of the machine affects all of them equally."""
     bench = Bench(options.segment_mb << 20, options.window_kb << 10)
     bench.round()  # page faults, tables
     for row, _ in bench.ways:

@@ -4,7 +4,7 @@
     python benchmarks/goodput.py --json goodput.json --plot goodput.png
     python benchmarks/goodput.py --mtbf 10,60 --methods torch-save,ours
 
-See benchmarks/README.md for what the columns mean and how they are measured.
+benchmarks/README.md explains the columns and how they are measured.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import machine
-import models
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from goodreport import plot, table, verdicts
-from goodruns import Bench, Result, everything, say
-from resumable import RESUMABLE, preload
+from lib import machine, models
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.goodput.methods import RESUMABLE, preload
+from lib.goodput.report import plot, table, verdicts
+from lib.goodput.runs import Bench, Result, everything
+from lib.progress import say
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Read by torch and numpy when they are imported."""
+"""Environment variables that torch and numpy read when they are imported."""
 
 
 def arguments() -> argparse.Namespace:
@@ -35,12 +35,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="samples a rank")
     parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--mtbf", help="mean seconds between failures; default 10,30,60, toy 4")
-    parser.add_argument("--failures", type=int, help="that each method meets; default 6, toy 2")
+    parser.add_argument("--failures", type=int, help="failures for each method; default 6, toy 2")
     parser.add_argument("--methods", help="names, separated by commas; default: all")
-    parser.add_argument("--steps", type=int, help="timed, to learn what a version costs")
-    parser.add_argument("--every", type=int, default=5, help="steps a version, meanwhile")
-    parser.add_argument("--rounds", type=int, help="turns, meanwhile; default 3, toy 1")
-    parser.add_argument("--seed", type=int, default=1, help="of the failures")
+    parser.add_argument("--steps", type=int, help="timed steps to measure the cost of a version")
+    parser.add_argument("--every", type=int, default=5, help="steps per version there")
+    parser.add_argument("--rounds", type=int, help="rounds there; default 3, toy 1")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random failures")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for one block")
     parser.add_argument("--dir", type=Path, help="folder on the disk to use, must exist")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -87,7 +87,7 @@ def main() -> None:
 def write(
     path: Path, about: dict[str, Any], options: argparse.Namespace, results: list[Result]
 ) -> None:
-    """All figures, in seconds; again after every one, in one step."""
+    """Write all figures so far, in seconds. Replaces the file in one step."""
     rows = [{**asdict(r), "goodput": r.goodput if r.status == "ok" else None} for r in results]
     settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "dir")}
     document = {**about, "settings": settings, "rows": rows}

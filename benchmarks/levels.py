@@ -1,9 +1,9 @@
-"""What do the levels behind memory give of the bare device or link, and what does training feel?
+"""How fast are the levels below memory, and how much do they slow the training?
 
     python benchmarks/levels.py --toy
     python benchmarks/levels.py --json levels.json --plot levels.png
 
-See benchmarks/README.md for what the columns mean and how they are measured.
+benchmarks/README.md explains the columns and how they are measured.
 """
 
 from __future__ import annotations
@@ -19,49 +19,44 @@ from statistics import mean
 from typing import Any
 
 import coding
-import levelreport
-import machine
-import models
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from harness import Team, TeamError, measure_visit
-from levelfigures import AllLevels, Block, Row, Sample, Work, block_seconds
-from levelkinds import LEVELS, Level, Orders
-from levelnodes import NodeError, Nodes, Place
-from methods import Method, Setting
-from ours import OursLevels
+from lib import machine, models
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.levels import report
+from lib.levels.figures import AllLevels, Block, Row, Sample, Work, block_seconds
+from lib.levels.nodes import NodeError, Nodes, Place
+from lib.levels.orders import LEVELS, Level, Orders
+from lib.methods.method import Method, Setting
+from lib.methods.ours import OursLevels
+from lib.progress import say
+from lib.training.teams import Team, TeamError, measure_visit
 
 LEAST_STEPS = 4
-"""Timed beside a level's work; what is shorter is repeated until it takes as long."""
+"""Timed steps next to the work of a level; shorter work is repeated to take as long."""
 TOGETHER = "all"
-"""How all levels at once are asked for."""
+"""The name of all levels at once, in --levels."""
 NAMES = (*dict.fromkeys(level.name.split(",")[0].split()[0] for level in LEVELS), TOGETHER)
 UNTIMED_STEPS = 2
-"""Of a block: one to warm up, one to settle."""
-
-
-def say(text: str) -> None:
-    """Progress, for whoever waits."""
-    print(text, file=sys.stderr, flush=True)
+"""Steps of a block without a clock: one to warm up, one to settle."""
 
 
 def chosen(names: Sequence[str]) -> list[Level]:
-    """Levels whose names begin with one of these."""
+    """Return the levels whose names begin with one of `names`."""
     return [level for level in LEVELS if level.name.startswith(tuple(names))]
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """So that a level's work and the computing beside it take about equally long."""
+    """Repetitions of a level's work, and steps of training, that take about equally long."""
 
     repeat: int
     steps: int
 
 
 class Bench:
-    """Nodes, a training beside them, and a training of its own that has all levels on."""
+    """The nodes, a training next to them, and a second training with all levels on."""
 
     def __init__(self, options: argparse.Namespace, place: Place, stack: ExitStack) -> None:
-        """What is started ends with `stack`."""
+        """Start nodes and trainings; closing `stack` ends them."""
         self.options, self.place = options, place
         self.nbytes = options.shard_mb << 20
         levels = chosen(options.levels)
@@ -102,7 +97,7 @@ class Bench:
         return team
 
     def calibrate(self) -> None:
-        """Before the rounds: what is slow the first time is over then, too."""
+        """Choose the cadence of each level. Also warms everything up before the rounds."""
         self.team.block(LEAST_STEPS, checkpoints=False)
         steps = 2 * LEAST_STEPS
         step_s = block_seconds(self.team.block(steps, checkpoints=False)) / steps
@@ -115,15 +110,18 @@ class Bench:
             say(f"{level.name}: {alone_s:.2f} s, {repeat} times beside {steps} steps")
 
     def round(self) -> None:
-        """Each level once, and all of them together."""
+        """Measure each level once, then all levels at once."""
         for level, row in self.rows.items():
             row.samples.append(self._sample(level))
         if TOGETHER in self.options.levels:
             self.all_levels.visits.append(measure_visit(self.ours, self.ours, self.options.steps))
 
     def _sample(self, level: Level) -> Sample:
-        """Alone, bare, and beside the training, which is timed without it before and after. What
-        bare sockets do to the training is the limit for a level that uses the cables."""
+        """Measure the level alone, its bare bytes, and the level next to the training.
+
+        Plain steps are timed before and after. For a level that uses the cables, bare sockets next
+        to the training give the limit.
+        """
         cadence, nodes = self._cadence[level], self.nodes
         orders = level.orders(nodes, cadence.repeat)
         alone = nodes.do(orders)
@@ -146,7 +144,7 @@ class Bench:
         )
 
     def _train_beside(self, orders: Orders, steps: int) -> tuple[Block, float]:
-        """A block of plain steps, and how long it and the nodes' work took, begun at once."""
+        """Train a block of plain steps while the nodes work; return it and the time of both."""
         begin = time.perf_counter()
         wait = self.nodes.begin(orders)
         block, _ = self._train(steps)
@@ -154,14 +152,14 @@ class Bench:
         return block, time.perf_counter() - begin
 
     def _train(self, steps: int) -> tuple[Block, float]:
-        """A block of plain steps, and how long it took in all."""
+        """Train a block of plain steps; return it and its whole time."""
         begin = time.perf_counter()
         block = self.team.block(steps, checkpoints=False)
         return block, time.perf_counter() - begin
 
 
 def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
-    """Run everything; leaves no process behind, however it ends."""
+    """Run everything. No process survives, however it ends."""
     codes = argparse.Namespace(
         segment_mb=4 if options.toy else 32, window_kb=1024, rounds=options.rounds
     )
@@ -185,9 +183,9 @@ def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
 
 
 def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str, Any]) -> None:
-    """Print table and targets, write the files that were asked for."""
+    """Print table and targets, write the requested files."""
     rows, all_levels = found["rows"], found["all_levels"]
-    verdicts = levelreport.judge(rows, all_levels, options.toy, found["no_network"])
+    verdicts = report.judge(rows, all_levels, options.toy, found["no_network"])
     verdicts += found["coding"]
     link = f"{options.link_mbit} Mbit/s each way"
     if not any(row.linked for row in rows):
@@ -196,9 +194,9 @@ def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str,
         f"\n{about['cpu']}, {about['cores']} cores, {about['filesystem']}; shards of "
         f"{options.shard_mb} MiB, {options.rounds} rounds; links: {link}\n"
     )
-    print(levelreport.table(rows), "\n")
-    print(levelreport.all_levels_text(all_levels, found["state_bytes"]), "\n")
-    print(levelreport.targets_text(verdicts))
+    print(report.table(rows), "\n")
+    print(report.all_levels_text(all_levels, found["state_bytes"]), "\n")
+    print(report.targets_text(verdicts))
     if options.json:
         document = {
             **about,
@@ -212,7 +210,7 @@ def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str,
         write_json(options.json, document)
         say(f"figures: {options.json}")
     if options.plot:
-        say(levelreport.plot(options.plot, rows, all_levels) or f"picture: {options.plot}")
+        say(report.plot(options.plot, rows, all_levels) or f"picture: {options.plot}")
 
 
 def arguments() -> argparse.Namespace:

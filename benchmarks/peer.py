@@ -1,9 +1,9 @@
-"""What does an exchange between agents cost, and how near is it to a bare socket?
+"""How much does an exchange between agents cost, compared with a bare socket?
 
     python benchmarks/peer.py --toy
     python benchmarks/peer.py --json peer.json
 
-See benchmarks/README.md for what the columns mean and how they are measured.
+benchmarks/README.md explains the columns and how they are measured.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import machine
-from figures import Spread, spread
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from limits import Cost
-from report import align
-from shards import manifest, shared
+from lib import machine
+from lib.figures import Spread, spread
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.limits import Cost
+from lib.report import align
+from lib.shards import manifest, shared
 from tierckpt.erasure import isal
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
@@ -34,15 +34,15 @@ from tierckpt.storage.local.store import LocalStore
 CODES = {"partner, 2 members": Code(2, 1, 1), "xor, 4 members": Code(4, 3, 1)}
 CODES["rs 4+2"] = Code(6, 4, 2)
 PIECE_BYTES = 1 << 20
-"""What the bare socket sends at once: a window of the exchange."""
+"""Bytes that the bare socket sends at once: a window of the exchange."""
 
 
 @dataclass
 class Row:
-    """One scheme: every member's shard is protected once a sample.
+    """One scheme; a sample protects the shard of every member once.
 
-    data_bytes: of all shards. sent_bytes: between the members. seconds, cpu_seconds: of the whole
-    group, in one process. bare_cpu_seconds, bare_seconds: a socket alone with sent_bytes.
+    data_bytes: size of all shards. sent_bytes: traffic between the members. seconds, cpu_seconds:
+    the whole group, in one process. bare_seconds, bare_cpu_seconds: bare sockets with sent_bytes.
     """
 
     scheme: str
@@ -56,7 +56,7 @@ class Row:
     samples: list[tuple[Cost, Cost]] = field(default_factory=list, repr=False)
 
     def finish(self) -> None:
-        """Medians and ranges of the samples."""
+        """Compute medians and ranges of the samples."""
         self.seconds = spread(ours.wall_s for ours, _ in self.samples)
         self.cpu_seconds = spread(ours.cpu_s for ours, _ in self.samples)
         self.bare_seconds = spread(bare.wall_s for _, bare in self.samples)
@@ -75,7 +75,7 @@ class Group:
         self.version = 0
 
     def exchange(self) -> tuple[Cost, list[Report]]:
-        """Protect the next version; the parity of the one before is retired first, for reuse."""
+        """Protect the next version. The parity files of the previous one are reused."""
         self.version += 1
         addresses = tuple(t.address for t in self.transports)
         ring = RedundancyGroup(tuple(range(self.code.n)), self.code)
@@ -96,7 +96,7 @@ class Group:
         return cost, reports
 
     def sample(self) -> None:
-        """One exchange, and as many bytes through bare sockets beside it."""
+        """Run one exchange, then send as many bytes through bare sockets."""
         cost, reports = self.exchange()
         self.row.sent_bytes = sum(r.sent_bytes for r in reports)
         self.row.written_bytes = sum(r.parity_bytes for r in reports)
@@ -108,7 +108,7 @@ class Group:
 
 
 def bare(image: memoryview, nbytes: int, pairs: int) -> Cost:
-    """`nbytes` through `pairs` loopback connections at once, with nothing else done to them."""
+    """Send `nbytes` through `pairs` loopback connections at once, and drop them."""
     share = nbytes // pairs
     threads, opened = [], []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -137,7 +137,7 @@ def _receive(sock: socket.socket, nbytes: int) -> None:
 
 
 def _timed_process(threads: list[threading.Thread]) -> Cost:
-    """Wall and CPU time of all of them together: the process does nothing else."""
+    """Run all threads; return wall and CPU time. The process must do nothing else."""
     wall, cpu = time.perf_counter(), time.process_time()
     for thread in threads:
         thread.start()
@@ -159,7 +159,7 @@ HEADERS = (
 
 
 def table(rows: list[Row]) -> str:
-    """One scheme a line; GB of data, that is of shards, unless it says otherwise."""
+    """The table, one line per scheme. GB are GB of shards unless the header says otherwise."""
     return align([HEADERS, *map(_cells, rows)])
 
 
@@ -182,7 +182,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    """Take turns, so that what the machine does besides hits all alike."""
+    """Take turns, so that other load of the machine affects all of them equally."""
     image = shared(options.shard_mb << 20)
     groups = [Group(scheme, image, folder) for scheme in CODES]
     try:

@@ -1,17 +1,17 @@
-"""What does the replica check cost beside a version? A DDP training with a version at every step,
-with the check, and without.
+"""How much does the replica check cost, compared with a version? DDP training, a version per step.
 
     python benchmarks/replicacheck.py --toy
     python benchmarks/replicacheck.py --model wide --ranks 2
 
-Blocks of steps of a plain twin, with versions, and with versions and the check take turns in the
-same processes; CPU time is the process's, of all its threads. What the check itself takes is also
-counted by the clocks of the threads that do it, which what else the machine does blurs less.
+Three kinds of blocks take turns in the same processes: steps of a plain twin, steps with versions,
+and steps with versions and the check. CPU time is that of all threads of the process. The clocks of
+the threads that run the check count its own time as well, with less noise from other load.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import tempfile
@@ -54,7 +54,7 @@ MODELS = {"wide": (wide, 2048), "small": (small, 256), "deep": (deep, 64)}
 
 
 class Spent:
-    """CPU seconds of threads inside the check, and bytes that it hashed."""
+    """CPU seconds that threads spent inside the check."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -88,7 +88,7 @@ class Spent:
 
 
 class Rank:
-    """One rank's two twins."""
+    """One rank: a plain model, and its twin with a checkpointer."""
 
     def __init__(self, name: str, folder: str) -> None:
         torch.set_num_threads(1)
@@ -102,7 +102,7 @@ class Rank:
         self.ckpt.restore()
 
     def block(self, steps: int, kind: str) -> tuple[float, float]:
-        """A step's CPU seconds, and those of it in the check."""
+        """Train; return the CPU seconds per step, and of these inside the check."""
         model, optimizer = self.sides[kind != "without"]
         self.ckpt._replicas.active = kind == "checked"
         dist.barrier()
@@ -119,7 +119,8 @@ class Rank:
 
 
 def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
-    """Be one rank; rank 0 prints a line."""
+    """Run one rank; rank 0 prints a line."""
+    logging.basicConfig()  # warnings and errors alone, between the lines of the table
     meeting = f"file://{folder}/meeting-{name}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     one = Rank(name, folder)
@@ -152,7 +153,7 @@ def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="some seconds, and no figure to quote")
+    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
     parser.add_argument("--model", default="", help=f"one of {', '.join(MODELS)}; default: all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)

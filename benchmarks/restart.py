@@ -4,7 +4,7 @@
     python benchmarks/restart.py --json restart.json
     python benchmarks/restart.py --worlds 2,4 --megabytes 48,192 --nodes 2
 
-See benchmarks/README.md for what the columns mean and how they are measured.
+benchmarks/README.md explains the columns and how they are measured.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import machine
-from comebacks import WAYS
-from figures import Spread, spread
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from limits import CHUNK_BYTES, direct_file
-from report import align
+from lib import machine
+from lib.figures import Spread, spread
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.limits import CHUNK_BYTES, direct_file
+from lib.report import align
+from lib.restart.methods import WAYS
 
 HERE = Path(__file__).resolve().parent
-LIFE_LIMIT_S = 300.0
+RUN_LIMIT_S = 300.0
 BARE_THREADS = 4
 
 
 @dataclass
 class Row:
-    """One way to come back, for one size and number of ranks.
+    """One way to restart, for one size and number of ranks.
 
-    total: seconds from the start of the processes to the end of the first step, the slowest rank's;
-    restore: of these, from when all ranks were ready. read, exchanged, storage: bytes of all ranks,
-    as a multiple of the state; storage is what the kernel fetched from the device. peak: bytes of
-    memory that the restore took on the worst rank, the restored state with it.
+    total: seconds from the start of the processes to the end of the first step, on the slowest
+    rank. restore: the part of total from the moment when all ranks are ready. read, exchanged,
+    storage: bytes of all ranks, as a multiple of the state; storage counts the bytes that the
+    kernel fetched from the device. peak_bytes: memory that the restore took on the worst rank,
+    including the restored state.
     """
 
     way: str
@@ -63,8 +64,8 @@ class Row:
     phases: dict[str, Spread] = field(default_factory=dict)
 
 
-def run_life(world: int, run_id: dict[str, Any]) -> tuple[float, list[dict[str, Any]]]:
-    """Start the ranks; when that was, and what each said."""
+def run_job(world: int, plan: dict[str, Any]) -> tuple[float, list[dict[str, Any]]]:
+    """Run all ranks of one run; return the start time, and the results of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -76,7 +77,7 @@ def run_life(world: int, run_id: dict[str, Any]) -> tuple[float, list[dict[str, 
         "OMP_NUM_THREADS": "1",
         "TIERCKPT_AGENT_LINGER_SECONDS": "0",
     }
-    command = [sys.executable, str(HERE / "restartrank.py"), json.dumps(run_id)]
+    command = [sys.executable, str(HERE / "lib" / "restart" / "rank.py"), json.dumps(plan)]
     begin = time.monotonic()
     ranks = [
         subprocess.Popen(
@@ -89,22 +90,22 @@ def run_life(world: int, run_id: dict[str, Any]) -> tuple[float, list[dict[str, 
         for rank in range(world)
     ]
     try:
-        said = [rank.communicate(timeout=LIFE_LIMIT_S) for rank in ranks]
+        outputs = [rank.communicate(timeout=RUN_LIMIT_S) for rank in ranks]
     finally:
         for rank in ranks:
             if rank.poll() is None:
                 rank.kill()
                 rank.wait()
-    told = []
-    for number, (rank, (out, errors)) in enumerate(zip(ranks, said, strict=True)):
+    results = []
+    for number, (rank, (out, errors)) in enumerate(zip(ranks, outputs, strict=True)):
         if rank.returncode:
             raise RuntimeError(f"rank {number}: {errors.strip()[-2000:]}")
-        told.append(json.loads(out.strip().splitlines()[-1]))
-    return begin, told
+        results.append(json.loads(out.strip().splitlines()[-1]))
+    return begin, results
 
 
 class Bench:
-    """One size and number of ranks: a run that leaves everything, and lives that come back."""
+    """One size and number of ranks: a first run, and the runs that restart from its checkpoints."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, memory: Path) -> None:
         self.world, self.nodes = options.world, options.nodes
@@ -118,7 +119,7 @@ class Bench:
         ]
         self.samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.bare: list[float] = []
-        """Bytes a second of reading the local shards, and nothing else."""
+        """Bytes per second of a bare read of the local shards."""
 
     @staticmethod
     def _caches(name: str) -> tuple[str, ...]:
@@ -127,17 +128,17 @@ class Bench:
         return ("cold",) if WAYS[name].ours else ("warm", "cold")
 
     def leave(self) -> None:
-        """The first run."""
+        """Make the first run, which leaves a checkpoint for every way."""
         for name in self.ways:
             (self.root / name).mkdir()
             (self.memory / name).mkdir()
-        _, told = run_life(self.world, {**self._life(None), "seed": 1})
-        self.state_bytes = told[0]["state_bytes"]
-        self.digests = told[0]["digests"]
+        _, results = run_job(self.world, {**self._plan(None), "seed": 1})
+        self.state_bytes = results[0]["state_bytes"]
+        self.digests = results[0]["digests"]
         for row in self.rows:
             row.state_bytes = self.state_bytes
 
-    def _life(self, way: str | None, **more: Any) -> dict[str, Any]:
+    def _plan(self, way: str | None, **more: Any) -> dict[str, Any]:
         return {
             "root": str(self.root),
             "memory": str(self.memory),
@@ -148,26 +149,30 @@ class Bench:
             **more,
         }
 
-    def come_back(self, row: Row, timed: bool, look: bool) -> None:
-        """One life, timed, or looked at (its memory, and the state's bits), which takes time."""
+    def restart(self, row: Row, timed: bool, checked: bool) -> None:
+        """Make one run that restarts.
+
+        timed: keep its times. checked: compare the restored bits, and sample memory. That costs
+        time.
+        """
         self._lose(row.way)
         if row.cache == "cold":
             evict(self.root / row.way)
         try:
-            run_id = self._life(row.way, seed=2, look=look)
-            begin, told = run_life(self.world, run_id)
-            if look and row.way != "nothing" and told[0]["digest"] != self.digests[row.way]:
-                raise RuntimeError("another state came back")
+            plan = self._plan(row.way, seed=2, checked=checked)
+            begin, results = run_job(self.world, plan)
+            if checked and row.way != "nothing" and results[0]["digest"] != self.digests[row.way]:
+                raise RuntimeError("the restored state differs from the saved one")
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             row.status = str(error).splitlines()[-1][:200]
             return
-        if look:
-            row.peak_bytes = max(rank["peak_bytes"] for rank in told)
+        if checked:
+            row.peak_bytes = max(rank["peak_bytes"] for rank in results)
         if timed:
-            self.samples.setdefault((row.way, row.cache), []).append(_sample(begin, told))
+            self.samples.setdefault((row.way, row.cache), []).append(_sample(begin, results))
 
     def _lose(self, name: str) -> None:
-        """What is gone between the two runs."""
+        """Delete the files that this way loses between the two runs."""
         lost, root = WAYS[name].lost, self.root / name
         if "memory" in lost:
             shutil.rmtree(self.memory / name)
@@ -177,7 +182,7 @@ class Bench:
             shutil.rmtree(node)
 
     def measure_bare(self) -> None:
-        """The local shards from the device, by as many threads as all ranks' restores use."""
+        """Read the local shards from the device without any other work."""
         files = [p for p in (self.root / "ours-local").rglob("*.safetensors")]
         if not files:
             return
@@ -189,7 +194,7 @@ class Bench:
         self.bare.append(sum(p.stat().st_size for p in files) / seconds)
 
     def finish(self) -> None:
-        """Figures from samples."""
+        """Compute the figures of all rows."""
         for row in self.rows:
             samples = self.samples.get((row.way, row.cache), [])
             if not samples or row.status != "ok":
@@ -203,13 +208,13 @@ class Bench:
                 row.phases[phase] = spread(s["phases"][phase] for s in samples)
 
 
-def _sample(begin: float, told: list[dict[str, Any]]) -> dict[str, Any]:
-    """One life's figures: times of the slowest rank, bytes of all."""
+def _sample(begin: float, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one run: times of the slowest rank, bytes of all ranks."""
     found: dict[str, Any] = {"phases": {}}
-    found["total"] = max(rank["marks"]["stepped"] for rank in told) - begin
-    found["restore"] = max(rank["marks"]["restored"] - rank["marks"]["ready"] for rank in told)
-    for name in told[0]["counted"]:
-        values = [rank["counted"][name] for rank in told]
+    found["total"] = max(rank["marks"]["stepped"] for rank in results) - begin
+    found["restore"] = max(rank["marks"]["restored"] - rank["marks"]["ready"] for rank in results)
+    for name in results[0]["counted"]:
+        values = [rank["counted"][name] for rank in results]
         if name.startswith("seconds."):
             found["phases"][name.removeprefix("seconds.")] = max(values)
         else:
@@ -218,7 +223,7 @@ def _sample(begin: float, told: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def evict(folder: Path) -> None:
-    """Have all files below leave the page cache, as after a reboot."""
+    """Drop all files in `folder` from the page cache, as a reboot does."""
     for path in (p for p in folder.rglob("*") if p.is_file()):
         fd = os.open(path, os.O_RDONLY)
         os.fdatasync(fd)
@@ -227,7 +232,7 @@ def evict(folder: Path) -> None:
 
 
 def _read_direct(path: Path) -> None:
-    """Every byte of a file, past the page cache, BARE_THREADS windows at a time."""
+    """Read a file without the page cache, with BARE_THREADS threads."""
     offsets = iter(range(0, path.stat().st_size, CHUNK_BYTES))
     lock = threading.Lock()
 
@@ -252,7 +257,7 @@ HEADERS = ("way", "cache", "total s", "restore s (min..max)", "read", "storage",
 
 
 def table(rows: list[Row]) -> str:
-    """One way a line."""
+    """The table, one line per way."""
     return align([HEADERS, *map(_cells, rows)])
 
 
@@ -277,7 +282,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def verdicts(bench: Bench) -> Iterator[str]:
-    """The targets, judged on one size and number of ranks."""
+    """The targets, judged for one size and number of ranks."""
     of = {(row.way, row.cache): row for row in bench.rows if row.restore is not None}
     memory = of.get(("ours-memory", "-"))
     peers = [r for (way, _), r in of.items() if not WAYS[way].ours and way != "nothing"]
@@ -286,35 +291,35 @@ def verdicts(bench: Bench) -> Iterator[str]:
         assert best.restore is not None
         mine, theirs = memory.restore.median, best.restore.median
         yield (
-            f"{'met' if mine < theirs else 'MISSED'}: restart from memory faster than any peer's: "
+            f"{'met' if mine < theirs else 'MISSED'}: restart from memory faster than any other: "
             f"{mine:.3f} s, {best.title} ({best.cache}) {theirs:.3f} s"
         )
     for (way, _), row in of.items():
         if WAYS[way].ours and row.storage is not None and way != "ours-memory":
             yield (
-                f"{'met' if row.storage <= 1.05 else 'MISSED'}: {row.title}: no byte from storage "
-                f"more than once a job: {row.storage:.2f} x the state, headers and manifests in it"
+                f"{'met' if row.storage <= 1.05 else 'MISSED'}: {row.title}: each byte read "
+                f"from storage once: {row.storage:.2f} x the state, with headers and manifests"
             )
     local = of.get(("ours-local", "cold"))
     if local is not None and bench.bare:
         seconds = local.phases["verify"].median + local.phases["load"].median
         rate, bare = bench.state_bytes / seconds, spread(iter(bench.bare)).median
         yield (
-            f"{'met' if rate >= 0.8 * bare else 'MISSED'}: cold restore at 0.8 of the storage: "
+            f"{'met' if rate >= 0.8 * bare else 'MISSED'}: cold restore at 0.8 of the device: "
             f"{rate / bare:.2f} ({rate / 1e9:.2f} of {bare / 1e9:.2f} GB/s; reading and verifying "
             f"alone {bench.state_bytes / local.phases['verify'].median / 1e9:.2f})"
         )
 
 
 def measure(options: argparse.Namespace, folder: Path, memory: Path) -> Bench:
-    """All ways of one size and number of ranks, in turn."""
+    """Measure all ways for one size and number of ranks, in turn."""
     bench = Bench(options, folder, memory)
     bench.leave()
     for number in range(options.rounds + (not options.toy)):
         timed = number < options.rounds
         for row in bench.rows:
             if row.status == "ok":
-                bench.come_back(row, timed, look=options.toy or not timed)
+                bench.restart(row, timed, checked=options.toy or not timed)
         bench.measure_bare()
     bench.finish()
     return bench
@@ -326,8 +331,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="12 MB, two ranks, one round")
     parser.add_argument("--megabytes", help="sizes of the state; default 48,192, toy 12")
     parser.add_argument("--worlds", default="2", help="numbers of ranks; default 2")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that they run on; default 1")
-    parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes for these ranks; default 1")
+    parser.add_argument("--rounds", type=int, help="rounds; default 5, toy 1")
     parser.add_argument("--ways", help=f"some of {','.join(WAYS)}; toy: without the last two")
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -348,7 +353,7 @@ def main() -> None:
     clean_up_when_terminated()
     about = machine.description(options.dir)
     print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"files on {about['filesystem']}; read, storage, sent: of all ranks, x state\n")
+    print(f"files on {about['filesystem']}; read, storage, sent: sums over ranks, x state\n")
     document: dict[str, Any] = {**about, "cases": []}
     cases = [(w, m) for w in options.worlds.split(",") for m in options.megabytes.split(",")]
     for world, megabytes in cases:

@@ -1,4 +1,4 @@
-"""What does a checkpoint cost a data-parallel training? Ours and its peers, in one run.
+"""How much does a checkpoint slow a data-parallel training? Tierckpt and its alternatives.
 
     python benchmarks/stall.py --toy
     python benchmarks/stall.py --json stall.json --plot stall.png
@@ -7,7 +7,7 @@
     python benchmarks/stall.py --launcher horovod
     python benchmarks/stall.py --device cuda --model gpt2
 
-See benchmarks/README.md for what the columns mean and how they are measured.
+benchmarks/README.md explains the columns and how they are measured.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import argparse
 import sys
 from typing import Any
 
-import machine
-import record
-import report
-import targets
-from bench import Bench, say
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary
-from limits import Limits
-from options import arguments, settings
+from lib import machine, report, targets
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
+from lib.limits import Limits
+from lib.progress import say
+from lib.stall import record
+from lib.stall.options import arguments, settings
+from lib.stall.run import Bench
 
 
 def measure(bench: Bench, about: dict[str, Any]) -> targets.Run:
-    """Run everything that is missing; leaves no process behind, however it ends."""
+    """Run the missing rounds. No process survives, however it ends."""
     options = bench.options
     try:
         bench.start()
@@ -48,7 +47,7 @@ def measure(bench: Bench, about: dict[str, Any]) -> targets.Run:
 
 
 def publish(options: argparse.Namespace, about: dict[str, Any], run: targets.Run) -> None:
-    """Print tables and targets, write the files that were asked for."""
+    """Print tables and targets, write the requested files."""
     rows = list(run.rows.values())
     steps = ", ".join(f"{1e3 * row.step.median:.0f}" for row in rows if row.step)
     print(
@@ -72,7 +71,7 @@ def main() -> None:
     options = arguments(sys.argv[1:], str(__doc__).splitlines()[0])
     clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
-    # A method that is killed cannot clean up its shared memory: it gets a folder, too.
+    # A killed method cannot clean up its shared memory, so that is a temporary folder as well.
     with temporary(parent) as directory, temporary(SHARED_MEMORY) as memory:
         about = {**machine.description(directory), "settings": settings(options)}
         bench = Bench(options, directory, memory)

@@ -1,9 +1,9 @@
-"""The demo: a two-rank job loses a process to SIGKILL and carries on as if nothing had happened.
+"""The demo: a process of a two-rank job is killed, and the job resumes with the same loss curve.
 
-Three runs of `train.py` under torchrun, or of `train_horovod.py` under horovodrun: without
+It makes three runs of `train.py` under torchrun, or of `train_horovod.py` under horovodrun: without
 checkpoints, with a checkpoint at every step, and the same with rank 1 killed in the middle of a
-step. Prints whether the loss curves are equal bit for bit and what the checkpoints cost, and saves
-a picture.
+step. It prints whether the loss curves are equal bit for bit, and the cost of the checkpoints, and
+saves a picture.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 HERE = Path(__file__).resolve().parent
 Record = dict[str, object]
 Journals = dict[int, list[Record]]
-"""What each rank wrote of a run."""
+"""The journal of each rank in one run."""
 
 
-# Each starts two processes, and starts them again when one dies.
+# Each starts two processes, and starts them again after one dies.
 LAUNCHERS = {
     "torchrun": [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -47,7 +47,7 @@ YOURS = {
 def run(
     launcher: str, name: str, steps: int, work: Path, options: list[str], progress: Progress
 ) -> Journals:
-    """Run one job; returns the journal lines of both ranks."""
+    """Run one job; return the journals of both ranks."""
     folder = work / name.replace(" ", "-")
     folder.mkdir(parents=True)
     command = [*LAUNCHERS[launcher], "--steps", str(steps), "--journal", str(folder)]
@@ -55,8 +55,8 @@ def run(
     task = progress.add_task(name, total=steps, note="starting two processes")
     with (folder / "log").open("w") as log:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-        # Else torchrun lets all runs of a job share one key-value store, and a restarted gloo
-        # process may read the address of a process that is dead.
+        # Otherwise all restarts share torchrun's key-value store, and a restarted gloo process may
+        # read the address of a dead one.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:
@@ -76,31 +76,31 @@ def run(
 
 
 def read(folder: Path, rank: int) -> list[Record]:
-    """Complete lines of one rank's journal."""
+    """Return the complete lines of one rank's journal."""
     path = folder / f"steps-r{rank}.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def show(first: list[Record], second: list[Record], progress: Progress, task: object) -> None:
-    """Move the progress bar and say what happened last."""
+    """Update the progress bar and its note."""
     steps = [r["step"] for r in first if "step" in r]
     note = f"loss {float.fromhex(last_loss(first)):.4f}" if steps else ""
     killed = [r for r in second if "killed" in r]
     if killed:
-        lives = [r for r in first if "start" in r]
-        note = f"rank 1 got SIGKILL in step {killed[0]['killed']}"
-        note += f", resumed at step {lives[1]['start']}" if len(lives) > 1 else ", restarting ..."
+        starts = [r for r in first if "start" in r]
+        note = f"SIGKILL in step {killed[0]['killed']}"
+        note += f", resumed at {starts[1]['start']}" if len(starts) > 1 else ", restarting ..."
     progress.update(task, completed=steps[-1] + 1 if steps else 0, note=note)  # type: ignore[arg-type]
 
 
 def last_loss(journal: list[Record]) -> str:
-    """The newest loss, as hexadecimal text."""
+    """Return the newest loss as hexadecimal text."""
     return str([r["loss"] for r in journal if "loss" in r][-1])
 
 
 def curve(journal: list[Record]) -> dict[int, str]:
-    """Loss by step, exact; a step that was done again after the kill must have given the same."""
+    """Return the exact loss by step; a step that was repeated after the kill must give the same."""
     losses: dict[int, str] = {}
     for record in journal:
         if "step" in record:
@@ -111,7 +111,7 @@ def curve(journal: list[Record]) -> dict[int, str]:
 
 
 def stalls_ms(journals: Journals) -> list[float]:
-    """Training thread's time in every checkpoint to memory, all ranks."""
+    """Return the stall of the training thread for every checkpoint in memory, on all ranks."""
     return [
         1e3 * r["seconds"]["stall"]  # type: ignore[index]
         for journal in journals.values()
@@ -121,17 +121,17 @@ def stalls_ms(journals: Journals) -> list[float]:
 
 
 def step_ms(journals: Journals) -> float:
-    """Median step of rank 0, after a warm-up."""
+    """Return the median step of rank 0 after a warm-up."""
     return 1e3 * statistics.median(r["step_seconds"] for r in journals[0][20:] if "step" in r)  # type: ignore[type-var]
 
 
 def restart(journals: Journals) -> dict[str, float | str]:
-    """Seconds from the kill until the first new step is done, and where the state came from."""
+    """Return the seconds from the kill to the end of the first new step, and the level restored."""
     killed = next(r for r in journals[1] if "killed" in r)
     at = float(str(killed["at"]))
     after = [r for r in journals[0] if float(str(r["at"])) > at]
     restored = next(r for r in after if r.get("event") == "restored")
-    # The surviving rank may still finish the step it was in; the new run begins with "start".
+    # The surviving rank may still finish its step; the new run begins with "start".
     begun = next(i for i, r in enumerate(after) if "start" in r)
     first = next(r for r in after[begun:] if "step" in r)
     return {
@@ -146,7 +146,7 @@ def restart(journals: Journals) -> dict[str, float | str]:
 def picture(
     path: Path, plain: dict[int, str], killed: dict[int, str], at: int, ms: list[float]
 ) -> None:
-    """Both loss curves, and the stalls."""
+    """Draw both loss curves, and the stalls."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -164,14 +164,14 @@ def picture(
     left.legend()
     right.hist(ms, bins=40)
     right.axvline(statistics.median(ms), color="tab:red", ls=":", label="median")
-    right.set(xlabel="stall of one checkpoint (ms)", ylabel="checkpoints", title="what they cost")
+    right.set(xlabel="stall of one checkpoint (ms)", ylabel="checkpoints", title="the cost")
     right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    """Run it all."""
+    """Make the three runs and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun")
     parser.add_argument("--steps", type=int, default=160)
@@ -182,62 +182,64 @@ def main() -> None:
     plain, calm, killed = three_runs(args.launcher, args.steps, kill_step, console)
     same = all(curve(plain[r]) == curve(calm[r]) == curve(killed[r]) for r in (0, 1))
     console.print()
-    console.print(f"loss curves of both ranks equal, bit for bit, in all three runs: {same}")
-    tell_the_cost(plain, calm, console)
-    tell_of_the_restart(killed, console)
+    verdict = "equal bit for bit" if same else "DIFFERENT"
+    console.print(f"loss curves of both ranks in all three runs: {verdict}")
+    print_cost(plain, calm, console)
+    print_restart(killed, console)
     picture(args.picture, curve(plain[0]), curve(killed[0]), kill_step, stalls_ms(calm))
-    console.print(f"picture: {args.picture.resolve()}")
-    console.print(f"is your own script exact? ask it: tierckpt prove -- {YOURS[args.launcher]}")
+    console.print(f"picture: {args.picture.resolve()}", soft_wrap=True)
+    console.print(
+        f"check your own script: tierckpt prove -- {YOURS[args.launcher]}", soft_wrap=True
+    )
     if not same:
-        sys.exit("The curves differ: that is a bug, please report it.")
+        sys.exit("The curves differ. This is a bug: please report it.")
 
 
 def three_runs(
     launcher: str, steps: int, kill_step: int, console: Console
 ) -> tuple[Journals, Journals, Journals]:
-    """Without checkpoints, with one at every step, and the same with rank 1 killed."""
+    """Run without checkpoints, with one at every step, and the same with rank 1 killed."""
     work = Path(tempfile.mkdtemp(prefix="tierckpt-demo-"))
     columns = (
-        TextColumn("{task.description:28}"),
-        BarColumn(),
+        TextColumn("{task.description:22}"),
+        BarColumn(bar_width=10),
         TextColumn("{task.completed:>3}/{task.total} steps"),
-        TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
     try:
         with Progress(*columns, console=console) as progress:
             plain = run(launcher, "no checkpoints", steps, work, ["--plain"], progress)
-            calm = run(launcher, "a checkpoint every step", steps, work, [], progress)
+            calm = run(launcher, "a checkpoint a step", steps, work, [], progress)
             kill = ["--kill-step", str(kill_step)]
-            killed = run(launcher, "the same, and a SIGKILL", steps, work, kill, progress)
+            killed = run(launcher, "the same, and SIGKILL", steps, work, kill, progress)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return plain, calm, killed
 
 
-def tell_the_cost(plain: Journals, calm: Journals, console: Console) -> None:
-    """Of a checkpoint, and of one at every step."""
+def print_cost(plain: Journals, calm: Journals, console: Console) -> None:
+    """Print the stall per checkpoint, and the slowdown with one at every step."""
     ms = stalls_ms(calm)
     saved = [r for r in calm[0] if r.get("event") == "committed"]
     overhead = 100 * (step_ms(calm) / step_ms(plain) - 1)
     console.print(
         f"stall per checkpoint: median {statistics.median(ms):.2f} ms, "
         f"p99 {sorted(ms)[int(0.99 * len(ms))]:.2f} ms "
-        f"({len(ms)} to memory; rank 0: {len(saved)} to disk)"
+        f"({len(ms)} in memory; rank 0: {len(saved)} on disk)"
     )
     console.print(
         f"median step: {step_ms(plain):.1f} ms without checkpoints, {step_ms(calm):.1f} ms "
-        f"with one at every step: {overhead:+.1f}%"
+        f"with one at every step: {overhead:+.1f} %"
     )
 
 
-def tell_of_the_restart(killed: Journals, console: Console) -> None:
-    """From where the job went on, and how long that took."""
+def print_restart(killed: Journals, console: Console) -> None:
+    """Print the step and level of the restart, and its time."""
     back = restart(killed)
     console.print(
         f"killed in step {back['killed']}, resumed at step {back['step']} from {back['level']}: "
-        f"{back['total']:.1f} s from the kill to the next finished step, restore() took "
-        f"{1e3 * float(back['restore']):.0f} ms of it (the rest is starting processes)"
+        f"{back['total']:.1f} s from the kill to the end of the next step, of which restore() took "
+        f"{1e3 * float(back['restore']):.0f} ms (the rest is the start of processes)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What both versions of the example train: the net, the data, and a journal for the demo."""
+"""The net, the data and the journal of the example, for DDP and for Horovod."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = 64
 
 
 def build_model() -> nn.Module:
-    """A net that learns the digits in a minute, with everything that makes resuming hard."""
+    """Make a net with BatchNorm and dropout, which make an exact restart difficult."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.BatchNorm2d(32),
@@ -45,18 +45,18 @@ def build_model() -> nn.Module:
 
 
 def options(description: str | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--path", default="ckpts", help="where checkpoints go")
-    parser.add_argument("--journal", type=Path, help="folder for one JSON line a step")
-    parser.add_argument("--plain", action="store_true", help="no checkpoints at all")
+    parser.add_argument("--journal", type=Path, help="folder for a JSON line per step")
+    parser.add_argument("--plain", action="store_true", help="take no checkpoints")
     parser.add_argument("--kill-step", type=int, default=-1, help="SIGKILL rank 1 in this step")
     return parser.parse_args()
 
 
 class Batches:
-    """The batch of any step: a shuffled sampler per epoch, so a resumed job draws the same ones."""
+    """The batch of each step, from a sampler shuffled by epoch, so that a restart repeats them."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         images, labels = load_digits(return_X_y=True)
@@ -69,7 +69,7 @@ class Batches:
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     def of_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and labels of this rank in this step."""
+        """Return images and labels of this rank in this step."""
         epoch, index = divmod(step, self.per_epoch)
         if epoch != self._epoch:
             self.sampler.set_epoch(epoch)
@@ -80,11 +80,11 @@ class Batches:
 
 
 class Journal:
-    """Where the demo reads what happened: one JSON line a step, in a file for each rank."""
+    """A file for each rank with a JSON line per step and event, for the demo."""
 
     def __init__(self, folder: Path | None, rank: Callable[[], int]) -> None:
         self._folder = folder
-        self._rank = rank  # asked each time: under elastic Horovod it changes
+        self._rank = rank  # a function, since it changes under elastic Horovod
         self._files: dict[int, TextIO] = {}
 
     def write(self, **values: object) -> None:
@@ -96,7 +96,7 @@ class Journal:
             self._files[rank].write(json.dumps(values) + "\n")
 
     def event(self, event: tierckpt.Event) -> None:
-        """Add what happened to a checkpoint; for `on_event`."""
+        """Add an event of a checkpoint; for `on_event`."""
         self.write(
             event=event.name,
             version=event.version,
@@ -106,6 +106,6 @@ class Journal:
         )
 
     def killed(self, step: int) -> None:
-        """Say so, and die as a process dies that the system kills."""
+        """Add a line, then kill this process with SIGKILL."""
         self.write(killed=step, at=time.time())
         os.kill(os.getpid(), signal.SIGKILL)

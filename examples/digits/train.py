@@ -1,6 +1,6 @@
-"""Handwritten digits on two ranks, with checkpoints: what a user's own script looks like.
+"""Handwritten digits on two ranks, with checkpoints: an example of a user's script.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or torchrun's restarted ranks may not meet
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks may not connect
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits/train.py
 
 The lines that Tierckpt needs are marked with `<-`. The rest is an ordinary DDP script: a small
@@ -48,14 +48,14 @@ def main() -> None:
         start = ckpt.restore()  # <-
     journal.write(start=int(start), at=time.time())
 
-    first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    first_run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     for step in range(start, args.steps):
         begin = time.perf_counter()
         images, labels = batches.of_step(step)
         loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
-        if step == args.kill_step and rank == 1 and first_life:
+        if step == args.kill_step and rank == 1 and first_run:
             journal.killed(step)
         optimizer.step()
         schedule.step()
@@ -67,8 +67,8 @@ def main() -> None:
         ckpt.close()  # <-
     journal.write(done=True, at=time.time())
     dist.barrier()
-    # gloo's thread drops its part of the barrier, which takes the interpreter's lock; torch holds
-    # that lock while it waits for the thread's end, when the model is freed: seen to hang.
+    # Without this pause gloo's thread may still need the interpreter's lock to release its part of
+    # the barrier, while torch holds that lock and waits for the thread: a deadlock.
     time.sleep(0.1)
     dist.destroy_process_group()
 

@@ -1,10 +1,10 @@
-"""Handwritten digits under elastic Horovod, with checkpoints: what a user's own script looks like.
+"""Handwritten digits under elastic Horovod, with checkpoints: an example of a user's script.
 
     horovodrun -np 2 --min-np 2 --max-np 2 --host-discovery-script hosts.sh \\
         python examples/digits/train_horovod.py
 
-The lines that Tierckpt needs are marked with `<-`; `hvd.elastic.TorchState(model, optimizer, ...)`
-was there before. Everything else is Horovod as its documentation has it.
+The lines that Tierckpt needs are marked with `<-`; they replace `hvd.elastic.TorchState(model,
+optimizer, ...)`. The rest follows the documentation of Horovod.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=args.steps)
     torch.manual_seed(1234 + hvd.rank())
     journal = Journal(args.journal, hvd.rank)
-    first_life = True
+    first_run = True
 
     def train(state: Any) -> None:
-        nonlocal first_life
+        nonlocal first_run
         rank = hvd.rank()
         batches = Batches(rank, hvd.size())
         journal.write(start=state.step, at=time.time())
-        first_life = first_life and state.step == 0
+        first_run = first_run and state.step == 0
         while state.step < args.steps:
             begin, step = time.perf_counter(), state.step
             images, labels = batches.of_step(step)
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
-            if step == args.kill_step and rank == 1 and first_life:
+            if step == args.kill_step and rank == 1 and first_run:
                 journal.killed(step)
             optimizer.step()
             schedule.step()
@@ -58,7 +58,7 @@ def main() -> None:
         journal.write(done=True, at=time.time())
 
     if args.plain:
-        # A new optimizer has no state to send, and Horovod would make a step to have some.
+        # The optimizer has no state yet; to broadcast it, Horovod would make a step.
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         train(SimpleNamespace(step=0, commit=lambda: None))
         return

@@ -1,9 +1,9 @@
-"""What is under way while gradients are: `make overlap` runs this and draws one of its iterations.
+"""Copies and allreduces at the same time: `make overlap` runs this and draws one iteration.
 
     TIERCKPT_TRACE_DIR=traces HOROVOD_TIMELINE=hvd.json \\
         horovodrun --gloo -np 2 python examples/overlap/train.py ckpts
 
-A net of wide layers, so that a layer's allreduce takes as long as a real one's.
+The net has wide layers, so that their allreduces take as long as those of a real model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LAYERS, WIDTH, ROWS, STEPS = 8, 1024, 256, 24
 
 
 def main() -> None:
-    """Train on noise; the trace is what counts."""
+    """Train on random numbers; only the trace matters."""
     hvd.init()
     torch.manual_seed(1)
     net = torch.nn.Sequential(

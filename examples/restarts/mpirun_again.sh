@@ -1,9 +1,9 @@
 #!/bin/sh
-# mpirun ends a job of which one process dies; this starts it again until the training is over.
+# mpirun ends a job after the death of a process; this starts it again until the training is done.
 #
 #   ./mpirun_again.sh [options of train.py]
 #
-# MPIRUN_OPTIONS are for mpirun: --hostfile, --map-by and the like.
+# MPIRUN_OPTIONS has options for mpirun, such as --hostfile and --map-by.
 export TIERCKPT_PATH="${TIERCKPT_PATH:-ckpts}"
 export MASTER_ADDR="${MASTER_ADDR:-$(hostname)}" MASTER_PORT="${MASTER_PORT:-29500}"
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Stops a launcher and all it started, or lets them go on. (Under Slurm: scontrol suspend, resume.)
+# Stops a launcher and all its processes, or continues them. (Under Slurm: scontrol suspend, resume.)
 #
 #   ./suspend.sh STOP|CONT PID
 family() {

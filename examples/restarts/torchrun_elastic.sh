@@ -1,10 +1,10 @@
 #!/bin/sh
-# On every node: the job runs on two to four nodes, whichever there are. It shrinks when a node is
-# lost and grows when another one joins; what a lost node had is rebuilt from the others.
+# Run it on every node: the job uses two to four nodes. It shrinks when a node is lost and grows when
+# another one joins; the shards of a lost node are rebuilt from the others.
 #
 #   ./torchrun_elastic.sh HOST:PORT [options of train.py]
 #
-# HOST:PORT is where the nodes meet, the same for all: on a node that stays.
+# HOST:PORT is the rendezvous, the same for all nodes, on a node that stays.
 meeting=$1
 shift
 export TIERCKPT_PATH="${TIERCKPT_PATH:-ckpts}" TIERCKPT_PEER_REDUNDANCY=xor

@@ -1,6 +1,6 @@
 """One rank of a small DDP job, started by any launcher: torchrun, mpirun or srun.
 
-What the checkpoints need is set by the scripts beside this file, as TIERCKPT_... variables.
+The scripts next to this file set the checkpointer's settings, as TIERCKPT_... variables.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""Variables that tell a process its rank and how many there are, by torchrun, mpirun and srun."""
+"""Variables with rank and number of ranks, set by torchrun, mpirun and srun."""
 
 
 def place() -> tuple[int, int]:
-    """This process's rank, and how many ranks the job has; alone if no launcher says so."""
+    """Return this process's rank and the number of ranks; (0, 1) without a launcher."""
     for rank, ranks in LAUNCHERS:
         if rank in os.environ and ranks in os.environ:
             return int(os.environ[rank]), int(os.environ[ranks])
@@ -41,7 +41,7 @@ def place() -> tuple[int, int]:
 
 
 def build_model() -> nn.Module:
-    """BatchNorm and dropout are what makes resuming hard."""
+    """Make a net with BatchNorm and dropout, which make an exact restart difficult."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
@@ -53,24 +53,24 @@ def build_model() -> nn.Module:
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The data of a rank in a step: the same in every run."""
+    """Return the data of a rank in a step, the same in every run."""
     source = torch.Generator().manual_seed(1_000_003 * rank + step)
     x = torch.randn(BATCH, WIDTH, generator=source)
     return x, (x[:, :8].sum(1) > 0).long()
 
 
 def digest(model: nn.Module) -> str:
-    """Names the weights: alike on all ranks, and another one after every step."""
-    said = hashlib.sha256()
+    """Return a hash of the weights: equal on all ranks, and another one after every step."""
+    hashed = hashlib.sha256()
     for weights in model.parameters():
-        said.update(weights.detach().numpy().tobytes())
-    return said.hexdigest()[:16]
+        hashed.update(weights.detach().numpy().tobytes())
+    return hashed.hexdigest()[:16]
 
 
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Forward, backward and the optimizer's step; returns the loss."""
+    """Do the forward pass, the backward pass and the optimizer's step; return the loss."""
     x, y = batch
     loss = nn.functional.cross_entropy(model(x), y)
     optimizer.zero_grad()
@@ -80,7 +80,7 @@ def train_step(
 
 
 class Journal:
-    """A rank's JSON lines, by which it can be seen that a restart changed nothing."""
+    """JSON lines of a rank, to compare a restarted run with an undisturbed one."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._file = None
@@ -95,19 +95,22 @@ class Journal:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--step-seconds", type=float, default=0.1, help="time to break something")
+    parser.add_argument("--step-seconds", type=float, default=0.1, help="pause after a step")
     parser.add_argument(
-        "--halted-status", type=int, default=0, help="exit status when it was cut short"
+        "--halted-status",
+        type=int,
+        default=0,
+        help="exit status after a signal or the end of the allocation",
     )
-    parser.add_argument("--journal", type=Path, help="folder for one JSON line a step and rank")
+    parser.add_argument("--journal", type=Path, help="folder for a JSON line per step and rank")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Train; returns the exit status."""
+    """Train; return the exit status."""
     args = options()
     rank, ranks = place()
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
@@ -124,12 +127,13 @@ def main() -> int:
     levels = ckpt.restored.levels
     journal.write(start=int(start), ranks=ranks, levels=levels, digest=digest(model))
     if rank == 0:
-        print(f"{ranks} ranks go on from step {int(start)}; shards from {levels}", flush=True)
+        source = f"shards from {levels}" if levels else "a fresh start"
+        print(f"{ranks} ranks start at step {int(start)}: {source}", flush=True)
     for step in range(start, args.steps):
         loss = train_step(model, optimizer, batch(step, rank))
         ckpt.step()
         journal.write(step=step, loss=loss.item().hex(), digest=digest(model))
-        if ckpt.should_exit():  # alike on all ranks; the last checkpoint is taken
+        if ckpt.should_exit():  # the same on all ranks
             break
         time.sleep(args.step_seconds)
     ckpt.close()

@@ -1,10 +1,10 @@
-"""The experiment: eight nodes, four spares, and a node lost again and again (or as many as asked).
+"""The experiment: eight nodes and four spares, and a node is lost five times.
 
-Nodes are names here: each has its own disk, memory and agent, and losing one means SIGKILL to its
-trainer and its agent, and both folders wiped. Four times a spare takes the place, and training goes
-on from what the other nodes kept for the lost one; there is no shared storage at all. The fifth
-time there is no spare, and the job goes on with seven ranks. Prints how each run began, whether
-the loss of every rank is bit for bit that of a run that nobody disturbed, and saves a picture.
+Nodes are names here. Each has its own disk, memory and agent; there is no shared storage. To lose a
+node means SIGKILL to its trainer and its agent, and deletion of both folders. Four times a spare
+replaces it, and training resumes from the redundancy on the other nodes. The fifth time there is no
+spare, and the job resumes with seven ranks. The script prints the start of each run, and whether
+the loss of every rank equals that of an undisturbed run bit for bit, and saves a picture.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
 EPOCH = 12
-"""Steps; a node is lost in the middle of each."""
+"""Steps between two failures."""
 PATIENCE_SECONDS = 240.0
 KEPT = ("committed", "peer")
 
 
 @dataclass
 class Cluster:
-    """The job's place: folders, and the processes of one run."""
+    """The folders of the job, and the processes of one run."""
 
     work: Path
     shm: Path
-    lives: int = 0
+    runs: int = 0
     ranks: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """By the node they run on, in the order of their numbers."""
+    """Processes by node, in the order of ranks."""
 
     def start(self, nodes: list[str], steps: int) -> None:
-        """A run of the job on these nodes."""
-        self.lives += 1
-        meeting = self.work / f"meeting{self.lives}"
+        """Start a run of the job on these nodes."""
+        self.runs += 1
+        meeting = self.work / f"meeting{self.runs}"
         self.ranks = {}
         for rank, node in enumerate(nodes):
             env = {
@@ -57,29 +57,29 @@ class Cluster:
                 "OMP_NUM_THREADS": "1",
             }
             command = [sys.executable, str(HERE / "train.py"), str(self.work), str(meeting)]
-            with (self.work / f"life{self.lives}-{node}.log").open("wb") as log:
+            with (self.work / f"run{self.runs}-{node}.log").open("wb") as log:
                 self.ranks[node] = subprocess.Popen(
                     [*command, str(steps)], env=env, stdout=log, stderr=log
                 )
 
     def lines(self, rank: int) -> list[dict[str, object]]:
-        """What a rank wrote, in all runs."""
+        """Return the journal of a rank, with all runs."""
         path = self.work / f"journal-r{rank}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
 
     def wait_until(self, step: int) -> None:
-        """Return when rank 0 has done `step`, and the nodes have protected a version of this run.
+        """Wait until rank 0 has done `step`, and the nodes have protected a version of this run.
 
-        A node that is lost before that takes the job back to where no redundancy was yet.
+        The loss of a node before that could not be repaired.
         """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            lives = [self.newest_life(rank) for rank in range(len(self.ranks))]
-            done = [int(str(x["step"])) for x in lives[0] if "step" in x]
+            journals = [self.newest_run(rank) for rank in range(len(self.ranks))]
+            done = [int(str(x["step"])) for x in journals[0] if "step" in x]
             kept = [
-                {x["version"] for x in life if (x.get("event"), x.get("level")) == KEPT}
-                for life in lives
+                {x["version"] for x in journal if (x.get("event"), x.get("level")) == KEPT}
+                for journal in journals
             ]
             if set.intersection(*kept) and done and done[-1] >= step:
                 return
@@ -88,14 +88,14 @@ class Cluster:
                     self.give_up(node)
             time.sleep(0.05)
 
-    def newest_life(self, rank: int) -> list[dict[str, object]]:
-        """What a rank wrote since it began last."""
+    def newest_run(self, rank: int) -> list[dict[str, object]]:
+        """Return the journal of a rank in the newest run."""
         lines = self.lines(rank)
         begins = [i for i, x in enumerate(lines) if "start" in x]
-        return lines[begins[-1] :] if len(begins) == self.lives else []
+        return lines[begins[-1] :] if len(begins) == self.runs else []
 
     def lose(self, node: str) -> None:
-        """The node is gone: its processes, its memory, its disk. The launcher ends the others."""
+        """Lose a node: its processes, memory and disk. The launcher ends the other ranks."""
         self.ranks[node].kill()
         for pid in agents_of(self.shm, node):
             os.kill(pid, signal.SIGKILL)
@@ -105,34 +105,34 @@ class Cluster:
         self.stop()
 
     def stop(self) -> None:
-        """Kill what is left of this run; agents stay."""
+        """Kill the trainers of this run; agents stay."""
         for rank in self.ranks.values():
             rank.kill()
             rank.wait()
 
     def finish(self) -> None:
-        """Return when all ranks have ended well, by what they wrote: gloo sometimes aborts in a
-        process that is through with its work."""
+        """Wait until all ranks have ended. Success is a line in the journal, not the exit status:
+        gloo sometimes aborts a process after its work."""
         for rank, (node, process) in enumerate(self.ranks.items()):
             process.wait(PATIENCE_SECONDS)
-            if not any("done" in line for line in self.newest_life(rank)):
+            if not any("done" in line for line in self.newest_run(rank)):
                 self.give_up(node)
 
     def give_up(self, node: str) -> NoReturn:
-        """Show what the rank on `node` said."""
+        """Exit with the log of the rank on `node`."""
         self.stop()
-        log = (self.work / f"life{self.lives}-{node}.log").read_text()
-        sys.exit(f"life {self.lives} of the job failed on {node}, which said:\n{log[-3000:]}")
+        log = (self.work / f"run{self.runs}-{node}.log").read_text()
+        sys.exit(f"run {self.runs} of the job failed on {node}; the end of its log:\n{log[-3000:]}")
 
 
 def agents_of(shm: Path, node: str) -> list[int]:
-    """Process ids of the agents of a node, from their locks."""
+    """Return the process ids of the agents of a node, from their locks."""
     locks = shm.glob(f"tierckpt-*/*@{node}/agent*.lock")
     return [int(lock.read_text()) for lock in locks]
 
 
 def curve(cluster: Cluster, rank: int, nodes: int) -> dict[int, str]:
-    """Exact loss by step while there were all ranks; what was done again must be the same."""
+    """Return the exact loss by step with all ranks; repeated steps must give the same loss."""
     losses: dict[int, str] = {}
     ranks = 0
     for line in cluster.lines(rank):
@@ -140,14 +140,14 @@ def curve(cluster: Cluster, rank: int, nodes: int) -> dict[int, str]:
         if "step" in line and ranks == nodes:
             step, loss = int(str(line["step"])), str(line["loss"])
             if losses.setdefault(step, loss) != loss:
-                sys.exit(f"rank {rank}, step {step}: {losses[step]} once, then {loss}")
+                sys.exit(f"rank {rank}, step {step}: {losses[step]} first, then {loss}")
     return losses
 
 
 def picture(
     path: Path, title: str, calm: dict[int, str], broken: dict[int, str], lost: list[int]
 ) -> None:
-    """Both curves, and the failures on them."""
+    """Draw both curves with the failures."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -156,7 +156,7 @@ def picture(
     figure, axes = plt.subplots(figsize=(9, 4))
     for curve_, style in (
         (calm, {"lw": 5, "color": "0.8", "label": "undisturbed"}),
-        (broken, {"lw": 1, "label": "a node lost again and again"}),
+        (broken, {"lw": 1, "label": "nodes lost"}),
     ):
         axes.plot(sorted(curve_), [float.fromhex(curve_[s]) for s in sorted(curve_)], **style)
     for number, step in enumerate(lost):
@@ -168,7 +168,7 @@ def picture(
 
 
 def main() -> None:
-    """Run it all."""
+    """Run the experiment in temporary folders."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--picture", type=Path, default=Path("spares.png"))
     parser.add_argument("--nodes", type=int, default=8)
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def experiment(calm: Cluster, broken: Cluster, args: argparse.Namespace, console: Console) -> None:
-    """Both runs, and what came of them; ends with an error where that is not what was promised."""
+    """Make both jobs and compare them. Exits with an error if they differ."""
     ranks: int = args.nodes
     nodes = [f"node{i}" for i in range(ranks)]
     steps = (args.spares + 2) * EPOCH
@@ -197,25 +197,26 @@ def experiment(calm: Cluster, broken: Cluster, args: argparse.Namespace, console
     calm.finish()
     spares = [f"spare{i}" for i in range(args.spares)]
     lost = lose_again_and_again(broken, nodes, spares, steps, console)
-    levels = tell_of_lives(broken, lost, console)
+    levels = print_runs(broken, lost, console)
 
     of_calm, of_broken = ([curve(c, r, ranks) for r in range(ranks)] for c in (calm, broken))
     pairs = zip(of_calm, of_broken, strict=True)
     same = all(mine.items() <= undisturbed.items() for undisturbed, mine in pairs)
     title = f"{ranks} nodes, {args.spares} spares"
     picture(args.picture, title, of_calm[0], of_broken[0], lost)
-    console.print(f"loss of all {ranks} ranks as if nothing had happened, bit for bit: {same}")
-    console.print(f"picture: {args.picture.resolve()}")
+    verdict = "equals the undisturbed run bit for bit" if same else "DIFFERS"
+    console.print(f"the loss of all {ranks} ranks {verdict}")
+    console.print(f"picture: {args.picture.resolve()}", soft_wrap=True)
     if not same or not all("peer" in each for each in levels):
-        sys.exit("That is not what was promised: please report it.")
+        sys.exit("The losses or levels are wrong. This is a bug: please report it.")
 
 
 def lose_again_and_again(
     cluster: Cluster, nodes: list[str], spares: list[str], steps: int, console: Console
 ) -> list[int]:
-    """Train to the end, and lose a node in every epoch but the last; returns the steps in which.
+    """Train to the end, and lose a node in every epoch but the last; return the steps of failures.
 
-    A spare takes the node's place as long as there is one; then the job goes on with fewer.
+    A spare replaces the node as long as there is one; then the job resumes with fewer nodes.
     """
     nodes, lost = list(nodes), []
     for failure in range(len(spares) + 1):
@@ -227,7 +228,7 @@ def lose_again_and_again(
         place = nodes.index(victim)
         if failure < len(spares):
             nodes[place] = spares[failure]
-            console.print(f"lost {victim} in step {lost[-1]}; {nodes[place]} takes its place")
+            console.print(f"lost {victim} in step {lost[-1]}; {nodes[place]} replaces it")
         else:
             nodes.pop(place)
             console.print(f"lost {victim} in step {lost[-1]}; no spare is left")
@@ -236,13 +237,13 @@ def lose_again_and_again(
     return lost
 
 
-def tell_of_lives(cluster: Cluster, lost: list[int], console: Console) -> list[dict[str, int]]:
-    """How each run after a failure began; returns from which levels, and how many shards each."""
+def print_runs(cluster: Cluster, lost: list[int], console: Console) -> list[dict[str, int]]:
+    """Print the start of each run after a failure; return its numbers of shards by level."""
     starts = [x for x in cluster.lines(0) if "start" in x][1:]
     for number, begun in enumerate(starts):
         console.print(
-            f"life {number + 2}: {begun['ranks']} ranks went on from step {begun['start']}, "
-            f"lost in step {lost[number]}; shards from {begun['levels']}; "
+            f"run {number + 2}: {begun['ranks']} ranks resumed at step {begun['start']} after the "
+            f"failure in step {lost[number]}; shards from {begun['levels']}; "
             f"restore() took {1e3 * float(str(begun['seconds'])):.0f} ms"
         )
     return [begun["levels"] for begun in starts]  # type: ignore[misc]

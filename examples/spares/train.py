@@ -1,6 +1,6 @@
 """One rank of the experiment: a small net on made-up data, a checkpoint at every step.
 
-Started by experiment.py, with what a launcher gives: RANK, WORLD_SIZE, and where to meet.
+experiment.py starts it like a launcher, with RANK, WORLD_SIZE and the file of the rendezvous.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ BATCH = 32
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The data of a rank in a step: the same in every run."""
+    """Return the data of a rank in a step, the same in every run."""
     source = torch.Generator().manual_seed(1_000_003 * rank + step)
     x = torch.randn(BATCH, WIDTH, generator=source)
     return x, (x[:, :8].sum(1) > 0).long()
 
 
 def build_model() -> nn.Module:
-    """BatchNorm and dropout are what makes resuming hard."""
+    """Make a net with BatchNorm and dropout, which make an exact restart difficult."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
@@ -62,7 +62,7 @@ def main() -> None:
         local_every_seconds=0,
         peer_redundancy="xor",
         slots=3,
-        on_event=lambda e: write(event=e.name, level=e.level, version=e.version, said=e.message),
+        on_event=lambda e: write(event=e.name, level=e.level, version=e.version, message=e.message),
     )
     begin = time.perf_counter()
     start = ckpt.restore()
@@ -76,7 +76,7 @@ def main() -> None:
         optimizer.step()
         ckpt.step()
         write(step=step, loss=loss.item().hex())
-        time.sleep(0.02)  # a net this small would outrun the processes that watch it
+        time.sleep(0.02)  # a net this small would be faster than the experiment's observation
     ckpt.close()
     write(done=True)
     dist.barrier()

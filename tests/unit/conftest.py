@@ -15,8 +15,11 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """`benchmark_module(name)`: one of the benchmarks' modules, which are scripts' own and in no
-    package. Their names ("options") are none to leave to others: after the test they are gone."""
+    """`benchmark_module(name)` imports a module of the benchmarks ("lib.figures").
+
+    Their folder is on the path during the test alone, and `lib` is in no package: after the test
+    no such name is left to other tests.
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
     def load(name: str) -> Any:
@@ -24,7 +27,7 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str]
         found = importlib.import_module(name)
         for new in set(sys.modules) - before:
             path = getattr(sys.modules[new], "__file__", None)
-            if path and Path(path).parent == BENCHMARKS:
+            if path and Path(path).is_relative_to(BENCHMARKS):
                 loaded.append(new)
         return found
 

@@ -27,14 +27,14 @@ def test_a_spare_takes_a_lost_nodes_place_and_then_the_job_shrinks(tmp_path: Pat
     )
     said = ended.stdout
     assert ended.returncode == 0, said + ended.stderr
-    assert re.search(r"lost node1 in step \d+; spare0 takes its place", said)
+    assert re.search(r"lost node1 in step \d+; spare0 replaces it", said)
     assert re.search(r"lost \w+ in step \d+; no spare is left", said)
-    lives = re.findall(r"life \d: (\d) ranks went on from step (\d+), .* shards from (.*);", said)
-    assert [(int(ranks), "'peer': 1" in levels) for ranks, _, levels in lives] == [
+    runs = re.findall(r"run \d: (\d) ranks resumed at step (\d+) .* shards from (.*);", said)
+    assert [(int(ranks), "'peer': 1" in levels) for ranks, _, levels in runs] == [
         (NODES, True),
         (NODES - 1, True),
     ], said
-    assert all(int(step) > 0 for _, step, _ in lives)
+    assert all(int(step) > 0 for _, step, _ in runs)
     assert "persistent" not in said
-    assert f"loss of all {NODES} ranks as if nothing had happened, bit for bit: True" in said
+    assert f"loss of all {NODES} ranks equals the undisturbed run bit for bit" in said
     assert (tmp_path / "spares.png").stat().st_size > 0

@@ -1,7 +1,7 @@
 """What the benchmarks train resumes to the bit, from every level, on two ranks; all are killed.
 
-The models are those of benchmarks/models.py, small where the benchmark's own would take minutes;
-stall.py, goodput.py and levels.py train them, and restart.py layers as `linear` has them.
+The models are those of benchmarks/lib/models.py, small where the benchmark's own would take
+minutes; stall.py, goodput.py and levels.py train them, and restart.py layers as `linear` has them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def built(name: str) -> tuple[Job, Callable[[], torch.Tensor]]:
     """A job as the benchmark makes it, and its loss."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        models = importlib.import_module("models")
-        patch.delitem(sys.modules, "models")  # no name to leave to others
+        models = importlib.import_module("lib.models")
+        for module in ("lib", "lib.models"):
+            patch.delitem(sys.modules, module)  # no name to leave to others
         assert set(narrow(models)) == set(models.NAMES), "a model that is not tested"
         patch.setattr(models, "_MODELS", {**models._MODELS, name: narrow(models)[name]})
         if narrow(models)[name] is None:

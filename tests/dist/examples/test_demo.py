@@ -16,7 +16,7 @@ from tests.support.thorough import on_demand
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 ROOT = Path(__file__).resolve().parents[3]
-SAME = "loss curves of both ranks equal, bit for bit, in all three runs: True"
+SAME = "loss curves of both ranks in all three runs: equal bit for bit"
 
 
 @pytest.mark.parametrize(

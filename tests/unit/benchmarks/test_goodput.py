@@ -14,13 +14,13 @@ import pytest
 @pytest.fixture
 def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
     """The benchmark's modules."""
-    names = ("goodreport", "goodruns", "mortal")
-    return argparse.Namespace(**{name: benchmark_module(name) for name in names})
+    names = ("report", "runs", "killed_job")
+    return argparse.Namespace(**{n: benchmark_module(f"lib.goodput.{n}") for n in names})
 
 
 def course(modules: argparse.Namespace, *lines: tuple[int, int, float, bool], **more: Any) -> Any:
-    steps = [modules.mortal.Step(*line) for line in lines]
-    return modules.mortal.Course(110.0, steps, **more)
+    steps = [modules.killed_job.Step(*line) for line in lines]
+    return modules.killed_job.Course(110.0, steps, **more)
 
 
 def test_steps_that_were_made_again_count_once(modules: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def test_steps_that_were_made_again_count_once(modules: argparse.Namespace) -> N
     )
     assert (found.wall_seconds, found.useful, found.made) == (10.0, 2, 4)
     assert found.back_seconds == [4.0], "the third step had been complete already"
-    assert found.last_life() == [106.5]
+    assert found.last_run() == [106.5]
 
 
 def test_a_job_that_never_came_back(modules: argparse.Namespace) -> None:
@@ -50,7 +50,7 @@ def test_a_job_that_never_came_back(modules: argparse.Namespace) -> None:
 def test_failures_are_the_same_for_every_method_and_as_many_as_asked_for(
     modules: argparse.Namespace,
 ) -> None:
-    arrivals = modules.goodruns.arrivals
+    arrivals = modules.runs.arrivals
     assert arrivals(1000, 100, seed=3) == arrivals(1000, 100, seed=3)
     assert arrivals(1000, 100, seed=3) != arrivals(1000, 100, seed=4)
     found = arrivals(100_000, 10_000, seed=1)
@@ -61,7 +61,7 @@ def test_failures_are_the_same_for_every_method_and_as_many_as_asked_for(
 
 
 def result(modules: argparse.Namespace, method: str, mtbf: float, useful: int) -> Any:
-    return modules.goodruns.Result(
+    return modules.runs.Result(
         method, method, mtbf, 3, 0.01, step_seconds=0.1, wall_seconds=100.0, useful_steps=useful
     )
 
@@ -74,12 +74,12 @@ def test_the_targets_are_judged_rate_by_rate(modules: argparse.Namespace) -> Non
         result(modules, "torch-save", 10.0, 710),
     ]
     assert rows[0].goodput == pytest.approx(0.96)
-    said = modules.goodreport.verdicts(rows)
+    said = modules.report.verdicts(rows)
     assert [line.split(":")[0] for line in said] == ["MISSED", "met", "met"]
     assert "10 s (70.0 %, the next best 71.0 %)" in said[0]
     rows[0].useful_steps = 940
-    assert modules.goodreport.verdicts(rows)[-1].startswith("MISSED: 95 %")
-    assert modules.goodreport.verdicts(rows[2:])[-1].startswith("not measured: 95 %")
+    assert modules.report.verdicts(rows)[-1].startswith("MISSED: 95 %")
+    assert modules.report.verdicts(rows[2:])[-1].startswith("not measured: 95 %")
 
 
 def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.Namespace) -> None:
@@ -92,12 +92,12 @@ def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.N
         result(modules, "ours", 30.0, 900),
         result(modules, "torch-save", 30.0, 800),
     ]
-    noise = modules.goodreport.NOISE
-    said = modules.goodreport.verdicts(rows)
+    noise = modules.report.NOISE
+    said = modules.report.verdicts(rows)
     assert [line.split(":")[0] for line in said] == ["not judged", "met", *["not judged"] * 2]
     assert "every 10 s: torch-save" in said[0]
     assert said[-1] == f"{noise} (95 % at a failure a minute)"
-    shown = modules.goodreport.table(rows)
+    shown = modules.report.table(rows)
     assert shown.count(noise) == 2
     assert "111.0 %" not in shown
 
@@ -117,7 +117,7 @@ def test_a_cost_that_has_versions_come_closer_is_measured_there_too(
     modules: argparse.Namespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runs, at = modules.goodruns, []
+    runs, at = modules.runs, []
 
     def measured(bench: Any, method: str, every: int) -> Any:
         at.append(every)

@@ -13,7 +13,7 @@ STATE_BYTES = 1_500_000_000
 @pytest.fixture
 def targets(benchmark_module: Callable[[str], Any]) -> Any:
     """The benchmark's module."""
-    return benchmark_module("targets")
+    return benchmark_module("lib.targets")
 
 
 def judged(targets: Any, which: str, **changed: Any) -> tuple[str, str]:

@@ -13,9 +13,9 @@ import pytest
 def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
     """The benchmark's modules."""
     return argparse.Namespace(
-        f=benchmark_module("levelfigures"),
-        report=benchmark_module("levelreport"),
-        spread=benchmark_module("figures").Spread,
+        f=benchmark_module("lib.levels.figures"),
+        report=benchmark_module("lib.levels.report"),
+        spread=benchmark_module("lib.figures").Spread,
     )
 
 
@@ -58,7 +58,7 @@ def test_what_bare_sockets_cost_the_training_is_the_limit_of_overlap(
         assert verdict.verdict == "MISSED"
         cells = modules.report._cells(missed)
         assert verdict.why.startswith(f"bare sockets: {cells[-1]} %")
-        assert ("it is not the link that limits" in verdict.why) == (bare_overall_s > 10.1)
+        assert ("the link is not the limit" in verdict.why) == (bare_overall_s > 10.1)
 
 
 def test_a_rows_figures_are_medians_of_its_rounds(modules: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ PAGES = 64 * MIB
 @pytest.fixture
 def processes(benchmark_module: Callable[[str], Any]) -> Any:
     """The benchmark's module."""
-    return benchmark_module("processes")
+    return benchmark_module("lib.processes")
 
 
 def test_shared_memory_counts_once_and_a_dead_process_not_at_all(processes: Any) -> None:
@@ -76,8 +76,8 @@ def test_what_is_freed_goes_back() -> None:
     code = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from processes import memory_bytes
-from trainer import keep_freed
+from lib.processes import memory_bytes
+from lib.training.trainer import keep_freed
 import torch
 
 keep_freed(False)

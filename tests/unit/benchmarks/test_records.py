@@ -14,8 +14,9 @@ import pytest
 @pytest.fixture
 def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
     """The benchmark's modules."""
-    names = ("bench", "files", "options", "pace", "record")
-    return argparse.Namespace(**{name: benchmark_module(name) for name in names})
+    names = ("run", "options", "time_left", "record")
+    found = {name: benchmark_module(f"lib.stall.{name}") for name in names}
+    return argparse.Namespace(**found, files=benchmark_module("lib.files"))
 
 
 def about(**changed: Any) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def bench_of(modules: argparse.Namespace, folder: Path) -> Any:
         rounds=2,
         device="cpu",
     )
-    bench = modules.bench.Bench(chosen, folder, folder)
+    bench = modules.run.Bench(chosen, folder, folder)
     bench.status = {"nothing": "ok"}
     bench.teams = {"nothing": object()}
     sizes = {"Rss": 1, "Pss": 1}
@@ -130,9 +131,9 @@ def test_a_complete_file_or_none_of_ours_is_not_taken_up(
         modules.record.take_up(path, about())
     for text in ("", "[]", '{"partial": {}}'):
         path.write_text(text)
-        with pytest.raises(modules.record.CannotResumeError, match="no results of a run"):
+        with pytest.raises(modules.record.CannotResumeError, match="no results of an interrupt"):
             modules.record.take_up(path, about())
-    with pytest.raises(modules.record.CannotResumeError, match="no results of a run"):
+    with pytest.raises(modules.record.CannotResumeError, match="no results of an interrupt"):
         modules.record.take_up(tmp_path / "absent", about())
 
 
@@ -158,8 +159,8 @@ def test_what_is_left_is_told_from_the_newest_of_each_part(
     modules: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, 10.0, 10.0, 40.0, 40.0, 52.0])
-    monkeypatch.setattr(modules.pace.time, "perf_counter", lambda: next(clock))
-    pace = modules.pace.Pace(["a", "b", "c"] * 2)
+    monkeypatch.setattr(modules.time_left.time, "perf_counter", lambda: next(clock))
+    pace = modules.time_left.Pace(["a", "b", "c"] * 2)
     assert pace.left_seconds() is None
     with pace.part("a"):
         pass
@@ -178,7 +179,7 @@ def test_what_is_left_is_told_from_the_newest_of_each_part(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--methods ours-off,ours-memory", "put that into --methods"),
+        ("--methods ours-off,ours-memory", "add that to --methods"),
         ("--methods hvd-commit", "unknown methods hvd-commit"),
         ("--launcher horovod --device cuda", "on the CPU"),
         ("--steps 6", "multiple of --every"),

@@ -1,0 +1,215 @@
+"""Figures of a row from raw timings. Pure functions of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import floor, sqrt
+from statistics import median
+from typing import Any
+
+Measure = Callable[[dict[str, Any]], float]  # of one block
+
+UNTIMED_STEPS = 2  # of a block: one to warm up, one to settle
+
+
+# Above this use of cores by other processes, a visit is not quiet. The kernel threads that write
+# back the files of a method use far less.
+QUIET_CORES = 0.15
+ENOUGH_QUIET_VISITS = 3
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of `count` samples.
+
+    sure: an interval that contains the true median with 95 % confidence or a little more. It comes
+    from order statistics, which assume nothing about the noise. None for fewer than 6 samples.
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+    sure: tuple[float, float] | None = None
+
+
+@dataclass
+class Row:
+    """The figures of one method; all None if it did not run.
+
+    call, wait, durable: seconds of one checkpoint, the slowest rank's, over all checkpoints.
+    cpu, direct_cpu, slowdown: seconds a checkpoint, over rounds.
+    cycle_slowdown: the slowdown of single checkpoints, over all of them.
+    step: seconds a plain step, over rounds.
+    extra: bytes over the plain training's peak, all processes, by Rss, Pss and Gpu.
+    write: bytes a second of the durable write alone, over checkpoints.
+    taken, due: checkpoints that were finished, and that were asked for, in all visits.
+    others: cores that other processes took, over all visits.
+    quiet: visits that the other figures are from, or 0 if too few were quiet and all were used.
+    """
+
+    name: str
+    title: str
+    fsync: str
+    status: str = "ok"
+    peer: bool = False
+    slots: int = 0
+    call: Spread | None = None
+    wait: Spread | None = None
+    durable: Spread | None = None
+    cpu: Spread | None = None
+    direct_cpu: Spread | None = None
+    slowdown: Spread | None = None
+    cycle_slowdown: Spread | None = None
+    step: Spread | None = None
+    write: Spread | None = None
+    extra: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, Spread] = field(default_factory=dict)
+    taken: int = 0
+    due: int = 0
+    others: Spread | None = None
+    quiet: int = 0
+
+
+def spread(samples: Iterable[float]) -> Spread | None:
+    """None for no samples."""
+    values = sorted(samples)
+    if not values:
+        return None
+    count = len(values)
+    outside = max(0, floor((count - 1.96 * sqrt(count)) / 2))
+    sure = (values[outside], values[-1 - outside]) if count >= 6 else None
+    return Spread(median(values), values[0], values[-1], count, sure)
+
+
+def fill(row: Row, memory: dict[str, Any], visits: list[dict[str, Any]], every: int) -> None:
+    """Compute all figures of `row` from its memory blocks and its visits."""
+    everything = [merged for visit in visits for merged in merge(visit["checkpoints"])]
+    row.due, row.taken = len(everything), sum("durable" in each for each in everything)
+    row.others = spread(map(noise, visits))
+    quiet = [visit for visit in visits if noise(visit) <= QUIET_CORES]
+    if len(quiet) >= min(ENOUGH_QUIET_VISITS, len(visits)):
+        row.quiet, visits = len(quiet), quiet
+    checkpoints = [merged for visit in visits for merged in merge(visit["checkpoints"])]
+    finished = [each for each in checkpoints if "durable" in each]
+    row.call = spread(each["call"] for each in checkpoints)
+    row.wait = spread(each["wait"] for each in checkpoints)
+    row.durable = spread(each["durable"] for each in finished)
+    row.write = spread(each["write"] for each in finished if "write" in each)
+    names = {name for each in finished for name in each["phases"]}
+    for name in sorted(names):
+        found = spread(each["phases"][name] for each in finished if name in each["phases"])
+        if found:
+            row.phases[name] = found
+    row.step = spread(plain_step(visit, _wall) for visit in visits)
+    row.slowdown = spread(extra_per_checkpoint(visit, _wall, 0) for visit in visits)
+    row.cycle_slowdown = spread(extra for visit in visits for extra in extra_cycles(visit, every))
+    row.cpu = spread(extra_per_checkpoint(visit, _cpu, UNTIMED_STEPS) for visit in visits)
+    row.direct_cpu = spread(
+        extra_per_checkpoint(visit, _direct_cpu, UNTIMED_STEPS) for visit in visits
+    )
+    row.extra = {key: memory["checkpoints"][key] - memory["plain"][key] for key in memory["plain"]}
+
+
+def noise(visit: dict[str, Any]) -> float:
+    """Cores that other processes took, in the worst block of a visit."""
+    return max(float(block["others"]) for block in visit.values())
+
+
+def plain_step(visit: dict[str, Any], measure: Measure, untimed: int = 0) -> float:
+    """`measure` of one plain step, over the plain blocks before and after."""
+    blocks = [visit["before"], visit["after"]]
+    steps: int = sum(block["steps"] + untimed for block in blocks)
+    return sum(map(measure, blocks)) / steps
+
+
+def extra_per_checkpoint(visit: dict[str, Any], measure: Measure, untimed: int) -> float:
+    """Excess of the block with checkpoints over as many plain steps, per checkpoint.
+
+    untimed: steps beside the timed ones that `measure` covers as well.
+    """
+    block = visit["checkpoints"]
+    steps: int = block["steps"] + untimed
+    extra = measure(block) - steps * plain_step(visit, measure, untimed)
+    calls = block["ranks"][0]["checkpoints"]
+    taken = sum(1 for call in calls.values() if "durable" in call)
+    return extra / max(taken or len(calls), 1)
+
+
+def extra_cycles(visit: dict[str, Any], every: int) -> list[float]:
+    """Excess time of each cycle with a checkpoint over the median plain cycle of the visit.
+
+    A burst of other load spoils a few of many cycles, and hardly moves their median; it spoils the
+    whole visit for `extra_per_checkpoint`.
+    """
+    plain = cycles(visit["before"], every) + cycles(visit["after"], every)
+    if not plain:  # blocks of fewer steps than a cycle
+        return []
+    return [cycle - median(plain) for cycle in cycles(visit["checkpoints"], every)]
+
+
+def cycles(block: dict[str, Any], every: int) -> list[float]:
+    """Wall seconds of each full `every` steps, from a boundary that may be due to the next."""
+    rank = block["ranks"][0]
+    marks = [rank["start"], *rank["ends"][every - 1 :: every]]
+    return [end - start for start, end in pairwise(marks)]
+
+
+def _wall(block: dict[str, Any]) -> float:
+    ranks = block["ranks"]
+    return float(max(rank["ends"][-1] for rank in ranks) - min(rank["start"] for rank in ranks))
+
+
+def _cpu(block: dict[str, Any]) -> float:
+    return float(block["cpu_s"])
+
+
+def _direct_cpu(block: dict[str, Any]) -> float:
+    """CPU seconds without training on the main threads, which is 50 times more and noisy."""
+    main = sum(rank["main_cpu_s"] - rank["call_cpu_s"] for rank in block["ranks"])
+    return float(block["cpu_s"] - main)
+
+
+def merge(block: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry per version from the notes of all ranks. The slowest rank counts.
+
+    durable: seconds from the first rank's call to the last rank's end; missing unless all
+    ranks have finished the version.
+    """
+    ranks = [rank["checkpoints"] for rank in block["ranks"]]
+    merged = []
+    for version in ranks[0]:
+        notes = [rank[version] for rank in ranks]
+        details = [note["details"] for note in notes]
+        waits = [own.get("barrier", note["wait"]) for own, note in zip(details, notes, strict=True)]
+        entry = {
+            "version": version,
+            "call": max(note["call"] for note in notes),
+            "wait": max(waits),
+            "phases": _phases(details),
+        }
+        if all("durable" in note for note in notes):
+            start = min(note["start"] for note in notes)
+            entry["durable"] = max(note["durable"] for note in notes) - start
+        if all("write_end" in each and each.get("write") for each in details):
+            entry["write"] = _throughput(details)
+        merged.append(entry)
+    return merged
+
+
+def _phases(details: list[dict[str, float]]) -> dict[str, float]:
+    """The slowest rank's seconds in each phase that all ranks report."""
+    names = set.intersection(*(set(each) for each in details)) - {"nbytes", "write_end"}
+    return {name: max(each[name] for each in details) for name in names}
+
+
+def _throughput(details: list[dict[str, float]]) -> float:
+    """Bytes of all shards over the time in which at least one of them was being written."""
+    spans = sorted((each["write_end"] - each["write"], each["write_end"]) for each in details)
+    busy, until = 0.0, float("-inf")
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return sum(each["nbytes"] for each in details) / busy

@@ -1,0 +1,42 @@
+"""The files of a benchmark: temporary folders, and result files that are written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def temporary(parent: Path) -> Iterator[Path]:
+    """Make a folder in `parent`, named after the benchmark; delete it at the end."""
+    name = Path(sys.argv[0]).stem
+    folder = Path(tempfile.mkdtemp(prefix=f"tierckpt-{name}-", dir=parent)).resolve()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clean_up_when_terminated() -> None:
+    """Turn SIGTERM into SystemExit on the main thread, so that `finally` blocks run."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+
+
+def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
+    """Replace the file in one step: a reader always finds a complete one."""
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "w") as file:
+        file.write(json.dumps(document, indent=indent) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,1 @@
+"""Jobs that are killed and restarted, for goodput.py."""

@@ -1,0 +1,88 @@
+"""The table, the verdicts and the picture of goodput.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+from lib.goodput.methods import RESUMABLE
+from lib.goodput.runs import Result
+from lib.report import align
+
+NOISE = "not judged: the reference's pace is noise here"
+"""Shown in place of a goodput above 100 %."""
+HEADERS = ("failure every", "method", "goodput", "interval", "cost ms", "kills", "back s", "lost")
+
+
+def table(results: list[Result]) -> str:
+    """The table, one line per method and rate."""
+    return align([HEADERS, *(_cells(result) for result in results)])
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    if result.status != "ok":
+        return (f"{result.mtbf_seconds:g} s", f"{result.method}: {result.status.splitlines()[0]}")
+    back = f"{median(result.back_seconds):.2f}" if result.back_seconds else "-"
+    return (
+        f"{result.mtbf_seconds:g} s",
+        result.title,
+        f"{100 * result.goodput:.1f} %" if result.judged else NOISE,
+        f"{result.every_steps} steps",
+        f"{1e3 * result.cost_seconds:.1f}",
+        str(result.failures),
+        back,
+        f"{result.made_steps - result.useful_steps} steps",
+    )
+
+
+def verdicts(results: list[Result]) -> list[str]:
+    """The verdicts on the targets."""
+    lines = []
+    done = [result for result in results if result.status == "ok"]
+    for mtbf in sorted({result.mtbf_seconds for result in done}):
+        here = {r.method: r.goodput for r in done if r.mtbf_seconds == mtbf}
+        noisy = [r.title for r in done if r.mtbf_seconds == mtbf and not r.judged]
+        if noisy:
+            lines.append(f"{NOISE} (failures every {mtbf:g} s: {', '.join(noisy)})")
+        elif "ours" in here and len(here) > 1:
+            best = max(value for name, value in here.items() if name != "ours")
+            word = "met" if here["ours"] > best else "MISSED"
+            lines.append(
+                f"{word}: highest goodput at a failure every {mtbf:g} s "
+                f"({100 * here['ours']:.1f} %, the next best {100 * best:.1f} %)"
+            )
+    minute = [r for r in done if r.method == "ours" and r.mtbf_seconds == 60]
+    if not minute:
+        return [*lines, "not measured: 95 % at a failure a minute (--mtbf 60)"]
+    if not minute[0].judged:
+        return [*lines, f"{NOISE} (95 % at a failure a minute)"]
+    word = "met" if minute[0].goodput >= 0.95 else "MISSED"
+    return [*lines, f"{word}: 95 % at a failure a minute ({100 * minute[0].goodput:.1f} %)"]
+
+
+def plot(path: Path, results: list[Result]) -> str:
+    """Draw goodput over the time between failures; return a line for the terminal."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: matplotlib is not installed"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4.2))
+    done = [result for result in results if result.status == "ok" and result.judged]
+    for method in dict.fromkeys(result.method for result in done):
+        points = sorted((r.mtbf_seconds, 100 * r.goodput) for r in done if r.method == method)
+        style = {"linewidth": 2.2, "color": "tab:orange"} if method == "ours" else {}
+        axis.plot(*zip(*points, strict=True), "o-", label=RESUMABLE[method].title, **style)
+    axis.set_xscale("log")
+    rates = sorted({result.mtbf_seconds for result in done})
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axis.minorticks_off()
+    axis.set(xlabel="mean time between SIGKILLs, s", ylabel="useful steps, % of undisturbed")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return f"picture: {path}"

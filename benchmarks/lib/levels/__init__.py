@@ -1,0 +1,1 @@
+"""Processes that stand for nodes, and their figures, for levels.py."""

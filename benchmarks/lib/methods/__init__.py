@@ -1,0 +1,1 @@
+"""Ways to take checkpoints, behind one interface: ours and the alternatives."""

@@ -1,0 +1,1 @@
+"""The ranks that restart.py starts, and the ways to restart."""

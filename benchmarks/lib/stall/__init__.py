@@ -1,0 +1,1 @@
+"""The run, the options and the results file of stall.py."""

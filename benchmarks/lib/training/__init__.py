@@ -1,0 +1,1 @@
+"""Teams of rank processes that train on command and time themselves."""
