@@ -116,9 +116,12 @@ class Schedule:
 
 def _held(due: Collection[Level], busy: Collection[Level]) -> dict[Level, str]:
     """The levels that cannot have a version that is due there, and why: one on its way is busy."""
-    ways = {level: (MEMORY, level.source, level) for level in INTERVALS if level in due}
-    causes = {level: [on for on in way if on in busy] for level, way in ways.items()}
-    return {level: on[0].facts.busy for level, on in causes.items() if on and on[0]}
+    held = {}
+    for level in INTERVALS:
+        way = (MEMORY, level.source or level, level)
+        if level in due and (busy_ones := [each for each in way if each in busy]):
+            held[level] = busy_ones[0].facts.busy
+    return held
 
 
 def _crossed(last: int, version: int, every: int) -> bool:
