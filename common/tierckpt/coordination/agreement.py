@@ -183,11 +183,11 @@ class Agreement:
         now_seconds: float,
         figures: CostEstimate,
     ) -> LevelVote:
-        facts, opened, known = level.facts, self.ledgers[level].open, self._known[level]
-        if facts.one_at_a_time and opened:  # what is broken, this rank does not write
+        opened, known = self.ledgers[level].open, self._known[level]
+        if opened and level.facts.one_at_a_time:  # what is broken, this rank does not write
             busy = busy or any(known.get(each) != BROKEN for each in opened)
         state = DONE if id_ is None else known.get(id_, PENDING)
-        if facts.interval is None:
+        if level not in self._since:
             return LevelVote(state, int(not busy))
         every_seconds, cost = self._every_seconds[level], figures.levels.get(level, FREE)
         over = 0 < every_seconds <= now_seconds - self._since[level]

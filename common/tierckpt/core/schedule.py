@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from tierckpt.config import AUTO, Config
+from tierckpt.config import AUTO, Config, Steps
 from tierckpt.core.tuning.autotune import Change, Tuner
 
 from .levels import INTERVALS, MEMORY, Level
@@ -54,6 +54,12 @@ class Schedule:
     def __post_init__(self) -> None:
         """Begin with the first intervals."""
         self.tuner = Tuner(self.config)
+        # A request goes to the levels that a save waits for, whatever their intervals are.
+        used = [level for level in INTERVALS if level.facts.awaited or self.config.uses(level)]
+        self._ways = {level: {level, level.source or level} for level in used}
+        self._every_steps: dict[Level, Steps] = {
+            level: getattr(self.config, level).every_steps for level in INTERVALS
+        }
 
     def start_at(self, version: int) -> None:
         """After a restore: nothing is due before the intervals have passed again."""
@@ -62,17 +68,14 @@ class Schedule:
     def due(self, version: int, agreed: Vote) -> set[Level]:
         """Levels that want this version."""
         asked, due = agreed.no_request == 0, set[Level]()
-        for level in INTERVALS:
+        for level, goes_to in self._ways.items():
             wanted = asked or agreed.levels[level].time_left == 0
-            # A request goes to the levels that a save waits for, whatever their intervals are.
-            if (wanted or self._steps_passed(level, version)) and (
-                level.facts.awaited or self.config.uses(level)
-            ):
-                due |= {level, level.source or level}
+            if wanted or self._steps_passed(level, version):
+                due |= goes_to
         return due
 
     def _steps_passed(self, level: Level, version: int) -> bool:
-        every = getattr(self.config, level).every_steps
+        every = self._every_steps[level]
         if every == AUTO:
             return self.tuner.due(level, self.last[level], version)
         return _crossed(self.last[level], version, every)
@@ -107,15 +110,18 @@ class Schedule:
 
     def _one_more(self, level: Level, version: int) -> bool:
         """A multiple of the interval lies between the boundary before and this one."""
-        every = getattr(self.config, level).every_steps
+        every = self._every_steps[level]
         return every != AUTO and _crossed(self.seen, version, every)
 
 
 def _held(due: Collection[Level], busy: Collection[Level]) -> dict[Level, str]:
     """The levels that cannot have a version that is due there, and why: one on its way is busy."""
-    ways = {level: (MEMORY, level.source, level) for level in INTERVALS if level in due}
-    causes = {level: [on for on in way if on in busy] for level, way in ways.items()}
-    return {level: on[0].facts.busy for level, on in causes.items() if on and on[0]}
+    held = {}
+    for level in INTERVALS:
+        way = (MEMORY, level.source or level, level)
+        if level in due and (busy_ones := [each for each in way if each in busy]):
+            held[level] = busy_ones[0].facts.busy
+    return held
 
 
 def _crossed(last: int, version: int, every: int) -> bool:

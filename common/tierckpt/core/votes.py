@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from itertools import chain, compress
+from collections.abc import Iterator, Mapping
+from itertools import chain, compress, count
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -63,8 +64,19 @@ def _fields_of(facts: Facts) -> tuple[bool, ...]:
 
 _SILENT = LevelVote()
 _CAST = [cast for level in LEDGERS for cast in _fields_of(level.facts)]
-_POSITIONS = [position for position, cast in enumerate(_CAST) if cast]
 _ROWS = [(level, n * len(_SILENT), (n + 1) * len(_SILENT)) for n, level in enumerate(LEDGERS)]
+
+
+def _positions() -> Iterator[int]:
+    """The index of each field of each level in a vector that is followed by the defaults."""
+    cast = count()
+    for number, is_cast in enumerate(_CAST):
+        yield next(cast) if is_cast else number % len(_SILENT) - len(_SILENT)
+
+
+_pick = itemgetter(*_positions())
+_OTHERS = sum(_CAST)
+"""Index of the first number that is about no level."""
 
 
 class Vote(NamedTuple):
@@ -123,11 +135,9 @@ class Vote(NamedTuple):
     @staticmethod
     def unpack(values: list[int]) -> Vote:
         """The inverse of `pack`."""
-        told = [*_SILENT] * len(LEDGERS)
-        for position, value in zip(_POSITIONS, values, strict=False):
-            told[position] = value
-        levels = {level: LevelVote(*told[begin:end]) for level, begin, end in _ROWS}
-        return Vote(levels, *values[len(_POSITIONS) :])
+        fields = _pick([*values, *_SILENT])
+        levels = {level: LevelVote(*fields[begin:end]) for level, begin, end in _ROWS}
+        return Vote(levels, *values[_OTHERS:])
 
     @property
     def apart(self) -> bool:

@@ -71,8 +71,8 @@ class Placements:
 def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """Weights that the forward pass changes in place: rows longer than `max_norm` are scaled.
 
-    Each rank looks up rows of its own, so these are not alike on all ranks, nor, with a weight
-    decay, is what an optimizer keeps for them.
+    Each rank looks up its own rows, so these weights differ between ranks; with a weight decay, so
+    does their optimizer state.
     """
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     found = [m for m in modules if isinstance(m, kinds) and m.max_norm is not None]

@@ -153,6 +153,16 @@ def test_a_busy_local_level_does_not_keep_memory_from_its_version() -> None:
     assert schedule.decide(3, Vote()).take == ("memory", "local")
 
 
+def test_what_is_persistent_goes_by_local_and_is_held_up_with_it() -> None:
+    far = {"persistent_path": "/far", "persistent_every_steps": 2, "persistent_every_seconds": 0}
+    schedule = Schedule(configured(**far))
+    assert schedule.decide(2, Vote()).take == ("memory", "local", "persistent")
+    decision = schedule.decide(4, LOCAL_BUSY)
+    assert decision.take == ()
+    assert [level for level, _ in decision.skipped] == ["local", "persistent"]
+    assert schedule.decide(5, Vote()).take == ("memory", "local", "persistent")
+
+
 def test_waiting_takes_what_is_due_instead_of_skipping() -> None:
     schedule = Schedule(configured(local_every_steps=1, when_busy="wait"))
     for busy in (SLOTS_BUSY, LOCAL_BUSY):

@@ -1,0 +1,132 @@
+"""One rank's votes, ledgers and reports, level by level."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tierckpt.agent.protocol import CommitFailed, Committed, Flushed, FlushFailed, ProtectFailed
+from tierckpt.callbacks import CallbackList
+from tierckpt.config import load_config
+from tierckpt.coordination import agreement as module
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.vote_exchange import GroupBallots
+from tierckpt.core.ledger import BROKEN, DONE
+from tierckpt.core.levels import INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT
+from tierckpt.core.votes import VOTE_WIDTH
+from tierckpt.format.ids import VersionId
+from tierckpt.group import SingleGroup
+
+CONFIG = load_config({"path": "/disk", "persistent_path": "/far", "local_every_seconds": 60}, {})
+
+
+class Log:
+    rank = 0
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, name: str, **values: Any) -> None:
+        self.events.append({"name": name, **values})
+
+
+def v(version: int) -> VersionId:
+    return VersionId(1, version)
+
+
+@pytest.fixture
+def agreement() -> Agreement:
+    group = SingleGroup()
+    ballots = GroupBallots(group, VOTE_WIDTH)
+    return Agreement(group, ballots, CONFIG, lambda *_: None, lambda: None)
+
+
+def test_what_is_not_done_at_the_end_is_broken_where_somebody_waits(agreement: Agreement) -> None:
+    agreement.open(v(1), INTERVALS)
+    for level in (PEER, PERSISTENT):
+        agreement.open_later(level, v(1))
+    agreement.settle()
+    found = {level: (ledger.open, ledger.broken) for level, ledger in agreement.ledgers.items()}
+    assert found == {
+        MEMORY: ([], [v(1)]),
+        LOCAL: ([], [v(1)]),
+        PEER: ([v(1)], []),
+        PERSISTENT: ([v(1)], []),
+    }
+    for level in LEDGERS:
+        agreement.tell(level, v(1), DONE)
+    agreement.settle()
+    assert agreement.ledgers[PEER].safe == agreement.ledgers[PERSISTENT].safe == v(1)
+
+
+@pytest.mark.parametrize(("state", "free"), [(None, 0), (DONE, 0), (BROKEN, 1)])
+def test_local_takes_one_version_at_a_time(
+    state: int | None, free: int, agreement: Agreement
+) -> None:
+    """But for one that this rank does not write."""
+    agreement.open(v(1), (LOCAL,))
+    if state is not None:
+        agreement.tell(LOCAL, v(1), state)
+    agreement.launch(v(1))
+    agreed, _ = agreement.read()
+    assert (agreed.levels[MEMORY].free, agreed.levels[LOCAL].free) == (1, free)
+    agreement.launch(v(2), busy={MEMORY: True, LOCAL: False})
+    agreed, _ = agreement.read()
+    assert agreed.levels[MEMORY].free == 0
+
+
+def test_the_time_of_each_level_passes_by_itself(
+    monkeypatch: pytest.MonkeyPatch, agreement: Agreement
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    agreement.restart({}, (), {LOCAL: 50.0})
+
+    def over(after_seconds: float) -> list[str]:
+        now[0] += after_seconds
+        agreement.launch(v(9))
+        agreed, _ = agreement.read()
+        return [level for level, vote in agreed.levels.items() if vote.time_left == 0]
+
+    assert over(9) == []
+    assert over(1) == [LOCAL]
+    agreement.open(v(8), (MEMORY, LOCAL))
+    assert over(0) == []
+    assert over(600) == [LOCAL, PERSISTENT]
+
+
+def test_a_flush_that_failed_is_over_and_a_commit_that_failed_broke_the_version(
+    agreement: Agreement,
+) -> None:
+    log = Log()
+    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
+    for message in (
+        Committed(v(1), 8, 0.1, 0.2, False),
+        Flushed(v(1), 8, 0.5, True),
+        CommitFailed(v(2), "full"),
+        ProtectFailed(v(2), "newer", superseded=True),
+        FlushFailed(v(2), "gone"),
+    ):
+        for level in (PEER, PERSISTENT):
+            agreement.ledgers[level].open = [v(2)]
+        agreement.local.open = [v(2)]
+        reports.on_agent_message(message)
+    agreement.launch(v(3))
+    agreed, _ = agreement.read()
+    states = {level: agreed.levels[level].state for level in (LOCAL, PEER, PERSISTENT)}
+    assert states == {LOCAL: BROKEN, PEER: BROKEN, PERSISTENT: DONE}
+    told = [(e["name"], e["level"], e["version"], e["severity"]) for e in log.events]
+    assert told == [
+        ("committed", "local", 1, logging.INFO),
+        ("committed", "persistent", 1, logging.INFO),
+        ("failed", "local", 2, logging.ERROR),
+        ("skipped", "peer", 2, logging.INFO),
+        ("failed", "persistent", 2, logging.ERROR),
+    ]
+    assert log.events[0]["seconds"] == {"write": 0.1, "commit": 0.2}
+    assert log.events[2]["message"] == "full; training goes on, without this version in /disk"
+    assert log.events[4]["message"] == "gone; training goes on, without this version in /far"
+    assert log.events[4]["behind_since"] == 1
