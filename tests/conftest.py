@@ -69,14 +69,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
 
 
+def pytest_collection_finish() -> None:
+    """Tests collect garbage, and checkpointers look through all objects for schedulers: not through
+    the hundreds of thousands of the modules, too."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The files one after the other, each to the worker that is free; also where `--dist` is not
-    given."""
+    """The files one after the other, each to the worker that is free; of the crash tier, where one
+    test takes as long as a file elsewhere, the tests."""
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith("tests/crash/") else super()._split_scope(nodeid)
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)
 
 
 # --- shared memory of our own --------------------------------------------------------------------
@@ -108,10 +119,19 @@ def shm_dir(shm_root: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def warm_python() -> Iterator[None]:
     """Processes that tests start by `tests.support.warm_python` have torch imported already."""
-    with servers.warm_python(tmp_path_factory.mktemp("warm-python") / "log"):
+    with servers.warm_python():
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Started before the workers, these processes are for all of them."""
+    if getattr(session.config.option, "numprocesses", None):
+        stack = contextlib.ExitStack()
+        stack.enter_context(servers.warm_python())
+        session.config.add_cleanup(stack.close)
 
 
 # --- leaks ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ One flat name serves everywhere: `local_every_steps=10` as an argument,
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import signal
@@ -390,7 +391,8 @@ DEFAULT_ID_BYTES = 53
 """See `job_directory.job_id_of`."""
 
 
-def known_settings() -> dict[str, type]:
+@functools.cache
+def known_settings() -> Mapping[str, type]:
     """Flat name -> type of every setting."""
     known: dict[str, type] = {}
     hints = get_type_hints(Config)

@@ -20,7 +20,7 @@ from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
 def fork_server() -> None:
     """Start it before the first test: it holds descriptors, and imports torch meanwhile."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tierckpt.testing.tiny_job"])
+    context.set_forkserver_preload(["tests.support.preload"])
     multiprocessing.forkserver.ensure_running()
 
 

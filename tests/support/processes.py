@@ -5,11 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.support.warm_python.servers import PYTHON
 
-def python(program: str, *arguments: object, own_group: bool = False) -> subprocess.Popen[str]:
-    """Start `program`; it ends when its standard input does, or sooner. `own_group`: it leads a
-    process group, to which a test can send signals."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+
+def python(
+    program: str, *arguments: object, own_group: bool = False, warm: bool = False
+) -> subprocess.Popen[str]:
+    """Start `program`; it ends when its standard input does, or sooner.
+
+    `own_group`: it leads a process group, to which a test can send signals. `warm`: it has torch
+    imported already, where the fixture `warm_python` is used.
+    """
+    command = [PYTHON if warm else sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -104,7 +104,7 @@ class Unsaved:
         for ref, name, text in missing:
             if (each := ref()) is not None:
                 self._report(each, name, text)
-        if gc.get_freeze_count() and not self.schedulers:
+        if not self.schedulers:
             self._say_of_hidden()
 
     def _given(self) -> list[Any]:
@@ -166,7 +166,8 @@ class Unsaved:
     def _say_of_hidden(self) -> None:
         """After gc.freeze() objects cannot be found; torch's mark is still there."""
         marked = any(_marks_of(each)[0] for each in self._state.given.values())
-        if marked and not any(isinstance(each, LRScheduler) for each in self._given()):
+        given = any(isinstance(each, LRScheduler) for each in self._given())
+        if marked and not given and gc.get_freeze_count():  # which counts them one by one
             line = self._line.format(name="scheduler", it="scheduler")
             self._warn(f"A scheduler {OF_SCHEDULER.format(whose=SOME)} Give it along: {line}")
 

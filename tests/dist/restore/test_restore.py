@@ -208,9 +208,7 @@ def test_shards_of_two_runs_are_counted_apart(ranks: Any, tmp_path: Path) -> Non
         ranks(2).run(on_hosts, tmp_path, hosts, True)
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
     assert [t["restored"] for t in told] == [(0, {}), (0, {})]
-    first, second = (
-        rf"1 of 2 shards of v3 of run \w+ \(on \S+\), shard {n} missing" for n in "01"
-    )
+    first, second = (rf"1 of 2 shards of v3 of run \w+ \(on \S+\), shard {n} missing" for n in "01")
     for text in (" ".join(t["complaints"]) for t in told):
         assert "2 of 2 shards" not in text
         assert re.search(f"({first}; {second}|{second}; {first}); ", text), text

@@ -17,7 +17,7 @@ from tierckpt.storage.memory.job_directory import JobDirectory
 PACKAGES = [str(Path(module.__file__ or "").parents[1]) for module in (tierckpt, xxhash)]
 LIKE_THE_LIBRARY = ("json", "os", "pathlib", "runpy", "site", "socket", "typing")
 STARTER = """
-import json, os, sys
+import json, os, sys, time
 root, told, *path = sys.argv[1:]
 sys.path += path
 from tierckpt.agent.client import AgentClient, AgentSettings
@@ -26,7 +26,7 @@ from tierckpt.storage.health import Need, examine
 client = AgentClient(AgentSettings(root, "job"), SessionSettings(root, 0, 2, 2, 0))
 client.start()
 while client.pid is None and not (problems := client.poll()):
-    pass
+    time.sleep(0.005)
 if client.pid:
     problems = []
     streams = [os.readlink(f"/proc/{client.pid}/fd/{fd}") for fd in range(3)]

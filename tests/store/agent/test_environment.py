@@ -54,7 +54,7 @@ STEPS = 3
 KEY_OF_ONE = ShardKey(VersionId(1, 1), 0, 2)
 
 TRAINER = """
-import sys
+import sys, time
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.protocol import SessionSettings
 root, folder, ckpts, environment = sys.argv[1:]
@@ -62,18 +62,18 @@ settings = AgentSettings(root, folder, linger_seconds=600.0)
 client = AgentClient(settings, SessionSettings(ckpts, 0, 2, 2, 0), environment=environment)
 client.start()
 while client.pid is None:
-    pass
+    time.sleep(0.005)
 print(client.pid, flush=True)
 sys.stdin.read()
 """
 JOB = """
-import sys
+import os, sys
 from tierckpt.testing import TinyJob
 path, shm_dir, steps, modules = sys.argv[1:]
 settings = {"shm_dir": shm_dir, "local_codecs": modules, "agent_linger_seconds": 600.0}
 job = TinyJob(path, **settings).run(int(steps))
 job.settle()
-print(job.checkpointer._agent.pid, flush=True)
+print(os.getpid(), job.checkpointer._agent.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -110,6 +110,7 @@ def agents() -> Iterator[list[int]]:
 # --- keys and credentials ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("modules", ["aes-gcm", ""])
 def test_a_restart_writes_with_its_own_key(
     modules: str,
@@ -124,9 +125,11 @@ def test_a_restart_writes_with_its_own_key(
     if modules:
         monkeypatch.setenv(KEY_VARIABLE, KEY)
     ckpts = tmp_path / "ckpts"
-    killed = python(JOB, ckpts, shm_dir, STEPS, modules)
-    agents.append(int(killed.stdout.readline()))
-    kill(killed)
+    killed = python(JOB, ckpts, shm_dir, STEPS, modules, warm=True)
+    pid, agent = map(int, killed.stdout.readline().split())
+    agents.append(agent)
+    os.kill(pid, signal.SIGKILL)
+    end(killed)
     monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
     settings = {"shm_dir": str(shm_dir), "local_codecs": "aes-gcm"}
     with TinyJob(ckpts, seed=1, **settings) as job:

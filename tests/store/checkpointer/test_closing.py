@@ -17,6 +17,7 @@ import torch
 
 import tierckpt
 from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
+from tests.support.warm_python.servers import PYTHON
 from tierckpt import Checkpointer, PinError, RestoreError, TierckptError
 from tierckpt.testing import TinyJob
 
@@ -404,12 +405,13 @@ if fails:
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("fails", [False, True])
 def test_close_that_no_boundary_follows_is_done_when_the_process_ends(
     fails: bool, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
     """But not behind an error, which leaves everything to a successor."""
-    command = [sys.executable, "-c", ASKS_AT_THE_LAST_STEP, path, shm_dir, str(STEPS)]
+    command = [PYTHON, "-c", ASKS_AT_THE_LAST_STEP, path, shm_dir, str(STEPS)]
     ended = subprocess.run([*command, *["fail"][: int(fails)]], capture_output=True, timeout=120)
     assert ended.returncode == int(fails), ended.stderr
     assert bool(in_shm(shm_dir)) == fails

@@ -16,6 +16,8 @@ import torch
 import tierckpt
 from tests.support.processes import end, python
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 BEGIN = """
 import multiprocessing, os, signal, subprocess, sys, time
 import torch
@@ -78,8 +80,8 @@ def start(path: Path, shm_dir: Path) -> Iterator[Start]:
     """`start(program)`: that behind BEGIN, in a process group of its own."""
     started = []
 
-    def run(program: str) -> subprocess.Popen[str]:
-        started.append(python(BEGIN + program, path, shm_dir, own_group=True))
+    def run(program: str, warm: bool = True) -> subprocess.Popen[str]:
+        started.append(python(BEGIN + program, path, shm_dir, own_group=True, warm=warm))
         return started[-1]
 
     yield run

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.processes import end, python
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 PROGRAM = """
 import os, signal, sys, time
 from tierckpt.testing import TinyJob
@@ -26,7 +28,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("closed", ["", "0", "2", "01", "10", "02", "21"])
 def test_a_process_that_hangs_ends_at_a_signal(closed: str, path: Path, shm_dir: Path) -> None:
-    process = python(PROGRAM, path, shm_dir, *closed)
+    process = python(PROGRAM, path, shm_dir, *closed, warm=True)
     try:
         assert process.wait(50) == 128 + signal.SIGTERM
     finally:
@@ -49,7 +51,7 @@ time.sleep(60)
 def test_behind_the_last_end_a_signal_is_the_processs(
     order: str, path: Path, shm_dir: Path
 ) -> None:
-    process = python(BOTH_CLOSED, path, shm_dir, *order)
+    process = python(BOTH_CLOSED, path, shm_dir, *order, warm=True)
     try:
         assert process.wait(50) == -signal.SIGTERM
     finally:
@@ -71,7 +73,7 @@ sys.exit(7 if heard else 1)
 
 
 def test_a_handler_that_a_script_installs_later_is_obeyed(path: Path, shm_dir: Path) -> None:
-    process = python(OWN_HANDLER, path, shm_dir)
+    process = python(OWN_HANDLER, path, shm_dir, warm=True)
     try:
         assert process.wait(50) == 7
     finally:
@@ -97,7 +99,7 @@ def test_closed_on_another_thread_it_writes_to_no_file_of_the_scripts(
     path: Path, shm_dir: Path
 ) -> None:
     """Python itself writes a byte for each signal, to the descriptor that it was given."""
-    process = python(CLOSED_ELSEWHERE, path, shm_dir)
+    process = python(CLOSED_ELSEWHERE, path, shm_dir, warm=True)
     try:
         assert process.wait(50) == 0
     finally:
@@ -166,7 +168,7 @@ def test_before_the_first_boundary_a_handler_that_returns_leaves_it_to_us(
     meanwhile: str, path: Path, shm_dir: Path
 ) -> None:
     """The script wants to go on, however long its first step takes, and to end well."""
-    process = python(STARTING.format(meanwhile=meanwhile), path, shm_dir)
+    process = python(STARTING.format(meanwhile=meanwhile), path, shm_dir, warm=True)
     try:
         assert process.wait(50) == 7
     finally:
@@ -185,7 +187,7 @@ time.sleep(60)
 
 
 def test_the_handler_of_a_closed_one_is_none_of_the_scripts(path: Path, shm_dir: Path) -> None:
-    process = python(BEHIND_A_CLOSED_ONE, path, shm_dir)
+    process = python(BEHIND_A_CLOSED_ONE, path, shm_dir, warm=True)
     try:
         assert process.wait(50) == -signal.SIGTERM
     finally:

@@ -187,6 +187,8 @@ def finish(arguments: list[str]) -> NoReturn:
             print(ended.code, file=sys.stderr)
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+        sys.last_exc = sys.last_value  # type: ignore[attr-defined]
         sys.excepthook(*sys.exc_info())
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]

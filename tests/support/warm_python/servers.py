@@ -28,8 +28,12 @@ ROOM = 60_000 * "-"
 
 
 @contextlib.contextmanager
-def warm_python(log: Path) -> Iterator[None]:
-    """As long as this lasts, PYTHON forks."""
+def warm_python() -> Iterator[None]:
+    """As long as this lasts, PYTHON forks: also in the workers of pytest-xdist that the caller
+    starts, which need no servers of their own."""
+    if "WARM_PYTHON_SERVERS" in os.environ:
+        yield
+        return
     if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
         yield  # which measures what is started, not what is forked
         return
@@ -37,22 +41,22 @@ def warm_python(log: Path) -> Iterator[None]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-"))
         names = [f"{folder}/{i}" for i in range(SERVERS)]
         for name in names:
-            stack.enter_context(_server(name, log))
+            stack.enter_context(_server(name))
         os.environ["WARM_PYTHON_SERVERS"] = " ".join(names)
         yield
         del os.environ["WARM_PYTHON_SERVERS"]
 
 
 @contextlib.contextmanager
-def _server(name: str, log: Path) -> Iterator[None]:
-    with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as file:
+def _server(name: str) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX) as listener, open(f"{name}.log", "wb") as log:
         listener.bind(name)
         listener.listen(128)
         process = subprocess.Popen(
             [sys.executable, "-I", str(HERE / "server.py"), str(listener.fileno()), ROOM],
             stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=file,
+            stdout=log,
+            stderr=log,
             pass_fds=[listener.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ROOM": ROOM},
         )
