@@ -57,7 +57,7 @@ class Cluster:
     def start(self, orders: list[Orders]) -> None:
         """A run of the job: one process a rank."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.chaos.job"])
+        context.set_forkserver_preload(["tests.chaos.preloaded"])
         ranks = len(orders)
         settings = self._rendezvous.renew(ranks) if self._rendezvous else [{}] * ranks
         self.ranks = []

@@ -44,7 +44,7 @@ NO_HOROVOD = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing(
 def fork_server() -> None:
     """Started before the first test, as it holds descriptors; it forks the ranks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.chaos.job"])
+    context.set_forkserver_preload(["tests.chaos.preloaded"])
     multiprocessing.forkserver.ensure_running()
 
 

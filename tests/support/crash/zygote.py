@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ def threads() -> int:
 def serve() -> None:
     from tests.support.crash import job
 
+    gc.freeze()  # or each rank would look through all that was imported, and so copy it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here asks how they ended
     print("ready", flush=True)
     for line in sys.stdin:
