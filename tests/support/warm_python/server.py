@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 F_SETSIG = 10
+PATIENCE_SECONDS = 20.0
 Order = dict[str, Any]
 
 
@@ -62,7 +63,11 @@ def serve(listener: socket.socket) -> NoReturn:
             report_ends(clients)
         if listener in ready:
             client, _ = listener.accept()
-            order, descriptors = receive(client)
+            try:
+                order, descriptors = receive(client)
+            except OSError:  # it was killed, or stopped, before it had said what it wants
+                client.close()
+                continue
             assert threads() == 1
             server = os.getpid()
             pid = os.fork()
@@ -82,14 +87,20 @@ def serve(listener: socket.socket) -> NoReturn:
 
 def receive(client: socket.socket) -> tuple[Order, list[int]]:
     """What is to be run; its standard streams, a pipe that only the client can write to, and the
-    client's network namespace."""
+    client's network namespace. Raises OSError when it ends, or says nothing for long."""
+    client.settimeout(PATIENCE_SECONDS)
     descriptors = array.array("i")
     head, rights, _, _ = client.recvmsg(8, socket.CMSG_SPACE(5 * descriptors.itemsize))
     for _, _, data in rights:
         descriptors.frombytes(data)
     text = bytearray()
-    while len(text) < int.from_bytes(head, "big"):
-        text += client.recv(1 << 20)
+    while not head or len(text) < int.from_bytes(head, "big"):
+        more = client.recv(1 << 20) if head else b""
+        if not more:
+            for each in descriptors:
+                os.close(each)
+            raise ConnectionError
+        text += more
     return json.loads(text.decode("utf-8", "surrogateescape")), list(descriptors)
 
 
