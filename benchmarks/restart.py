@@ -133,7 +133,8 @@ def main() -> None:
         with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
             bench = measure(case, folder, memory)
         lines = list(verdicts(bench))
-        print(f"{world} rank(s) on {case.nodes} node(s), {bench.state_bytes / 1e6:.0f} MB of state\n")
+        size = f"{bench.state_bytes / 1e6:.0f} MB of state"
+        print(f"{world} rank(s) on {case.nodes} node(s), {size}\n")
         print(table(bench.rows), *lines, "", sep="\n", flush=True)
         rows = [asdict(row) for row in bench.rows]
         document["cases"].append({"rows": rows, "bare": bench.bare, "targets": lines})
