@@ -12,7 +12,8 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/common:$(PYTHONPATH)
 endif
 # Tests wait more than they compute: more workers than cores. 0: all in one process.
 TEST_WORKERS ?= 3
-PYTEST := $(PY) -m pytest -n $(TEST_WORKERS)
+PYTEST_ARGS := $(if $(filter-out 0,$(TEST_WORKERS)),-n $(TEST_WORKERS))
+PYTEST := $(PY) -m pytest $(PYTEST_ARGS)
 # At toy size. goodput.py and stall.py are run by tests/dist.
 BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/codecs.py benchmarks/agreement.py \
@@ -97,7 +98,7 @@ test-unit test-store test-dist test-crash test-gpu: test-%: $(READY)
 
 coverage: horovod-for-tests s3-for-tests
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest -n $(TEST_WORKERS)
+	$(PY) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
 

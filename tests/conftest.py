@@ -79,11 +79,13 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The files one after the other, each to the worker that is free; of the crash tier, where one
-    test takes as long as a file elsewhere, the tests."""
+    test takes as long as a file elsewhere, the tests; of the GPU tier all to one."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/gpu/"):
+                return "tests/gpu"
             return nodeid if nodeid.startswith("tests/crash/") else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False

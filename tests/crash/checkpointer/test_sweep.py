@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.crash.launcher import Job
 from tests.support.crash.scenario import PHASES, RANKS, STEPS
-from tests.support.thorough import points
+from tests.support.thorough import points, swept_points
 
 VERSION = 12
 BLOCKS = 9
@@ -54,7 +54,7 @@ BOTH = [f"{point}-{rank}" for point in TRAINER_POINTS for rank in range(RANKS)]
 IN_TURN = [f"{point}-{number % RANKS}" for number, point in enumerate(TRAINER_POINTS)]
 
 
-@pytest.mark.parametrize("where", points(BOTH, *IN_TURN))
+@pytest.mark.parametrize("where", swept_points(BOTH, *IN_TURN))
 def test_a_trainer_is_killed(where: str, job: Job) -> None:
     point, _, number = where.rpartition("-")
     rank = int(number)
@@ -104,7 +104,7 @@ def test_an_agent_is_killed_and_later_the_machine(point: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("point", points(AGENT_POINTS, *WITH_MACHINE))
+@pytest.mark.parametrize("point", swept_points(AGENT_POINTS, *WITH_MACHINE))
 def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
     rank = list(AGENT_POINTS).index(point) % RANKS
     job.settings.update(when_busy="wait", local_keep_last=1)
@@ -121,7 +121,7 @@ def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("seed", points("012345", *"0135"))
+@pytest.mark.parametrize("seed", swept_points("012345", *"0135"))
 def test_a_trainer_is_killed_somewhere_in_its_loop(seed: str, job: Job) -> None:
     dice = random.Random(int(seed))
     rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS)
@@ -137,7 +137,7 @@ def test_a_trainer_is_killed_somewhere_in_its_loop(seed: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("seed", points("0123", *"01"))
+@pytest.mark.parametrize("seed", swept_points("0123", *"01"))
 def test_a_trainer_is_killed_at_some_moment(seed: str, job: Job) -> None:
     dice = random.Random(100 + int(seed))
     rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS - 2)

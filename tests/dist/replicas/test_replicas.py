@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.dist.state.test_state_matrix import ALIKE, NOT_BY_DDP, RANKS, RanksBe
 from tests.support import exact
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.state_matrix.matrix import CASES, PRODUCT
-from tests.support.thorough import VARIABLE
+from tests.support.thorough import everything
 from tests.support.training import Net, Place, import_adapter, make_horovod_job
 from tierckpt.core import replica_check
 from tierckpt.core.replica_check import Finding
@@ -189,7 +188,7 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
 def test_one_flipped_bit_is_found_within_a_round(
     size: int, optimizer: str, together: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    trials = 500 if os.environ.get(VARIABLE) else 15
+    trials = 500 if everything() else 15
     place = Place.under(tmp_path, shm_dir)
     told = ranks(size).run(
         damaged, place, optimizer, trials, seed=size, together=together, timeout_seconds=1500
@@ -417,7 +416,7 @@ def test_weights_that_are_swapped_behind_a_wait_are_no_drift(
 
 def test_where_all_are_alike_nothing_is_found(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     names, boundaries = list(OF_EVERY_KIND), 3 * ROUND
-    if os.environ.get(VARIABLE):
+    if everything():
         every = [*CASES, *PRODUCT]
         names = [name for name in every if not any(part in name for part in NOT_MANY_STEPS)]
         boundaries = 20 * ROUND

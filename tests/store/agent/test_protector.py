@@ -296,15 +296,17 @@ def test_no_parity_is_made_of_a_file_that_changed_meanwhile(
     nodes = two_nodes(tmp_path, (1,))
     store, key = LocalStore(nodes[0].folder), ShardKey(VersionId(1, 1), rank_of(0), SHARDS)
     end = Exchange._end
-    struck = threading.Lock()
+    strike, struck = threading.Lock(), threading.Event()
 
     def change_and_end(exchange: Exchange) -> None:
-        if struck.acquire(blocking=False):
-            store.retire(key)
-            if then == "made anew":
-                image, manifest = shard_of(0, 2 * PAGE_BYTES, 2, run_id="another")
-                assert Manifest.decode(manifest).key == key
-                store.commit(key, image, manifest)
+        with strike:  # neither looks before it has happened
+            if not struck.is_set():
+                struck.set()
+                store.retire(key)
+                if then == "made anew":
+                    image, manifest = shard_of(0, 2 * PAGE_BYTES, 2, run_id="another")
+                    assert Manifest.decode(manifest).key == key
+                    store.commit(key, image, manifest)
         end(exchange)
 
     monkeypatch.setattr(Exchange, "_end", change_and_end)

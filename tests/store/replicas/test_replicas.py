@@ -116,6 +116,11 @@ class Rank:
                 then()
             self.ckpt.step()
 
+    def leave(self) -> None:
+        """Abandon the checkpointer, when no rank steps any more that could meet hooks that go."""
+        self.group.all_gather_object(None)
+        self.ckpt.abandon()
+
     def reduce(self) -> None:
         """What DDP does."""
         params = [p for p in self.net.parameters() if p.grad is not None]
@@ -161,7 +166,7 @@ def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
     def again(rank: Rank) -> tuple[int, list[str]]:
         restored = rank.ckpt.restore()
         told = rank.loud()
-        rank.ckpt.abandon()
+        rank.leave()
         return restored.version, [*told, restored.suspect]
 
     (version, told), (other, _) = ranks.run(again)
@@ -186,7 +191,7 @@ def test_what_is_named_as_each_ranks_own_may_differ(ranks: Ranks) -> None:
     def restore(rank: Rank) -> list[str]:
         rank.ckpt.restore()
         found = exact.differences(told[rank.rank][1], exact.parameters(rank.net))
-        rank.ckpt.abandon()
+        rank.leave()
         return found
 
     assert ranks.run(restore, forward_changes="*") == [[], []]
@@ -233,7 +238,7 @@ def test_weights_written_between_boundary_and_step_are_no_drift(ranks: Ranks) ->
                     param.mul_(1 + rank.rank)
                 for param, before in zip(rank.net.parameters(), kept, strict=True):
                     param.copy_(before)
-        rank.ckpt.abandon()
+        rank.leave()
         return rank.told("drifted")
 
     assert ranks.run(swap) == [[], []]
@@ -279,7 +284,7 @@ def test_a_drift_marks_what_may_be_a_mosaic_and_keeps_what_is_none(ranks: Ranks)
     def restore(rank: Rank, version: int | None = None) -> tuple[Any, ...]:
         restored = rank.ckpt.restore(version)
         rank.train(2)
-        rank.ckpt.abandon()
+        rank.leave()
         return restored.version, restored.suspect, rank.loud()
 
     (version, suspect, loud), _ = ranks.run(restore)
@@ -317,7 +322,7 @@ def test_the_persistent_level_knows_its_suspects(ranks: Ranks, tmp_path: Path) -
 
     def restore(rank: Rank) -> tuple[int, str, dict[str, int]]:
         restored = rank.ckpt.restore()
-        rank.ckpt.abandon()
+        rank.leave()
         return restored.version, restored.suspect, restored.levels
 
     for version, suspect, levels in ranks.run(restore, **settings):
@@ -335,7 +340,7 @@ def test_of_three_ranks_the_odd_one_is_named_and_the_job_stopped(ranks: Ranks) -
         with pytest.raises(tierckpt.ReplicaError, match=said) as raised:
             rank.train(3 * ROUND)
         version = rank.ckpt.version
-        rank.ckpt.abandon()
+        rank.leave()
         return version, raised.value.names, raised.value.ranks
 
     told = ranks.run(stopped, size=3, on_drift="stop")
@@ -350,7 +355,7 @@ def test_other_tensors_are_told_as_such(ranks: Ranks) -> None:
         if rank.rank == 1:
             rank.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         rank.train(3 * ROUND)
-        rank.ckpt.abandon()
+        rank.leave()
         return rank.told("drifted")
 
     for (text,) in ranks.run(one_more):
@@ -545,7 +550,7 @@ def stopped(rank: Rank, at: int = 1) -> int:
     turns = iter(range(4 * ROUND))
     with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ") as raised:
         rank.train(4 * ROUND, then=lambda: rank.flip() if next(turns) == 0 else None)
-    rank.ckpt.abandon()
+    rank.leave()
     clean = str(raised.value).partition("; at v")[2]
     return int(clean.split()[0]) if clean else -1
 
@@ -555,7 +560,7 @@ def test_a_job_that_stopped_goes_on_from_what_is_no_suspect(ranks: Ranks) -> Non
 
     def again(rank: Rank, version: int | None = None) -> tuple[Any, ...]:
         restored = rank.ckpt.restore(version)
-        rank.ckpt.abandon()
+        rank.leave()
         return restored.version, restored.suspect, rank.loud()
 
     newest, suspect, (text,) = ranks.run(again)[0]
@@ -597,7 +602,7 @@ def test_a_job_that_stops_again_and_again_is_not_tried_for_ever(ranks: Ranks) ->
     def refused(rank: Rank) -> str:
         with pytest.raises(tierckpt.RestoreError, match="Nothing was changed") as raised:
             rank.ckpt.restore()
-        rank.ckpt.abandon()
+        rank.leave()
         return str(raised.value)
 
     text, other = ranks.run(refused, on_drift="stop")
@@ -610,7 +615,7 @@ def test_a_job_that_stops_again_and_again_is_not_tried_for_ever(ranks: Ranks) ->
 
 def tried(rank: Rank, version: int | None) -> int:
     restored = rank.ckpt.restore(version)
-    rank.ckpt.abandon()
+    rank.leave()
     return restored.version
 
 
@@ -618,13 +623,13 @@ def test_where_all_are_suspects_the_newest_is_taken(ranks: Ranks) -> None:
     def drift(rank: Rank) -> None:
         with pytest.raises(tierckpt.ReplicaError, match="train apart"):
             rank.train(8, apart=True)
-        rank.ckpt.abandon()
+        rank.leave()
 
     ranks.run(drift, on_drift="stop")
 
     def again(rank: Rank) -> tuple[int, list[str]]:
         version = rank.ckpt.restore().version
-        rank.ckpt.abandon()
+        rank.leave()
         return version, rank.loud()
 
     (version, (text,)), _ = ranks.run(again, on_drift="stop")
@@ -715,7 +720,7 @@ def test_state_in_lists_is_walked_over_a_few_times_a_round(
         rank.train(2 * slices)
         walks = made[threading.get_ident()]
         assert walks <= 2 * (OUTDATED_LOOKS + 1)
-        rank.ckpt.abandon()
+        rank.leave()
         return rank.loud()
 
     ranks.optimizer = Listing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from tests.store.storage.test_persistent_posix import GROUPS, PersistentConformance
 from tests.support.persistent_shards import Shards, facts_of, name_of, s3_options
 from tests.support.s3_server import Proxy
+from tests.support.warm_python.servers import PYTHON
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey
 from tierckpt.format.version_names import MANIFEST, run_name
@@ -123,13 +123,14 @@ def killed(does: str, at: str, folder: Path) -> None:
         "store = p.s3(Path(sys.argv[1])).store; key = t.key_of(1)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program + does, str(folder)],
+        [PYTHON, "-c", program + does, str(folder)],
         env={**os.environ, "TIERCKPT_FAULTS": f"kill@file:{at}"},
         timeout=120,
     )
     assert done.returncode == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("at", UPLOAD_KILLS)
 def test_a_flush_killed_in_an_upload_is_done_again_and_leaves_no_upload_behind(
     at: str, endpoint: str, url: str, tmp_path: Path, backend: ObjectBackend
@@ -153,6 +154,7 @@ def test_a_flush_killed_in_an_upload_is_done_again_and_leaves_no_upload_behind(
     store.close()
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("at", OBJECT_REMOVAL_KILLS)
 def test_a_removal_that_was_killed_is_finished_by_the_next(
     at: str, endpoint: str, url: str, tmp_path: Path
