@@ -128,7 +128,6 @@ class JobDirectory:
                 text = f"rank {rank} of job {self.job!r} still runs on this machine (process"
                 on_wait(f"{text} {owner}): waiting {patience_seconds:g} s for its end, at most")
             time.sleep(0.05)
-        file_lock.hold(path)
         with contextlib.suppress(OSError):
             abandoned.forget(self.path)
         with contextlib.suppress(OSError):  # it has its place all the same
@@ -136,10 +135,9 @@ class JobDirectory:
             os.pwrite(fd, "\n".join(lines).encode(), 0)
         return fd
 
-    def unlock_rank(self, rank: int, fd: int) -> None:
+    def unlock_rank(self, fd: int) -> None:
         """The inverse of `lock_rank`."""
-        file_lock.let_go(self.lock_path(rank))
-        os.close(fd)
+        file_lock.close(fd)
 
     def _busy(self, rank: int, owner: str) -> JobBusyError:
         return JobBusyError(
@@ -184,18 +182,18 @@ class JobDirectory:
 
     def alive(self) -> bool:
         """True while any trainer or agent of this job runs."""
-        return any(not _path_lockable(p) for p in _listdir(self.path) if not p.is_symlink())
+        return any(not _unlocked(p) for p in _listdir(self.path) if not p.is_symlink())
 
     def trains(self) -> bool:
         """True while any trainer of this job runs; its agent alone changes no slot."""
-        return any(not _path_lockable(path) for path in self._rank_locks())
+        return any(not _unlocked(path) for path in self._rank_locks())
 
     def watched(self) -> set[str]:
         """Directories in which living trainers of this job look for halt requests. Not those of
         this process: the kernel drops its lock when it closes a file of that name."""
         found = set[str]()
         for path in self._rank_locks():
-            if not (file_lock.held_here(path) or _path_lockable(path)):
+            if not (file_lock.held_here(path) or _unlocked(path)):
                 # None of this tierckpt's need not say so.
                 with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
                     found.update(json.loads(path.read_text().split("\n")[1]))
@@ -217,7 +215,7 @@ class JobDirectory:
 
     def lives(self, rank: int) -> bool:
         """True while a trainer of that rank does, on this machine."""
-        return not _path_lockable(self.lock_path(rank))
+        return not _unlocked(self.lock_path(rank))
 
     def dead_seconds(self) -> float:
         """So long nobody has been seen to live here, as far as that can be told; see `abandoned`.
@@ -247,7 +245,7 @@ class JobDirectory:
                 rank, index = rank_of(path.name), int(path.name.partition(".")[2])
                 if index < slots and (rank in ranks or self.lives(rank)):
                     continue
-                if _path_lockable(path):
+                if _unlocked(path):
                     remove_segment(path)
                 else:
                     done = False
@@ -266,7 +264,7 @@ class JobDirectory:
                         remove_segment(path)
                     durable.remove(self.lock_path(rank))
             for lock in agents:
-                if _path_lockable(lock):
+                if _unlocked(lock):
                     lock.with_suffix(".socket").unlink(missing_ok=True)
                     durable.remove(lock)
 
@@ -306,7 +304,7 @@ def _jobs_in(root: Path) -> list[JobDirectory]:
 
 
 def take_lock(path: Path) -> int | None:
-    """Make and lock the file, with this process's id in it, until the descriptor is closed.
+    """Make and lock the file, with this process's id in it, until `file_lock.close`.
 
     None when another process holds it. Raises FileNotFoundError when the folder is gone, OSError
     for what is no file, a link included.
@@ -319,7 +317,7 @@ def take_lock(path: Path) -> int | None:
             except OSError as error:
                 error.filename = str(path)  # opened by its name in the folder
                 raise
-            if not file_lock.try_lock(fd):
+            if not file_lock.lock(fd, path):
                 os.close(fd)
                 return None
             # Its last owner may have removed the file between our open and our lock.
@@ -327,7 +325,7 @@ def take_lock(path: Path) -> int | None:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, str(os.getpid()).encode(), 0)
                 return fd
-            os.close(fd)
+            file_lock.close(fd)
 
 
 @contextlib.contextmanager
@@ -352,20 +350,14 @@ def rank_of(name: str) -> int:
     return int(name[1:].partition(".")[0])
 
 
-def _path_lockable(path: Path) -> bool:
-    if file_lock.held_here(path):
-        return False
+def _unlocked(path: Path) -> bool:
+    """True when no process has it locked. Nobody locks what is no file."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return file_lock.unlocked(path)
     except OSError as error:
-        # Nobody locks what is no file; the last is a socket.
-        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO):
+        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO):  # ENXIO: a socket
             return True
         raise
-    try:
-        return file_lock.lockable(fd)
-    finally:
-        os.close(fd)
 
 
 def _listdir(path: Path) -> list[Path]:
