@@ -52,7 +52,7 @@ def no_moment(
     elif names := ", ".join(sorted(stepping)):
         mine = f"the step of {names} did not come to its end"
     everyone = group.all_gather_object((steps_made, turns, parted, mine))
-    error_barrier = len({turns for _, turns, _, _ in everyone}) == 1
+    same_votes = len({turns for _, turns, _, _ in everyone}) == 1
     troubles = by_rank([why for *_, why in everyone])
     counts = [steps for steps, *_ in everyone]
     if not troubles and min(counts) < max(counts):
@@ -65,7 +65,7 @@ def no_moment(
             "ranks made as many steps, in different iterations (some rank skipped a step that "
             "others made)"
         )
-    return next(iter(troubles), ""), error_barrier, min(counts) == max(counts)
+    return next(iter(troubles), ""), same_votes, min(counts) == max(counts)
 
 
 _open: set[weakref.WeakMethod[Callable[[], None]]] = set()
