@@ -164,7 +164,8 @@ class Checkpointer(CheckpointerCore):
             version: restore only this version; RestoreError if it does not exist.
             strict: raise StateMismatchError if the structure differs; False: load the part that
                 fits.
-            progress: show a progress bar on the standard error of rank 0; None: if it is a terminal.
+            progress: show a progress bar on the standard error of rank 0; None: if it is a
+                terminal.
         """
         if isinstance(version, bool) or not isinstance(version, SupportsIndex | None):
             raise TypeError(
@@ -222,25 +223,25 @@ class Checkpointer(CheckpointerCore):
         """True after `close()` or `abandon()`."""
         return self._closed
 
-    def _refuse_closed(self, what: str, error: type[TierckptError]) -> None:
+    def _refuse_closed(self, call: str, error: type[TierckptError]) -> None:
         if self._closed:
-            raise error(f"{what} after close() or abandon(): make another Checkpointer")
+            raise error(f"{call} after close() or abandon(): make another Checkpointer")
         if self._shutdown:
-            raise error(f"{what} during close() or abandon()")
+            raise error(f"{call} during close() or abandon()")
         if self._over:
-            raise error(f"{what} in a forked child: the Checkpointer belongs to the parent")
+            raise error(f"{call} in a forked child: the Checkpointer belongs to the parent")
 
     @property
     def _amid(self) -> bool:
         """True inside a callback: during a step, a boundary, or another method."""
         return self._saving or self._log.depth + self._callbacks.depth > 0
 
-    def _refuse_amid(self, what: str, error: type[TierckptError]) -> None:
+    def _refuse_amid(self, call: str, error: type[TierckptError]) -> None:
         """Raise `error` in a callback: ranks receive events at different times, so a collective
         call would hang."""
         if self._amid:
             raise error(
-                f"{what} in the callback of an event: all ranks must call it, and they receive "
+                f"{call} in the callback of an event: all ranks must call it, and they receive "
                 "events at different times, perhaps during a step. Call it in the loop, between "
                 "two steps, or in on_step_boundary of tierckpt.Callbacks"
             )
@@ -307,21 +308,21 @@ class Checkpointer(CheckpointerCore):
         digest = self._replicas.last_digest(self.version)
         try:
             gathered = self.group.all_gather_object((safe, before, answers, digest))
-            everyone = [each[:3] for each in gathered]
+            outcomes = [each[:3] for each in gathered]
             self._replicas.compare_last([digest for *_, digest in gathered])
         except Exception as error:
-            everyone, ranks_answer = [(False, before, answers)], False
+            outcomes, ranks_answer = [(False, before, answers)], False
             self._reports.notice(f"the other ranks do not answer: {error!r}", logging.ERROR)
-        if not (safe := all(safe for safe, _, _ in everyone)):
+        if not (safe := all(safe for safe, _, _ in outcomes)):
             left = "the memory of this node has no version either"
             if any(self._resources.job.sealed()):
                 left = f"the versions in memory stay for a restart ({self._resources.job.path})"
             severity = logging.ERROR if self._node.first == self.group.rank else logging.DEBUG
             text = f"v{self.version} is not durable: on some rank it is not on disk"
             self._reports.notice(f"{text}; {left}", severity)
-        whole = safe and all(answers for _, _, answers in everyone)
+        whole = safe and all(answers for _, _, answers in outcomes)
         self._await_others(end, ranks_answer, whole)
-        return safe and not any(before for _, before, _ in everyone)
+        return safe and not any(before for _, before, _ in outcomes)
 
     def _make_durable(self, end: shutdown.Shutdown) -> bool:
         """Take the final checkpoint, if the state is new. False if it is not durable."""
@@ -377,9 +378,11 @@ class Checkpointer(CheckpointerCore):
             self._shut_down(remove=False, abandoned=True)
 
     def close_or_abandon(self) -> None:
-        """End at the end of a process: `close()` if all ranks get here within MEET_SECONDS, else each
-        rank alone makes its newest version durable. Another rank may have ended with an error
-        unnoticed, so this enters no collective that could hang."""
+        """End at the end of a process: `close()` if all ranks get here within MEET_SECONDS, else
+        each rank alone makes its newest version durable.
+
+        Another rank may have ended with an error unnoticed, so this enters no collective that could
+        hang."""
         if self._over:
             return
         if self.group.meet(MEET_SECONDS):

@@ -1,8 +1,9 @@
 """The training side: capture at the boundary, release by layer, barrier before the step, seal,
 commit.
 
-`CheckpointerCore` has the parts of a checkpointer and runs in hooks and at boundaries; `Checkpointer`
-has the methods for scripts. Everything that depends on the gradient library is in the `Adapter`.
+`CheckpointerCore` has the parts of a checkpointer, and the code that runs in hooks and at
+boundaries; `Checkpointer` has the methods for scripts. Everything that depends on the gradient
+library is in the `Adapter`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from .save_now import SaveNow, Sealed
 from .tiers import Tiers
 
 HEAVY = (
-    "{what} in the state_dict() of optimizers, besides state and options, are copied at every "
+    "{names} in the state_dict() of optimizers, besides state and options, are copied at every "
     "boundary while the training waits. Store these tensors in optimizer.state, under their "
     "parameters: then they are copied during the allreduce"
 )
@@ -97,7 +98,7 @@ class CheckpointerCore(abc.ABC):
     restored: Restored
     """The result of the last `restore()`."""
     _released = 0
-    """Number of calls of `_release`. If forward passes are boundaries, it tells how far a rank is."""
+    """Number of calls of `_release`: the progress of a rank if forward passes are boundaries."""
     _parted: VersionId | None = None
     """The value of `Agreement.parted` that was reported last."""
     _went_back = False
@@ -289,8 +290,8 @@ class CheckpointerCore(abc.ABC):
                 self._schedule.requested |= frozenset(take)
             take = ()
             if force:
-                what = self._replicas.suspicion or "the details are known in a few steps"
-                self._reports.lost(self.version, f"replicas differ: {what}")
+                details = self._replicas.suspicion or "the details are known in a few steps"
+                self._reports.lost(self.version, f"replicas differ: {details}")
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
         halt, check = self._halt.vote(self.version), self._replicas.vote(place)
         row, unchanged = self._replicas.row(), self._unchanged.count
@@ -322,8 +323,8 @@ class CheckpointerCore(abc.ABC):
             return
         self._parted, together = parted, self._agreement.together
         self._pool.void(parted)
-        what = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
-        at = f"rank {self.group.rank} is at v{self.version} {what}"
+        place = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
+        at = f"rank {self.group.rank} is at v{self.version} {place}"
         number = together.version if together is not None else None
         self._replicas.part(parted.version, number, at, self._agreement.missing)
 
@@ -343,7 +344,7 @@ class CheckpointerCore(abc.ABC):
         if orphans := self._state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
         if heavy := self._state.new_heavy():
-            self._warn(HEAVY.format(what=heavy))
+            self._warn(HEAVY.format(names=heavy))
         return taken
 
     def _facts(self) -> VersionFacts:
@@ -496,11 +497,11 @@ class CheckpointerCore(abc.ABC):
     def _no_moment(self) -> str:
         """The reason why the live state is no version, see `shutdown.no_moment`. Collective. An
         interrupt may have stopped some ranks before a boundary or its vote, and others after."""
-        mine = (self._steps_made, self._agreement.turns)
+        progress = (self._steps_made, self._agreement.turns)
         self._agreement.even_out()  # the copier may wait for a vote
         why, same_votes, level = shutdown.no_moment(
             self.group,
-            *mine,
+            *progress,
             self._agreement.parted is not None,
             self._state.torn,
             self._iterations.stepping,

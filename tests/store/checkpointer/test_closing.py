@@ -93,7 +93,7 @@ def test_half_of_a_step_is_no_version(
         job.run(STEPS)
         fail_half_way(job)
         job.checkpointer.save(now=True)
-    assert said(job, "stores nothing: rank 0: the step of optimizer did not come to its end")
+    assert said(job, "stores nothing: rank 0: the step of optimizer was interrupted")
     assert said(job, "no final checkpoint is taken")
     newest = STEPS if level == "local" else 6
     assert versions_on_disk(path) == [newest]
