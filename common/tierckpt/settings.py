@@ -76,7 +76,7 @@ class Settings(TypedDict, total=False):
 
 
 class Arguments(Settings, total=False):
-    """Settings, and the other keyword arguments of `tierckpt.Checkpointer` that adapters pass on."""
+    """Settings, and the other keyword arguments of `tierckpt.Checkpointer` for adapters."""
 
     extra: Mapping[str, Any] | None
     extra_per_rank: Mapping[str, Any] | None
