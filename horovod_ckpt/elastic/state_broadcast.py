@@ -1,10 +1,10 @@
 """Broadcast of one rank's state to all other ranks; all functions are collective.
 
 Replaces `hvd.broadcast_parameters` and `hvd.broadcast_optimizer_state`. These refuse tensors of
-some types and memory orders, and do not send modules' extra state. To an optimizer without state they
-give some by a step with zero gradients, on every rank: in it weight decay changes parameters, and
-Adam counts the step. If there is still no state (SGD without momentum), they do not send options
-such as the learning rate.
+some types and memory orders, and do not send modules' extra state. For an optimizer without state
+they make a step with zero gradients, on every rank: in it weight decay changes parameters, and Adam
+counts the step. If there is still no state (SGD without momentum), they do not send options such as
+the learning rate.
 """
 
 from __future__ import annotations
