@@ -1,4 +1,4 @@
-"""DDP's adapter: each DDP module's communication hook releases layers; little else."""
+"""The adapter of DDP: the communication hook of each DDP module releases layers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from .torch_group import current_group
 
 APART = (
     "{names}: trained now, and not reduced by DDP, as it was frozen when its module was made. From "
-    "now on it is kept for each rank. Where the loop does not reduce it by hand, ranks differ: "
-    "make the DDP module, and the Checkpointer, anew when something is frozen no more"
+    "now on each rank stores its own values of it. If the loop does not reduce its gradients "
+    "itself, ranks differ: make a new DDP module and a new Checkpointer after you unfreeze "
+    "parameters"
 )
 HOOK_TAKEN = (
-    "the model has a communication hook already: layers are copied from the forward pass on. Pass "
-    "it as comm_hook=(state, hook) to copy under the allreduce, or register it after the "
+    "the model has a communication hook already: layers are copied from the forward pass on. To "
+    "copy during the allreduce, pass the hook as comm_hook=(state, hook), or register it after the "
     "Checkpointer is made"
 )
 
@@ -73,15 +74,15 @@ class DDPAdapter(PlainAdapter):
         self._frozen = [param for param in self._reduced or () if not param.requires_grad]
 
     def reduced_parameters(self) -> Sequence[torch.Tensor] | None:
-        """The parameters of all DDP modules, but for those that DDP is told to ignore."""
+        """The parameters of all DDP modules, without those that DDP is set to ignore."""
         return self._reduced
 
     def untrained_parameters(self) -> Sequence[torch.Tensor]:
-        """Those that were frozen when the Checkpointer was made."""
+        """The parameters that were frozen when the Checkpointer was made."""
         return self._frozen
 
     def attached(self, handle: Handle) -> None:
-        """Take the communication hooks. Raises what a refused hook raises."""
+        """Take the communication hooks. Raises the error of a refused hook."""
         super().attached(handle)
         for hook in self._hooks.values():
             hook.release, hook.chained = handle.release, self._look_at_hook
@@ -94,7 +95,7 @@ class DDPAdapter(PlainAdapter):
             handle.notice(SHARED_STORE, logging.WARNING)
 
     def _look_at_hook(self, state: Any) -> None:
-        """Refuse a hook that was registered, or warn where its state is not saved."""
+        """Refuse a hook that the user registered, or warn if its state is not saved."""
         _refuse_local_sgd(state)
         known = [obj.state for obj in self._hook_states]
         if state is None or isinstance(state, dist.ProcessGroup) or any(s is state for s in known):
@@ -102,9 +103,9 @@ class DDPAdapter(PlainAdapter):
         changes_results = isinstance(state, PowerSGDState)
         self.handle.notice(
             f"the communication hook's state, a {type(state).__name__}, is not in the checkpoints: "
-            "a resumed run begins without what it remembers"
-            f"{' (its error feedback), and its curve is another one' if changes_results else ''}. "
-            'Give extra_per_rank={"hook": ddp_ckpt.HookState(state)} to have it saved',
+            "a resumed run starts without it"
+            f"{' (its error feedback), and its losses differ' if changes_results else ''}. "
+            'Pass extra_per_rank={"hook": ddp_ckpt.HookState(state)} to save it',
             logging.WARNING if changes_results else logging.INFO,
         )
 
@@ -115,7 +116,7 @@ class DDPAdapter(PlainAdapter):
         return True
 
     def boundary_passed(self, agreed_vote: int) -> None:
-        """Gradients are to be averaged anew."""
+        """Start a new iteration of the gradient means."""
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
@@ -123,20 +124,20 @@ class DDPAdapter(PlainAdapter):
             hook.mean.begin_iteration()
 
     def newly_unreduced(self) -> Iterable[torch.Tensor]:
-        """Those that were frozen when their DDP module was made, and are trained by now."""
+        """The parameters that were frozen when their DDP module was made, and are trained now."""
         thawed = [param for param in self._frozen if param.requires_grad]
         return [p for p in thawed if any(h.leaves_out(p) for h in self._hooks.values())]
 
     def pack(self) -> Any:
-        """By the names of DDP modules: the order of its buckets, and how it took the mean."""
+        """For each DDP module, by name: the order of its buckets, and the way it took the mean."""
         return {
             name: {"buckets": hook.order(), "divided": hook.mean.divided()}
             for name, hook in self._hooks.items()
         }
 
     def load(self, value: Any) -> None:
-        """Make DDP's buckets those of the saved run. For two ranks any buckets sum alike, but a
-        hook may remember something of each."""
+        """Give DDP the buckets of the saved run. With two ranks the sums are the same in any
+        buckets, but a hook may have state for each bucket."""
         for name, hook in self._hooks.items():
             saved = (value or {}).get(name) or {}
             order = saved.get("buckets")
@@ -156,7 +157,8 @@ def _refuse_hooks(
     comm_hook: tuple[Any, CommHook] | None,
     hook_states: Sequence[HookState],
 ) -> None:
-    """Raise for what cannot be, before anything is registered or any other rank is asked."""
+    """Raise ConfigError or UnsupportedStateError, before anything is registered or any other rank
+    is asked."""
     for state in (state for ddp in ddps.values() for state in ReleaseHook.states_of(ddp)):
         _refuse_local_sgd(state)
     if comm_hook is not None:
@@ -164,8 +166,8 @@ def _refuse_hooks(
         if len(ddps) > 1:
             raise tierckpt.ConfigError(
                 f"comm_hook was given, and the model has several DDP modules ({', '.join(ddps)}): "
-                "what a hook remembers is of one. Make the Checkpointer without, and then call "
-                "register_comm_hook of each of them"
+                "the state of a hook is for one module. Make the Checkpointer without comm_hook, "
+                "then call register_comm_hook of each module"
             )
         if not all(map(ReleaseHook.may_be_given, ddps.values())) or not ddps:
             raise tierckpt.ConfigError(
@@ -173,12 +175,12 @@ def _refuse_hooks(
                 "communication hook already; give the hook here and do not register it yourself"
             )
         for ddp in ddps.values():
-            ddp._check_comm_hook(comm_hook[1])  # raises what `register_comm_hook` raises
+            ddp._check_comm_hook(comm_hook[1])  # raises the errors of `register_comm_hook`
     if hook_states and any(getattr(ddp, "static_graph", False) for ddp in ddps.values()):
         raise tierckpt.ConfigError(
-            "HookState with static_graph=True: DDP makes its final buckets after the first "
-            "iteration and cannot be shown them before, and what the hook remembers is by "
-            "bucket. Leave one of the two out"
+            "HookState with static_graph=True: the state of a hook belongs to buckets, and DDP "
+            "makes its final buckets only after the first iteration, so a restart cannot give it "
+            "the saved ones. Leave one of the two out"
         )
 
 
@@ -186,9 +188,9 @@ def _refuse_local_sgd(state: Any) -> None:
     if isinstance(state, PostLocalSGDState):
         raise tierckpt.UnsupportedStateError(
             "the communication hook's state is a PostLocalSGDState: between two averagings each "
-            "rank (or node) trains on gradients of its own, so the models differ, and a checkpoint "
-            "has one copy of them, of which every rank stores a part. Use DDP without the hook, or "
-            "with one that reduces over all ranks"
+            "rank (or node) trains on its own gradients, so the models differ. A checkpoint has "
+            "one copy of the model, and every rank stores a part of it. Use DDP without the hook, "
+            "or with one that reduces over all ranks"
         )
 
 

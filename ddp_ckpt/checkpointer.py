@@ -1,4 +1,4 @@
-"""The Checkpointer of DDP jobs, and `wrap` for a script whose loop cannot be touched."""
+"""The Checkpointer of DDP jobs, and `wrap` for scripts with an unchanged loop."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Given = TypeVar(
 
 
 class Checkpointer(tierckpt.Checkpointer):
-    """Checkpoints a model of DDP modules, or of none; see `tierckpt.Checkpointer` for the rest.
+    """Checkpoints a model with or without DDP modules; see `tierckpt.Checkpointer` for the rest.
 
     Args:
-        model: a DistributedDataParallel module; a module with some in it (a GAN's in a ModuleDict),
-            of the same ranks; or any module (one process, or gradients reduced some other way):
-            layers are then copied from the forward pass on.
-        optimizer: as in `tierckpt.Checkpointer`. Where there are DDP modules, a parameter that none
-            of them reduces is every rank's own: each shard has all of it, from the boundary.
-        comm_hook: the communication hook to use for the reduction, as `(state, hook)`: what you
-            would have given to `register_comm_hook`. Without one, a plain allreduce with the
-            same arithmetic as DDP's own. Calling a DDP module's `register_comm_hook` afterwards
-            works too, and is the way where there are several. What such a hook remembers is not in
-            the checkpoints by itself: see `HookState`.
+        model: a DistributedDataParallel module; a module that contains some, all of the same ranks
+            (a GAN's in a ModuleDict); or any module (one process, or gradients reduced in another
+            way): then layers are copied from the forward pass on.
+        optimizer: as in `tierckpt.Checkpointer`. If there are DDP modules, a parameter that none
+            of them reduces is each rank's own: every shard has all of it, from the boundary.
+        comm_hook: the communication hook to use for the reduction, as `(state, hook)`: the
+            arguments of `register_comm_hook`. None: a plain allreduce with the same arithmetic as
+            DDP's own. You can also call `register_comm_hook` of a DDP module afterwards, and must
+            do so if there are several. The checkpoints contain the state of such a hook only with
+            `HookState`.
         settings: as in `tierckpt.Checkpointer`.
     """
 
@@ -61,19 +61,22 @@ def wrap(
     comm_hook: tuple[Any, CommHook] | None = None,
     **settings: Unpack[Arguments],
 ) -> Given:
-    """Checkpoints for a script whose loop cannot be touched: one line after the optimizer's, or
-    after the scheduler's where there is one, which goes into `extra`: it would begin anew else.
-    The loop begins where the script begins it: a `ResumableLoader` in `extra_per_rank` has it go on
-    at the next batch.
+    """Add checkpoints to a script without a change of its loop.
 
-    Takes one optimizer, or all of a job that has several, as a sequence or a dict, and returns what
-    it was given: optimizers stay what schedulers and scalers expect. The `checkpointer` attribute
-    of each is the Checkpointer, `checkpointer.restored` what was restored. The boundary is the
-    next forward pass. With `restore`, the newest version is brought back at once.
-    With `close_at_exit`, a script that ends without an exception gets its final checkpoint.
+    Call it in one line after the optimizer, or after the scheduler if there is one; pass the
+    scheduler in `extra`, otherwise it restarts from its beginning. The loop starts at the iteration
+    that the script sets; with a `ResumableLoader` in `extra_per_rank` it continues with the next
+    batch.
 
-    Raises ConfigError, with nothing attached, for a model, an optimizer or a path that another call
-    has taken already, besides what Checkpointer raises.
+    Takes one optimizer, or all optimizers of the job as a sequence or a dict, and returns its
+    argument: optimizers keep the type that schedulers and scalers expect. The attribute
+    `checkpointer` of each optimizer is the Checkpointer, and `checkpointer.restored` the result of
+    the restore. The boundary is the next forward pass. With `restore`, the newest version is
+    restored at once. With `close_at_exit`, a script that ends without an exception takes a final
+    checkpoint.
+
+    Raises ConfigError, with nothing attached, if another call has taken the model, an optimizer or
+    the path already, and the errors of Checkpointer.
     """
     refuse_second(model, optimizer, settings)
     settings.setdefault("boundary", "forward")

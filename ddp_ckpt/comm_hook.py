@@ -1,4 +1,4 @@
-"""What is registered with a DDP module: the reduction, then the release of the bucket's layers."""
+"""The communication hook of a DDP module: reduces a bucket, then releases its layers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ BUILT_IN = {
     BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
     BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
 }
-"""DDP's hooks in C++, and those in Python that compute the same."""
+"""DDP's hooks in C++, and the hooks in Python with the same results."""
 
 
 class ReleaseHook:
-    """One DDP module's hook. DDP takes one in a module's life; checkpointers that follow each other
-    take turns with it."""
+    """The hook of one DDP module. A module accepts only one hook, ever; consecutive checkpointers
+    share it. `release` runs on autograd's thread."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.inner: tuple[Any, CommHook] | None = None
         self._inner_is_given = False
-        """By a checkpointer; else it was registered with the module."""
+        """True if a checkpointer gave it; else the user registered it with the module."""
         self.release: Release = _release_nothing
         self.chained: Callable[[Any], None] = _look_at_nothing
-        """Hears of the state of a hook that is chained."""
+        """Called with the state of a hook that is chained."""
         self._ddp = ddp
-        # DDP's parameters are those it was made with; to walk its modules at every boundary takes
-        # longer than everything else that is done there for the buckets.
+        # DDP keeps the parameters it was made with. A walk of its modules at every boundary would
+        # take longer than all other work for the buckets there.
         self._params = list(ddp.module.parameters())
         self._number = {id(p): i for i, p in enumerate(self._params)}
         self._reduced = reduced_by(ddp)
@@ -60,8 +60,8 @@ class ReleaseHook:
         self._passes = 0
         self._priming = False
 
-        # DDP's own side keeps the hook where Python's collector does not look: if that kept us, and
-        # we the module, none of the three would ever be freed.
+        # DDP keeps the hook in C++, which Python's garbage collector does not see: with a strong
+        # reference from there to this object, and from here to the module, none would be freed.
         weak = weakref.ref(self)
 
         def tierckpt_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -91,8 +91,8 @@ class ReleaseHook:
             "return": torch.futures.Future[torch.Tensor],
         }
         ddp.register_comm_hook(None, tierckpt_hook)
-        # The reducer has it. DDP's list is copied and pickled with the module, and the copy's
-        # reducer would not have it.
+        # The reducer has the hook. DDP's list is copied and pickled with the module, but the copy's
+        # reducer would not have the hook.
         ddp._comm_hooks.pop()
         _set_name(ddp, "")
         # The first hook that the user registers from now on is chained, not refused by DDP.
@@ -105,48 +105,49 @@ class ReleaseHook:
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> ReleaseHook | None:
-        """The module's hook, registered if need be; None when the user has one registered."""
+        """Return the module's hook, and register it first if needed; None if the user registered
+        one."""
         if not cls.has_room(ddp):
             return None
         return cls._known(ddp) or cls(ddp)
 
     @staticmethod
     def _known(ddp: DistributedDataParallel) -> ReleaseHook | None:
-        """The module's hook, if it is registered."""
+        """The module's hook, or None if it is not registered."""
         instead = ddp.register_comm_hook
         return instead.hook if isinstance(instead, _Instead) else None
 
     @classmethod
     def has_room(cls, ddp: DistributedDataParallel) -> bool:
-        """False when the user has one registered; only DDP's log tells of one that is built in."""
+        """False if the user registered a hook; only DDP's log shows a built-in one."""
         if cls._known(ddp) is not None:
             return True
         return not (ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
 
     @classmethod
     def may_be_given(cls, ddp: DistributedDataParallel) -> bool:
-        """Whether a checkpointer may be given a hook for this module: it has none of the user's
-        but what an earlier checkpointer was given."""
+        """True if a checkpointer may be given a hook for this module: the user registered none with
+        the module. A hook that an earlier checkpointer was given does not count."""
         known = cls._known(ddp)
         return cls.has_room(ddp) and (known is None or not known.inner or known._inner_is_given)
 
     @classmethod
     def states_of(cls, ddp: DistributedDataParallel) -> list[Any]:
-        """What the hooks of the user's that it has remember."""
+        """The states of the user's hooks on this module."""
         known = cls._known(ddp)
         if known is None:
             return [state for _, state in ddp._comm_hooks]
         return [known.inner[0]] if known.inner else []
 
     def leaves_out(self, param: torch.Tensor) -> bool:
-        """Whether this module has the parameter, and is known not to reduce it."""
+        """True if this module has the parameter, and its last pass did not reduce it."""
         reduced = {id(p) for bucket in self._buckets for p in bucket}
         return id(param) in self._number and bool(reduced) and id(param) not in reduced
 
     def order(self) -> list[int]:
-        """The parameters in the order of DDP's final buckets; after the first pass, in the order
-        by which it will make them. Empty where no new module can be made to have them (`prime`):
-        then they say nothing but how many passes this run has made."""
+        """The parameters' numbers in the order of DDP's final buckets; after the first pass, in the
+        order from which DDP will make them. Empty if `prime` cannot give this order to a new
+        module."""
         if not self._makes_final_ones():
             return []
         if self._passes < 2:
@@ -154,24 +155,24 @@ class ReleaseHook:
         return [self._number[id(p)] for bucket in self._buckets for p in bucket]
 
     def _makes_final_ones(self) -> bool:
-        """Whether DDP makes other buckets after its first pass: it keeps the first ones where it
-        looks for unused parameters, and with a static graph has three kinds in as many passes."""
+        """True if DDP makes new buckets once, after its first pass. With `find_unused_parameters`
+        it keeps the first ones; with a static graph it has three kinds in three passes."""
         ddp = self._ddp
         return not (ddp.find_unused_parameters or getattr(ddp, "static_graph", False))
 
     def prime(self, order: list[int]) -> None:
-        """Let a new DDP module have the buckets of the one before from its first pass on.
+        """Give a new DDP module the buckets of the saved run, from its first pass on.
 
         DDP starts with provisional buckets and makes the final ones after its first backward pass,
-        in the order in which gradients came. Other buckets are other sums: three ranks and more
-        round differently in the first step after a restart. So the first pass is played: zero
-        gradients come in the saved order, and nothing is reduced. It is none of the user's: their
-        hooks on parameters are not called (those on autograd's own nodes are), and the random
-        streams stay where they are.
+        in the order in which gradients arrived. With three or more ranks, different buckets round
+        differently, so the first step after a restart would differ. So this simulates the first
+        pass: zero gradients arrive in the saved order, and nothing is reduced. The user's hooks on
+        parameters are not called (those on autograd's own nodes are), and random streams do not
+        move.
         """
         ddp, params = self._ddp, self._params
         trained = [self._number[id(p)] for p in self._reduced if p.requires_grad]
-        # An embedding with sparse gradients cannot be played a dense zero.
+        # An embedding with sparse gradients accepts no dense zero gradient.
         sparse = any(getattr(m, "sparse", False) is True for m in ddp.module.modules())
         if not self._makes_final_ones() or sparse or self._passes or sorted(order) != trained:
             return
@@ -189,28 +190,29 @@ class ReleaseHook:
                 param.grad = None
 
     def let_go_of(self, release: Release) -> None:
-        """Of one whose checkpointer was closed, unless another has come: the module outlives it."""
+        """Detach from a closed checkpointer, unless another one has taken the hook: the module
+        outlives its checkpointers."""
         if self.release == release:
             self.release, self.chained = _release_nothing, _look_at_nothing
 
     def give(self, state: Any, hook: CommHook) -> None:
-        """A checkpointer's argument; in place of what an earlier one was given, if anything."""
+        """Chain the hook that a checkpointer was given, in place of an earlier one's."""
         self._chain(state, hook, hook.__qualname__)
         self._inner_is_given = True
 
     def _register(self, state: Any, hook: CommHook) -> None:
-        """In place of DDP's `register_comm_hook`: raises what that raises, and when it does."""
+        """Replacement of DDP's `register_comm_hook`, with the same errors in the same cases."""
         self._ddp._check_comm_hook(hook)
         if self.inner is not None:
-            # Raises, as ours is there.
+            # Raises, because our hook is registered.
             dist._register_comm_hook(self._ddp.reducer, state, hook)  # type: ignore[attr-defined]
         self._chain(state, hook, hook.__qualname__)
 
     def _register_built_in(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """In place of DDP's `_register_builtin_comm_hook`."""
+        """Replacement of DDP's `_register_builtin_comm_hook`, with the same errors."""
         if self.inner is not None:
             register: Any = dist._register_builtin_comm_hook  # type: ignore[attr-defined]
-            register(self._ddp.reducer, comm_hook_type)  # the same
+            register(self._ddp.reducer, comm_hook_type)  # raises, because our hook is registered
         self._chain(self._ddp.process_group, BUILT_IN[comm_hook_type], str(comm_hook_type))
 
     def _chain(self, state: Any, hook: CommHook, name: str) -> None:
@@ -220,7 +222,7 @@ class ReleaseHook:
 
 
 class _Instead:
-    """Stands in a module for a method of DDP's; a copy of the module has DDP's own again."""
+    """Replaces a method of one DDP module; a copy of the module has DDP's own method again."""
 
     def __init__(self, hook: ReleaseHook, name: str, chain: Callable[..., Any]) -> None:
         self.hook = hook
@@ -230,14 +232,14 @@ class _Instead:
         return self._chain(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Of the copy, which has no attributes yet when this is looked up.
+        # Yields the copy's own method: the copy has no attributes yet at this lookup.
         return (getattr, (self.hook._ddp, self._name))
 
 
 @contextlib.contextmanager
 def _unheard(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """No hook on these parameters hears of gradients, and no random stream moves on."""
-    # Emptied and filled again: who registered a hook has a handle to the very dict.
+    """Context in which no hook on these parameters is called, and no random stream moves."""
+    # Empty and refill the same dicts: handles of registered hooks refer to them.
     found = [hooks for p in params for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
     kept = [(hooks, dict(hooks)) for hooks in found if hooks]
     streams = pack_rng().make()
@@ -252,7 +254,7 @@ def _unheard(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _set_name(ddp: DistributedDataParallel, name: str) -> None:
-    """What DDP's logging data call the communication hook."""
+    """Set the name of the communication hook in DDP's logging data."""
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(name)
 
@@ -264,7 +266,7 @@ def _look_at_nothing(state: Any) -> None:
 def _release_nothing(
     params: Iterable[torch.Tensor], reduction: Reduced, launched_seconds: float
 ) -> None:
-    """Before there is a checkpointer."""
+    """The release while the module has no checkpointer: no effect."""
 
 
 __all__ = ["CommHook", "ReleaseHook"]

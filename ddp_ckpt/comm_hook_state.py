@@ -1,4 +1,4 @@
-"""What a communication hook remembers from one iteration to the next, in the checkpoint."""
+"""The state of a communication hook, as a part of the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ class HookState:
         ddp_ckpt.Checkpointer(model, optimizer, comm_hook=(state, powerSGD_hook.powerSGD_hook),
                               extra_per_rank={"hook": ddp_ckpt.HookState(state)})
 
-    A hook with error feedback adds what it left out of the last gradients to the next ones. Without
-    it a resumed run is another run. It differs between ranks and is as large as the gradients, so
-    each rank stores all of its own; the training thread copies it aside at the boundary.
+    A hook with error feedback adds the compression error of the last gradients to the next ones. A
+    resumed run without this state gives different results. The state differs between ranks and is
+    as large as the gradients: each rank stores all of its own, and the training thread copies it at
+    the boundary.
 
-    Works for objects whose attributes are tensors, numbers, text, NumPy generators, and lists and
-    dicts of these; process groups are left out and stay as they are. On another number of ranks it
-    is left as it is, like everything in `extra_per_rank`.
+    Works for objects with attributes that are tensors, numbers, text, NumPy generators, or lists
+    and dicts of these; process groups are not saved and stay as they are. A restart with another
+    number of ranks leaves the state as it is, like everything in `extra_per_rank`.
     """
 
     def __init__(self, state: Any) -> None:
         self.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """By attribute; and the kind of device that its tensors are on."""
+        """The attributes, and the type of device of their tensors."""
         fields = {name: getattr(self.state, name) for name in _names(self.state)}
         device = next((t.device.type for t in _tensors(list(fields.values()))), "cpu")
         packed = {name: _packed(value) for name, value in fields.items()}
         return {"fields": packed, "device": device}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Give all of them back, in place where that is a generator."""
+        """Set all attributes again; generators are changed in place."""
         for name, value in saved["fields"].items():
             now = getattr(self.state, name, None)
             if isinstance(now, np.random.RandomState):
@@ -66,7 +67,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _on(value: Any, device: str) -> Any:
-    """Tensors on this process's device of that kind."""
+    """Copy the value with its tensors on this process's device of that type."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The DDP modules of a model, wherever they are in it, and what they have in common."""
+"""The DDP modules of a model, at any depth, and their common process group."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tierckpt.state.names import named_modules
 
 
 def find_ddps(model: torch.nn.Module) -> dict[str, DistributedDataParallel]:
-    """By name, which is that of what each wraps: empty for one that is the model itself."""
+    """Return the outermost DDP modules by name; the name is empty if it is the model itself."""
     ddps = {n: m for n, m in named_modules(model) if isinstance(m, DistributedDataParallel)}
     inside = {id(m) for ddp in ddps.values() for m in ddp.module.modules()}
     return {name: ddp for name, ddp in ddps.items() if id(ddp) not in inside}
 
 
 def common_group(ddps: Mapping[str, DistributedDataParallel]) -> dist.ProcessGroup | None:
-    """A process group of the ranks that all of them have; None if there is none of them.
+    """The process group of the modules; None if there are no modules.
 
-    Raises ConfigError if they have different ones.
+    Raises ConfigError if their groups have different ranks.
     """
     names = list(ddps)
     groups = [ddp.process_group for ddp in ddps.values()]
@@ -31,15 +31,15 @@ def common_group(ddps: Mapping[str, DistributedDataParallel]) -> dist.ProcessGro
         if theirs != ranks[0]:
             raise tierckpt.ConfigError(
                 f"the DDP modules {names[0]!r} and {name!r} have process groups of different "
-                f"ranks, {ranks[0]} and {theirs}, and a checkpoint is of one job's; make a "
+                f"ranks, {ranks[0]} and {theirs}, but a checkpoint has one group of ranks; make a "
                 "Checkpointer for each, with a path of its own"
             )
     return groups[0] if groups else None
 
 
 def reduced_by(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters that it makes alike on all ranks, and keeps so: by reducing gradients, or as
-    they have none."""
+    """The parameters that this module makes and keeps equal on all ranks: their gradients are
+    reduced, or they have none."""
     ignored = ddp.parameters_to_ignore
     return [param for name, param in ddp.module.named_parameters() if name not in ignored]
 

@@ -1,4 +1,4 @@
-"""Hooks on parameters that hear of a gradient when it was accumulated, right before DDP does."""
+"""Hooks on parameters that run after a gradient is accumulated, right before DDP's own hooks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 
 def watch_gradients(
-    params: Iterable[torch.nn.Parameter], hear: Callable[[torch.Tensor], None]
+    params: Iterable[torch.nn.Parameter], on_gradient: Callable[[torch.Tensor], None]
 ) -> list[Any]:
-    """Call `hear`, a bound method, with each parameter that is trained when its gradient has come,
-    on autograd's thread; returns the hooks, to be removed.
+    """Call `on_gradient`, a bound method, with each trained parameter after its gradient is
+    accumulated, on autograd's thread; returns the hooks, for the caller to remove.
 
-    They hold no reference to the method's object: a parameter is where Python's collector does not
-    look, and with it everything that it held.
+    The hooks keep no reference to the method's object: Python's garbage collector does not see
+    references from a parameter, so the object would never be freed.
     """
-    weak = weakref.WeakMethod(hear)
+    weak = weakref.WeakMethod(on_gradient)
 
-    def came(param: torch.Tensor) -> None:
+    def accumulated(param: torch.Tensor) -> None:
         method = weak()
         if method is not None:
             method(param)
 
     trained = [param for param in params if param.requires_grad]
-    return [param.register_post_accumulate_grad_hook(came) for param in trained]
+    return [param.register_post_accumulate_grad_hook(accumulated) for param in trained]

@@ -1,4 +1,4 @@
-"""The reduction that DDP does without a communication hook, to the bit."""
+"""The reduction of DDP without a communication hook, with the same bits."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class GradientMean:
     """The mean over all ranks, with DDP's own arithmetic.
 
     DDP multiplies a gradient by the reciprocal of the world size while it copies it into its
-    bucket. What it need not copy it divides in place: sparse gradients, and those that are views of
-    the bucket already (`gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, or
-    gradients accumulated over several backward passes). When the world size is no power of two,
-    the two differ in the last bit.
+    bucket. Gradients that need no copy are divided in place: sparse ones, and those that are views
+    of the bucket already (`gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, or
+    gradients accumulated over several backward passes). If the world size is no power of two, the
+    two results differ in the last bit.
 
-    By the time the hook is called, all gradients are views. So where it matters each one is looked
-    at when it has been accumulated, which is right before DDP does.
+    When the hook is called, all gradients are views. So, if the difference matters, `watch` looks
+    at each gradient after its accumulation, right before DDP copies it.
 
-    Threads: called from autograd's.
+    Threads: `watch` and `__call__` run on autograd's threads.
 
     Args:
         ddp: the module.
-        number: of each of its parameters, by `id`.
+        number: the number of each of its parameters, by `id`.
     """
 
     def __init__(self, ddp: DistributedDataParallel, number: Mapping[int, int]) -> None:
@@ -43,11 +43,11 @@ class GradientMean:
         self._size = dist.get_world_size(ddp.process_group)
         self._number = number
         self._storage: dict[int, int] = {}
-        """By parameter: where its gradient was when it was accumulated last, until reduced."""
+        """The address of each parameter's gradient at its last accumulation, until reduced."""
         self._divided: set[int] = set()
-        """By the newest pass that was the first of an iteration."""
+        """Parameters with gradients that the newest first pass of an iteration divided."""
         self._resumed: set[int] = set()
-        """What the next pass divides although its gradients are new."""
+        """Parameters with gradients that the next pass divides although they are new."""
         self._begins = self._records = True
         exact_reciprocal = self._size & (self._size - 1) == 0
         self._watches = bool(ddp.gradient_as_bucket_view) and not exact_reciprocal
@@ -55,7 +55,7 @@ class GradientMean:
             watch_gradients(ddp.module.parameters(), self.watch)
 
     def watch(self, param: torch.Tensor) -> None:
-        """Its gradient has been accumulated, and DDP has not taken it yet."""
+        """Record the address of a gradient that was accumulated and that DDP has not copied yet."""
         if param.grad is not None and param.grad.layout == torch.strided:
             self._storage[self._number[id(param)]] = _address(param.grad)
 
@@ -96,23 +96,23 @@ class GradientMean:
                     part.mul_(1.0 / self._size)
 
     def _is_view(self, number: int, param: torch.Tensor, buffer: torch.Tensor) -> bool:
-        """Was the gradient one of the bucket already when DDP came to it?"""
+        """True if the gradient was a view of the bucket already when DDP processed it."""
         if number in self._storage:
             return self._storage.pop(number) == _address(buffer)
-        # Not accumulated since it was last reduced: if there is one, it is the view of then.
+        # Not accumulated since the last reduction: a gradient that exists is the view of that time.
         return param.grad is not None
 
     def begin_iteration(self) -> None:
-        """The next pass is the first of one."""
+        """Mark the next pass as the first of an iteration."""
         self._begins = True
 
     def divided(self) -> list[int]:
-        """The parameters whose gradients are divided by the first pass of an iteration."""
+        """Numbers of the parameters with gradients that an iteration's first pass divides."""
         return sorted(self._divided)
 
     def resume(self, divided: Iterable[int]) -> None:
-        """Let the next pass divide these, as it would have done without a restart: gradients that
-        are kept from one iteration to the next are new ones then."""
+        """Let the next pass divide the gradients of these parameters, as in a run without a
+        restart: gradients that the loop keeps between iterations are new after a restart."""
         self._storage.clear()
         self._begins = True
         if self._watches:

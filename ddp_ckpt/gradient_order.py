@@ -1,4 +1,4 @@
-"""The order in which gradients come in a module's first backward pass."""
+"""The order in which gradients arrive in a module's first backward pass."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from .gradient_hooks import watch_gradients
 
 
 class GradientOrder:
-    """Watches until `stop()`. DDP makes its final buckets by this order, after the first pass.
+    """Records the order until `stop()`. DDP makes its final buckets in this order, after the first
+    pass.
 
-    Threads: gradients come on autograd's.
+    Threads: `note` runs on autograd's threads.
     """
 
     def __init__(self, params: list[torch.nn.Parameter], number: Mapping[int, int]) -> None:
-        """`number` is each parameter's, by `id`."""
+        """`number`: the number of each parameter, by `id`."""
         self._number = number
-        self._came: dict[int, None] = {}
+        self._arrived: dict[int, None] = {}
         self._hooks = watch_gradients(params, self.note)
 
     def note(self, param: torch.Tensor) -> None:
-        """The gradient of `param` has come."""
+        """Record that the gradient of `param` has arrived."""
         number = self._number[id(param)]
-        if number in self._came:  # of another pass: the one before was under no_sync()
-            self._came.clear()
-        self._came[number] = None
+        if number in self._arrived:  # a new pass: the previous one was under no_sync()
+            self._arrived.clear()
+        self._arrived[number] = None
 
     def order(self) -> list[int]:
-        """The parameters' numbers."""
-        return list(self._came)
+        """The parameters' numbers, in the order of their gradients."""
+        return list(self._arrived)
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

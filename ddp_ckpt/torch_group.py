@@ -14,7 +14,7 @@ from tierckpt import SingleGroup
 from tierckpt.group import Group, Pending
 
 GATHER_BYTES = 1024
-"""Of every rank's object at least so much is gathered at once."""
+"""At least this many bytes of every rank's object are gathered at once."""
 
 
 class _PendingReduce:
@@ -33,20 +33,18 @@ class _PendingReduce:
 class TorchGroup:
     """All ranks of a process group (default: all of the job), over gloo and CPU memory.
 
-    A group of its own: collectives of two users on one gloo group match by order only, and DDP
-    launches its from the autograd thread (sharing the default group deadlocks). Creating one is
-    collective.
+    Makes its own process group: gloo matches collectives of one group only by their order, and DDP
+    launches its collectives from the autograd thread, so a shared group would deadlock. Creating
+    one is collective.
     """
 
     def __init__(self, members: dist.ProcessGroup | None = None) -> None:
         if not dist.is_gloo_available():
-            raise RuntimeError(
-                "this torch has no gloo, which checkpoints need to agree on versions"
-            )
+            raise RuntimeError("this torch has no gloo, which ranks need to agree on versions")
         self.rank = dist.get_rank(members)
         self.size = dist.get_world_size(members)
         self._ranks = dist.get_process_group_ranks(members)
-        # Only the members of a part of the job come here, so only they may be needed.
+        # If the group is a part of the job, only its members call this.
         part = self.size < dist.get_world_size()
         self._group: Any = dist.new_group(
             self._ranks, _patience(members), backend="gloo", use_local_synchronization=part
@@ -56,17 +54,17 @@ class TorchGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Group."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.cat(self._all_gather(torch.tensor([mine.numel()], device="cpu"))).tolist()
-        # gloo gathers equal sizes, and one rank may have much more to say than all others: what
-        # all say, padded to that, would be ranks times as much. So that rank broadcasts the rest.
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.cat(self._all_gather(torch.tensor([packed.numel()], device="cpu"))).tolist()
+        # gloo gathers equal sizes. If one rank has a much larger object, padding all to its size
+        # would gather `size` times as much; so that rank broadcasts the rest of its object.
         width = min(max(sizes), max(GATHER_BYTES, 2 * sum(sizes) // self.size))
         padded = torch.zeros(width, dtype=torch.uint8, device="cpu")
-        padded[: mine.numel()] = mine[:width]
-        beginnings = self._all_gather(padded)
+        padded[: packed.numel()] = packed[:width]
+        heads = self._all_gather(padded)
         return [
-            pickle.loads(self._whole(rank, mine, begun, size).numpy().tobytes())
-            for rank, (begun, size) in enumerate(zip(beginnings, sizes, strict=True))
+            pickle.loads(self._whole(rank, packed, head, size).numpy().tobytes())
+            for rank, (head, size) in enumerate(zip(heads, sizes, strict=True))
         ]
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -74,13 +72,16 @@ class TorchGroup:
         dist.all_gather(gathered, tensor, group=self._group)
         return gathered
 
-    def _whole(self, rank: int, mine: torch.Tensor, begun: torch.Tensor, size: int) -> torch.Tensor:
-        """What `rank` says, of which the beginning is here; collective where that is not all."""
-        if size <= begun.numel():
-            return begun[:size]
-        rest = mine[begun.numel() :] if rank == self.rank else begun.new_empty(size - begun.numel())
+    def _whole(
+        self, rank: int, packed: torch.Tensor, head: torch.Tensor, size: int
+    ) -> torch.Tensor:
+        """The whole object of `rank`, from its first bytes; collective if they are not all.
+        `packed`: this rank's own object."""
+        if size <= head.numel():
+            return head[:size]
+        rest = packed[head.numel() :] if rank == self.rank else head.new_empty(size - head.numel())
         self.broadcast(rest, rank)
-        return torch.cat([begun, rest])
+        return torch.cat([head, rest])
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """See Group."""
@@ -88,7 +89,7 @@ class TorchGroup:
 
     def all_reduce_min(self, values: list[int]) -> Pending:
         """See Group."""
-        # Straight to the process group: dist.all_reduce's checks cost as much as the launch.
+        # Call the process group directly: the checks of dist.all_reduce cost as much as the launch.
         buffer = torch.tensor(values, dtype=torch.int64, device="cpu")
         return _PendingReduce(buffer, self._group.allreduce([buffer], self._minimum))
 
@@ -115,21 +116,22 @@ class TorchGroup:
 
 
 def _patience(members: dist.ProcessGroup | None) -> datetime.timedelta:
-    """How long collectives wait: as long as those of `members`, if that is longer than torch's
-    default. A vote is launched at the boundary, and a rank may come to it after a long evaluation
-    that the training's own collectives have the patience for."""
+    """The timeout of collectives: that of `members`, if it is longer than torch's default. A vote
+    is launched at the boundary, and a rank may join it only after a long evaluation, for which the
+    training's own collectives have a long enough timeout."""
     group = members or dist.group.WORLD
     assert group is not None
     found = [dist.default_pg_timeout]
     for device in ("cpu", "cuda"):
-        # No such backend here, or one without options.
+        # The group may have no such backend, or one without options.
         with contextlib.suppress(RuntimeError, AttributeError):
             found.append(group._get_backend(torch.device(device)).options._timeout)
     return max(found)
 
 
 def current_group(members: dist.ProcessGroup | None = None) -> Group:
-    """A TorchGroup of `members` (default: the job) if they are several, else a SingleGroup."""
+    """A TorchGroup of `members` (default: the job) if there are several ranks, else a
+    SingleGroup."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(members) > 1:
         return TorchGroup(members)
     return SingleGroup()

@@ -1,4 +1,4 @@
-"""DDP's `join()`: ranks that make different numbers of steps, which checkpoints cannot follow."""
+"""DDP's `join()`: ranks make different numbers of steps, which checkpoints do not support."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch.nn.parallel import DistributedDataParallel
 import tierckpt
 
 ENDS_APART = (
-    "this DDP module trains under join(), where ranks may make different numbers of steps, and a "
-    "checkpoint's boundary is one of all ranks: the job would hang when the first has no more "
-    "data. Give all ranks the same number of batches (DistributedSampler or "
+    "this DDP module trains under join(), where ranks may make different numbers of steps, but "
+    "all ranks must pass a checkpoint's boundary: the job would hang when the first rank has no "
+    "more data. Give all ranks the same number of batches (DistributedSampler or "
     "tierckpt.ResumableSampler do), or end all loops with the shortest by "
     "join(throw_on_early_termination=True); or close() the checkpointer before join()"
 )
 OTHER_DIVISOR = (
     "join(divide_by_initial_world_size=False): DDP divides by the number of ranks that still have "
-    "data, and does not tell communication hooks, of which this module has one since it was given "
-    "to a Checkpointer: gradients would be others. Make the DDP module anew for this loop, or "
+    "data, but communication hooks do not receive this number, and this module has one since it "
+    "was given to a Checkpointer: gradients would differ. Make a new DDP module for this loop, or "
     "leave the argument out"
 )
 
 
 class UnevenInputs:
-    """Whether a DDP module is under `join()`, by way of its `join_hook`, which that asks for."""
+    """Detects that a DDP module is under `join()`, by its `join_hook`, which `join()` calls."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         self._joins = False
-        """Until all ranks have left; DDP's own mark of it stays for ever."""
+        """True until all ranks have left `join()`; DDP's own mark stays set for ever."""
 
     def begin(self, **settings: Any) -> JoinHook:
-        """In place of DDP's `join_hook`."""
+        """Replacement of DDP's `join_hook`."""
         ddp = self._ddp
         theirs: JoinHook = type(ddp).join_hook(ddp, **settings)
         self._joins, ended = True, theirs.post_hook
@@ -46,9 +46,9 @@ class UnevenInputs:
         return theirs
 
     def refuse(self, has_checkpointer: bool, takes_mean: bool) -> None:
-        """Before a bucket is reduced, on all ranks alike: raise UnsupportedStateError under a
-        `join()` that would hang, or that has other gradients. One that throws when the first rank
-        ends does neither."""
+        """Raise UnsupportedStateError, on all ranks, under a `join()` that would hang, or that
+        would change gradients. Called before a bucket is reduced. A `join()` that throws when the
+        first rank ends does neither."""
         config = self._ddp._join_config
         if not self._joins or not config.enable or config.throw_on_early_termination:
             return

@@ -1,4 +1,4 @@
-"""Horovod's adapter: what happens where Horovod launches reductions and makes steps."""
+"""The adapter of Horovod: it watches the launches of reductions, and the optimizers' steps."""
 
 from __future__ import annotations
 
@@ -29,47 +29,48 @@ from .pending_gradients import PendingGradients
 from .reductions import Reductions
 
 ACCUMULATED = (
-    "v{version} has no gradients of the backward passes behind its step: restore() will return "
-    "{at}, and they are made again. Random streams and buffers have seen them already, so call "
-    "close() and save(now=True) behind a step where a resumed run is to be the same to the bit"
+    "v{version} has no gradients of the backward passes after its step: restore() will return "
+    "{at}, and the passes are made again. They have changed random streams and buffers already: "
+    "call close() and save(now=True) right after a step if a resumed run is to give the same bits"
 )
 CUT = (
     "v{version} has no gradients of the backward passes that {names} made since its last step, and "
-    "another optimizer has made a step since: if the loop is to use these gradients, a resumed run "
-    "goes on without them. Call close() and save(now=True) where no optimizer is between its passes"
+    "another optimizer has made a step since: if the loop still needs these gradients, a resumed "
+    "run continues without them. Call close() and save(now=True) when no optimizer is between the "
+    "backward passes of its step"
 )
 USED = (
-    "{name} used gradients that were there at the boundary of v{version}, and that the loop had "
-    "dropped at those before. Versions since its last step have no gradients: a run that is "
-    "resumed from one of them goes on without these"
+    "{name} used gradients that existed at the boundary of v{version}; at earlier boundaries the "
+    "loop had dropped such gradients. Versions since its last step have no gradients: a run that "
+    "is resumed from one of them continues without these"
 )
 ENDS_BETWEEN = (
-    "the job ends early, and an optimizer is between the backward passes of a step: the version "
-    "before is exact, and a restart makes again what came behind it"
+    "the job ends early, and an optimizer is between the backward passes of a step: the previous "
+    "version is exact, and a restart repeats the iterations after it"
 )
 MISPLACED_BOUNDARIES = 8
-"""So many in a row, each with new steps behind it, that were no version."""
+"""Number of boundaries in a row with new steps but without a version, after which a warning
+follows."""
 MISPLACED = (
     f"the last {MISPLACED_BOUNDARIES} boundaries came between the backward passes of a step of "
-    "{names} (backward_passes_per_step), where no version is taken, as the gradients so far would "
-    "be in no checkpoint. Call step() or commit() behind optimizer.step(), and with several "
-    "optimizers where none is between its passes. Gradients that no step is to use (a "
-    "generator's pass through the discriminator leaves some) are dropped by "
-    "model.zero_grad(set_to_none=True) before the boundary, or are never made under "
-    "requires_grad_(False)"
+    "{names} (backward_passes_per_step). No version is taken there, because checkpoints do not "
+    "contain the gradients so far. Call step() or commit() after optimizer.step(); with several "
+    "optimizers, when none is between its passes. If no step uses these gradients (a generator's "
+    "pass through the discriminator leaves some), drop them by model.zero_grad(set_to_none=True) "
+    "before the boundary, or avoid them by requires_grad_(False)"
 )
 APART = (
-    "{names}: trained now, and not reduced by Horovod, which knows of what there was to train when "
-    "hvd.DistributedOptimizer was made. From now on they are kept for each rank. Where the loop "
-    "does not reduce them by hand, ranks differ: start the script again, and make "
-    "hvd.DistributedOptimizer when all that it is to train is; restore(strict=False) where the "
-    "parameter groups are then others"
+    "{names}: trained now, and not reduced by Horovod, as they were not trained when "
+    "hvd.DistributedOptimizer was made. From now on each rank stores its own values of them. If "
+    "the loop does not reduce their gradients itself, ranks differ: start the script again, and "
+    "make hvd.DistributedOptimizer after all parameters to train are unfrozen and in the "
+    "optimizer; use restore(strict=False) if the parameter groups then differ"
 )
 OVERWRITTEN = (
     "{names} changed after the restore of v{version}, on {ranks}: hvd.broadcast_parameters or "
-    "hvd.broadcast_optimizer_state gives all ranks what the root has now, in place of what was "
-    "restored. A script that has checkpoints of its own loads them before "
-    "hvd.DistributedOptimizer if what is newer here is to win"
+    "hvd.broadcast_optimizer_state replaces the restored values on all ranks by those of the root. "
+    "If your script loads checkpoints of its own, and the restored version is to win, load them "
+    "before hvd.DistributedOptimizer"
 )
 
 
@@ -78,7 +79,7 @@ class HorovodAdapter(PlainAdapter):
 
     newly_unreduced_notice = APART
     is_elastic = False
-    """Whether somebody makes another one whenever ranks come or go."""
+    """True if a new adapter is made whenever ranks join or leave."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         """Arguments of `horovod_ckpt.Checkpointer`. Raises ConfigError and
@@ -111,14 +112,14 @@ class HorovodAdapter(PlainAdapter):
         self._between = False
         """This boundary is between those passes on this rank: no rank has a version of it."""
         self._misplaced = 0
-        """Boundaries in a row that were so, though there was something new."""
+        """Number of boundaries in a row with new steps but between those passes."""
 
     def reduced_parameters(self) -> Sequence[torch.Tensor] | None:
-        """The parameters of Horovod's optimizers, and those that nobody trains."""
+        """The parameters of Horovod's optimizers, and those that are not trained."""
         return self._reduced
 
     def untrained_parameters(self) -> Sequence[torch.Tensor]:
-        """Those that were frozen, or in no optimizer, when the Checkpointer was made."""
+        """The parameters that were frozen, or in no optimizer, when the Checkpointer was made."""
         return self._untrained
 
     def attached(self, handle: Handle) -> None:
@@ -129,7 +130,8 @@ class HorovodAdapter(PlainAdapter):
             reductions.watch(handle.release)
 
     def _name_reductions(self, handle: Handle) -> None:
-        """For the trace: their names in Horovod's timeline, which its rank 0 writes."""
+        """Give the trace the names of reductions in Horovod's timeline, which Horovod's rank 0
+        writes."""
         if not handle.traces:
             return
         names: dict[str, list[str]] = {}
@@ -140,19 +142,19 @@ class HorovodAdapter(PlainAdapter):
         handle.name_reductions(names)
 
     def closed(self) -> None:
-        """Watch them no more."""
+        """Stop watching the reductions."""
         for reductions in self._reductions.values():
             reductions.unwatch()
 
     # --- steps ---------------------------------------------------------------------------------
 
     def step_function(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-        """Horovod's own ends in that of the class it is made of."""
+        """The `step` of the optimizer's own class, which Horovod's `step` calls at its end."""
         kind = type(optimizer).__mro__[1 if is_horovod(optimizer) else 0]
         return kind.step  # type: ignore[attr-defined,no-any-return]
 
     def before_step(self, label: str) -> bool:
-        """False for Horovod's outer step, which waits for reductions first."""
+        """False for Horovod's outer step, which first waits for reductions."""
         if self._pending_gradients.step_begins(label):
             text = USED.format(name=label, version=self.handle.version)
             self.handle.give_up(text)
@@ -168,7 +170,7 @@ class HorovodAdapter(PlainAdapter):
     # --- versions ------------------------------------------------------------------------------
 
     def boundary_begins(self, forced: bool) -> None:
-        """See whether it is between the backward passes of a step."""
+        """Find out whether the boundary is between the backward passes of a step."""
         left = self._pending_gradients.at_boundary()
         self._between = left and not (forced or self.is_elastic)
         if self._between:
@@ -181,11 +183,11 @@ class HorovodAdapter(PlainAdapter):
             self._stepped_at = self.handle.iteration
 
     def vote(self) -> int:
-        """Whether there is a version of this boundary, as far as this rank knows."""
+        """VOID if this boundary is between backward passes on this rank, else 0."""
         return VOID if self._between else 0
 
     def newly_unreduced(self) -> Iterable[torch.Tensor]:
-        """Of what was frozen, or in none of the optimizers, what is trained and not reduced now."""
+        """The parameters that are trained now, but were frozen or in no optimizer before."""
         thawed = [p for p in self._untrained if p.requires_grad]
         if not thawed:
             return ()
@@ -194,7 +196,7 @@ class HorovodAdapter(PlainAdapter):
         return [p for p in thawed if id(p) in stepped]
 
     def _count_misplaced(self) -> None:
-        """The gradients so far would be in no version."""
+        """Count a boundary without a version, and warn after several in a row."""
         self._misplaced += self.handle.steps_since_boundary > 0
         if self._misplaced == MISPLACED_BOUNDARIES:
             self.handle.notice(MISPLACED.format(names=self._names()), logging.WARNING)
@@ -206,47 +208,52 @@ class HorovodAdapter(PlainAdapter):
         self.handle.notice_once(text, logging.WARNING)
 
     def _names(self) -> str:
-        """The optimizers between passes, in words; another rank's may be."""
+        """The optimizers between passes, in words; there may be none on this rank."""
         return some(self._pending_gradients.names) or "an optimizer"
 
     @contextlib.contextmanager
     def saving_now(self) -> Iterator[None]:
-        """Know what the version that is taken now does not have."""
-        self._cut = self._what_is_cut()
+        """Note which gradients the version that is taken now does not have. Entering is
+        collective."""
+        self._cut = self._missing_gradients()
         try:
             yield
         finally:
             self._cut = ""
 
     def keeps_boundary(self) -> bool:
-        """Where the passes since are made again: from there that is exact."""
+        """True if the passes since the boundary are made again: a restart from there is exact."""
         return self._cut is ACCUMULATED
 
     def resume_iteration(self, iteration: int) -> int:
-        """Passes whose gradients no step has used yet are made again."""
+        """The iteration to continue with: backward passes without a step yet are made again."""
         return min(iteration, self._stepped_at) if self._cut is ACCUMULATED else iteration
 
     def inconsistent(self) -> str:
-        """Where a job that is to come back would come back without gradients."""
+        """ENDS_BETWEEN if the job ends early and its restart would lack gradients; else empty.
+        Collective."""
         if all(each.passes == 1 for each in self._reductions.values()):
             return ""
-        mine = (self.handle.ends_early, self.handle.has_version)
-        ends, there = zip(*self.group.all_gather_object(mine), strict=True)
-        if any(ends) and all(there) and self._what_is_cut() is CUT:
+        facts = (self.handle.ends_early, self.handle.has_version)
+        ends, have_version = zip(*self.group.all_gather_object(facts), strict=True)
+        if any(ends) and all(have_version) and self._missing_gradients() is CUT:
             return ENDS_BETWEEN
         return ""
 
-    def _what_is_cut(self) -> str:
-        """Passes since the last boundary are made again, unless it was between passes itself, or
-        a step came in between. Alike on all ranks; collective."""
+    def _missing_gradients(self) -> str:
+        """ACCUMULATED or CUT if a version taken now would lack gradients; else empty. Equal on all
+        ranks; collective.
+
+        The passes since the last boundary can be made again (ACCUMULATED), unless the boundary
+        itself was between passes, or a step came after it (CUT)."""
         if not self._between_passes():
             return ""
         through = bool(self.handle.steps_since_boundary) or self._between
         return CUT if any(self.group.all_gather_object(through)) else ACCUMULATED
 
     def _between_passes(self) -> bool:
-        """Whether any rank is: collective, where any of the optimizers makes several passes a
-        step. A rank may have had no batch for one that others made."""
+        """True if any rank is between the passes of a step. Collective, if any optimizer makes
+        several passes per step. Ranks may differ: one may have had no batch for a pass."""
         if all(each.passes == 1 for each in self._reductions.values()):
             return False
         return any(self.group.all_gather_object(bool(self._pending_gradients.names)))
@@ -254,18 +261,18 @@ class HorovodAdapter(PlainAdapter):
     # --- restores ------------------------------------------------------------------------------
 
     def restore_begins(self) -> None:
-        """Drop what an iteration that was cut short has launched."""
+        """Drop the reductions that an interrupted iteration has launched."""
         for reductions in self._reductions.values():
             reductions.settle(self.group)
         self._pending_gradients.forget()
 
     def resumed(self, iteration: int) -> None:
-        """Behind a step, and between no passes."""
+        """Start after a step, and not between passes."""
         self._stepped_at = iteration
         self._between, self._misplaced = False, 0
 
     def report_overwritten(self, by_rank: Mapping[int, Sequence[str]]) -> None:
-        """Names of what was restored and the script has changed since, by the ranks on which."""
+        """Warn that the script has changed restored tensors: their names, by rank."""
         names = dict.fromkeys(name for each in by_rank.values() for name in each)
         ranks = f"rank{'s' if len(by_rank) > 1 else ''} {some(list(by_rank))}"
         restored = self.handle.restored.version

@@ -23,15 +23,15 @@ class Checkpointer(tierckpt.Checkpointer):
 
     Args:
         model: the module that is trained.
-        optimizer: what `hvd.DistributedOptimizer` returned: one, a sequence, or a dict. Beside
-            these there may be plain ones, whose parameters are each rank's own.
+        optimizer: the result of `hvd.DistributedOptimizer`: one, a sequence, or a dict. There may
+            also be plain optimizers among them, for parameters that are each rank's own.
         settings: as in `tierckpt.Checkpointer`.
 
     Its ranks are those of the optimizer's process set, numbered within it. Several process sets are
-    several jobs: each needs a `path` of its own. Where `events_dir` or `trace_dir` is set, each has
-    a folder in there, `process-set-<id>`.
+    several jobs: each needs a `path` of its own. If `events_dir` or `trace_dir` is set, each set
+    has a folder in it, `process-set-<id>`.
 
-    Raises ConfigError in an elastic job, which is for `horovod_ckpt.elastic.TorchState`.
+    Raises ConfigError in an elastic job: use `horovod_ckpt.elastic.TorchState` there.
     """
 
     adapter: HorovodAdapter
@@ -45,21 +45,21 @@ class Checkpointer(tierckpt.Checkpointer):
 
 
 def _with_folders_apart(settings: Arguments, process_set: Any) -> Arguments:
-    """A folder for each process set: files are named after ranks, which each set numbers from 0,
-    and one environment may tell all sets the same place."""
+    """Give each process set its own folder in `events_dir` and `trace_dir`: files are named after
+    ranks, each set numbers its ranks from 0, and all sets may have the same setting."""
     if process_set is hvd.global_process_set:
         return settings
     given = {name: settings.get(name) for name in FOLDERS}
     try:
         config = load_config(given, config_file=settings.get("config_file"))
     except tierckpt.ConfigError:
-        return settings  # the Checkpointer will say so, on all ranks
-    mine = f"process-set-{process_set.process_set_id}"
+        return settings  # the Checkpointer raises it again, on all ranks
+    folder = f"process-set-{process_set.process_set_id}"
     apart = settings.copy()
     if config.events_dir:
-        apart["events_dir"] = os.path.join(config.events_dir, mine)
+        apart["events_dir"] = os.path.join(config.events_dir, folder)
     if config.trace_dir:
-        apart["trace_dir"] = os.path.join(config.trace_dir, mine)
+        apart["trace_dir"] = os.path.join(config.trace_dir, folder)
     return apart
 
 

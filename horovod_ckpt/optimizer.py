@@ -1,4 +1,4 @@
-"""Ways in: a drop-in for `hvd.DistributedOptimizer`, and one for an optimizer made elsewhere."""
+"""Entry points: a drop-in for `hvd.DistributedOptimizer`, and `install` for its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .outside import Outside, stands_outside
 
 
 class DistributedArguments(Arguments, total=False):
-    """Arguments of `hvd.DistributedOptimizer`, beside a Checkpointer's."""
+    """The arguments of `hvd.DistributedOptimizer` and of a Checkpointer."""
 
     named_parameters: Any
     compression: Any
@@ -47,7 +47,7 @@ def DistributedOptimizer(
     close_at_exit: bool = False,
     **settings: Unpack[DistributedArguments],
 ) -> Any:
-    """`hvd.DistributedOptimizer`, and its checkpointer in one call.
+    """Make a `hvd.DistributedOptimizer` and its checkpointer in one call.
 
     Takes every argument of Horovod's function, by name or position, and all of
     `tierckpt.Checkpointer` (`path`, `extra`, ...) by name. Returns Horovod's optimizer, which has
@@ -55,14 +55,14 @@ def DistributedOptimizer(
 
     Args:
         optimizer: the optimizer to distribute.
-        args: Horovod's.
-        model: the module that is trained. May be left out when `named_parameters` comes straight
+        args: Horovod's positional arguments.
+        model: the module that is trained. May be left out if `named_parameters` comes directly
             from the whole module's `named_parameters()`.
-        restore: bring back the newest version at once.
+        restore: restore the newest version at once.
         close_at_exit: take a final checkpoint when the script ends without an exception.
-        settings: Horovod's and ours, told apart by name.
+        settings: keyword arguments of Horovod and of a Checkpointer.
 
-    Raises ConfigError when the model cannot be known, besides what Horovod and Checkpointer raise.
+    Raises ConfigError if the model is not known, and the errors of Horovod and of Checkpointer.
     """
     if model is None:
         model = find_model(args, settings)
@@ -78,10 +78,10 @@ def DistributedOptimizer(
 def install(
     optimizer: Any | Mapping[str, Any], model: torch.nn.Module, **settings: Unpack[Arguments]
 ) -> Checkpointer | Outside:
-    """Checkpoints for what `hvd.DistributedOptimizer` returned earlier.
+    """Add checkpoints to optimizers that `hvd.DistributedOptimizer` has returned.
 
-    Returns the Checkpointer; each optimizer has it as its attribute `checkpointer`, too. On a rank
-    that is not in the optimizer's process set it is one that takes nothing (`Outside`).
+    Returns the Checkpointer, which is also the attribute `checkpointer` of each optimizer. On a
+    rank outside the optimizer's process set it is an `Outside`, which takes no checkpoints.
     """
     optimizers = label_optimizers(optimizer)
     if hvd.is_initialized() and stands_outside(optimizers.values()):
@@ -95,17 +95,17 @@ def install(
 
 
 def find_model(args: Sequence[Any], settings: Mapping[str, Any]) -> torch.nn.Module:
-    """The model, where `DistributedOptimizer` is called with these behind the optimizer, and none
-    is named. Raises ConfigError when it cannot be known."""
+    """Find the model in the arguments after the optimizer of a `DistributedOptimizer` call without
+    `model`. Raises ConfigError if it is not known."""
     known = dict(zip(HOROVODS[1:], args, strict=False))
     return _model_of(known.get("named_parameters", settings.get("named_parameters")))
 
 
 def _model_of(named: Any) -> torch.nn.Module:
-    """The module whose `named_parameters()` this generator is, not begun yet.
+    """The module whose method `named_parameters()` returned this unused generator.
 
-    Buffers belong to a checkpoint, and Horovod is told of parameters only. The generator knows
-    whose they are.
+    A checkpoint needs the module's buffers, but Horovod receives only parameters. The generator has
+    a reference to the module. Raises ConfigError for anything else, and for a part of a model.
     """
     if isinstance(named, types.GeneratorType) and named.gi_frame is not None:
         owner = named.gi_frame.f_locals.get("self")
@@ -113,40 +113,40 @@ def _model_of(named: Any) -> torch.nn.Module:
             _refuse_a_part(owner)
             return owner
     raise tierckpt.ConfigError(
-        "the model is needed, for its buffers: pass model=..., or named_parameters straight from "
+        "the model is needed, for its buffers: pass model=..., or named_parameters directly from "
         "model.named_parameters()"
     )
 
 
 def _refuse_a_part(module: torch.nn.Module) -> None:
-    """Raise ConfigError for a module that is a part of another one, which has more to keep.
+    """Raise ConfigError for a part of a larger module that has more state.
 
-    Whoever trains a new head only gives Horovod the head's parameters; the statistics of the rest
-    would silently be in no checkpoint.
+    A script that trains only a new head gives Horovod only the head's parameters; without this
+    check no checkpoint would contain the statistics of the rest.
     """
     if not _wholes(module):
         return
-    gc.collect()  # or it may have been given up, and not on every rank be gone already
+    gc.collect()  # a larger module may be unused, and not be freed on every rank yet
     for whole in _wholes(module):
         left_out = _left_out(whole, module)
         raise tierckpt.ConfigError(
             f"named_parameters is that of a part ({type(module).__name__}) of a larger model "
             f"({type(whole).__name__}), and the checkpoint would be without the rest: "
-            f"{', '.join(left_out[:3])}{', ...' if left_out[3:] else ''}. Pass the larger one, "
-            "model=..., or the part if that is what is meant"
+            f"{', '.join(left_out[:3])}{', ...' if left_out[3:] else ''}. Pass the larger model "
+            "as model=..., or the part if the checkpoint is to have only that"
         )
 
 
 def _wholes(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All modules that `module` is a part of, and that have something which it does not."""
+    """All modules that contain `module`, and that have parameters or buffers beyond it."""
     modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
-    # Others never came to torch.nn.Module's own __init__, and cannot even be asked for parts.
+    # Others have not run torch.nn.Module's __init__, and have no list of parts.
     modules = [m for m in modules if "_modules" in vars(m)]
     holding = [m for m in modules if any(part is module for part in m.modules())]
     return [m for m in holding if _left_out(m, module)]
 
 
 def _left_out(whole: torch.nn.Module, part: torch.nn.Module) -> list[str]:
-    """Names in `whole` of parameters and buffers that `part` does not have."""
+    """Names of parameters and buffers that `whole` has and `part` does not have."""
     known = {id(t) for _, t in named_parameters(part) + named_buffers(part)}
     return [n for n, t in named_parameters(whole) + named_buffers(whole) if id(t) not in known]

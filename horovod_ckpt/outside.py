@@ -1,7 +1,8 @@
-"""The checkpointer of a rank that is not in its optimizer's process set: it takes nothing.
+"""The checkpointer of a rank outside its optimizer's process set: it takes no checkpoints.
 
-Horovod lets every rank make the optimizer, and those outside step by themselves. So one script runs
-on all ranks: what it calls here does nothing, and nothing of this rank is in a checkpoint.
+Horovod lets every rank make the optimizer, and ranks outside the set step without reductions. So
+one script runs on all ranks: on such a rank these methods do nothing, and no checkpoint contains
+the rank's state.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import horovod.torch as hvd
 import tierckpt
 
 OUTSIDE = (
-    "rank %d is not in the optimizer's process set %s: nothing of it is in a checkpoint, its "
-    "restore() returns 0, and it steps by itself, as Horovod has it. Where it is to follow the "
-    "others, have one of them broadcast what their restore() returned"
+    "rank %d is not in the optimizer's process set %s: its state is in no checkpoint, its "
+    "restore() returns 0, and Horovod does not reduce its gradients. If it is to follow the other "
+    "ranks, broadcast the result of their restore() to it"
 )
 
 
 class Outside:
-    """The calls that a loop makes of a Checkpointer. None of them waits for another rank."""
+    """The methods of a Checkpointer that loops call. None of them waits for another rank."""
 
     version = iteration = 0
     metric: float | None = None
@@ -34,7 +35,7 @@ class Outside:
         self.closed = False
 
     def restore(self, *_: Any, **__: Any) -> tierckpt.Restored:
-        """Nothing; returns 0."""
+        """Restore nothing; returns 0."""
         return self.restored
 
     def should_exit(self) -> bool:
@@ -67,7 +68,7 @@ class Outside:
         """Nothing."""
 
     def close(self) -> None:
-        """Nothing but that it is `closed`."""
+        """Only set `closed`."""
         self.closed = True
 
     abandon = close_or_abandon = close
@@ -80,7 +81,7 @@ class Outside:
 
 
 def stands_outside(optimizers: Iterable[Any]) -> bool:
-    """Whether all of these have one process set, and this rank is not in it. Says so."""
+    """True if all optimizers have one process set, and this rank is not in it. Logs a warning."""
     sets = [getattr(each, "process_set", hvd.global_process_set) for each in optimizers]
     if not sets or any(each is not sets[0] for each in sets) or sets[0].included():
         return False

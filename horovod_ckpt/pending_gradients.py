@@ -1,14 +1,14 @@
-"""Gradients that are there at a boundary, and that no step has used yet.
+"""Pending gradients: gradients that exist at a boundary and that no step has used yet.
 
-With several backward passes a step, a boundary of one optimizer may lie between the passes of
-another one. A version has no gradients in it: taken there, a resumed run would go on without those.
-So it is no version, on any rank, if it is none on one.
+With several backward passes per step, a boundary of one optimizer may lie between the passes of
+another one. A version contains no gradients, so a run that is resumed from there would continue
+without them. So no rank takes a version at a boundary where some rank has pending gradients.
 
-But many a loop leaves gradients that it drops before any step could use them: where a GAN's
-generator is trained through the discriminator, `netD.zero_grad()` comes before the discriminator's
-next pass. Nothing says so at the boundary. Whether they were still there when their optimizer made
-its next step does say it, afterwards; where those of an optimizer were dropped LEARNT times in a
-row, they are taken to be dropped, until they are not.
+But some loops drop such gradients before a step could use them: if a GAN's generator is trained
+through the discriminator, `netD.zero_grad()` comes before the discriminator's next pass. The
+boundary does not show that. The next step of the optimizer does: the gradients of the boundary
+still exist, or not. After an optimizer's gradients were dropped LEARNT times in a row, they are
+assumed to be dropped, until a step uses them.
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ from .reductions import Reductions
 
 LEARNT = 3
 Gradients = list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]]
-"""Parameters, and what their `grad` was."""
+"""Parameters and their gradients at the boundary."""
 
 
 class PendingGradients:
-    """One rank's. Training thread; keeps no gradient alive."""
+    """The pending gradients of one rank. Training thread; keeps no gradient alive."""
 
     def __init__(self, reductions: Mapping[str, Reductions]) -> None:
-        """By optimizer; they stay their owner's."""
+        """`reductions`: those of each optimizer; they stay their owner's."""
         self._reductions = reductions
         self._left: dict[str, Gradients] = {}
-        """Of the last boundary, by optimizer; those that made no step since."""
+        """The gradients of the last boundary, for each optimizer without a step since then."""
         self._dropped: Counter[str] = Counter()
-        """How often in a row each dropped them."""
+        """For each optimizer, how many times in a row its gradients were dropped."""
 
     @property
     def names(self) -> list[str]:
-        """Optimizers that are between the passes of a step on this rank, and have gradients that
-        a step may use."""
+        """Optimizers that are between the passes of a step on this rank, with gradients that a step
+        may use."""
         return [name for name in self._look() if not self._drops(name)]
 
     def at_boundary(self) -> bool:
-        """True where there are some that a step may use."""
+        """Look at the gradients of a boundary; True if a step may use some of them."""
         for name, left in self._left.items():
             self._dropped[name] += not _are_there(left)
         self._left = self._look()
         return not all(map(self._drops, self._left))
 
     def step_begins(self, name: str) -> bool:
-        """An optimizer's step begins; True when it uses what was taken to be dropped."""
+        """Note that an optimizer's step begins; True if it uses gradients that were assumed to be
+        dropped."""
         left = self._left.pop(name, None)
         if left is None:
             return False
@@ -63,7 +64,7 @@ class PendingGradients:
         return self._dropped[name] >= LEARNT
 
     def forget(self) -> None:
-        """The gradients of an iteration that was cut short are none."""
+        """Forget the gradients of an interrupted iteration."""
         self._left = {}
 
     def _look(self) -> dict[str, Gradients]:

@@ -1,16 +1,19 @@
 """`import horovod_ckpt.torch as hvd` in place of `import horovod.torch as hvd`.
 
-Everything of Horovod's module under the same names, but five: `DistributedOptimizer` restores the
-newest checkpoint at once, takes checkpoints and closes at the end of the script, or at `shutdown`;
-`broadcast_parameters` and `broadcast_optimizer_state` leave parameters and buffers that were just
-restored, and that no rank has changed since, as they are; and `elastic.TorchState` commits to our
-levels. `named_parameters` must come straight from the whole model's `named_parameters()`, which
-tells whose buffers belong to the checkpoint; where it does not (a list, a part, none at all), give
-`model=`. Settings come from `TIERCKPT_*` variables or a file (`TIERCKPT_CONFIG`), or as further
-arguments of `DistributedOptimizer`, elastic or not. Outside of elastic jobs it is for one
-optimizer: what is restored when the first of several is made cannot be of the others yet, so the
-second is refused.
-Give all of them to `horovod_ckpt.install`.
+Has everything of Horovod's module under the same names; five of them differ.
+`DistributedOptimizer` restores the newest checkpoint at once, takes checkpoints, and closes at the
+end of the script or at `shutdown`. `broadcast_parameters` and `broadcast_optimizer_state` do not
+change parameters and buffers that were just restored and that no rank has changed since.
+`elastic.TorchState` commits to our levels.
+
+`named_parameters` must come directly from the whole model's `named_parameters()`, through which the
+checkpoint finds the model's buffers; otherwise (a list, a part, none at all) give `model=`.
+Settings come from `TIERCKPT_*` variables or a file (`TIERCKPT_CONFIG`), or as further arguments of
+`DistributedOptimizer`, elastic or not.
+
+Outside of elastic jobs it supports one optimizer: the restore happens when the first one is made,
+and could not restore the others, so a second one is refused. Give several optimizers to
+`horovod_ckpt.install`.
 """
 
 from __future__ import annotations
@@ -41,11 +44,11 @@ __all__ += [name for name in dir(horovod.torch) if not name.startswith("_")]
 
 DEFAULTS = {"restore": True, "close_at_exit": True, "boundary": "forward"}
 THE_STATES = ("model", "restore", "close_at_exit")
-"""Arguments of `horovod_ckpt.DistributedOptimizer` that an elastic state has no use for: it is
-given the model, and always restores and closes."""
+"""Arguments of `horovod_ckpt.DistributedOptimizer` that an elastic state does not use: it receives
+the model itself, and always restores and closes."""
 
 _made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The optimizers that have a checkpointer of ours, numbered as they were made; so do all ranks."""
+"""The optimizers with a checkpointer, numbered by creation: the same order on all ranks."""
 _numbers = itertools.count()
 
 
@@ -54,11 +57,11 @@ def __getattr__(name: str) -> Any:
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
-    """`horovod_ckpt.DistributedOptimizer` for a script that knows nothing of checkpoints.
+    """`horovod_ckpt.DistributedOptimizer` for a script without calls for checkpoints.
 
     The boundary is the next forward pass. Under elastic Horovod the state object takes the
-    checkpoints, with the settings given here: then this is Horovod's own function, and our
-    settings are the attribute `checkpoint_settings` of what it returns.
+    checkpoints, with the settings given here: then this calls Horovod's own function, and our
+    settings are the attribute `checkpoint_settings` of the result.
     """
     if not in_elastic_job():
         model = settings.get("model")
@@ -76,7 +79,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
 
 
 def shutdown() -> None:
-    """Horovod's own; the final checkpoint is taken before, as none could be behind it."""
+    """Take the final checkpoint, then call Horovod's own `shutdown`; later none could be taken."""
     close_now()
     horovod.torch.shutdown()
 
@@ -87,7 +90,7 @@ def _refuse_second(model: torch.nn.Module) -> None:
     if any(ckpt.adapter.handle.state.model is unwrap(model) for ckpt in open_ones):
         raise ConfigError(
             "this model has a checkpointer already, from an earlier call of DistributedOptimizer, "
-            "and what that restored cannot be of a second optimizer. Make all of them with "
+            "whose restore could not include a second optimizer. Make all optimizers with "
             "horovod.torch.DistributedOptimizer and give them to horovod_ckpt.install, "
             "{'name': optimizer, 'other name': ...}; to begin again, close() the attribute "
             "`checkpointer` of the first"
@@ -97,10 +100,11 @@ def _refuse_second(model: torch.nn.Module) -> None:
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Horovod's own; from a restore to the first step, restored parameters stay as they are.
+    """Call Horovod's own function; between a restore and the first step, keep restored parameters.
 
-    Horovod has an optimizer without state (SGD without momentum, or the one that was given to
-    `DistributedOptimizer`) make a step with zero gradients, in which weight decay moves them.
+    For an optimizer without state (SGD without momentum, or the argument of
+    `DistributedOptimizer`) Horovod makes a step with zero gradients, in which weight decay would
+    change the parameters.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     own = [t for p in params for t in optimizer.state.get(p, {}).values()]
@@ -109,10 +113,10 @@ def broadcast_optimizer_state(
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Horovod's own; from a restore to the first step, what was restored stays as it is.
+    """Call Horovod's own function; between a restore and the first step, keep restored tensors.
 
-    Each rank got its own BatchNorm statistics back, and Horovod would give it the root's. What the
-    script has loaded itself since the restore, on whichever rank, is no longer that: it is sent.
+    The restore gave each rank its own BatchNorm statistics, and Horovod would replace them by the
+    root's. Tensors that the script has loaded since the restore, on any rank, are broadcast.
     """
     given = params.values() if isinstance(params, dict) else params
     with _restored_ones_kept(p[1] if isinstance(p, tuple) else p for p in given):
@@ -121,8 +125,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 @contextmanager
 def _restored_ones_kept(given: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within it, tensors may change; those of `given` that were just restored change back, but for
-    what the script has changed since, on any rank: that is sent, as by Horovod."""
+    """Context of a broadcast: at its end, tensors of `given` that were just restored get their
+    values back, except those that the script has changed since, on any rank. Collective."""
     made = [optimizer for _, optimizer in sorted(_made.items())]
     restored = [each.untouched for each in made if each.untouched.counts()]
     places = {place(tensor) for tensor in given} if restored else set()
@@ -134,9 +138,9 @@ def _restored_ones_kept(given: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class _TorchState(_elastic.TorchState):
-    """`horovod_ckpt.elastic.TorchState`, with the settings that its optimizers were made with.
+    """`horovod_ckpt.elastic.TorchState` with the settings of its optimizers' creation.
 
-    Those given here, as `tierckpt=`, win.
+    Settings in `tierckpt=` override them.
     """
 
     def __init__(
@@ -154,4 +158,4 @@ class _TorchState(_elastic.TorchState):
 
 
 elastic = SimpleNamespace(**{**vars(horovod.torch.elastic), "TorchState": _TorchState})
-"""As Horovod's module of that name."""
+"""Horovod's module of that name, with our `TorchState`."""

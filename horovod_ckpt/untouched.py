@@ -1,9 +1,9 @@
-"""Untouched: what a restore brought and nobody has changed since, by its bytes.
+"""Untouched tensors: restored ones that still have the restored bytes.
 
 A script with checkpoints of its own may load one after the restore, on one rank, and broadcast it.
-What it loaded wins on all ranks then; otherwise each rank keeps what was restored, as it has
-BatchNorm statistics of its own. Version counters would not do: they do not move where a script
-writes through `.data`.
+Then the loaded values win on all ranks; otherwise each rank keeps its restored values, because
+BatchNorm statistics differ between ranks. Torch's version counters are not enough: a write through
+`.data` does not change them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Named = dict[str, torch.Tensor]
 
 
 class Untouched:
-    """What one checkpointer has restored. Training thread."""
+    """The tensors that one checkpointer has restored. Training thread."""
 
     def __init__(self, checkpointer: Checkpointer, optimizer: Any) -> None:
-        """Right after the restore, if there was one."""
+        """Take the digests; call it right after the restore, if there was one."""
         self._checkpointer, self._optimizer = checkpointer, optimizer
         self._digests = _digests(self._tensors()) if self.counts() else {}
 
     def counts(self) -> bool:
-        """Whether there was a restore, with no step after it yet. Alike on all ranks."""
+        """True after a restore, until the first step. Equal on all ranks."""
         ckpt = self._checkpointer
         made_none = ckpt.adapter.handle.steps_made == ckpt.restored.version
         return bool(ckpt.restored.levels) and made_none and not ckpt.closed
 
     def among(self, places: set[int]) -> list[torch.Tensor]:
-        """Of the tensors with memory in `places`, those that are as they were restored on all
-        ranks. Collective. Says it when there are others."""
+        """The tensors with memory in `places` that have the restored bytes on all ranks.
+        Collective. Reports the others in a warning."""
         given = {n: t for n, t in self._tensors().items() if place(t) in places}
         changed = [n for n, digest in _digests(given).items() if digest != self._digests.get(n)]
         by_rank = dict(enumerate(self._checkpointer.group.all_gather_object(changed)))
@@ -51,7 +51,7 @@ class Untouched:
         return [tensor for name, tensor in given.items() if name not in anywhere]
 
     def _tensors(self) -> Named:
-        """Parameters, buffers, and optimizer state that is each rank's own; the rest is alike."""
+        """Parameters, buffers, and optimizer state that is each rank's own, by name."""
         state = self._checkpointer.adapter.handle.state
         found: Named = dict(named_parameters(state.model) + named_buffers(state.model))
         known = {id(tensor) for tensor in found.values()}
@@ -66,7 +66,7 @@ class Untouched:
 
 
 def place(tensor: torch.Tensor) -> int:
-    """The same for all that share memory, such as a parameter and its entry in a state_dict."""
+    """The address of a tensor's memory: a parameter and its entry in a state_dict share it."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -1,6 +1,6 @@
 """The keyword arguments of a Checkpointer, typed: an editor completes and checks them.
 
-`Config` has what each setting means, its default, and the checks.
+`Config` has the meaning, the default and the checks of each setting.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Settings(TypedDict, total=False):
 
 
 class Arguments(Settings, total=False):
-    """Settings, and all else that `tierckpt.Checkpointer` takes by name and adapters hand on."""
+    """Settings, and the other keyword arguments of `tierckpt.Checkpointer` for adapters."""
 
     extra: Mapping[str, Any] | None
     extra_per_rank: Mapping[str, Any] | None

@@ -1,4 +1,4 @@
-"""Elastic Horovod's adapter: takes a version at every commit, whatever has changed."""
+"""The adapter of elastic Horovod: it takes a version at every commit, even without a step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
 
 NOTHING_HEARD = 1
 RARE_SECONDS = 1.0
-"""Commits that are further apart ask for new hosts at once: a broadcast is nothing to them, and an
-answer one commit later would be late."""
+"""If commits are further apart than this, each asks for new hosts at once: a broadcast costs little
+compared with the interval, and the next commit would be too late."""
 NO_COMMITS = (
     f"the optimizer made {STEPS_UNTIL_CALL} steps, and commit() of the state was not called: no "
-    "checkpoint is taken until it is. Call state.commit() after optimizer.step(). A loop that "
-    f"commits at every so many iterations, more than {STEPS_UNTIL_CALL}, need do nothing"
+    "checkpoint is taken until it is. Call state.commit() after optimizer.step(). If your loop "
+    f"commits only every N iterations, and N is more than {STEPS_UNTIL_CALL}, ignore this"
 )
 OVERWRITTEN = (
-    "a commit was lost, as weights were changed after commit() had returned, before an optimizer's "
-    "step (see the event that names them): they are copied while the next iteration runs, where "
-    "Horovod's own state copies them inside commit(). From now on this rank's commits copy them "
-    "there, too, and training waits for that. A write through .data is not noticed: where the loop "
-    "makes one after commit(), call state.checkpointer.complete() before it"
+    "a commit was lost, because weights were changed after commit() and before an optimizer's step "
+    "(another event names them). Commits copy weights during the next iteration; Horovod's own "
+    "state copies them inside commit(). From now on this rank's commits also copy inside commit(), "
+    "and training waits for that. A write through .data is not noticed: if your loop makes one "
+    "after commit(), call state.checkpointer.complete() before it"
 )
 
 
 class ElasticAdapter(HorovodAdapter):
-    """The adapter of a checkpointer over the ranks that there are now."""
+    """The adapter of a checkpointer over the current ranks of an elastic job."""
 
     is_elastic = True
     extra_syntax = "TorchState(..., {name}={it})"
@@ -40,41 +40,42 @@ class ElasticAdapter(HorovodAdapter):
     def __init__(
         self, model: torch.nn.Module, optimizer: Any, is_quiet: Callable[[], bool]
     ) -> None:
-        """`is_quiet()`: this rank has heard of no host that comes or goes."""
+        """`is_quiet()`: True if this rank was not notified of a host that joins or leaves."""
         super().__init__(model, optimizer)
         self._is_quiet = is_quiet
         self.agreed_vote = 0
-        """NOTHING_HEARD when all ranks voted so at the boundary before."""
+        """NOTHING_HEARD if all ranks voted so at the previous boundary."""
         self.passed_over = False
         """The last commit was no boundary."""
         self._voted_seconds = float("-inf")
         self._copies_at_once = False
-        """The loop changes weights after a commit: each returns only when they are copied."""
+        """True if the loop changes weights after commits: each commit returns after the copy."""
 
     def vote(self) -> int:
-        """NOTHING_HEARD, or something smaller."""
+        """NOTHING_HEARD, or 0 if commits are rare or a host joins or leaves."""
         now, before = time.monotonic(), self._voted_seconds
         self._voted_seconds = now
         return NOTHING_HEARD if self._is_quiet() and now - before < RARE_SECONDS else 0
 
     def boundary_passed(self, agreed_vote: int) -> None:
-        """Keep what was agreed on."""
+        """Keep the smallest vote of all ranks."""
         self.agreed_vote = agreed_vote
 
     @property
     def half_way(self) -> bool:
-        """True while there are gradients that no step has used."""
+        """True in the middle of an iteration: reductions were launched, and no step used them."""
         return any(each._handles for each in self.handle.state.given.values())  # type: ignore[attr-defined]
 
     def compare_replicas(self) -> None:
-        """Compare all of the state, before these ranks part: later ones could tell neither who
-        differs nor since when. Collective. Raises ReplicaError, on all ranks, with
-        `on_drift="stop"`."""
+        """Compare the complete state before the group of ranks changes: a later group could not
+        find out which ranks differ and since when. Collective. Raises ReplicaError, on all ranks,
+        with `on_drift="stop"`."""
         self.handle.compare_replicas(not (self.half_way or self.handle.state.torn))
 
     def commit(self, step: Callable[[], None]) -> None:
-        """Have a version taken by `Checkpointer.step`, also without an optimizer's step since the
-        last one: values may have changed. Not between the backward passes of a step."""
+        """Take a version by `step` (`Checkpointer.step`), also without an optimizer's step since
+        the last one: values may have changed. Not between the backward passes of a step.
+        Collective with several backward passes per step."""
         self.passed_over = self._between_passes()
         if self.passed_over:
             self.handle.count_call()
@@ -87,7 +88,7 @@ class ElasticAdapter(HorovodAdapter):
         if handle.overwritten and not self._copies_at_once:
             self._copies_at_once = True
             handle.notice(OVERWRITTEN, logging.ERROR)
-        # Whoever goes back finds something, whatever the loop does with the weights meanwhile.
+        # So a restore finds a version, even if the loop changes the weights after the commit.
         if self._copies_at_once or not handle.has_version:
             handle.complete()
 

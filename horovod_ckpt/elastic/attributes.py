@@ -1,9 +1,9 @@
-"""What an elastic state was given, sorted by type as Horovod sorts it.
+"""The attributes of an elastic state, sorted by type in Horovod's way.
 
-Modules and optimizers may have any names and be any number; what has a `state_dict` of its own (a
-schedule, Horovod's sampler) is asked for it, and a `ResumableSampler` for its position's; all else
-is a plain value. The things themselves stay the state's attributes: here are only their names, so
-what a script puts in the place of one counts from the next `sync()` on.
+There may be any number of modules and optimizers, with any names. Other objects with a `state_dict`
+(a schedule, Horovod's sampler) are saved by it, and a `ResumableSampler` by its position; all else
+is a plain value. This module keeps only the names, and the objects are attributes of the state: if
+a script replaces one, the new object counts from the next `sync()` on.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Attributes:
     """The models, optimizers, objects and values of one `TorchState`. Training thread."""
 
     def __init__(self, owner: object, given: Mapping[str, Any]) -> None:
-        """Make everything `given` an attribute of `owner`.
+        """Make all of `given` attributes of `owner`.
 
         Raises ConfigError without a module or without an optimizer, and for an object under a name
-        that the checkpoint needs; UnsupportedStateError, with the attribute's name, for a value
+        that the checkpoint reserves; UnsupportedStateError, with the attribute's name, for a value
         that cannot be stored.
         """
         self._owner = owner
@@ -55,28 +55,28 @@ class Attributes:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The one module; of several, one made to hold them under their names."""
+        """The only module, or a new module that contains all modules under their names."""
         models: dict[str, torch.nn.Module] = self._named(self._models)
         if len(models) == 1:
             return next(iter(models.values()))
-        error_barrier = torch.nn.Module()
-        error_barrier._modules.update(models)  # add_module would refuse names such as `type`
-        return error_barrier
+        container = torch.nn.Module()
+        container._modules.update(models)  # add_module would refuse names such as `type`
+        return container
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """By name; one alone is `optimizer`, as outside of elastic jobs."""
+        """The optimizers by name; a single one is `optimizer`, as outside of elastic jobs."""
         named = self._named(self._optimizers)
         return named if len(named) > 1 else dict.fromkeys(["optimizer"], *named.values())
 
     @property
     def objects(self) -> dict[str, Any]:
-        """By name, what has a `state_dict` and a `load_state_dict`."""
+        """The objects with `state_dict` and `load_state_dict`, by name."""
         named = self._named(self._objects)
         return {n: v.position if isinstance(v, ResumableSampler) else v for n, v in named.items()}
 
     def deal_anew(self) -> None:
-        """Have samplers deal what is left of the epoch to the ranks that are there."""
+        """Have samplers deal the rest of the epoch to the current ranks."""
         for sampler in self._named(self._objects).values():
             if isinstance(sampler, ElasticSampler):
                 sampler.reset()
@@ -84,9 +84,9 @@ class Attributes:
                 sampler.deal_to(hvd.rank(), hvd.size())
 
     def broadcast(self, root: int, buffers: bool = True) -> None:
-        """One state: `root` sends everything, and nothing of its own changes. Collective.
+        """Send the whole state of `root` to all ranks; nothing of `root` changes. Collective.
 
-        Without `buffers` each rank keeps its own, as after any step.
+        Without `buffers` each rank keeps its own buffers, as after any step.
         """
         state = TrainingState(self.model, self.optimizers)
         for label, optimizer in state.optimizers.items():
@@ -97,9 +97,9 @@ class Attributes:
         send_remainders(state, root)
 
     def broadcast_settings(self, root: int) -> None:
-        """`root` sends what reset callbacks set: options of parameter groups, objects (a schedule
-        computes the next rates from what it holds), and plain values. Collective. What each rank
-        has of its own (buffers, random streams) stays."""
+        """Send the settings of `root` that reset callbacks may change: options of parameter groups,
+        objects (a schedule computes the next rates from its state), and plain values. Collective.
+        State that is each rank's own (buffers, random streams) stays."""
         for name, optimizer in self.optimizers.items():
             groups = [_options(group) for group in optimizer.param_groups]
             for group, options in zip(
@@ -127,8 +127,8 @@ def refuse_names(given: Iterable[str], own: Iterable[str]) -> None:
 
 def _taken(name: str, owner: str) -> str:
     return (
-        f"TorchState was given {name}=..., and {owner} has something of its own under that name; "
-        f"choose another one (my_{name}=...)"
+        f"TorchState was given {name}=..., but {owner} uses that name itself; choose another one "
+        f"(my_{name}=...)"
     )
 
 
@@ -142,10 +142,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lacking(given: Mapping[str, Any], models: Iterable[str]) -> str:
     found = ", ".join(f"{name}: {type(value).__name__}" for name, value in given.items())
-    what = "torch.optim.Optimizer" if models else "torch.nn.Module"
+    lacking = "torch.optim.Optimizer" if models else "torch.nn.Module"
     return (
-        f"TorchState found no {what} among what it was given ({found or 'nothing'}). It copies "
-        "modules while their gradients are reduced, so it takes at least one module and what "
-        "hvd.DistributedOptimizer returned, under any names. A job that has no such thing keeps "
+        f"TorchState found no {lacking} among its arguments ({found or 'nothing'}). It copies "
+        "modules while their gradients are reduced, so it needs at least one module and one "
+        "result of hvd.DistributedOptimizer, under any names. For a job without them use "
         "Horovod's own state, horovod.torch.elastic.TorchState"
     )

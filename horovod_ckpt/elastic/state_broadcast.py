@@ -1,10 +1,10 @@
-"""How one rank gives all others what it has in its tensors; all functions are collective.
+"""Broadcast of one rank's state to all other ranks; all functions are collective.
 
-In place of `hvd.broadcast_parameters` and `hvd.broadcast_optimizer_state`, which do less and more:
-they refuse tensors of some types and memory orders, and modules' extra state. And an optimizer
-without state is made to have some by a step with zero gradients, on every rank: weight decay moves
-parameters in that, and Adam counts it. Where there is still none (SGD without momentum), options
-such as the learning rate are not sent.
+Replaces `hvd.broadcast_parameters` and `hvd.broadcast_optimizer_state`. These refuse tensors of
+some types and memory orders, and do not send modules' extra state. For an optimizer without state
+they make a step with zero gradients, on every rank: in it weight decay changes parameters, and Adam
+counts the step. If there is still no state (SGD without momentum), they do not send options such as
+the learning rate.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from tierckpt.state.optimizers.put_back import OptimizerRestore, Values
 from tierckpt.state.training_state import TrainingState
 
 MOST_BYTES = 2**30
-"""Of one broadcast: Horovod counts its elements, bytes here, in a C int."""
+"""Largest size of one broadcast: Horovod counts its elements, here bytes, in a C int."""
 
 
 def send_model(model: torch.nn.Module, root: int, buffers: bool = True) -> None:
-    """Parameters, persistent buffers and modules' extra and own state, as a checkpoint has them."""
-    if buffers:  # a rank that is new has them as they are at first
+    """Send parameters, persistent buffers and modules' extra and own state, as in a checkpoint."""
+    if buffers:  # a new rank has them in their initial form
         kinds = hvd.broadcast_object(changing_buffers.kinds_of(model), root, "kinds of buffers")
         changing_buffers.adopt(model, kinds)
     named = [*named_parameters(model), *(named_buffers(model) if buffers else [])]
     send_tensors(dict(named), root)
     objects: list[ExtraStates | ModuleStates] = [ExtraStates(model)]
     objects += [ModuleStates(model)] if buffers else []  # each rank's own, like buffers
-    told = hvd.broadcast_object([each.state_dict() for each in objects], root, "modules' state")
-    for each, state in zip(objects, told, strict=True):
+    received = hvd.broadcast_object([each.state_dict() for each in objects], root, "modules' state")
+    for each, state in zip(objects, received, strict=True):
         each.load_state_dict(state)
 
 
 def send_loose_parameters(
     optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Module, root: int
 ) -> None:
-    """Parameters that optimizers have and the model has not; a checkpoint has them, too."""
+    """Send parameters that optimizers have and the model does not have, as in a checkpoint."""
     known = {id(param) for _, param in named_parameters(model)}
     loose = {
         f"{label}/{number}": param
@@ -57,13 +57,13 @@ def send_loose_parameters(
 
 
 def send_optimizer_state(label: str, optimizer: torch.optim.Optimizer, root: int) -> None:
-    """What an optimizer keeps for each parameter; groups' options are no part of it."""
+    """Send an optimizer's state for each parameter, without the options of groups."""
     params = _parameters(optimizer)
-    mine = [_outlines(optimizer.state.get(param, {})) for param in params]
-    for param, told in zip(params, hvd.broadcast_object(mine, root, label), strict=True):
+    outlines = [_outlines(optimizer.state.get(param, {})) for param in params]
+    for param, sent in zip(params, hvd.broadcast_object(outlines, root, label), strict=True):
         before = optimizer.state.pop(param, {})
-        if told:
-            optimizer.state[param] = {k: _made(v, before.get(k), param) for k, v in told.items()}
+        if sent:
+            optimizer.state[param] = {k: _made(v, before.get(k), param) for k, v in sent.items()}
     tensors = {
         f"{label}/{number}/{key}": value
         for number, param in enumerate(params)
@@ -74,9 +74,9 @@ def send_optimizer_state(label: str, optimizer: torch.optim.Optimizer, root: int
 
 
 def send_remainders(state: TrainingState, root: int) -> None:
-    """What optimizers' own `state_dict()`s have beside state and options, which all have by now."""
-    told = hvd.broadcast_object(state.remainders(), root, "remainders")
-    if hvd.rank() == root or not told:
+    """Send the rest of the optimizers' `state_dict()`s. State and options must be sent before."""
+    remainders = hvd.broadcast_object(state.remainders(), root, "remainders")
+    if hvd.rank() == root or not remainders:
         return
     values: dict[str, Values] = {label: {} for label in state.optimizers}
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -88,11 +88,12 @@ def send_remainders(state: TrainingState, root: int) -> None:
         for param in _parameters(optimizer):
             if param in optimizer.state:
                 values[label][state.name_of(param)] = dict(optimizer.state[param])
-    OptimizerRestore(state, {"remainders": told, "groups": groups}, values).put()
+    OptimizerRestore(state, {"remainders": remainders, "groups": groups}, values).put()
 
 
 def send_tensors(named: Mapping[str, torch.Tensor], root: int) -> None:
-    """All ranks have the same names, shapes and types; what they have is replaced in place."""
+    """Replace the tensors of all ranks, in place, by those of `root`; names, shapes and types are
+    the same on all ranks."""
     sent = {name: as_bytes(tensor) for name, tensor in named.items() if tensor.numel()}
     slices = {f"{n}#{i}": part for n, flat in sent.items() for i, part in enumerate(_cut(flat))}
     hvd.broadcast_parameters(slices, root)
@@ -107,25 +108,25 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _cut(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Its memory, in order, as parts of at most MOST_BYTES."""
+    """The parts of a flat tensor, in order, of at most MOST_BYTES each."""
     for start in range(0, flat.numel(), MOST_BYTES):
         yield flat[start : start + MOST_BYTES]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its very memory if that has no gaps and is in order, else a copy."""
+    """The tensor's bytes: a view if its memory is contiguous, else a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class _Outline:
-    """All of a tensor but its values."""
+    """All properties of a tensor without its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
-    """Also where the parameter is not: Adam counts its steps there."""
+    """True also for state of a parameter on a GPU: Adam counts its steps on the CPU."""
 
 
 def _outlines(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,11 +141,12 @@ def _outline(tensor: torch.Tensor) -> _Outline:
     return _Outline(tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type == "cpu")
 
 
-def _made(told: Any, before: Any, param: torch.Tensor) -> Any:
-    """A tensor as told, the one that was there before if it is such; else what was told itself."""
-    if not isinstance(told, _Outline):
-        return told
-    if isinstance(before, torch.Tensor) and _outline(before) == told:
+def _made(sent: Any, before: Any, param: torch.Tensor) -> Any:
+    """Make the tensor for an outline that was sent, or keep the one before if it fits; return any
+    other value as it is."""
+    if not isinstance(sent, _Outline):
+        return sent
+    if isinstance(before, torch.Tensor) and _outline(before) == sent:
         return before
-    device = torch.device("cpu") if told.on_cpu else param.device
-    return torch.empty_strided(told.shape, told.stride, dtype=told.dtype, device=device)
+    device = torch.device("cpu") if sent.on_cpu else param.device
+    return torch.empty_strided(sent.shape, sent.stride, dtype=sent.dtype, device=device)

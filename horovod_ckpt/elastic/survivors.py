@@ -1,8 +1,8 @@
-"""What ranks have in their models when those they trained with are gone.
+"""The live states of the remaining ranks after others were lost.
 
-An elastic job's processes outlive its checkpointers: each rank remembers what it has between one
-and the next, the ranks compare, and the best of all is what they go on from where no level has a
-version. Pure.
+An elastic job's processes outlive its checkpointers. Between two checkpointers each rank remembers
+the facts of its live state; then the ranks compare them, and continue from the best one if no level
+has a version. Pure.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from tierckpt.format.ids import Lineage
 
 
 class Condition(enum.IntEnum):
-    """What the state in a rank's models is worth."""
+    """The condition of a rank's live state."""
 
     UNSOUND = 0
-    """Half loaded, or given up by the script."""
+    """Partly loaded, or rejected by the script."""
     INEXACT = 1
-    """An iteration was cut short: its forward pass has moved generators and buffers."""
+    """An iteration was interrupted: its forward pass has changed generators and buffers."""
     EXACT = 2
 
 
 @dataclass(frozen=True, order=True)
 class Survivors:
-    """A state in the models and the optimizers; of several the largest is the best to go on from.
+    """The facts of a live state, of models and optimizers; the largest one is the best state to
+    continue from.
 
     A rank that never trained has none.
     """
@@ -39,17 +40,17 @@ class Survivors:
     committed: int = field(default=0, compare=False)
     """The version of the last boundary that the rank passed."""
     drifted: bool = field(default=False, compare=False)
-    """The ranks that had it are known to have differed, on all of them."""
+    """The replicas of the ranks with this state differed; set on all of these ranks."""
     odd: bool = field(default=False, compare=False)
-    """More than half of them were alike, and this rank differed."""
+    """More than half of these ranks were equal, and this rank differed."""
 
 
 NOT_SOUND = Survivors(Condition.UNSOUND, 0, 0, ())
 
 
 def left_by(handle: Handle, condition: Condition) -> Survivors:
-    """The state of a rank that trained with this checkpointer, whose last restore may have got
-    half-way."""
+    """The live state of a rank that trained with this checkpointer; UNSOUND if a restore was
+    interrupted."""
     condition = Condition.UNSOUND if handle.state.torn else condition
     finding = handle.drift
     odd = finding is not None and handle.group.rank in (finding.odd or ())
@@ -57,21 +58,22 @@ def left_by(handle: Handle, condition: Condition) -> Survivors:
     return Survivors(condition, *at, finding is not None, odd)
 
 
-def best_of(everyone: Sequence[Survivors | None]) -> tuple[int, Survivors] | None:
-    """The rank that has the best of what all ranks have, and that; None where nobody has any. Of
-    several it is the first one that is not odd."""
-    live = max(filter(None, everyone), default=None)
+def best_of(by_rank: Sequence[Survivors | None]) -> tuple[int, Survivors] | None:
+    """The rank with the best live state, and that state; None if no rank has one. If several ranks
+    have it, the first one that is not odd."""
+    live = max(filter(None, by_rank), default=None)
     if live is None:
         return None
-    ranks = [rank for rank, each in enumerate(everyone) if each == live]
-    return min(ranks, key=lambda rank: everyone[rank].odd), live  # type: ignore[union-attr]
+    ranks = [rank for rank, each in enumerate(by_rank) if each == live]
+    return min(ranks, key=lambda rank: by_rank[rank].odd), live  # type: ignore[union-attr]
 
 
 def left_half_way(handle: Handle, before: Survivors | None) -> Survivors | None:
-    """The state of a rank that was about to begin with this checkpointer, and had `before` then."""
+    """The live state of a rank after a failure at the start of this checkpointer; `before`: its
+    state before that start."""
     if handle.state.torn:
         return NOT_SOUND
-    if handle.version:  # all of it had come
+    if handle.version:  # the whole state was received
         version = handle.version
         return Survivors(Condition.INEXACT, version, handle.iteration, handle.lineage, version)
     return before and replace(before, condition=min(before.condition, Condition.INEXACT))

@@ -27,7 +27,7 @@ EXPLAINED = {
         ("test_sparse_embeddings", "the model is needed", NO_MODEL),
     ],
     "elastic": [
-        ("test_elastic_state", "not what hvd.DistributedOptimizer returned", ELASTIC),
+        ("test_elastic_state", "not a result of hvd.DistributedOptimizer", ELASTIC),
         ("test_elastic_sampler", "found no torch.nn.Module", ELASTIC),
     ],
 }

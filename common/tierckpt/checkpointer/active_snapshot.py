@@ -1,7 +1,7 @@
-"""Underway: the version that is being copied, from its boundary to the word of what became of it.
+"""The version in progress: from its boundary until the copy is complete and reported.
 
-`snapshot` says how a version is copied. Here is when that begins, who waits for it, and who hears
-of it afterwards. There is one at a time: nothing is taken before the one before is over.
+`snapshot` copies a version. This module starts the copy, waits for it, and reports the result.
+There is one copy at a time: a new version starts only after the copy of the previous one has ended.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
 
 EARLY_AFTER = 3
-"""So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
+"""Number of slow barriers in a row after which `release="auto"` copies from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
 LAST_CHANCE_SECONDS = 5.0
-"""After an exception a copy that needs longer is given up: what it waits for may never come."""
+"""Time limit of a copy after an exception: the copy may wait for layers that are never released."""
 
 
 class ActiveSnapshot:
-    """Owns the thread that copies, and what it copies from. Training thread."""
+    """The copy in progress. Owns the copying thread and the staging buffers. Training thread."""
 
     def __init__(
         self,
@@ -51,23 +51,25 @@ class ActiveSnapshot:
         by_layer: bool,
         unchanged: Unchanged,
     ) -> None:
-        """`meter` hears how long versions kept the training, `unchanged` of each that is sealed.
-        `by_layer`: somebody will say when a layer may be copied."""
+        """Start the copying thread.
+
+        `meter` receives the time for which a version stopped the training; `unchanged` receives
+        each sealed version. `by_layer`: the adapter will release layers one by one."""
         self.snapshot: Snapshot | None = None
-        """None while nothing is being copied that the optimizer could tear."""
+        """None while no copy reads tensors that the optimizer may change."""
         self.release_early = config.release == "forward" or not by_layer
-        """Everything may be copied from the boundary on."""
+        """True: all layers may be copied from the boundary on."""
         self.capture = Staging(state, group, pool)
         self._pool, self._handoff, self._reports = pool, slot_handoff, reports
         self._meter, self._unchanged = meter, unchanged
         self._may_turn_early = config.release == "auto"
         self.overwritten = False
-        """A version was lost as the loop changed what was being copied."""
+        """True after a version was lost because the loop changed tensors that were being copied."""
         self._slow_barriers = 0
         self._copier = Copier()
 
     def submit(self, work: Work) -> None:
-        """Have the thread that copies do this first."""
+        """Give the copying thread this work, before its other work."""
         self._copier.submit(work)
 
     def take(
@@ -77,10 +79,11 @@ class ActiveSnapshot:
         metric: Callable[[], float | None],
         adapter: Callable[[], Any],
     ) -> Snapshot | None:
-        """Copy aside what changes first, of a version that is in the ledgers; then `begin`.
+        """Copy the state that changes first into staging buffers; call `begin` next. The version
+        must be in the ledgers.
 
-        None when that failed, which breaks the version, not the training. `metric` returns this
-        rank's, `adapter` the adapter's own; both may raise.
+        Returns None after a failure: the version is broken then, and the training goes on.
+        `metric` returns this rank's metric, `adapter` the values of the adapter; both may raise.
         """
         try:
             facts = replace(facts, metric=metric())
@@ -92,13 +95,13 @@ class ActiveSnapshot:
             return None
 
     def begin(self, snapshot: Snapshot, boundary_seconds: float, trace: Trace | None) -> None:
-        """Have it copied: from now on, or from the first layer that is released.
+        """Start the copy: now, or when the first layer is released.
 
-        `boundary_seconds`: when its boundary began, by `time.perf_counter()`.
+        `boundary_seconds`: start of the version's boundary, by `time.perf_counter()`.
         """
         snapshot.trace = trace
         snapshot.begin = self._copier.submit
-        self.snapshot = snapshot  # from here on it is completed, whatever interrupts this
+        self.snapshot = snapshot  # from here on it is completed, even after an interrupt
         self._handoff.begun(snapshot)
         self._copier.expect(snapshot)
         if snapshot.starts_at_once or not self._pool.complete:
@@ -108,13 +111,13 @@ class ActiveSnapshot:
         snapshot.clock.boundary = time.perf_counter() - boundary_seconds
 
     def release(self, params: Iterable[torch.Tensor]) -> None:
-        """The layers of these parameters may be copied."""
+        """Allow the copy of the layers of these parameters."""
         if self.snapshot is not None:
             self.snapshot.release(params)
 
     def finish(self) -> None:
-        """The barrier: return when the optimizer may change the state. Says what is to be said of
-        this version and of earlier ones."""
+        """Wait until the optimizer may change the state (the barrier); then emit the events of this
+        version and of earlier ones."""
         if self.snapshot is not None:
             self.snapshot.barrier()
             if self.snapshot.starved:
@@ -125,27 +128,28 @@ class ActiveSnapshot:
         self._reports.say()
 
     def complete(self) -> None:
-        """The same, and return when it is sealed or has failed."""
+        """Wait as `finish` does, and until the version is sealed or has failed."""
         if self.snapshot is not None:
             self.snapshot.barrier()
             self.snapshot.wait_done()
         self.finish()
 
     def last_chance(self) -> None:
-        """The job ends here, in the middle of an iteration perhaps. No optimizer has begun its
-        step, so what is being copied is as it was: let it be completed, if that takes not long."""
+        """Complete the copy within a few seconds, at the end of a job. No optimizer has begun its
+        step, perhaps in the middle of an iteration, so the tensors still have the version's
+        values."""
         if self.snapshot is not None:
             self.snapshot.release_all()
             if self.snapshot.wait_done(LAST_CHANCE_SECONDS):
                 self.finish()
 
     def give_up(self, why: str) -> None:
-        """It fails, and what it waits for need not come."""
+        """Fail the copy in progress for this reason; it stops waiting for layers."""
         if self.snapshot is not None:
             self.snapshot.fail(SnapshotError(why))
 
     def close(self) -> None:
-        """End the thread; what is being copied was given up, or it is waited for."""
+        """End the thread. Waits for a copy in progress, unless `give_up` was called."""
         self._copier.close()
         self.capture.close()
         self.snapshot = None
@@ -164,7 +168,7 @@ class ActiveSnapshot:
             self._judge_window(snapshot.clock.barrier)
 
     def _judge_window(self, barrier_seconds: float) -> None:
-        """Copy from the forward pass on, if the backward pass is evidently too short for it."""
+        """Copy from the forward pass on, if the backward pass is too short for the copy."""
         slow = barrier_seconds > SLOW_BARRIER_SECONDS
         self._slow_barriers = self._slow_barriers + 1 if slow else 0
         if self._slow_barriers >= EARLY_AFTER:

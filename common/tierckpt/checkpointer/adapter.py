@@ -1,8 +1,8 @@
 """The seam between a Checkpointer and the library that reduces gradients and makes steps.
 
-`Adapter` is what a Checkpointer asks, `PlainAdapter` has answers that hold for every loop, and
-`Handle` is what an adapter may do with its Checkpointer. A new adapter derives from `PlainAdapter`,
-overrides what its library does in another way, and is given as `Checkpointer(..., adapter=...)`.
+A Checkpointer calls the methods of `Adapter`. `PlainAdapter` has them for a loop without such a
+library. An adapter calls the methods of `Handle`. A new adapter derives from `PlainAdapter`,
+overrides the methods that its library needs, and is passed as `Checkpointer(..., adapter=...)`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Handle:
 
     @property
     def unregistered_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers that step parameters of the model, and that the checkpointer was not given."""
+        """Optimizers that step parameters of the model, but were not given to the checkpointer."""
         return self._checkpointer._own_hooks.unregistered
 
     # --- the version of the last boundary -------------------------------------------------------
@@ -115,23 +115,23 @@ class Handle:
     # --- notices -------------------------------------------------------------------------------
 
     def notice(self, text: str, severity: int, version: int | None = None) -> None:
-        """Emit an event of this rank; `version`: the one that it is about, if not the newest."""
+        """Emit an event of this rank about `version`; None: the newest."""
         about = self.version if version is None else version
         self._checkpointer._reports.emit("notice", version=about, severity=severity, message=text)
 
     def notice_once(self, text: str, severity: int) -> None:
-        """Emit an event that all ranks emit alike: those beside rank 0 do so at level DEBUG."""
+        """Emit an event that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
         self._checkpointer._say(text, severity)
 
     @property
     def traces(self) -> bool:
-        """Whether the run is traced."""
+        """True if the run is traced."""
         return self._checkpointer._trace is not None
 
     def name_reductions(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Record which reductions of a library's own timeline are of which parameters.
+        """Record the parameters of each reduction in a library's own timeline.
 
-        `names`: for each reduction the names of parameters. Empty: none of this rank's.
+        `names`: for each reduction the names of its parameters. Empty: this rank has none in it.
         """
         if self._checkpointer._trace is not None:
             self._checkpointer._trace.know(names)
@@ -140,7 +140,7 @@ class Handle:
 
     @property
     def ends_early(self) -> bool:
-        """Whether this rank knows of a reason to end the job before its loop does."""
+        """True if this rank knows a reason to end the job before its loop ends."""
         return self._checkpointer._halt.reason < Reason.NONE
 
     def count_step(self) -> None:
@@ -152,9 +152,10 @@ class Handle:
         self._checkpointer._iterations.called()
 
     def compare_replicas(self, whole: bool) -> None:
-        """Compare the complete state of all ranks; collective. `whole`: this rank's is one.
+        """Compare the complete state of all ranks; collective. `whole`: this rank's state is not
+        torn.
 
-        Raises ReplicaError, on all ranks, where replicas differ and `on_drift` is `stop`.
+        Raises ReplicaError, on all ranks, if replicas differ and `on_drift` is `stop`.
         """
         replicas = self._checkpointer._replicas
         digest = replicas.last_digest(self.version) if whole else NONE
@@ -163,7 +164,7 @@ class Handle:
 
     @property
     def drift(self) -> Finding | None:
-        """The difference between replicas, from its discovery until they are alike again."""
+        """The difference between replicas, from its discovery until they are equal again."""
         return self._checkpointer._replicas.finding
 
     @property
@@ -174,12 +175,12 @@ class Handle:
     def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
         """Go on from the live state, in place of `restore()`; all ranks with the same arguments.
 
-        For ranks that form a new group and have lost none.
+        For ranks that form a new group and have lost no state.
 
         Args:
-            version: optimizer steps that the live state has behind it, on every rank.
+            version: completed optimizer steps of the live state, on every rank.
             iteration: calls of `step()` before this one.
-            lineage: `Handle.lineage` of the checkpointer before.
+            lineage: `Handle.lineage` of the previous checkpointer.
         """
         self._checkpointer._carry_on(version, iteration, lineage)
 
@@ -188,10 +189,10 @@ class Handle:
 class Adapter(Protocol):
     """The part of a Checkpointer that knows how a library reduces gradients and makes steps.
 
-    Every method is called on the training thread, on every rank at the same point of the job. One
-    that is marked *collective* may use `Handle.group`'s collectives; all others return without
-    waiting for another rank. An adapter serves one Checkpointer. Exceptions reach the training loop
-    where nothing else is said.
+    Every method is called on the training thread, on every rank at the same point of the job.
+    Methods that are marked *collective* may use `Handle.group`'s collectives; all others return
+    without waiting for another rank. An adapter serves one Checkpointer. Exceptions reach the
+    training loop, unless a method's docstring says otherwise.
 
     The calls, in order:
 
@@ -212,30 +213,31 @@ class Adapter(Protocol):
     """
 
     releases_by_layer: bool
-    """Whether the adapter calls `Handle.release`; if not, layers are copied from the boundary
+    """True if the adapter calls `Handle.release`; if not, layers are copied from the boundary
     on."""
     extra_syntax: str
     """A script's way to add an object to the checkpoint, for notices, with `{name}` (or
     `{name!r}`) and `{it}`."""
     no_calls_notice: str
-    """The error where the loop makes steps and never calls the boundary."""
+    """The error if the loop makes steps and never calls the boundary."""
     newly_unreduced_notice: str
     """The warning about `newly_unreduced`, with `{names}`."""
 
     def reduced_parameters(self) -> Sequence[torch.Tensor] | None:
-        """The parameters that are alike on all ranks, as they begin alike and their gradients are
-        reduced, or they have none. Every rank stores all of each other one. None: all are alike."""
+        """The parameters that are equal on all ranks: they start equal, and their gradients are
+        reduced, or they have none. All other parameters are stored whole by every rank. None: all
+        parameters are equal on all ranks."""
         ...
 
     def untrained_parameters(self) -> Sequence[torch.Tensor]:
-        """Those of `reduced_parameters` that have no gradients now, and so are alike until they are
+        """Those of `reduced_parameters` that have no gradients now, and so are equal until they are
         trained; see `newly_unreduced`."""
         ...
 
     def attached(self, handle: Handle) -> None:
-        """The Checkpointer is complete: register with the library here, not before.
+        """The Checkpointer is complete: register with the library here, not earlier.
 
-        May raise: then the Checkpointer's constructor raises that, after `closed`.
+        May raise: then `closed` is called, and the Checkpointer's constructor raises the error.
         """
         ...
 
@@ -244,87 +246,89 @@ class Adapter(Protocol):
         ...
 
     def before_step(self, label: str) -> bool:
-        """The step of the optimizer of this label begins (with a closure: after its first call).
+        """The step of the optimizer with this label begins (with a closure: after its first call).
 
-        False when it changes nothing before this is called again (a step within a step); True:
-        then the Checkpointer waits here until what the step may change is copied.
+        True: the Checkpointer waits here until everything that the step may change is copied.
+        False: nothing changes before the next call of this method (a step within a step).
         """
         ...
 
     def step_completed(self, label: str) -> bool:
-        """The step has ended. False when it was not a step of the training."""
+        """The step has ended. False if it was not a step of the training."""
         ...
 
     def boundary_begins(self, forced: bool) -> None:
-        """An iteration has ended. `forced`: in `saving_now`, wherever the loop is."""
+        """An iteration has ended. `forced`: called in `saving_now`, at any point of the loop."""
         ...
 
     def vote(self) -> int:
-        """A number, 0 or more, of which all ranks receive the smallest at the next boundary; or
-        `VOID`: the state here is no version, on this rank and therefore on none."""
+        """A number, 0 or more; all ranks receive the smallest one at the next boundary. Or `VOID`:
+        the state of this rank is no version, so that no rank has a version of this boundary."""
         ...
 
     def newly_unreduced(self) -> Iterable[torch.Tensor]:
-        """Those of `untrained_parameters` that are trained by now, and not reduced: from now on
-        they are each rank's own. Others in it are ignored. Also called at a replica check.
+        """Those of `untrained_parameters` that are trained now but not reduced: from now on they
+        are each rank's own. Other parameters in the result are ignored. Also called at a replica
+        check.
 
         May raise: the version of this boundary is lost then.
         """
         ...
 
     def pack(self) -> Any:
-        """This rank's values for `load`, as JSON has them. May raise: the version is lost then."""
+        """This rank's values for `load`, of JSON's types. May raise: the version is lost then."""
         ...
 
     def boundary_passed(self, agreed_vote: int) -> None:
-        """The next iteration begins; `agreed_vote`: the smallest of all `vote` of the boundary
-        before, 0 where there was none."""
+        """The next iteration begins; `agreed_vote`: the smallest `vote` of all ranks at the
+        previous boundary, 0 if there was none."""
         ...
 
     def inconsistent(self) -> str:
         """The reason why the live state, between two steps, is no version; empty if it is one.
-        Collective; the same on all ranks. Not called where the Checkpointer knows a reason."""
+        Collective; the same on all ranks. Not called if the Checkpointer knows a reason itself."""
         ...
 
     def saving_now(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a version that is taken now, wherever the loop is. Entering is
+        """The context of a version that is taken now, at any point of the loop. Entering is
         collective."""
         ...
 
     def keeps_boundary(self) -> bool:
-        """In `saving_now`: whether the version of the last boundary is worth more than the live
-        state, and is stored in its place."""
+        """In `saving_now`: True if the version of the last boundary is to be stored in place of the
+        live state."""
         ...
 
     def resume_iteration(self, iteration: int) -> int:
-        """The iteration that a restart from the live state goes on with, in a loop that calls
-        `step()`: `iteration`, or an earlier one that is to be made again."""
+        """The iteration with which a restart from the live state continues, in a loop that calls
+        `step()`: `iteration`, or an earlier one that is to be repeated."""
         ...
 
     def restore_begins(self) -> None:
-        """A restore begins, perhaps after an iteration that was cut short: end what the library has
-        under way. Collective."""
+        """A restore begins, perhaps after an interrupted iteration: end the library's operations in
+        progress. Collective."""
         ...
 
     def load(self, value: Any) -> None:
         """A version was loaded; `value`: the result of `pack` on this rank, None if there was none
-        or ranks are others now. May raise: then the version counts as damaged on all ranks."""
+        or the number of ranks has changed. May raise: the version counts as damaged on all ranks
+        then."""
         ...
 
     def resumed(self, iteration: int) -> None:
-        """The live state is that of a version, or another group's: the loop goes on with this
-        iteration."""
+        """The live state is now that of a version, or of another group: the loop continues with
+        this iteration."""
         ...
 
     def closed(self) -> None:
-        """Undo `attached`, as far as it came. What it raises becomes an event."""
+        """Undo `attached`, also a partial one. An exception becomes an event."""
         ...
 
 
 class PlainAdapter:
-    """The adapter of a single process, and of every loop whose library needs nothing of its own.
+    """The adapter of a single process, and of every loop without a library that needs its own.
 
-    All ranks' parameters are alike, layers are copied from the boundary on, every step of an
+    Parameters are equal on all ranks, layers are copied from the boundary on, and every step of an
     optimizer counts. See `Adapter` for the methods.
     """
 
@@ -332,13 +336,13 @@ class PlainAdapter:
     extra_syntax = "extra={{{name!r}: {it}}}"
     no_calls_notice = NO_CALLS
     newly_unreduced_notice = (
-        "{names}: trained now, and not reduced. From now on these parameters are kept for each rank"
+        "{names}: trained now, and not reduced. From now on each rank stores its own values of them"
     )
     handle: Handle
-    """There from `attached` on."""
+    """Set by `attached`."""
 
     def reduced_parameters(self) -> Sequence[torch.Tensor] | None:
-        """None: all are alike."""
+        """None: all are equal on all ranks."""
         return None
 
     def untrained_parameters(self) -> Sequence[torch.Tensor]:
@@ -350,7 +354,7 @@ class PlainAdapter:
         self.handle = handle
 
     def step_function(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-        """That of the optimizer's class."""
+        """The `step` of the optimizer's class."""
         return type(optimizer).step
 
     def before_step(self, label: str) -> bool:
@@ -380,11 +384,11 @@ class PlainAdapter:
         """Nothing."""
 
     def inconsistent(self) -> str:
-        """It is a version."""
+        """Empty: the live state is a version."""
         return ""
 
     def saving_now(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing."""
+        """A context without effect."""
         return contextlib.nullcontext()
 
     def keeps_boundary(self) -> bool:
@@ -392,7 +396,7 @@ class PlainAdapter:
         return False
 
     def resume_iteration(self, iteration: int) -> int:
-        """The same."""
+        """The same iteration."""
         return iteration
 
     def restore_begins(self) -> None:
@@ -409,7 +413,7 @@ class PlainAdapter:
 
 
 def check_adapter(adapter: Any) -> Adapter:
-    """The adapter that a Checkpointer was given, or a plain one for None. Raises TypeError."""
+    """Return the given adapter, or a plain one for None. Raises TypeError for anything else."""
     if adapter is None:
         return PlainAdapter()
     if isinstance(adapter, type):

@@ -1,4 +1,4 @@
-"""What is checked when a checkpointer is attached: here, where it can still be mended."""
+"""Checks at the start of a checkpointer, when a user can still correct the cause."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tierckpt.storage.memory.slot_pool import too_small
 
 
 def check_state(state: TrainingState) -> None:
-    """Raise UnsupportedStateError for what could not be taken later."""
+    """Raise UnsupportedStateError for state that a version could not store."""
     state.refuse_odd_keys()
     walk = state.walk()
     state.entries(walk)
@@ -39,14 +39,14 @@ def check_state(state: TrainingState) -> None:
     arena = tree_codec.Arena()
     state.pack_groups(arena.keep)
     state.pack_remainders(arena)
-    # A loader that is asked begins to draw, and a restore may have it draw from somewhere else.
+    # state_dict() of a loader starts its iterator, and a restore may move the loader elsewhere.
     state.module_states.check()
     objects = {**state.extra, **state.extra_per_rank}.items()
     state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
 
 
 def left_out(state: TrainingState) -> str:
-    """Which buffers are no part of a `state_dict()`, in words; empty where there are none."""
+    """The buffers that no `state_dict()` contains, in words; empty if there are none."""
     names = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in named_modules(state.model)
@@ -56,13 +56,13 @@ def left_out(state: TrainingState) -> str:
     if not names:
         return ""
     return (
-        f"not persistent, hence in no checkpoint: {some(names)}. Buffers that "
-        "a resumed run cannot compute anew are to be registered with persistent=True"
+        f"not persistent, hence in no checkpoint: {some(names)}. Register buffers with "
+        "persistent=True if a resumed run cannot compute them again"
     )
 
 
 def own_ways(state: TrainingState) -> list[str]:
-    """What to know of modules that are saved in a way of their own, in words."""
+    """Notes about modules with their own way to save their state, in words."""
     return state.module_states.notes
 
 
@@ -74,11 +74,11 @@ def lacking_room(
     count: int,
     in_place: bool = False,
 ) -> str:
-    """In words and bytes, that memory will not do for `count` slots of each rank of this node;
-    empty when it will.
+    """The text of a notice if memory has too little room for `count` slots of each rank of this
+    node; empty if there is enough.
 
-    `shard_bytes` is an estimate while the optimizer has made no state yet. `in_place`: slots are
-    files of the local level.
+    `shard_bytes` is an estimate while the optimizer has no state yet. `in_place`: slots are files
+    of the local level.
     """
     place = config.directory if in_place else config.shm_dir
     found = os.statvfs(place)
@@ -99,27 +99,27 @@ def lacking_room(
 def lacking_bytes(
     config: Config, job: JobDirectory, node: Node, shard_bytes: int, count: int, in_place: bool
 ) -> int:
-    """How much more `count` slots of each rank of this node take than they hold already; 0 when
-    that is enough."""
+    """Bytes that `count` slots of each rank of this node need beyond those that they hold already;
+    0 if they need no more."""
     files = image_file.most_files(config, count) if in_place else count
     held = held_bytes(config, job, node, in_place)
     return max(files * shard_bytes * len(node.ranks) - held, 0)
 
 
 def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) -> int:
-    """What slots of this node's ranks hold already: files of the local level, or shared memory."""
+    """Bytes of the slots of this node's ranks: in files of the local level, or in shared memory."""
     files = [(path, path.name) for path in job.segments()]
     if in_place:
         files = images_of(Path(config.directory), job.path)
     held = 0
     for path, slot in files:
-        with contextlib.suppress(FileNotFoundError):  # its rank has just replaced it
+        with contextlib.suppress(FileNotFoundError):  # replaced by its rank just now
             held += path.lstat().st_size if rank_of(slot) in node.ranks else 0
     return held
 
 
 def shard_bytes(state: TrainingState, ranks: int) -> int:
-    """About how large one rank's shard is."""
+    """Estimated bytes of one rank's shard."""
     walk = state.walk()
     striped, own = walk.nbytes()
     if not walk.state:
@@ -129,7 +129,7 @@ def shard_bytes(state: TrainingState, ranks: int) -> int:
 
 
 def _values_to_come(optimizer: torch.optim.Optimizer) -> int:
-    """How many values it will keep for every value of a parameter: most keep two."""
+    """Number of values that the optimizer keeps for each value of a parameter: mostly two."""
     options = optimizer.defaults
     if isinstance(optimizer, torch.optim.SGD):
         return int(bool(options.get("momentum")))
@@ -137,31 +137,32 @@ def _values_to_come(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_health(config: Config, state: TrainingState, group: Group, node: Node, count: int) -> str:
-    """What is wrong with the job's nodes, in words, by name; empty when all is well, or nobody
-    asked. Collective: each node's first rank looks. `count` slots of every rank there need room.
+    """Check the job's nodes: returns their problems in words, by node name; empty if there are none
+    or `health` is `off`. Collective: the first rank of each node examines it. Each rank of a node
+    needs room for `count` slots.
 
-    Raises NodeHealthError, on all ranks alike, when nodes that are not well are to be refused.
+    Raises NodeHealthError on all ranks if a node has problems and `health` is `refuse`.
     """
     if config.health == "off":
         return ""
     name = config.node or socket.gethostname()
-    mine: list[str] = []
+    problems_here: list[str] = []
     if node.first == group.rank:
         needs, memory_bytes = _needs(config, shard_bytes(state, group.size), group, node, count)
         processes = config.agent != "inline"
-        mine = health.examine(needs, memory_bytes, config.health_seconds, processes)
-    told = group.all_gather_object((name, mine))
-    unwell = NodeHealthError({name: problems for name, problems in told if problems})
-    if unwell.problems and config.health == "refuse":
-        raise said_by(unwell, 0, group.rank)
-    return str(unwell)
+        problems_here = health.examine(needs, memory_bytes, config.health_seconds, processes)
+    gathered = group.all_gather_object((name, problems_here))
+    error = NodeHealthError({name: problems for name, problems in gathered if problems})
+    if error.problems and config.health == "refuse":
+        raise said_by(error, 0, group.rank)
+    return str(error)
 
 
 def _needs(
     config: Config, shard_bytes: int, group: Group, node: Node, count: int
 ) -> tuple[list[health.Need], int]:
-    """What this node's directories and memory have to offer: the slots that are not there yet, and
-    one version on each level."""
+    """The room that this node's directories and memory need: for the slots that do not exist yet,
+    and for one version on each level. With it the bytes of those slots."""
     job = job_directory(config)
     in_place = image_file.expected(config)
     slots_bytes = lacking_bytes(config, job, node, shard_bytes, count, in_place)
@@ -183,8 +184,10 @@ def agent_client(
     environment: str,
     may_start: bool = True,
 ) -> AgentClient:
-    """This rank's way to the node's agent, which is not started yet; `environment` are those of
-    the node's first rank. `may_start`: this rank's are the same."""
+    """This rank's client of the node's agent, which is not started here.
+
+    `environment`: the environment of the node's first rank. `may_start`: this rank's environment
+    is the same, so that this rank may start the agent too."""
     persistent = None
     if config.uses("persistent"):
         level = dataclasses.asdict(config.persistent)

@@ -1,7 +1,7 @@
-"""Rounds: at every boundary one round of votes is heard, and the next one begins.
+"""A boundary: read the result of the last round of votes, decide, and start the next round.
 
-Between the two stands the decision which levels the version of this boundary goes to. It follows
-from what was heard, which all ranks heard alike.
+The decision is to which levels the version of this boundary goes. It depends only on the result of
+the votes, so that all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Boundary:
         levels: Tiers,
         reports: Reports,
     ) -> None:
-        """What it is given stays its owner's. `meter`: None where no interval is automatic."""
+        """All arguments stay their owners'. `meter`: None if no interval is automatic."""
         self._every = tuple(level for level in INTERVALS if config.uses(level))
         self._schedule, self._meter = schedule, meter
         self._agreement, self._pool = agreement, pool
         self._levels, self._agent, self._reports = levels, levels.agent, reports
         self._last: tuple[VersionId, tuple[Level, ...]] | None = None
-        """The version of the boundary before, and the levels that it was to go to."""
+        """The version of the previous boundary, and the levels that it was to go to."""
         self._void: set[VersionId] = set()
-        """Versions of which all have heard that there are none."""
+        """Versions that are void on all ranks, and that no event is to report as lost."""
 
     def hear(self) -> Vote:
-        """What all ranks agreed on since the last boundary, and what the agent said."""
+        """Read the result of the last round of votes, and the agent's messages."""
         self._levels.slot_handoff.take_stock()
         were_apart = self._agreement.apart
         agreed, broken = self._agreement.read()
@@ -74,14 +74,14 @@ class Boundary:
         return agreed
 
     def _break(self, id_: VersionId) -> None:
-        """Ranks made this version in different iterations, which all know by now, and none has said
-        yet that it is complete."""
+        """Void a version that ranks made in different iterations. All ranks know that now, and no
+        rank has voted for it as complete."""
         self._agreement.break_open(id_)
         self._pool.void(id_)
         self._reports.lost(id_.version, APART)
 
     def decide(self, version: int, agreed: Vote, force: bool) -> tuple[Level, ...]:
-        """The levels that the version goes to, none if it is not taken; `force`: to all."""
+        """The levels that the version goes to; none if it is not taken, all with `force`."""
         decision = self._schedule.decide(version, agreed)
         if force:
             return self._every
@@ -92,7 +92,7 @@ class Boundary:
         if decision.wait:
             self._agent.wait(None)
             self._levels.collect()
-            if len(self._agreement.memory.open) > 1:  # votes are behind, and would stay so
+            if len(self._agreement.memory.open) > 1:  # votes lag, and would not catch up
                 self._levels.slot_handoff.wait()
                 self._agreement.vote_again(version)
         return decision.take
@@ -111,14 +111,14 @@ class Boundary:
         """Cast this rank's vote at the boundary of `newest`.
 
         Args:
-            newest: that version.
-            begin_seconds: when the boundary began, by `time.perf_counter()`.
-            take: what `decide` returned.
-            halt: what `HaltController.vote` says.
+            newest: the version of this boundary.
+            begin_seconds: start of the boundary, by `time.perf_counter()`.
+            take: the result of `decide`.
+            halt: the result of `HaltController.vote`.
             adapter: the result of `Adapter.vote`.
-            check: what `ReplicaMonitor.vote` says.
+            check: the result of `ReplicaMonitor.vote`.
             unchanged: see `Vote`.
-            own: what `ReplicaMonitor.row` says.
+            own: the result of `ReplicaMonitor.row`.
         """
         self._last = newest, take
         has_room = self._pool.has_room(self._agreement.needed(), self._agent.pinned())

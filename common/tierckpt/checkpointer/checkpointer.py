@@ -1,6 +1,6 @@
-"""A script's side: what it calls of a checkpointer.
+"""The checkpointer's methods for scripts.
 
-All public methods are for the training thread, and all ranks call them alike.
+All public methods are for the training thread. All ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ from .core import WAIT_SECONDS, CheckpointerCore, as_number
 
 NOTHING_LATER = "No further version is taken until restore()"
 MEET_SECONDS = 30.0
-"""At the end of a process: how long to wait for the other ranks before ending alone."""
+"""At the end of a process: time to wait for the other ranks before ending alone."""
 
 
 class Checkpointer(CheckpointerCore):
-    """Checkpoints a replicated training state, layer by layer, while training goes on.
+    """Checkpoints a replicated training state, layer by layer, during training.
 
     Args:
-        model: the module that is trained, wrapped (DDP, `torch.compile`) or not.
+        model: the trained module; it may be wrapped (DDP, `torch.compile`).
         optimizer: one optimizer, a sequence, or a dict of names and optimizers.
-        adapter: how gradients are reduced and steps are made; None for a loop with nothing special.
-            `ddp_ckpt.Checkpointer` and `horovod_ckpt.Checkpointer` have one.
+        adapter: the way in which the loop's library reduces gradients and makes steps; None for a
+            plain loop. `ddp_ckpt.Checkpointer` and `horovod_ckpt.Checkpointer` set it.
         group: the job's ranks; None for a single process.
-        extra: objects with `state_dict`/`load_state_dict` that are alike on all ranks (scheduler,
-            scaler); also torch and numpy generators.
-        extra_per_rank: objects whose state is each rank's own (a data loader).
+        extra: objects with `state_dict`/`load_state_dict` and the same state on all ranks
+            (scheduler, scaler); also torch and numpy generators.
+        extra_per_rank: the same for objects with a different state on each rank (a data loader).
         on_event: called with every `Event`, on the training thread.
         callbacks: see `Callbacks`; `add_callbacks` adds more.
         config_file: TOML file with settings.
         settings: any field of `Config`, by its flat name (`local_every_steps=10`).
 
-    Raises ConfigError for bad settings, UnsupportedStateError for state that cannot be taken,
-    TypeError for callbacks that cannot be called.
-    Creating one is collective: all ranks do it at the same point.
+    Raises ConfigError for bad settings, UnsupportedStateError for state that cannot be stored, and
+    TypeError for callbacks that are not callable.
+    The constructor is collective: all ranks call it at the same point.
     """
 
     def step(self, metric: float | None = None) -> None:
-        """The boundary: call it once an iteration, after the optimizer's (and scheduler's) step.
+        """Mark the boundary: call it once per iteration, after the optimizer's (and scheduler's)
+        step.
 
-        Takes a checkpoint when one is due. An iteration without an optimizer step (gradient
-        accumulation, a step skipped by the GradScaler) is counted and otherwise passed over.
+        Takes a checkpoint if one is due. An iteration without an optimizer step (gradient
+        accumulation, a step skipped by the GradScaler) only counts as an iteration.
 
-        `metric` is what was measured of the state as it is now, for `keep_best`; rank 0's counts.
-        It does not make a checkpoint due (`save(now=True)`, called next, does). Where boundaries
-        are not called so, set the attribute `metric` instead: the optimizer's next step clears it.
+        `metric` is a measurement of the current state, for `keep_best`; the one of rank 0 counts.
+        It does not make a checkpoint due (a following `save(now=True)` does). If your loop does not
+        call `step()`, set the attribute `metric` instead: the optimizer's next step clears it.
 
-        With `boundary="forward"` the call takes `metric` and does nothing else; an event says so.
+        With `boundary="forward"` the call only sets `metric`; an event reports that.
         """
         self.metric = self.metric if metric is None else as_number(metric)
         if not self._iterations.called():
@@ -74,74 +75,76 @@ class Checkpointer(CheckpointerCore):
         self._epoch_ends.passed()
         self.iteration, self._ahead = self.iteration + 1, 0
         if not (self._history.lineage or self._over):
-            self._levels.begin_afresh()  # all ranks are here, also those that skipped the step
+            self._levels.begin_afresh()  # all ranks get here, including those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
         self._agreement.passed(self.iteration)
 
     def save(self, now: bool = False) -> None:
-        """Ask for a checkpoint to memory and local, whatever the intervals say.
+        """Request a checkpoint on memory and local, independent of the intervals.
 
-        From any one rank; it is taken at the boundary after all ranks learned of it. With
-        `now=True` all ranks call it, between two steps, and it returns when the version is durable
-        on this rank (or an event said why not).
+        One rank may call it; the checkpoint is taken at the boundary after all ranks know of the
+        request. With `now=True` all ranks call it, between two steps, and it returns when the
+        version is durable on this rank (or an event gave the reason why it is not).
         """
         if not isinstance(now, bool):
-            raise TypeError(f"save(now=...) is True or False, not {now!r}; `path` says where to")
+            raise TypeError(
+                f"save(now=...) is True or False, not {now!r}; the setting `path` is the place"
+            )
         self._refuse_closed("save()", TierckptError)
         if not now:
             self._agreement.ask()
             return
-        if self._saving:  # a callback, at the boundary of another one
+        if self._saving:  # called by a callback, at the boundary of another save
             return
         self._refuse_amid("save(now=True)", TierckptError)
         if why := self._no_moment():
             later = "" if self._agreement.parted is None else f". {NOTHING_LATER}"
-            self._reports.notice(f"save(now=True) takes nothing: {why}{later}", logging.ERROR)
+            self._reports.notice(f"save(now=True) stores nothing: {why}{later}", logging.ERROR)
         else:
             self._save_now()
 
     def pin(self, version: int) -> tuple[str, ...]:
-        """Have retention leave a version alone, on all levels; returns those that have it now.
+        """Protect a version from retention, on all levels; returns the levels that have it now.
 
-        Waits until what is under way to the levels is there, as long as that gets on. A version
-        that goes on to the persistent level only at a later boundary is pinned there when it is
-        complete. All ranks call it, between steps. Raises PinError, on all ranks, when no level
-        has it, or one hangs.
+        Waits for versions on their way to the levels, as long as there is progress. A version that
+        goes to the persistent level at a later boundary is pinned there when it is complete. All
+        ranks call it, between steps. Raises PinError, on all ranks, if no level has the version or
+        if a level does not answer.
         """
         self._refuse_closed("pin()", PinError)
         self._refuse_amid("pin()", PinError)
-        self._no_moment()  # ranks may have cast different numbers of votes
+        self._no_moment()  # evens out the votes, of which ranks may have cast different numbers
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
     def unpin(self, version: int) -> tuple[str, ...]:
-        """Leave a version to retention again; otherwise as `pin`."""
+        """End the protection of `pin`; called in the same way."""
         self._refuse_closed("unpin()", PinError)
         self._refuse_amid("unpin()", PinError)
         self._no_moment()
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
-        """Whether the job is to end early: a signal came to some rank, `tierckpt halt` asked for
-        it, or the allocation's time is over. A last version is under way then; leave the loop and
-        `close()`.
+        """True if the job is to end early: some rank received a signal, `tierckpt halt` asked for
+        the end, or the allocation's time is over. A last version is in progress then; leave the
+        loop and call `close()`.
 
-        The same on all ranks, if they ask after the same boundary. A script that never asks is
-        ended all the same: all ranks close and raise SystemExit at the boundary.
+        Returns the same on all ranks, if they call it after the same boundary. A script that never
+        calls it is ended anyway: all ranks close and raise SystemExit at the boundary.
         """
         return self._halt.should_exit()
 
     @property
     def exit_reason(self) -> str:
-        """Why `should_exit()` is true, in words; empty while it is not."""
+        """The reason why `should_exit()` is true, in words; empty while it is false."""
         return self._halt.reason.text()
 
     @property
     def interrupted(self) -> bool:
-        """True when `should_exit()` is because processes (a signal) or the allocation end: the job
-        is to be started again. False for what somebody asked for with `tierckpt halt`, but for
-        `--seconds-left`: then it is the allocation that ends."""
+        """True if the reason of `should_exit()` is a signal or the end of the allocation: the job
+        is to be started again. False after `tierckpt halt`, except with `--seconds-left`, which
+        announces the end of the allocation."""
         return self._halt.reason.is_interruption
 
     def restore(
@@ -150,22 +153,24 @@ class Checkpointer(CheckpointerCore):
         strict: bool = True,
         progress: bool | None = None,
     ) -> Restored:
-        """Bring back the newest sound version, in place; returns the iteration to go on from.
+        """Restore the newest sound version in place; returns the iteration to continue with.
 
-        Looks at memory, local and parity on every node, also on those that the job is on no more,
-        and at the persistent level; verifies checksums before anything is changed, and falls back
-        to the next copy, then to the next older version. 0 when there is nothing.
-        All ranks call it; before the first step, or later to go back.
+        Reads memory, local and parity on every node, including nodes that the job has left, and the
+        persistent level. Verifies checksums before it changes anything, and falls back to the next
+        copy, then to the next older version. Returns 0 if there is no version.
+        All ranks call it, before the first step, or later to go back.
 
         Args:
-            version: only this version; RestoreError when it is not there.
-            strict: raise StateMismatchError when the structure differs; else load what fits.
-            progress: show a bar on rank 0's standard error; None: if that is a terminal.
+            version: restore only this version; RestoreError if it does not exist.
+            strict: raise StateMismatchError if the structure differs; False: load the part that
+                fits.
+            progress: show a progress bar on the standard error of rank 0; None: if it is a
+                terminal.
         """
         if isinstance(version, bool) or not isinstance(version, SupportsIndex | None):
             raise TypeError(
-                f"restore(version=...) takes a version's number, not {version!r}; `path`, given to "
-                "the Checkpointer, says where to look"
+                f"restore(version=...) takes a version's number, not {version!r}; the place is the "
+                "Checkpointer's setting `path`"
             )
         version = None if version is None else operator.index(version)
         self._refuse_closed("restore()", RestoreError)
@@ -176,7 +181,7 @@ class Checkpointer(CheckpointerCore):
             try:
                 self.restored = self._restore(version, strict, bar)
             except RestoreError:  # on all ranks
-                # The training may go on, and what is open was voted on for the last time.
+                # The training may continue, and open versions get no further votes.
                 self._agreement.settle()
                 raise
         for obj in (*self._state.extra.values(), *self._state.extra_per_rank.values()):
@@ -186,10 +191,10 @@ class Checkpointer(CheckpointerCore):
         return self.restored
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Return when all that was taken is sealed and committed, or has failed; between steps.
+        """Wait until every version is sealed and committed, or has failed. Call it between steps.
 
-        Not collective. False when that took longer than `timeout_seconds`, or nothing more can be
-        heard of it behind the end.
+        Not collective. False if that takes longer than `timeout_seconds`, or if the checkpointer is
+        closed and some result is unknown.
         """
         if self._closed:
             return not self._agent.committing()
@@ -198,17 +203,17 @@ class Checkpointer(CheckpointerCore):
         if timeout_seconds is not None and timeout_seconds <= some:
             done = self._agent.wait(timeout_seconds)
         elif not (done := self._agent.wait(some)):
-            self._reports.notice(f"waiting for what {self.config.directory} takes", logging.INFO)
+            self._reports.notice(f"waiting for writes to {self.config.directory}", logging.INFO)
             done = self._agent.wait(timeout_seconds and timeout_seconds - some)
         self._collect()
         return done
 
     def complete(self) -> None:
-        """Return when the version that is being copied is sealed, or has failed, and nothing reads
-        the live state any more; not collective.
+        """Wait until the version in progress is sealed or has failed, and nothing reads the live
+        state. Not collective.
 
-        Between two steps; also in the middle of an iteration, as long as no optimizer has begun its
-        step.
+        Call it between two steps, or in the middle of an iteration before an optimizer has begun
+        its step.
         """
         self._active.complete()
         self._replicas.finish()
@@ -218,42 +223,45 @@ class Checkpointer(CheckpointerCore):
         """True after `close()` or `abandon()`."""
         return self._closed
 
-    def _refuse_closed(self, what: str, error: type[TierckptError]) -> None:
+    def _refuse_closed(self, call: str, error: type[TierckptError]) -> None:
         if self._closed:
-            raise error(f"{what} after close() or abandon(): make another Checkpointer")
+            raise error(f"{call} after close() or abandon(): make another Checkpointer")
         if self._shutdown:
-            raise error(f"{what} while close() or abandon() is at work")
+            raise error(f"{call} during close() or abandon()")
         if self._over:
-            raise error(f"{what} in a forked child: the Checkpointer is its parent's")
+            raise error(f"{call} in a forked child: the Checkpointer belongs to the parent")
 
     @property
     def _amid(self) -> bool:
-        """A callback asks that is called amid something: a step, a boundary, another method."""
+        """True inside a callback: during a step, a boundary, or another method."""
         return self._saving or self._log.depth + self._callbacks.depth > 0
 
-    def _refuse_amid(self, what: str, error: type[TierckptError]) -> None:
-        """Of what takes all ranks, which hear of events at different moments."""
+    def _refuse_amid(self, call: str, error: type[TierckptError]) -> None:
+        """Raise `error` in a callback: ranks receive events at different times, so a collective
+        call would hang."""
         if self._amid:
             raise error(
-                f"{what} in the callback of an event: it takes all ranks, and they hear of events "
-                "at different moments, amid a step perhaps. Call it in the loop, between two "
-                "steps, or in on_step_boundary of tierckpt.Callbacks"
+                f"{call} in the callback of an event: all ranks must call it, and they receive "
+                "events at different times, perhaps during a step. Call it in the loop, between "
+                "two steps, or in on_step_boundary of tierckpt.Callbacks"
             )
 
     def close(self) -> None:
-        """Take a final checkpoint, wait until it is durable, and leave nothing behind.
+        """Take a final checkpoint, wait until it is durable, and remove all that a restart does not
+        need.
 
-        All ranks call it. When the local level cannot be written, or does not answer (see
-        `shutdown`), the memory level is left in place, and an event says so. No checkpoint is taken
-        of what is none: where an optimizer's step or a restore did not come to its end, or ranks
-        are not at the same step. Nor where `restore(version=...)` went back and no step was made:
-        what is newer stays.
+        All ranks call it. If the local level cannot be written, or does not answer (see
+        `shutdown`), the memory level stays, and an event reports it. The live state is not stored
+        if it is no consistent version: if an optimizer's step or a restore was interrupted, or if
+        ranks are at different steps. It is not stored either if `restore(version=...)` went back
+        and no step was made since: newer versions stay.
 
-        With `on_drift="stop"`, ReplicaError is raised on all ranks where replicas are found to
-        differ only now, after all that.
+        With `on_drift="stop"` it raises ReplicaError on all ranks, at the end, if replicas are
+        found to differ only now.
 
-        In the callback of an event it asks for that, from any one rank: all close at the end of a
-        boundary, the next but one at the latest; or when the process ends, if all asked.
+        In the callback of an event, on any one rank, it requests the end: all ranks close at the
+        end of a boundary, at the second one from now at the latest; or, if all ranks requested it,
+        when the process ends.
         """
         if self._over:
             return
@@ -271,7 +279,7 @@ class Checkpointer(CheckpointerCore):
 
     @contextlib.contextmanager
     def _end(self) -> Iterator[None]:
-        """While it lasts, callbacks are still told of events, and can begin nothing."""
+        """Context of the end: callbacks still receive events, but cannot begin anything."""
         self._shutdown = True
         try:
             yield
@@ -279,7 +287,7 @@ class Checkpointer(CheckpointerCore):
             self._shutdown = False
 
     def _finish(self) -> bool:
-        """All that the end waits for. True when nothing has to stay in memory. Collective."""
+        """Make the end durable. Returns True if memory may be freed. Collective."""
         end, safe = None, False
         try:
             if why := self._no_moment():
@@ -287,39 +295,37 @@ class Checkpointer(CheckpointerCore):
                 self._commit_newest()
                 return False
             if self._went_back and self._steps_made == self._history.began_at:
-                text = f"no step was made behind v{self.version}: what is newer stays as it is"
+                text = f"no step was made after v{self.version}: newer versions stay"
                 self._say(text, logging.INFO)
                 return False
             end = self._begin_ending()
             safe = self._make_durable(end)
         except Exception as error:
             self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
-        # The run before, if nobody restored it, may be all there is of it.
+        # Slots of the previous run, if it was not restored, may be its only copy.
         before = not self._history.lineage and any(self._resources.job.sealed())
-        error_barrier, answers = True, end is not None and end.disk_answers
+        ranks_answer, answers = True, end is not None and end.disk_answers
         digest = self._replicas.last_digest(self.version)
         try:
-            told = self.group.all_gather_object((safe, before, answers, digest))
-            everyone = [each[:3] for each in told]
-            self._replicas.compare_last([digest for *_, digest in told])
+            gathered = self.group.all_gather_object((safe, before, answers, digest))
+            outcomes = [each[:3] for each in gathered]
+            self._replicas.compare_last([digest for *_, digest in gathered])
         except Exception as error:
-            everyone, error_barrier = [(False, before, answers)], False
-            self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
-        if not (safe := all(safe for safe, _, _ in everyone)):
-            left = "nothing of it is left in memory on this node"
+            outcomes, ranks_answer = [(False, before, answers)], False
+            self._reports.notice(f"the other ranks do not answer: {error!r}", logging.ERROR)
+        if not (safe := all(safe for safe, _, _ in outcomes)):
+            left = "the memory of this node has no version either"
             if any(self._resources.job.sealed()):
-                left = (
-                    f"what is in memory here stays there for a restart ({self._resources.job.path})"
-                )
+                left = f"the versions in memory stay for a restart ({self._resources.job.path})"
             severity = logging.ERROR if self._node.first == self.group.rank else logging.DEBUG
-            text = f"v{self.version} is not durable everywhere (on some rank it is not on disk)"
+            text = f"v{self.version} is not durable: on some rank it is not on disk"
             self._reports.notice(f"{text}; {left}", severity)
-        whole = safe and all(answers for _, _, answers in everyone)
-        self._await_others(end, error_barrier, whole)
-        return safe and not any(before for _, before, _ in everyone)
+        whole = safe and all(answers for _, _, answers in outcomes)
+        self._await_others(end, ranks_answer, whole)
+        return safe and not any(before for _, before, _ in outcomes)
 
     def _make_durable(self, end: shutdown.Shutdown) -> bool:
-        """The final checkpoint, where there is something new. False when it did not get there."""
+        """Take the final checkpoint, if the state is new. False if it is not durable."""
         if self._local_enabled() and not self._nothing_new():
             if self._made_none and self._demand.commit_as_it_is(self._begun_from_memory()):
                 self.wait(end.last_call - time.monotonic())
@@ -329,20 +335,18 @@ class Checkpointer(CheckpointerCore):
         if end.disk_has_all(self.wait):
             self._levels.promotion.backlog.flush_last()
         durable = self._nothing_new() or self._agreement.local.safe == self._id()
-        # A job that ends early comes back; without a disk, what is in memory is all it has.
+        # A job that ends early is restarted; without a disk it has only its memory.
         return durable or not (self._local_enabled() or self._halt.reason < Reason.NONE)
 
-    def _await_others(
-        self, end: shutdown.Shutdown | None, error_barrier: bool, whole: bool
-    ) -> None:
-        """Other nodes and stores. Ranks leave `error_barrier`, where none takes longer than its
-        group waits: all know by now what is durable. Where that is the `whole` of what they have,
-        versions go that were kept until something newer is with other nodes."""
+    def _await_others(self, end: shutdown.Shutdown | None, ranks_answer: bool, whole: bool) -> None:
+        """Wait for other nodes and stores, then for all ranks if `ranks_answer`: all know by now
+        which versions are durable, and none takes longer than the group's timeout. If `whole`, all
+        of the state is durable, and older versions that were kept for its sake are retired."""
         try:
             if end is not None and end.disk_answers:
                 end.await_others(self._collect)
                 self._collect()
-            if error_barrier:
+            if ranks_answer:
                 self.group.barrier()
             if whole and self._history.lineage:
                 self._agreement.settle()
@@ -355,11 +359,11 @@ class Checkpointer(CheckpointerCore):
         return shutdown.Shutdown(self.config, self._agent, self._reports, self._halt, nbytes)
 
     def abandon(self, commit_newest: bool = False) -> None:
-        """End without a final checkpoint, leaving everything for a successor; not collective.
+        """End without a final checkpoint, and leave all versions for a restart; not collective.
 
-        In the middle of an iteration, too: the version that is being copied is completed first,
-        where that takes a few seconds at most and no optimizer has begun its step. With
-        `commit_newest` the newest version in memory is written to local.
+        Also in the middle of an iteration: first completes the version in progress, if that takes
+        only a few seconds and no optimizer has begun its step. With `commit_newest` it writes the
+        newest version in memory to local.
         """
         if self._over:
             return
@@ -374,44 +378,46 @@ class Checkpointer(CheckpointerCore):
             self._shut_down(remove=False, abandoned=True)
 
     def close_or_abandon(self) -> None:
-        """At the end of a process: `close()` if all ranks get here within MEET_SECONDS, else every
-        rank by itself makes durable what it has. A rank may have ended with an error that cannot be
-        seen from here, so this never enters a collective that could hang."""
+        """End at the end of a process: `close()` if all ranks get here within MEET_SECONDS, else
+        each rank alone makes its newest version durable.
+
+        Another rank may have ended with an error unnoticed, so this enters no collective that could
+        hang."""
         if self._over:
             return
         if self.group.meet(MEET_SECONDS):
             self.close()
             return
         text = (
-            "no final checkpoint is taken: not all ranks have come to this end, or they cannot be "
-            "asked any more, as the communication was shut down before (call close() first). What "
-            f"there is up to v{self.version} stays, also in memory ({self._resources.job.path})"
+            "no final checkpoint is taken: not all ranks have come to this end, or they do not "
+            "answer because the communication was shut down before (call close() first). Versions "
+            f"up to v{self.version} stay, also in memory ({self._resources.job.path})"
         )
         self._reports.notice(text, logging.WARNING)
         self.abandon(commit_newest=True)
 
     def _end_with_process(self) -> None:
-        """When the process ends and nobody has closed it: `abandon()`, unless a callback asked for
-        the end and no boundary came behind that."""
+        """End an open checkpointer when the process ends: `abandon()`, unless a callback requested
+        the end and no boundary came after that."""
         if self._agreement.close_asked and not shutdown.script_failed():
             self.close_or_abandon()
         else:
             self.abandon()
 
     def _abandon_after_error(self) -> None:
-        """When an exception ended the training: `abandon()`.
+        """Call `abandon()` after an exception ended the training.
 
-        Where a signal came that was to bring the end, the error may be its work (it ended a worker
-        of a DataLoader), and the node may be gone soon: the newest version in memory gets to disk.
+        If a signal that ends the job came before, the signal may be the cause (it ended a worker of
+        a DataLoader) and the node may be lost soon: the newest version in memory goes to disk.
         """
-        came = self._halt.signal_name
-        if came and self._local_enabled() and not self._over:
+        signal_name = self._halt.signal_name
+        if signal_name and self._local_enabled() and not self._over:
             text = (
-                f"{came} came to this rank, and the training ended with an error: no further "
-                "checkpoint is taken, and the newest version in memory is written to disk"
+                f"this rank received {signal_name}, and the training ended with an error: no "
+                "further checkpoint is taken; the newest version in memory is written to disk"
             )
             self._reports.notice(text, logging.WARNING)
-        self.abandon(commit_newest=bool(came))
+        self.abandon(commit_newest=bool(signal_name))
 
     def _commit_newest(self) -> None:
         self.wait(WAIT_SECONDS)
@@ -419,14 +425,14 @@ class Checkpointer(CheckpointerCore):
             self.wait(WAIT_SECONDS)
 
     def __enter__(self) -> Checkpointer:
-        """For `with`."""
+        """Enter the context: no effect."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        """Close; after an exception only let go, so that the restarted job finds everything.
-        `sys.exit(0)` is none, but for ranks that may not all come to it."""
+        """Close; after an exception only `abandon()`, so that the restarted job finds all versions.
+        `sys.exit(0)` is a normal end, but perhaps not of all ranks."""
         if kind is None:
             self.close()
         elif shutdown.is_orderly(error):
@@ -435,7 +441,7 @@ class Checkpointer(CheckpointerCore):
             self._abandon_after_error()
 
     def add_callbacks(self, callbacks: Callbacks) -> None:
-        """Have these called from now on."""
+        """Call these callbacks from now on."""
         self._callbacks.add(callbacks)
 
     def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
@@ -444,7 +450,7 @@ class Checkpointer(CheckpointerCore):
         (self._state.extra_per_rank if per_rank else self._state.extra)[name] = obj
 
     def _nothing_new(self) -> bool:
-        """True when no step was made since the start, or since the version restored from disk."""
+        """True if no step was made since the start, or since a restore from disk."""
         if not self._made_none:
             return False
         begun = self._history.began_at
@@ -455,14 +461,14 @@ class Checkpointer(CheckpointerCore):
 
     @property
     def _made_none(self) -> bool:
-        """No step was made, nor a version taken, since the start or the version restored."""
+        """True if no step was made and no version taken since the start or the restore."""
         memory = self._agreement.memory
         known = [*memory.open, *filter(None, [memory.safe])]
         taken = any(self._history.is_own(id_.generation) for id_ in known)
         return self._steps_made == self._history.began_at and not taken
 
     def _begun_from_memory(self) -> VersionId | None:
-        """The version that this run began with, if it is in memory, of an earlier one."""
+        """The version of an earlier run that this run began with, if memory still has it."""
         safe, begun = self._agreement.memory.safe, self._history.began_at
         known = (
             safe is not None and safe.version == begun and on_lineage(safe, self._history.lineage)

@@ -1,8 +1,9 @@
 """The training side: capture at the boundary, release by layer, barrier before the step, seal,
 commit.
 
-Here is what happens in hooks and at boundaries, and what a checkpointer is made of; `Checkpointer`
-has what a script calls. Whatever depends on the library that reduces gradients is the `Adapter`'s.
+`CheckpointerCore` has the parts of a checkpointer, and the code that runs in hooks and at
+boundaries; `Checkpointer` has the methods for scripts. Everything that depends on the gradient
+library is in the `Adapter`.
 """
 
 from __future__ import annotations
@@ -63,46 +64,45 @@ from .save_now import SaveNow, Sealed
 from .tiers import Tiers
 
 HEAVY = (
-    "{what} that the state_dict() of optimizers has beside state and options are copied at every "
-    "boundary, while the training waits. Have its tensors in optimizer.state, under the parameters "
-    "that they are of: they are copied under the allreduce then"
+    "{names} in the state_dict() of optimizers, besides state and options, are copied at every "
+    "boundary while the training waits. Store these tensors in optimizer.state, under their "
+    "parameters: then they are copied during the allreduce"
 )
 WAIT_SECONDS = 60.0
 ORPHANS = (
-    "{names}: an optimizer steps this parameter, and the model has it no more (did the forward "
-    "pass put another one in its place?). A job that is started again, whose optimizer has the "
-    "model's, will refuse this state but for restore(strict=False). Change values in place, "
-    "without gradients, or make them a buffer; or give the optimizer the new parameter"
+    "{names}: an optimizer steps this parameter, but the model no longer has it (did the forward "
+    "pass replace it?). After a restart the optimizer has the model's parameter instead, and only "
+    "restore(strict=False) accepts this state. Change the values in place without gradients, or "
+    "make them a buffer, or give the optimizer the new parameter"
 )
 
 
 def as_number(metric: Any) -> float:
-    """Raises TypeError for what is none."""
+    """Convert to a float. Raises TypeError for anything but one number."""
     try:
         return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
     except (TypeError, ValueError, RuntimeError):
-        text = f"metric must be one number, or a tensor of one; it is a {type(metric).__name__}"
+        text = f"metric must be one number or a one-element tensor, not a {type(metric).__name__}"
         raise TypeError(text) from None
 
 
 class CheckpointerCore(abc.ABC):
-    """The part of a `Checkpointer` that a script does not call. Training thread."""
+    """The part of a `Checkpointer` that scripts do not call. Training thread."""
 
     version = 0
     """Completed optimizer steps."""
     iteration = 0
-    """What `restore()` returned, and with `boundary="explicit"` calls of `step()` since."""
+    """The result of `restore()`, plus the calls of `step()` since then (`boundary="explicit"`)."""
     metric: float | None = None
-    """What was measured of the state as it is now; see `step`. Rank 0's counts."""
+    """The metric of the current state, see `step`. The one of rank 0 counts."""
     restored: Restored
-    """What the last `restore()` did."""
+    """The result of the last `restore()`."""
     _released = 0
-    """Calls of `_release`: where forward passes are boundaries, they say at which iteration ranks
-    are."""
+    """Number of calls of `_release`: the progress of a rank if forward passes are boundaries."""
     _parted: VersionId | None = None
-    """See `Agreement.parted`: the last one that an event reported."""
+    """The value of `Agreement.parted` that was reported last."""
     _went_back = False
-    """It was asked for an older version than there is."""
+    """`restore(version=...)` went back to an older version than the newest one."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class CheckpointerCore(abc.ABC):
     ) -> None:
         self._process = os.getpid()
         self.group: Group = group or SingleGroup()
-        check_receiver(on_event)  # with those that follow while no rank waits for another
+        check_receiver(on_event)  # this and the next checks: while no rank waits for another
         self.adapter = check_adapter(adapter)
         self._callbacks = CallbackList(callbacks)
         self.config: Config
@@ -142,12 +142,12 @@ class CheckpointerCore(abc.ABC):
         self.config, topology = agree_on_settings(settings, config_file, self.group)
         self._state.forward_changes(self.config.forward_changes)
         self._node = topology.node(self.group.rank)
-        # While nothing has been started yet.
+        # Nothing has been started yet.
         groups, unprotected = redundancy_groups(self.config, topology, self.group)
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
         unwell = attach.check_health(self.config, self._state, self.group, self._node, slots)
         self.restored = Restored(0)
-        with contextlib.ExitStack() as undo:  # or another try would meet what is left of this one
+        with contextlib.ExitStack() as undo:  # a failed try must not disturb the next one
             undo.callback(self.group.close)
             self._open_books(on_event, undo)
             self._resources = NodeResources(self.config, self.group, topology, slots, self._reports)
@@ -158,7 +158,7 @@ class CheckpointerCore(abc.ABC):
                 if text and self.group.rank == 0:
                     self._reports.notice(text, logging.ERROR)
             if idle := self.config.idle:
-                self._warn(f"no persistent_path is given, hence nothing is done with {some(idle)}")
+                self._warn(f"{some(idle)} have no effect without persistent_path")
             if omitted := attach.left_out(self._state):
                 self._say(omitted, logging.INFO)
             for text in attach.own_ways(self._state):
@@ -176,7 +176,7 @@ class CheckpointerCore(abc.ABC):
             undo.pop_all()
 
     def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
-        """What is said of versions, and what ranks agree on."""
+        """Open the event log and the votes of all ranks."""
         self._log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         undo.callback(self._log.close)
         self._agreement = Agreement(
@@ -192,7 +192,7 @@ class CheckpointerCore(abc.ABC):
         )
 
     def _join(self, topology: JobTopology, groups: Groups, undo: contextlib.ExitStack) -> None:
-        """What is behind the slots, and what copies into them."""
+        """Connect the levels, and make the parts that copy into slots."""
         config, group, agreement, reports = self.config, self.group, self._agreement, self._reports
         self._levels = Tiers(config, group, topology, groups, self._resources, agreement, reports)
         self._history, self._agent = self._levels.history, self._levels.agent
@@ -231,9 +231,10 @@ class CheckpointerCore(abc.ABC):
         )
 
     def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        """What is before them: where iterations and their steps begin and end."""
+        """Install the hooks that show the begin and end of iterations and optimizer steps."""
         self._ahead = 0
-        """1 where a version has a step of an iteration whose call of `step()` is to come."""
+        """1 if the live state contains the optimizer step of an iteration whose `step()` call is
+        still to come."""
         self._closed = self._shutdown = self._saving = False
         self._iterations = Iterations(
             self.config.boundary,
@@ -261,7 +262,7 @@ class CheckpointerCore(abc.ABC):
         undo.callback(self._own_hooks.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """`copy.deepcopy(model)` and `torch.save(model)` take the hooks along, and not us."""
+        """Keep out of `copy.deepcopy(model)` and `torch.save(model)`, which include the hooks."""
         return (Unattached, ())
 
     # --- the boundary ---------------------------------------------------------------------------
@@ -285,12 +286,12 @@ class CheckpointerCore(abc.ABC):
         unattended = self._halt.receive(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.adapter.vote()
         if self._replicas.refusing or self._agreement.parted is not None:
-            if self._replicas.asking:  # it may turn out that nothing differs
+            if self._replicas.asking:  # the result may be that nothing differs
                 self._schedule.requested |= frozenset(take)
             take = ()
             if force:
-                what = self._replicas.suspicion or "in what is known in a few steps"
-                self._reports.lost(self.version, f"replicas differ: {what}")
+                details = self._replicas.suspicion or "the details are known in a few steps"
+                self._reports.lost(self.version, f"replicas differ: {details}")
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
         halt, check = self._halt.vote(self.version), self._replicas.vote(place)
         row, unchanged = self._replicas.row(), self._unchanged.count
@@ -315,39 +316,39 @@ class CheckpointerCore(abc.ABC):
             raise SystemExit(0)
 
     def _part(self) -> None:
-        """At each boundary since this rank found that others make other numbers of steps."""
+        """Report once that ranks make different numbers of optimizer steps."""
         self._halt.end_alone()
         parted = self._agreement.parted
         if parted is None or parted == self._parted:
             return
         self._parted, together = parted, self._agreement.together
         self._pool.void(parted)
-        what = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
-        at = f"rank {self.group.rank} is at v{self.version} {what}"
+        place = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
+        at = f"rank {self.group.rank} is at v{self.version} {place}"
         number = together.version if together is not None else None
         self._replicas.part(parted.version, number, at, self._agreement.missing)
 
     def _open_snapshot(self, levels: tuple[Level, ...], void: bool) -> Snapshot | None:
-        """Capture what changes first. A failure here breaks the version, not the training; so does
-        an adapter that says it is `void`."""
+        """Begin a version: capture the state that changes first. A failure breaks the version and
+        not the training. With `void` the adapter rejects the version."""
         id_ = self._id()
-        # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
+        # First in the ledgers: even after a failure all ranks have the same list of versions.
         self._agreement.open(id_, levels)
         facts = self._facts()
         self._levels.promotion.taken(facts, levels)
         if void:
             self._levels.slot_handoff.broken(id_)
             return None
-        with torch.inference_mode(False):  # an evaluation's; what is made here is used again
+        with torch.inference_mode(False):  # an evaluation may have set it; tensors are kept
             taken = self._active.take(facts, levels, self._measured, self._packed)
         if orphans := self._state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
         if heavy := self._state.new_heavy():
-            self._warn(HEAVY.format(what=heavy))
+            self._warn(HEAVY.format(names=heavy))
         return taken
 
     def _facts(self) -> VersionFacts:
-        """The facts of a version of now, without its metric; alike on all ranks."""
+        """The facts of a version of the current state, without the metric; equal on all ranks."""
         return VersionFacts(
             job=self._resources.job.job,
             run_id=self._history.name,
@@ -361,12 +362,12 @@ class CheckpointerCore(abc.ABC):
         )
 
     def _packed(self) -> Any:
-        """The adapter's values; and the last moment to see what is each rank's own."""
+        """The adapter's values, after a last check which parameters are each rank's own."""
         self._keep_apart()
         return self.adapter.pack()
 
     def _measured(self) -> float | None:
-        """Rank 0's metric, if it is a number."""
+        """The metric on rank 0, if it is a finite number; None on other ranks."""
         metric = None if self.metric is None or self.group.rank else as_number(self.metric)
         return metric if metric is not None and math.isfinite(metric) else None
 
@@ -381,19 +382,19 @@ class CheckpointerCore(abc.ABC):
 
     @property
     def _live_iteration(self) -> int:
-        """Calls of `step()` up to the live state, one that is still to come included."""
+        """Calls of `step()` up to the live state, including one that is still to come."""
         return self.iteration + self._ahead
 
     @property
     def _steps_made(self) -> int:
-        """Completed optimizer steps, those since the last boundary included."""
+        """Completed optimizer steps, including those since the last boundary."""
         return self.version + self._iterations.steps
 
     # --- a restore ------------------------------------------------------------------------------
 
     def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
         begin = time.perf_counter()
-        # What is being copied is good: no step has changed anything yet.
+        # The version in progress is valid: no step has changed the state yet.
         self._agreement.even_out()  # the copier may wait for a vote
         self.complete()
         self._agreement.void()
@@ -420,14 +421,14 @@ class CheckpointerCore(abc.ABC):
             all_finished(attempt, self.group)
             chosen = version is not None or bool(restore_session.passed_over)
             self._went_back = chosen and restore_session.has_newer(attempt)
-            self._state.drop_gradients()  # of an iteration that was cut short, or of none
+            self._state.drop_gradients()  # left by an interrupted iteration
             books = (self._agreement, self._pool, self._reports)
             if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
                 self._schedule.requested = frozenset((MEMORY, LOCAL))
         return restore_session.report(result)
 
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
-        """The live state is that of `result`; everything else follows."""
+        """Set all counters to those of `result`, which the live state equals now."""
         self.version, self.iteration, self.metric = result.version, int(result), None
         self._ahead = self._released = 0
         self._iterations.go_on_from(result)
@@ -449,8 +450,8 @@ class CheckpointerCore(abc.ABC):
     # --- a version on demand --------------------------------------------------------------------
 
     def _save_now(self, end: float = math.inf) -> None:
-        """Blocking: the present state to memory and local. Collective. Waits for the disk until
-        `end` (monotonic); what it has not taken then is broken."""
+        """Store the current state in memory and on local. Collective; waits for the disk until
+        `end` (monotonic clock). A version that is not on disk then is broken."""
         self.wait(end - time.monotonic())
         before = VersionId(self._id().generation, self._steps_made)
         if self._iterations.steps > 0:
@@ -472,7 +473,7 @@ class CheckpointerCore(abc.ABC):
             self._save_as_it_was(before, end)
 
     def _is_live(self, manifest: Manifest, image: memoryview) -> bool:
-        """Whether the live state is, bit for bit, what was sealed so."""
+        """True if the live state equals the sealed image bit for bit."""
         if self.adapter.keeps_boundary():
             return True
         live, sealed = self._facts(), manifest.facts
@@ -486,31 +487,31 @@ class CheckpointerCore(abc.ABC):
             return self._active.capture.is_unmoved(manifest, image, self._packed())
 
     def _save_as_it_was(self, id_: VersionId, end: float) -> None:
-        """What is live could not be taken, and an event said so: better the state at the boundary
-        than none of that step. Collective."""
-        self._warn(f"{id_} is stored as it was at its boundary, as what came after could not be")
+        """Store the state of the boundary, after an event said why the live state could not be
+        stored. Collective."""
+        self._warn(f"{id_} is stored as of its boundary; later changes could not be stored")
         self._demand.commit_as_it_is(id_)
         self.wait(end - time.monotonic())
         self._demand.settle(id_)
 
     def _no_moment(self) -> str:
-        """See `shutdown.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
-        of its vote."""
-        mine = (self._steps_made, self._agreement.turns)
+        """The reason why the live state is no version, see `shutdown.no_moment`. Collective. An
+        interrupt may have stopped some ranks before a boundary or its vote, and others after."""
+        progress = (self._steps_made, self._agreement.turns)
         self._agreement.even_out()  # the copier may wait for a vote
-        why, error_barrier, level = shutdown.no_moment(
+        why, same_votes, level = shutdown.no_moment(
             self.group,
-            *mine,
+            *progress,
             self._agreement.parted is not None,
             self._state.torn,
             self._iterations.stepping,
         )
-        if not error_barrier:
+        if not same_votes:
             self._agreement.void()
             self.wait(WAIT_SECONDS)
             self._agreement.settle()
         if not level and self._agreement.parted is None:
-            # Versions of one number would be of different iterations from here on.
+            # From here on, equal version numbers would mean different iterations.
             self._agreement.parted = self._parted = VersionId(0, self.version)
         return why or self.adapter.inconsistent()
 
@@ -535,25 +536,25 @@ class CheckpointerCore(abc.ABC):
             self._callbacks.call("on_allreduce_launched", params)
 
     def _before_step(self, label: str) -> None:
-        """An optimizer that was given begins its step."""
+        """Called at the beginning of a registered optimizer's step."""
         if self.adapter.before_step(label):
             self._barrier()
 
     def _barrier(self) -> None:
-        """Nothing may change before its copy is complete; also where an optimizer begins its step
-        that was not given."""
+        """Wait until the copy is complete: the state may change after this call. Also called before
+        the step of an unregistered optimizer."""
         self.metric = None
         self._before_change()
 
     def _before_change(self) -> None:
-        """The same before weights are changed by what is no step."""
+        """Wait as `_barrier` does, before a change of weights outside optimizer steps."""
         if self._active.snapshot is not None:
             self._active.finish()
         self._replicas.finish()
 
     def _keep_apart(self) -> None:
-        """Of what counts as alike as nobody trains it, some may be trained now and not reduced,
-        hence be every rank's own from here on."""
+        """Look for untrained parameters that are trained now but not reduced. They counted as equal
+        on all ranks, and are each rank's own from now on."""
         trained = self.adapter.newly_unreduced()
         mistaken = self._state.placements.assumed_replicated(trained)
         if not mistaken:
@@ -565,7 +566,7 @@ class CheckpointerCore(abc.ABC):
         self._warn(self.adapter.newly_unreduced_notice.format(names=names))
 
     def _say(self, text: str, severity: int) -> None:
-        """What all ranks would say, once."""
+        """Emit a notice that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
         self._reports.notice(text, logging.DEBUG if self.group.rank else severity)
 
     def _warn(self, text: str) -> None:
@@ -575,8 +576,8 @@ class CheckpointerCore(abc.ABC):
 
     @property
     def _over(self) -> bool:
-        """Nothing is to be done any more: it ended, or is just ending, or this is a forked child,
-        and what there is of checkpoints is its parent's."""
+        """True after or during the end, and in a forked child: the checkpointer belongs to the
+        parent process."""
         return self._closed or self._shutdown or os.getpid() != self._process
 
     def _uses_cuda(self) -> bool:
@@ -586,7 +587,7 @@ class CheckpointerCore(abc.ABC):
         return self.config.uses("local")
 
     def _collect(self) -> None:
-        """Hear what the agent said."""
+        """Process the messages of the agent."""
         self._levels.collect()
 
     def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
@@ -594,11 +595,11 @@ class CheckpointerCore(abc.ABC):
         self._closed = True
         self._halt.close()
         self._own_hooks.close()
-        # The copier would wait for what is never released.
+        # The copier would wait for layers that are never released.
         self._active.give_up("the job ended in the middle of an iteration")
-        self._agreement.close()  # the copier may wait for the vote of a rank that is gone
+        self._agreement.close()  # the copier may wait for the vote of a rank that ended
         self._active.close()
-        self._replicas.restart()  # and with it what is held of the state
+        self._replicas.restart()  # also frees its references to the state
         self._levels.drift.wait()
         self._agent.close(abandoned=abandoned)
         self._resources.leave(remove)
@@ -611,7 +612,7 @@ class CheckpointerCore(abc.ABC):
         try:
             self.adapter.closed()
         except Exception as error:
-            self._reports.notice(f"the adapter failed at the end: {error!r}", logging.ERROR)
+            self._reports.notice(f"the adapter could not detach: {error!r}", logging.ERROR)
 
     @abc.abstractmethod
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -627,4 +628,4 @@ class CheckpointerCore(abc.ABC):
 
     @abc.abstractmethod
     def _end_with_process(self) -> None:
-        """The process ends, and nobody has closed this."""
+        """Called when the process ends and this was not closed."""

@@ -1,8 +1,8 @@
-"""A rank's place on its node, from attach to the end.
+"""A rank's resources on its node, from the start of the checkpointer to its end.
 
-In shared memory that is the job's folder, the lock which says that the rank lives, and the rank's
-slots, with what an earlier run left in them; on the local level, the node's claim on the directory
-that no other job has then.
+In shared memory: the job's folder, the lock that the rank holds while it runs, and the rank's
+slots, with versions of earlier runs in them. On the local level: the node's exclusive claim on the
+directory.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from . import attach
 
 
 class NodeResources:
-    """Owns what it names. Training thread; `pool` has rules of its own."""
+    """One rank's folder, lock, slots and claim; owns them. Training thread; `pool`: see there."""
 
     def __init__(
         self, config: Config, group: Group, topology: JobTopology, slots: int, reports: Reports
     ) -> None:
-        """Take it: `slots` of them, those adopted that are there. What dead jobs left is removed.
+        """Take all of them: `slots` slots, existing ones included. Removes the memory of dead jobs.
 
-        Collective. On all ranks alike, raises JobBusyError while another process has a rank's
-        place, or another job a directory; ConfigError where there is no place.
+        Collective. Raises, on all ranks, JobBusyError if another process has a rank's lock or
+        another job a directory, and ConfigError if a place cannot be used. Holds nothing then.
         """
         self._config, self._rank, self._reports = config, group.rank, reports
-        there = os.path.exists(config.directory)
-        self.directory_is_new = config.uses("local") and not there  # else nobody makes it
+        exists = os.path.exists(config.directory)
+        self.directory_is_new = config.uses("local") and not exists  # without local none is made
         self.directory_is_another = False
-        """Than the run before had that left what is in memory here."""
+        """True if the run that left versions in memory here had another directory."""
         self._is_first = topology.node(group.rank).first == group.rank
-        """Of its node's ranks."""
+        """True on the first rank of a node."""
         self._is_clear = False
         self._claims: DirectoryClaim | None = None
         with contextlib.ExitStack() as undo:
@@ -56,13 +56,14 @@ class NodeResources:
             undo.pop_all()
 
     def _take(self, slots: int, topology: JobTopology, undo: contextlib.ExitStack) -> None:
-        """This rank's place and its node's directory. Raises JobBusyError or ConfigError."""
+        """Take this rank's folder, lock and slots, and its node's directory. Raises JobBusyError or
+        ConfigError."""
         try:
             self._take_place(slots, topology.node(self._rank), undo)
         except OSError as error:
             raise ConfigError(
-                f"rank {self._rank} cannot have its place in shared memory: {error}. Move what is "
-                f"in the way there out of {self.job.path}, which this job alone writes to"
+                f"rank {self._rank} cannot use its place in shared memory: {error}. Only this job "
+                f"writes to {self.job.path}: remove the file that is in the way there"
             ) from error
         if taken := self._claim(topology, undo):
             raise JobBusyError(taken)
@@ -77,11 +78,11 @@ class NodeResources:
             self.job.create()
         except OSError as error:
             raise ConfigError(
-                f"there is no place for slots in {self.job.root}: {error}. shm_dir must be a "
-                "directory that is there, in memory (/dev/shm), and writable"
+                f"there is no place for slots in {self.job.root}: {error}. shm_dir must be an "
+                "existing, writable directory in memory (/dev/shm)"
             ) from error
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
-            text = f"removed shared memory of the dead job {job}: nobody has lived there for"
+            text = f"removed shared memory of the dead job {job}: no process of it has run for"
             reports.notice(f"{text} {config.memory.linger_seconds:g} s", logging.INFO)
         local = os.path.realpath(config.directory) if config.uses("local") else ""
         self.directory_is_another = self.job.last_local(self._rank) not in (None, local)
@@ -100,7 +101,8 @@ class NodeResources:
         self.pool.adopt()
 
     def _claim(self, topology: JobTopology, undo: contextlib.ExitStack) -> str:
-        """Once a node; why another job has the directory, else empty."""
+        """Claim the directory, on the first rank of a node. Returns the reason why another job has
+        it, else an empty text."""
         node = topology.node(self._rank)
         if node.first != self._rank or not self._config.uses("local"):
             return ""
@@ -118,12 +120,13 @@ class NodeResources:
 
     @property
     def left_elsewhere(self) -> set[Path]:
-        """Folders in memory, but this job's own, in which killed runs that had this node's
-        directory had their slots; each is told of to one node."""
+        """Other folders in memory in which killed runs that used this node's directory had their
+        slots; each folder is reported to one node."""
         return self._claims.told - {self.job.path} if self._claims else set()
 
     def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
-        """Say where the slots are, if not here, and what they lack for `state`: once a node."""
+        """Report, once for each node, where slots in place are, and the memory that slots lack for
+        `state`."""
         if node.first != group.rank:
             return
         count, in_place = len(self.pool.slots), self.pool.in_place is not None
@@ -135,14 +138,15 @@ class NodeResources:
             self._reports.notice(lacking, logging.ERROR)
 
     def clear(self, node: Node) -> None:
-        """Remove what earlier runs left here and none of this one's slots took over (they had more
-        slots, or more ranks on this node): all ranks have something newer. Once a run and node."""
+        """Remove slots of earlier runs that this run did not adopt (they had more slots, or more
+        ranks on this node). Called when all ranks have a newer version; acts once in a run, on the
+        first rank of each node."""
         if not self._is_clear:
             first = node.first == self._rank
             self._is_clear = not first or self.job.remove_surplus(node.ranks, len(self.pool.slots))
 
     def leave(self, remove: bool) -> None:
-        """Give it up, when nobody is at work on a slot any more; with `remove` nothing stays."""
+        """Release all, when no thread uses a slot any more. `remove`: also remove the files."""
         self.pool.close(remove)
         self._release()
         self._unlock(remove)
@@ -153,7 +157,7 @@ class NodeResources:
             self.job.remove_if_unused()
 
     def let_go(self) -> None:
-        """Give it up before anything was put there: what was found stays, and nothing else."""
+        """Release all before any version was stored: adopted slots stay, new ones do not."""
         self.pool.close(remove=False)
         self._release()
         self._unlock()

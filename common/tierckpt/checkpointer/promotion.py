@@ -1,9 +1,9 @@
-"""Onward: what follows for other versions and levels once one is complete on all local disks.
+"""Promotion: the next steps after a version is complete on all local disks.
 
-The ballots tell every rank at the same boundary (`agreement`). Older versions may go then, and the
-new one goes on from the nodes' disks, as in SCR: to other nodes and to the persistent level. The
-agents do all that; each is told here, by the ranks of its node, what to begin with and what to
-leave alone.
+All ranks learn from the votes, at the same boundary, that it is complete (`agreement`). Then older
+versions may be removed, and the new one goes from the nodes' disks to other nodes and to the
+persistent level, as in SCR. The agents do the work; here the ranks of a node give its agent the
+orders.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tierckpt.replicas.drift import Spared
 from tierckpt.storage.memory.job_directory import JobDirectory
 
 Order = functools.partial[FlushOrder]
-"""How a node's agent is told to flush a version; what is about that version is still to come."""
+"""Makes the order to a node's agent to flush a version, from the arguments about that version."""
 
 
 def flush_order(
     config: Config, group: Group, node: Node, job: JobDirectory, host: str
 ) -> Order | None:
-    """Of this rank's node; None when it is for another rank there to tell the agent."""
+    """Return the flush order of this rank's node; None if another rank there gives the orders."""
     if node.first != group.rank:
         return None
     return functools.partial(
@@ -49,18 +49,19 @@ def flush_order(
 
 
 def _device_of(job: JobDirectory) -> str:
-    """Containers may share a host's name, and have memories of their own at the same path."""
+    """Name the device of the job's folder: containers with the same host name may have different
+    memories at the same path."""
     with contextlib.suppress(OSError):
         return f" on device {job.path.stat().st_dev:x}"
     return ""
 
 
 class Promotion:
-    """One rank's part. All ranks are told the same of versions, so all come to the same.
+    """One rank's promotion of versions. All ranks receive the same facts, so all decide the same.
 
-    Training thread. Nothing here waits (but see `Backlog`), or is collective. What it is given
-    stays its owner's: it gives orders to the agent, and enters into the agreement's books what
-    becomes of the peer level.
+    Training thread. Nothing here waits (except `Backlog`), and nothing is collective. All arguments
+    stay their owners'. Gives orders to the agent, and records the state of the peer level in the
+    agreement.
     """
 
     def __init__(
@@ -74,37 +75,38 @@ class Promotion:
         backlog: Backlog,
         spared: Spared | None = None,
     ) -> None:
-        """`best`: of the local level. `order`: see `flush_order`. `promotion` is asked to go on at
-        every boundary. `spared` hears what is complete there."""
+        """`best`: the best versions of the local level. `order`: see `flush_order`. `backlog`: its
+        `go_on` is called at every boundary. `spared` receives versions that are complete on the
+        local level."""
         self._best, self._agent, self._agreement = best, agent, agreement
         self._peers, self._history, self._order = peers, history, order
         self.backlog = backlog
         self.spared = spared or Spared()
         self._to_flush: dict[VersionId, VersionFacts] = {}
-        """Versions under way to the persistent level."""
+        """Versions that are to go to the persistent level when they are complete on local."""
         self.ordered: VersionId | None = None
-        """The last version that was to be flushed and could be."""
+        """The newest version that was handed over to be flushed."""
 
     def restart(self) -> None:
-        """A run has begun that goes on from an earlier one's: its best versions stay."""
+        """Start with a run that continues an earlier run: the best versions of that run stay."""
         self._best.restart(self._history.metrics())
         self.backlog.restart()
 
     def taken(self, facts: VersionFacts, levels: Collection[Level]) -> None:
-        """A version is on its way to these levels."""
+        """Record that a version is on its way to these levels."""
         if PERSISTENT in levels:
             self.flush_when_safe(facts)
 
     def flush_when_safe(self, facts: VersionFacts) -> None:
-        """A version is to go to the persistent level."""
+        """Flush this version to the persistent level when it is complete on local."""
         self._to_flush[facts.id] = facts
 
     def awaits(self, id_: VersionId) -> bool:
-        """Whether the version is still to be flushed."""
+        """True if the version is still to be flushed."""
         return id_ in self._to_flush
 
     def local_safe(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
-        """A version is complete on all local levels: older ones may go, and it goes on.
+        """Promote a version that is complete on all local levels, and retire older ones.
 
         `largest_bytes` is the size of its largest shard.
         """
@@ -115,16 +117,17 @@ class Promotion:
         self._flush(safe, largest_bytes, metric)
 
     def retire(self) -> None:
-        """It is known of one more version whether it is complete on all local levels."""
+        """Have the agent remove versions that are no longer needed. Called when one more version
+        was found complete, or broken, on the local levels."""
         local, lineage = self._agreement.local, self._history.lineage
-        void = [id_ for id_ in local.broken if id_ not in local.open]  # else it is tried again
-        # What peers can bring back stays until they can bring back something newer.
+        void = [id_ for id_ in local.broken if id_ not in local.open]  # open: it is tried again
+        # A version that peers can rebuild stays until they can rebuild a newer one.
         keep = self._agreement.peer.protected() | self._best.versions | self.backlog.versions
         keep |= self.spared.versions
         self._agent.retire(local.safe, lineage, keep, void)
 
     def protect(self, safe: VersionId) -> None:
-        """A version that is complete on all local levels goes to the other nodes."""
+        """Protect a version that is complete on all local levels: parity goes to other nodes."""
         if self._peers.ready:
             self._agreement.open_later(PEER, safe)
             if not self._peers.protect(safe):
@@ -133,7 +136,7 @@ class Promotion:
     def _flush(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
         facts = self._to_flush.pop(safe, None)
         for id_ in [i for i in self._to_flush if i < safe]:
-            self._to_flush.pop(id_)  # it broke
+            self._to_flush.pop(id_)  # it is broken
         if facts is None:
             return
         self.ordered = safe
@@ -145,8 +148,9 @@ class Promotion:
 
 
 class Backlog:
-    """One rank's part. Training thread; nothing waits, but with `when_busy="wait"`, and then for
-    no store that hangs."""
+    """One rank's queue of at most one version that waits for an earlier flush to end.
+
+    Training thread. Waits only with `when_busy="wait"`, and never for a hanging store."""
 
     def __init__(
         self,
@@ -155,45 +159,45 @@ class Backlog:
         agreement: Agreement,
         passed_over: Callable[[int, str], None],
     ) -> None:
-        """`passed_over` hears of a version that is dropped, and why."""
+        """`passed_over` is called with a version that is dropped, and the reason."""
         self._agent, self._agreement, self._passed_over = agent, agreement, passed_over
         self._drops_superseded = config.persistent.drop_superseded
         self._patient = config.when_busy == "wait"
         self.restart()
 
     def restart(self) -> None:
-        """Another run begins: what waited is not its."""
+        """Forget the version that waits: it is another run's."""
         self._waiting: tuple[VersionId, FlushOrder | None] | None = None
         self._superseded = 0
-        """Flushes in a row that were ordered while another one was under way."""
+        """Flushes in a row that were ordered while an earlier one was in progress."""
 
     @property
     def versions(self) -> set[VersionId]:
-        """Those that must stay on the local disks."""
+        """Versions that must stay on the local disks until they are flushed."""
         waiting = {self._waiting[0]} if self._waiting is not None else set()
         return {*self._agreement.persistent.open, *waiting}
 
     def add(self, id_: VersionId, order: FlushOrder | None) -> None:
-        """Flush a version, as soon as there is nothing else to be flushed.
+        """Flush a version as soon as no other flush is in progress.
 
-        `order` is for the node's agent; None: another rank tells that.
+        `order` is for the node's agent; None: another rank of the node gives it.
         """
-        self.go_on()  # this boundary may have told that nothing is under way any more
+        self.go_on()  # at this boundary the last flush may have been found complete
         if self._waiting is not None and self._patient:
             self._wait(*self._waiting)
         if self._waiting is not None:
-            behind = self._agreement.persistent.open[0].version
-            why = f"v{behind} is still being flushed by some node, and v{id_.version} is newer"
+            flushing = self._agreement.persistent.open[0].version
+            why = f"v{flushing} is still being flushed by some node, and v{id_.version} is newer"
             self._passed_over(self._waiting[0].version, why)
         self._waiting = (id_, order)
         self.go_on()
 
     def _wait(self, id_: VersionId, order: FlushOrder | None) -> None:
-        """For this node's agent; then `id_`, which has waited, is to be flushed.
+        """Wait for this node's agent; then flush `id_`, the version that has waited.
 
-        Other ranks do not know that this node's store hangs, and order it. So it is entered into
-        the books here as there, as a version that this node is through with: what no agent takes
-        on must not fill the local disks.
+        If this node's store hangs, other ranks do not know it and order the flush. So this rank
+        opens the version in the agreement as they do, and marks it as done on this node: a version
+        that no agent flushes must not fill the local disks.
         """
         nbytes = order.largest_bytes * len(order.here) if order is not None else 0
         if self._agent.outlast(most_quiet_seconds(nbytes)):
@@ -205,7 +209,8 @@ class Backlog:
         self._passed_over(id_.version, "this node's part of an older one is stuck: its store hangs")
 
     def go_on(self) -> None:
-        """At every boundary, when it is known which nodes are through with the last flush."""
+        """Flush the waiting version if it may go now. Called at every boundary, when the votes have
+        shown which nodes have ended the last flush."""
         under_way = bool(self._agreement.persistent.open)
         if self._waiting is None:
             return
@@ -217,7 +222,8 @@ class Backlog:
             self.flush_last()
 
     def flush_last(self) -> None:
-        """Order what waits, whatever is under way: at the end there is no later boundary."""
+        """Order the waiting flush now, even if another is in progress; also at the end of the job,
+        after which no boundary comes."""
         if self._waiting is None:
             return
         (id_, order), self._waiting = self._waiting, None

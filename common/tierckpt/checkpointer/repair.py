@@ -1,9 +1,9 @@
-"""After a loss: redundancy restored, so that the next failure is survived too.
+"""Repair after a loss: make a restored version redundant again, so that it survives the next loss.
 
-A shard that was rebuilt is in the memory of the rank that made it, which is its own, and nowhere
-else. It puts it into a slot, and from there it goes the way of every version: the agent commits it,
-the ballots find the version complete on all nodes, and the agents protect it among themselves. So
-goes one whose file was damaged, and which is in a slot of its rank still.
+A rebuilt shard is only in the memory of its rank. The rank puts it into a slot, and from there it
+goes the way of every version: the agent commits it, the votes find the version complete on all
+nodes, and the agents protect it. A shard with a damaged file that is still in a slot of its rank
+goes the same way.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ def repair(
     pool: SlotPool,
     reports: Reports,
 ) -> bool:
-    """Have a version that was loaded whole and protected again, if any of it was lost or damaged on
-    a disk, or was fetched from a node that is none of the job's; or if it is on all disks, and not
-    all of its parity is: a run before was killed before it had made that, or before it had mended.
+    """Make a loaded version complete and protected again.
 
-    False when that cannot be, and a new version is to be taken. Training thread; all ranks do the
-    same, and none waits for another.
+    That is necessary if a part of it was lost or damaged on a disk, or came from a node outside the
+    job; or if some of its parity is missing, because an earlier run was killed before it had made
+    or repaired it.
+
+    Returns False if a repair is impossible and a new version must be taken. Training thread; all
+    ranks do the same, and none waits for another.
     """
     id_ = attempt.plan.id
     if any(source.place.level == AGENT for source in attempt.plan.sources):
         return False  # that agent ends soon, and its node may be gone then
     lacking = shards_to_mend(attempt.plan, levels.history.found)
     if lacking != frozenset() and not was_lost(attempt.plan, levels.history.damaged):
-        return True  # it never was on all disks, or was another number of ranks'
+        return True  # it never was on all disks, or has another number of ranks
     if any(source.rebuilt for source in attempt.plan.sources) and not levels.peers.ready:
-        return True  # what it was made of still protects it, and nothing would a new version
+        return True  # the shards and parity it was rebuilt from still protect it, but no new one
     if lacking is None:
         return False
     parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.history.parities)
@@ -74,17 +76,18 @@ def repair(
             slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
     except (OSError, NoSlotError) as error:
         agreement.tell(LOCAL, id_, BROKEN)
-        reports.not_committed_later(id_, f"what is to be mended cannot be kept: {error}")
+        reports.not_committed_later(id_, f"the repaired shard has no room in memory: {error}")
     else:
         levels.slot_handoff.commit_sealed(id_, slot)
     return True
 
 
 def was_lost(plan: RestorePlan, damaged: Collection[ShardKey]) -> bool:
-    """Whether any of the version was on a disk of the job's and is there no more.
+    """True if a part of the version was on a disk of the job and is not there any more.
 
-    Pure. What had to be rebuilt was; and so was what is fetched for some ranks alone, as only what
-    is on all disks goes to the persistent level. `damaged`: see `JobHistory`.
+    Pure. A rebuilt shard was on a disk; so was a shard that only some ranks fetched from the
+    persistent level, because only versions that are on all disks go there. `damaged`: see
+    `JobHistory`.
     """
     levels = plan.levels
     apart = "persistent" in levels and len(levels) > 1
@@ -95,9 +98,9 @@ def was_lost(plan: RestorePlan, damaged: Collection[ShardKey]) -> bool:
 def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> frozenset[int] | None:
     """Shards that are not on the disk of the node of their rank.
 
-    Pure: every rank comes to the same. `found` is what each rank saw that proved sound. None when
-    this version cannot be protected again and a new one has to be: it has another number of ranks,
-    or some rank's shard is on another node, and no longer in memory.
+    Pure: every rank has the same result. `found`: the sound shards that each rank found. None if
+    this version cannot be protected again and a new one must be taken: it has another number of
+    ranks, or some rank's shard is on another node and no longer in memory.
     """
     shards = len(plan.sources)
     if shards != len(found):
@@ -118,9 +121,9 @@ def parities_to_mend(
     groups: Iterable[RedundancyGroup],
     found: Sequence[Sequence[FoundParity]],
 ) -> frozenset[int]:
-    """Shards beside which, at their ranks, there is no parity of the version as `groups` have it.
+    """Shards without the version's parity for `groups` on the disk of their rank's node.
 
-    Pure. What is there is still good, and is left alone: made anew, it would be gone meanwhile.
+    Pure. Sound parity is left as it is: while it is made again it would be missing.
     """
     damaged = {
         p.key
@@ -142,9 +145,9 @@ def parities_to_mend(
 
 
 def keep(image: ShardImage, pool: SlotPool, protected: set[VersionId], pinned: set[str]) -> Slot:
-    """Copy a sound shard into a slot of this rank, sealed as it was when it was taken.
+    """Copy a sound shard into a slot of this rank, with the seal of the original.
 
-    `protected` and `pinned` as in `SlotPool.choose`; raises what that raises.
+    `protected` and `pinned` as in `SlotPool.choose`; raises the errors of that method.
     """
     manifest = image.manifest
     seal_bytes = seal_area_bytes(manifest.data_blocks, len(manifest.facts.lineage))

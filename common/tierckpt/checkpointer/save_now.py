@@ -1,7 +1,7 @@
-"""Demand: a version of this very moment, durable before the training goes on, or ends.
+"""A version on demand: of the live state, and durable before the training goes on or ends.
 
-What is in memory already need not be taken again, if all ranks have it, and it is what is live on
-all of them still: it goes on from there. So what is stored is the same however far copies had got.
+A version in memory is used if all ranks have it and it still equals the live state of all;
+otherwise a new one is taken. So the result does not depend on the progress of earlier copies.
 """
 
 from __future__ import annotations
@@ -21,42 +21,43 @@ from .tiers import Tiers
 
 
 class Sealed(enum.IntEnum):
-    """What a version in memory is worth to who wants the live state; the minimum of all ranks."""
+    """A version in memory compared with the live state; the minimum of all ranks counts."""
 
     NOT = 0
-    """It is not there, or not complete."""
+    """The version is missing or incomplete."""
     MOVED_ON = 1
-    """The live state is another one."""
+    """The live state differs from it."""
     LIVE = 2
+    """The live state equals it."""
 
 
 IsLive = Callable[[Manifest, memoryview], bool]
-"""Whether the live state is what was sealed so, of which these are manifest and image."""
+"""Returns True if the live state equals the sealed version with this manifest and image."""
 
 
 class SaveNow:
-    """One rank's part. Training thread, with nothing being copied."""
+    """One rank's part of a version on demand. Training thread, while no copy is in progress."""
 
     def __init__(
         self, config: Config, group: Group, pool: SlotPool, agreement: Agreement, levels: Tiers
     ) -> None:
-        """What it is given stays its owner's."""
+        """All arguments stay their owners'."""
         self._config, self._group, self._pool = config, group, pool
         self._agreement, self._levels = agreement, levels
 
     def commit(self, id_: VersionId, is_live: IsLive) -> Sealed:
-        """Have a version committed that all ranks have sealed, where it is what is live on all.
-        Collective.
+        """Commit a version if all ranks have sealed it and it equals the live state of all.
+        Collective; returns the minimum of all ranks.
 
-        NOT: nobody has it any more, and it is to be taken. MOVED_ON: it stays as it is, and what is
-        live is to be taken as another one.
+        NOT: the version is void on all ranks now, and must be taken. MOVED_ON: it stays as it is,
+        and the live state must be taken as another version.
         """
         slot = self._pool.find(id_)
         manifest = slot.manifest() if slot is not None else None
-        mine = self._look(slot, manifest, is_live)
-        found: Sealed = min(self._group.all_gather_object(mine))
+        sealed = self._look(slot, manifest, is_live)
+        found: Sealed = min(self._group.all_gather_object(sealed))
         if found is Sealed.NOT:
-            # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
+            # A rank that has sealed it voids it: all shards of a version are of one step.
             self._pool.void(id_)
             self._agreement.forget(id_)
         if found is Sealed.LIVE:
@@ -68,9 +69,9 @@ class SaveNow:
         return found
 
     def commit_as_it_is(self, id_: VersionId | None) -> bool:
-        """Have a version committed as it was sealed, also in the run before. Collective.
+        """Commit a version as it was sealed, also by the previous run. Collective.
 
-        False, with nothing changed, when some rank has not its shard of it in memory.
+        False, with nothing changed, if some rank does not have its shard in memory.
         """
         slot = None if id_ is None else self._pool.find(id_)
         manifest = None if slot is None else slot.manifest()
@@ -82,7 +83,7 @@ class SaveNow:
         return True
 
     def _commit(self, id_: VersionId) -> None:
-        """All ranks have it."""
+        """Commit a version that all ranks have in memory, unless it is on local or on its way."""
         local, slot = self._agreement.local, self._pool.find(id_)
         assert slot is not None
         if self._config.uses("local") and id_ != local.safe and id_ not in local.open:
@@ -90,37 +91,37 @@ class SaveNow:
             self._levels.slot_handoff.commit_sealed(id_, slot)
 
     def _look(self, slot: Slot | None, manifest: Manifest | None, is_live: IsLive) -> Sealed:
-        """What this rank's slot is worth."""
+        """Compare the version in this rank's slot with the live state."""
         memory = self._agreement.memory
         if slot is None or manifest is None or manifest.id not in (memory.safe, *memory.open):
             return Sealed.NOT
         try:
             with slot.image() as image:
                 return Sealed.LIVE if is_live(manifest, image) else Sealed.MOVED_ON
-        except Exception:  # the others wait; who takes it will meet the same, and says so
+        except Exception:  # other ranks wait; the new version meets this error and reports it
             return Sealed.MOVED_ON
 
     def settle(self, id_: VersionId) -> None:
-        """Learn what became of it, and have it go on from the local level. Collective."""
+        """Agree on the result of this version; promote it if local had it before. Collective."""
         self._agreement.settle()
         promotion = self._levels.promotion
-        if promotion.awaits(id_) and id_ == self._agreement.local.safe:  # and was so before
+        if promotion.awaits(id_) and id_ == self._agreement.local.safe:  # was on local before
             slot = self._pool.find(id_)
             manifest = slot.manifest() if slot is not None else None
-            mine = (manifest.image_bytes, manifest.facts.metric) if manifest else (0, None)
-            told = self._group.all_gather_object(mine)
-            promotion.local_safe(id_, max(nbytes for nbytes, _ in told), told[0][1])
+            facts = (manifest.image_bytes, manifest.facts.metric) if manifest else (0, None)
+            gathered = self._group.all_gather_object(facts)
+            promotion.local_safe(id_, max(nbytes for nbytes, _ in gathered), gathered[0][1])
 
     def commit_newest(self) -> bool:
-        """Hand the newest version in memory to the agent, if the local level lacks it; not
-        collective. True if so."""
+        """Hand the newest version in memory to the agent, if the local level lacks it. Returns True
+        if it did. Not collective."""
         memory, local = self._agreement.memory, self._agreement.local
         taken = [*memory.open, *filter(None, [memory.safe])]
         newest = max((i for i in taken if self._pool.find(i) is not None), default=None)
         if newest is None or not self._config.uses("local") or newest in (*local.open, local.safe):
             return False
         slot = self._pool.find(newest)
-        if slot is None:  # removed from outside, just now
+        if slot is None:  # removed by another process just now
             return False
         self._levels.slot_handoff.commit_sealed(newest, slot)
         return True

@@ -1,4 +1,4 @@
-"""For scripts whose loop cannot be touched: restore at the start, and a checkpoint at the end."""
+"""Support for scripts with an unchanged loop: restore at the start, and a checkpoint at the end."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from .checkpointer import Checkpointer
 
 _served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 _ends: list[Callable[[], Checkpointer | None]] = []
-"""What `close_at_exit` was given."""
+"""The arguments of `close_at_exit`."""
 
 
 def attach_to_script(checkpointer: Checkpointer, restore: bool, ends_with_script: bool) -> None:
-    """Do what the script does not: restore now if asked to, and close when the process ends."""
+    """Restore now, if `restore`, and close at the end of the process, if `ends_with_script`. Raises
+    the errors of `Checkpointer.restore`; the checkpointer is abandoned then."""
     _served.add(checkpointer)
     if restore:
         try:
             checkpointer.restore()
         except BaseException:
-            checkpointer.abandon()  # nobody else has it, to try in another way
+            checkpointer.abandon()  # the script has no reference to it
             raise
     if ends_with_script:
         close_at_exit(lambda: checkpointer)
 
 
 def give_attribute(checkpointer: Checkpointer) -> None:
-    """Make it the attribute `checkpointer` of each of its optimizers, as the script has them."""
+    """Set the attribute `checkpointer` of each optimizer that the script has given."""
     for each in checkpointer._state.given.values():
         each.checkpointer = checkpointer  # type: ignore[attr-defined]
 
 
 def refuse_second(model: torch.nn.Module, optimizer: Any, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what a checkpointer that serves has already: model, optimizer, or path.
+    """Raise ConfigError if an open checkpointer has the same model, optimizer or path.
 
-    A second one for the second optimizer of a job would restore one at another step than the other.
+    A second checkpointer for a job's second optimizer could restore it at a different step.
     """
     ours = [id(each) for each in label_optimizers(optimizer).values()]
     for other in [ckpt for ckpt in _served if not ckpt.closed]:
@@ -72,19 +73,21 @@ def _same_place(other: Checkpointer, settings: Mapping[str, Any]) -> bool:
         name: settings[name] for name in ("path", "job_id", "shm_dir", "node") if name in settings
     }
     try:
-        mine = redirected(load_config(names, config_file=settings.get("config_file")))
+        config = redirected(load_config(names, config_file=settings.get("config_file")))
     except ConfigError:
-        return False  # the Checkpointer will say so, on all ranks
-    return job_directory.job_directory(mine) == job_directory.job_directory(other.config)
+        return False  # the Checkpointer raises it again, on all ranks
+    return job_directory.job_directory(config) == job_directory.job_directory(other.config)
 
 
 def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], None]:
-    """When the process ends, close the checkpointer that `current()` then gives, if any.
+    """At the end of the process, close the checkpointer that `current()` returns then, if any.
 
-    Returns what was registered with `atexit`, which calls in reverse order: who starts the
-    communication library anew has to register it again, to be called before that is shut down.
+    Closes as `Checkpointer.close_or_abandon` does, because a script may have shut its communication
+    down before.
 
-    As `Checkpointer.close_or_abandon` does it: scripts end their communication before they end.
+    Returns the function that was registered with `atexit`, which calls in reverse order. After a
+    new start of the communication library register it again, so that it runs before the library's
+    own shutdown.
     """
 
     def close() -> None:
@@ -101,11 +104,12 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
 
 
 def close_now() -> None:
-    """What is to be done when the process ends, for a script that shuts its communication library
-    down before: behind that, there is nobody to end together with.
+    """Close all checkpointers of `close_at_exit` now: for a script that shuts its communication
+    library down before it ends. After that, ranks could not end together.
 
-    Also where an exception is being handled: a script that comes to this may well have meant to
-    (its data came to an end, or Ctrl-C). Where only some ranks do, they do not meet."""
+    Closes also while an exception is being handled: the script may end in this way on purpose (its
+    data is used up, or Ctrl-C). If only some ranks get here, the meeting fails, and each ends
+    alone."""
     for current in tuple(_ends):
         checkpointer = current()
         if checkpointer is not None:

@@ -1,7 +1,7 @@
-"""Ending: what the end of a job waits for, how long, and what it says meanwhile.
+"""The end of a job: the waits for disk, other nodes and stores, their limits, and their events.
 
-Other ranks wait in a collective while one waits for its disk, and a scheduler waits for nobody. So
-every wait here has an end, and what is behind then is named.
+While one rank waits for its disk, other ranks wait in a collective, and the scheduler may kill all.
+So every wait here has a limit, and events name the versions that are incomplete at that limit.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
 
 NOTICE_SECONDS = 5.0
-"""When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
+"""A longer wait for the disk, for other nodes or for the persistent level is reported."""
 
 
 def is_orderly(error: BaseException | None) -> bool:
-    """True for `sys.exit(0)`, which ends a script and is no failure."""
+    """True for `sys.exit(0)`: a normal end of a script."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def script_failed() -> bool:
-    """When the process ends: whether an error ended the script."""
+    """True if an error ended the script. Called at the end of the process."""
     error = getattr(sys, "last_value", None) or sys.exc_info()[1]
     return error is not None and not is_orderly(error)
 
@@ -40,45 +40,49 @@ def script_failed() -> bool:
 def no_moment(
     group: Group, steps_made: int, turns: int, parted: bool, torn: bool, stepping: Iterable[str]
 ) -> tuple[str, bool, bool]:
-    """Why what is live now is no version: it is not of one moment on all ranks; empty if it is.
-    And whether all have cast as many votes (`turns`), and made as many steps. Collective.
+    """Check that the live state is one version: of the same step on all ranks. Collective.
 
-    `parted`: this rank found before that others make other steps. `stepping` names optimizers
-    whose step began and did not end.
+    Returns the reason why it is not (empty if it is), whether all ranks have cast the same number
+    of votes (`turns`), and whether all have made the same number of steps. Equal on all ranks.
+
+    `parted`: this rank found earlier that ranks make their steps in different iterations.
+    `stepping`: names of optimizers with an interrupted step.
     """
-    mine = ""
+    reason = ""
     if torn:
-        mine = "a restore did not come to its end, so the live state is torn"
+        reason = "a restore was interrupted, so the live state is torn"
     elif names := ", ".join(sorted(stepping)):
-        mine = f"the step of {names} did not come to its end"
-    everyone = group.all_gather_object((steps_made, turns, parted, mine))
-    error_barrier = len({turns for _, turns, _, _ in everyone}) == 1
-    troubles = by_rank([why for *_, why in everyone])
-    counts = [steps for steps, *_ in everyone]
-    if not troubles and min(counts) < max(counts):
-        ahead, behind = counts.index(max(counts)), counts.index(min(counts))
-        troubles.append(
-            f"rank {ahead} has {counts[ahead]} steps behind it, and rank {behind} {counts[behind]}"
+        reason = f"the step of {names} was interrupted"
+    gathered = group.all_gather_object((steps_made, turns, parted, reason))
+    same_votes = len({turns for _, turns, _, _ in gathered}) == 1
+    reasons = by_rank([reason for *_, reason in gathered])
+    counts = [steps for steps, *_ in gathered]
+    if not reasons and min(counts) < max(counts):
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        reasons.append(
+            f"rank {most} has made {counts[most]} steps, and rank {least} {counts[least]}"
         )
-    if not troubles and any(parted for _, _, parted, _ in everyone):
-        troubles.append(
-            "ranks made as many steps, in different iterations (some rank skipped a step that "
-            "others made)"
+    if not reasons and any(parted for _, _, parted, _ in gathered):
+        reasons.append(
+            "ranks made the same number of steps, but in different iterations (some rank skipped "
+            "a step that others made)"
         )
-    return next(iter(troubles), ""), error_barrier, min(counts) == max(counts)
+    return next(iter(reasons), ""), same_votes, min(counts) == max(counts)
 
 
 _open: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
 def at_exit(end: Callable[[], None]) -> None:
-    """Have this method of a checkpointer called when the process ends: a thread of ours that copies
-    while torch is taken down would end the process by SIGABRT, whatever the script's own status
-    was. The checkpointer is not kept alive."""
+    """Call this method of a checkpointer when the process ends. Keeps no reference to the
+    checkpointer.
+
+    A copying thread that still runs while torch shuts down would end the process by SIGABRT,
+    whatever the exit status of the script."""
     _open.add(weakref.WeakMethod(end, _open.discard))
 
 
-@atexit.register  # when this is imported: so it comes after all that is registered to close them
+@atexit.register  # at import: so it runs after all handlers that close checkpointers
 def _end_all() -> None:
     for method in list(_open):
         if (end := method()) is not None:
@@ -89,7 +93,7 @@ class Shutdown:
     """One `close()`. Training thread; not collective."""
 
     disk_answers = False
-    """The node's disk has all that was on its way there."""
+    """True once the node's disk has all versions that were on their way to it."""
 
     def __init__(
         self,
@@ -99,30 +103,32 @@ class Shutdown:
         halting: HaltController,
         nbytes: int,
     ) -> None:
-        """It begins now. `nbytes`: of a version, all shards of this node together."""
+        """Start the time limits now. `nbytes`: size of a version's shards on this node."""
         self._config, self._agent, self._reports, self._halt = config, agent, reports, halting
         self._patience_seconds = seconds = most_quiet_seconds(nbytes)
         granted = halting.seconds_to_wait()
         self.granted_seconds = seconds if granted is None else min(seconds, granted)
-        """So long the node's disk is waited for: less where the allocation ends."""
+        """Longest wait for the node's disk; shorter if the allocation ends soon."""
         self.last_call = time.monotonic() + self.granted_seconds
-        """Until then, by `time.monotonic()`."""
+        """End of that wait, by `time.monotonic()`."""
 
     def disk_has_all(self, wait: Callable[[float], bool]) -> bool:
-        """Until all is committed, at most until `last_call`. False when it is not, which an event
-        then says of each version. `wait` is `Checkpointer.wait`."""
+        """Wait until all versions are committed, at most until `last_call`. If some are not, emits
+        an event for each of them and returns False. `wait` is `Checkpointer.wait`."""
         self.disk_answers = done = wait(max(self.last_call - time.monotonic(), 0.0))
         for id_ in () if done else self._agent.committing():
-            why = f"{self._config.directory} has not taken it in {self.granted_seconds:.0f} s"
+            why = f"{self._config.directory} has not stored it in {self.granted_seconds:.0f} s"
             self._reports.not_committed_later(id_, f"{why}, and the job ends; {self._heir()}")
         self._reports.say()
         return done
 
     def await_others(self, hear: Callable[[], None]) -> None:
-        """Other nodes and the persistent level: the scheduler may take the node when we are gone.
-        As long as what is under way gets on, that is: a store that hangs does not keep the job
-        from ending; nor longer than `HaltController` grants. Says that it waits, and what is not
-        there in the end; `hear` says meanwhile what fails."""
+        """Wait for other nodes and the persistent level: after the job the scheduler may take the
+        node away.
+
+        Waits only while there is progress, so that a hanging store does not keep the job from
+        ending, and no longer than `HaltController` grants. Emits an event about the wait, and one
+        for each version that is incomplete at the end; `hear` reports failures during the wait."""
         granted = self._halt.seconds_for_others
         if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True):
             return
@@ -130,24 +136,24 @@ class Shutdown:
         if self._agent.outlast(self._patience_seconds, granted, hear):
             return
         hear()
-        if not (behind := self._agent.under_way()):  # it came in the last moment
+        if not (incomplete := self._agent.under_way()):  # completed at the last moment
             return
         if granted() <= 0:
-            why = f"the job was told to end, and not everything is with {self._farther()} yet"
+            why = f"the job has to end, and not everything is with {self._farther()} yet"
         else:
             quiet = f"for {self._patience_seconds:.0f} s"
             why = f"nothing has moved to {self._farther()} {quiet}, and the job ends"
         text = f"{why}. This node's part stays in {self._config.directory}, and {self._heir()}"
-        for level, versions in behind.items():
+        for level, versions in incomplete.items():
             for id_ in versions:
                 self._reports.left_behind(level, id_, text)
 
     def _farther(self) -> str:
-        """Where something is under way to, in words."""
+        """The levels that versions are on their way to, in words."""
         return " and ".join(place_of(level, self._config) for level in self._agent.behind())
 
     def _heir(self) -> str:
-        """Who goes on with it."""
+        """The process that continues with the incomplete versions, in words."""
         if self._config.agent == "inline":
             return "the next run goes on from there"
         return f"the node's agent (process {self._agent.pid}) goes on with it as long as it lives"

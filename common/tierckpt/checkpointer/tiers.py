@@ -1,8 +1,8 @@
-"""Levels: what is behind the slots, and what it hears of the run that this rank is in.
+"""The storage levels below shared memory, and their updates at the start of a run.
 
-`history` tells what earlier starts of the job left there. This node's agent, and those of other
-nodes (`peers`), put there what this one takes: `slot_handoff` brings it to the agent, `promotion`
-farther.
+`history` has the versions that earlier runs of the job left there. `slot_handoff` hands new
+versions to this node's agent, and `promotion` sends them to other nodes (`peers`) and to the
+persistent level.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .promotion import Backlog, Promotion, flush_order
 
 
 class Tiers:
-    """One rank's way to them. Owns its parts; training thread."""
+    """One rank's access to the levels. Owns its parts; training thread."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Tiers:
         agreement: Agreement,
         reports: Reports,
     ) -> None:
-        """`groups`: see `redundancy_groups`. Nothing is started yet."""
+        """Make the parts, but start nothing yet. `groups`: see `redundancy_groups`."""
         self._config, self._group, self._node = config, group, topology.node(group.rank)
         self._agreement, self._reports = agreement, reports
         host, job = topology.hosts[group.rank], resources.job
         environment = topology.environment[self._node.first]
-        alike = topology.environment[group.rank] == environment
-        self.agent = attach.agent_client(config, group, job, self._node, environment, alike)
+        may_start = topology.environment[group.rank] == environment
+        self.agent = attach.agent_client(config, group, job, self._node, environment, may_start)
         with contextlib.ExitStack() as undo:
             undo.callback(self.agent.close)
             asks = config.uses("peer") and self._node.first == group.rank
@@ -87,8 +87,8 @@ class Tiers:
             undo.pop_all()
 
     def open(self) -> None:
-        """Find the agent, if there is one; it is started by `meet`. Where nodes are to meet, all
-        would wait for it there, so it is started now, beside a restore."""
+        """Find the agent, if there is one; `meet` starts it otherwise. If nodes are to meet, all of
+        them would wait there for its start, so it is started now, while a restore runs."""
         if self.peers.slow_coding and self._group.rank == 0:
             self._reports.notice(self.peers.slow_coding, logging.WARNING)
         self._have_agent(self.agent.start if self.peers.groups else self.agent.find)
@@ -101,14 +101,14 @@ class Tiers:
                 self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
 
     def collect(self) -> None:
-        """Take the agent's messages into the books."""
+        """Process the agent's messages."""
         for message in self.agent.poll():
             self._reports.on_agent_message(message)
 
     # --- a run begins, on all ranks -----------------------------------------------------------
 
     def begin_afresh(self) -> None:
-        """From nothing, although nobody looked whether there is something. Collective."""
+        """Start a run that restores nothing; look first at versions of earlier runs. Collective."""
         self.history.look()
         self.history.begin_afresh()
         self.meet()
@@ -116,25 +116,26 @@ class Tiers:
         if old is not None and self._group.rank == 0:
             self._reports.notice(
                 f"{self._config.path} holds {old} of an earlier run, and restore() was not "
-                "called: this run starts afresh beside it. Its files are kept and will not be "
-                "restored any more; delete them, or call restore() before the first step",
+                "called: this run starts afresh beside it. The files of the earlier run are kept, "
+                "but will not be restored any more; delete them, or call restore() before the "
+                "first step",
                 logging.WARNING,
             )
 
     def go_on_from(self, lineage: Lineage, result: Restored) -> None:
-        """From the version that the live state is of. Collective."""
+        """Start a run from the version that the live state equals. Collective."""
         self.history.go_on_from(lineage, result.version)
         id_ = VersionId(result.generation, result.version)
         self._pin_as_elsewhere(id_)
-        # Even when some shards came from elsewhere: those in memory may be the only ones.
+        # Also if some shards came from other levels: those in memory may be the only copies.
         memory = id_ if MEMORY in result.levels else self.history.newest(MEMORY, id_)
-        # Until something newer is protected, what was rebuilt may have to be rebuilt again.
+        # Until a newer version is protected, a rebuilt one may have to be rebuilt again.
         peer = id_ if PEER in result.levels else self.history.newest_protected(id_)
         newest = {level: self.history.newest(level, id_) for level in INTERVALS if level != MEMORY}
         ages_seconds = {
             level: self.history.age_seconds(found, id_) for level, found in newest.items()
         }
-        if PEER in result.levels:  # what was rebuilt is on its way there (see `repair`)
+        if PEER in result.levels:  # the rebuilt shards are on their way there (see `repair`)
             del ages_seconds[LOCAL]
         safe = {MEMORY: memory, LOCAL: newest[LOCAL], PEER: peer}
         self._agreement.restart(safe, self.history.incomplete(), ages_seconds)
@@ -143,12 +144,12 @@ class Tiers:
         self.meet()
 
     def _pin_as_elsewhere(self, id_: VersionId) -> None:
-        """A version that is pinned on some node stays on all: one that has it only now, as what was
-        lost is made there again (see `repair`), has no mark of it."""
+        """Pin a version on this node that is pinned on some other node. A node that gets the
+        version only now, by a repair (see `repair`), does not have the mark yet."""
         pins = {pin for each in self.history.pins for pin in each if pin.version == id_}
-        mine = self.history.pins[self._group.rank]
+        pins_here = self.history.pins[self._group.rank]
         is_first = self._node.first == self._group.rank
-        if not (pins.difference(mine) and is_first and self._config.uses(LOCAL)):
+        if not (pins.difference(pins_here) and is_first and self._config.uses(LOCAL)):
             return
         try:
             LocalPins(self._config.directory).pin([id_], any(pin.everywhere for pin in pins))
@@ -157,9 +158,9 @@ class Tiers:
             self._reports.notice(text, logging.ERROR)
 
     def meet(self) -> None:
-        """The nodes' agents, which are started where there are none, meet under the name of the
-        run that has begun. Collective. Not before, where nobody waits for one: its start is 0.1 s
-        of work, and more of waiting for memory, beside a restore that wants the cores."""
+        """Start the nodes' agents where they are missing, and have them meet under the name of the
+        new run. Collective. They are not started earlier if nobody waits for them: a start takes
+        0.1 s of work, and more of memory traffic, while a restore needs the cores."""
         self._have_agent(self.agent.start)
         history, former_nodes = self.history, self.former_nodes.alive
 

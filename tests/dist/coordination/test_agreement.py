@@ -497,6 +497,6 @@ def test_shards_of_different_steps_are_no_version(
     place = Place.under(tmp_path, shm_dir)
     told = ranks(2).run(close_one_step_apart, place)
     for _, notices in told:
-        assert any("rank 0 has 4 steps behind it, and rank 1 3" in text for text in notices)
+        assert any("rank 0 has made 4 steps, and rank 1 3" in text for text in notices)
     found = ranks(2).run(find_again, place)
     assert found == [(3, digests[3]) for digests, _ in told]

@@ -113,7 +113,7 @@ def torn_everywhere(place: Place) -> None:
     script.fail()
     lose(place.shm, place.path)
     for _ in range(2):
-        with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+        with pytest.raises(tierckpt.RestoreError, match="no rank has a whole state"):
             script.state.sync()
         assert script.state.checkpointer is None
 
@@ -124,7 +124,7 @@ def torn_everywhere(place: Place) -> None:
     script = Script(place, seed=3)
     lost_in(script.start, TORN)
     lose(place.shm, place.path)
-    with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+    with pytest.raises(tierckpt.RestoreError, match="no rank has a whole state"):
         script.start()
     assert script.state.batch == 0
 
@@ -165,7 +165,7 @@ def torn_by_a_broadcast(place: Place) -> None:
     lost_in(script.state.sync, (attributes, "broadcast", sent_half))
     if rank() == 0:
         script = Script(place, seed=3)
-    with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+    with pytest.raises(tierckpt.RestoreError, match="no rank has a whole state"):
         script.state.sync()
 
 
@@ -269,7 +269,7 @@ def going_back_at_a_failure(place: Place) -> list[list[tuple[int, str]]]:
         script.fail()
         script.state.sync()
         assert script.state.batch == last_taken
-        found.append([(e.severity, e.message) for e in script.said("this goes back to")])
+        found.append([(e.severity, e.message) for e in script.said("the job goes back to")])
         script.end()
     return found
 
@@ -279,8 +279,8 @@ def test_going_back_at_a_failure_is_said(ranks: Any, tmp_path: Path, shm_dir: Pa
     place = Place.under(tmp_path, shm_dir)
     told, other = ranks(2, HOROVODRUN).run(going_back_at_a_failure, place)
     ((said,), (warned,), nothing) = told
-    assert said == (logging.INFO, "this goes back to v2 from v3")
+    assert said == (logging.INFO, "the job goes back to v2 from v3")
     assert warned[0] == logging.WARNING
-    assert "back to v2 from v4: the commits behind it, to v4," in warned[1]
+    assert "back to v2 from v4: later commits, up to v4," in warned[1]
     assert nothing == []
     assert other == [[], [], []]

@@ -195,4 +195,4 @@ def test_an_elastic_state_with_a_plain_optimizer_is_refused(
     place = Place.under(tmp_path, shm_dir)
     for text in ranks(2, HOROVODRUN).run(elastic_beside_a_plain_one, place):
         assert "optimizer 'opt_own' is a SGD of torch.optim.sgd" in text
-        assert "an elastic job, whose ranks come and go" in text
+        assert "ranks that join an elastic job" in text

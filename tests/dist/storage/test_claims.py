@@ -81,6 +81,6 @@ def test_what_is_in_the_way_of_one_rank_is_told_by_all(
     OBSTACLES[obstacle](job.path / name)
     texts = ranks(2).run(told, place)
     assert texts[0] == texts[1]
-    assert texts[0].startswith("rank 1 cannot have its place")
+    assert texts[0].startswith("rank 1 cannot use its place")
     assert str(job.path / name) in texts[0]
     assert [path.name for path in job.path.iterdir()] == [name]

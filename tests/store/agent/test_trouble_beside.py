@@ -100,8 +100,8 @@ def test_a_dead_disk_does_not_keep_the_job_from_ending(
     assert STEPS not in versions_on_disk(path)
     behind = [(v, text) for name, v, level, text in told if (name, level) == ("failed", "local")]
     assert STEPS in [v for v, _ in behind]
-    assert all(f"{path} has not taken it in " in text for _, text in behind)
-    assert f"v{STEPS} is not durable everywhere" in told[-1][3]
+    assert all(f"{path} has not stored it in " in text for _, text in behind)
+    assert f"v{STEPS} is not durable" in told[-1][3]
     with TinyJob(path, seed=99, **settings) as job:
         assert job.restore() == STEPS
         assert job.checkpointer.restored.levels == {"memory": 1}

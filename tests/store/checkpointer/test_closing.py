@@ -51,7 +51,7 @@ def test_a_look_at_an_older_version_costs_no_newer_one(
     with TinyJob(path, seed=99, **settings) as looking:
         assert looking.restore(version=STEPS - 2) == STEPS - 2
         assert looking.fingerprint() == course[STEPS - 2]
-    assert said(looking, "what is newer stays")
+    assert said(looking, "newer versions stay")
     assert (versions_on_disk(path), len(in_shm(shm_dir))) == before
     assert back_from(path, settings) == (STEPS + 1, {"memory": 1}, course[STEPS + 1])
 
@@ -93,7 +93,7 @@ def test_half_of_a_step_is_no_version(
         job.run(STEPS)
         fail_half_way(job)
         job.checkpointer.save(now=True)
-    assert said(job, "takes nothing: rank 0: the step of optimizer did not come to its end")
+    assert said(job, "stores nothing: rank 0: the step of optimizer was interrupted")
     assert said(job, "no final checkpoint is taken")
     newest = STEPS if level == "local" else 6
     assert versions_on_disk(path) == [newest]
@@ -129,7 +129,7 @@ def test_what_is_durable_does_not_depend_on_how_long_others_take(
     ):
         job.run(STEPS)
     assert said(job, "not all ranks end together: TimeoutError('a slow store')")
-    assert not said(job, "not durable everywhere")
+    assert not said(job, "is not durable")
     assert in_shm(shm_dir) == []
     assert back_from(path, settings) == (STEPS, {"local": 1}, course[STEPS])
 

@@ -310,7 +310,7 @@ def test_what_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) 
     told = ranks_end(path, shm_dir, after, memory_every_steps=1, local_every_steps=100)
     assert [found for _, found in told] == [3, 3]
     messages = [event.message for events, _ in told for event in events]
-    assert any("stored as it was at its boundary" in each for each in messages)
+    assert any("stored as of its boundary" in each for each in messages)
     assert any("cannot be stored without pickle" in each for each in messages)
 
 

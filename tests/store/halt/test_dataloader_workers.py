@@ -170,7 +170,7 @@ def test_workers_that_cannot_be_spared_cost_no_version(
     heard(process, "ready")
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(50) == 1
-    expected = "SIGTERM came to this rank, and the training ended with an error"
+    expected = "this rank received SIGTERM, and the training ended with an error"
     assert expected in capfd.readouterr().err
     assert on_disk(path, tmp_path) >= 5
 

@@ -78,7 +78,7 @@ def test_a_level_that_nobody_said_the_place_of_is_missed(tmp_path: Path, shm_dir
     settings = {"shm_dir": str(shm_dir), "agent": "inline", "persistent_every_steps": 2}
     with TinyJob(tmp_path / "ckpts", **settings) as job:
         (said,) = job.heard("notice")
-    assert "no persistent_path is given" in said.message
+    assert "have no effect without persistent_path" in said.message
     assert said.message.endswith("persistent_every_steps")
 
 
