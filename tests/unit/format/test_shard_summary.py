@@ -62,7 +62,7 @@ def test_every_tensor_is_told_of_once_and_the_whole_is_known_to_be_whole(
 @pytest.mark.parametrize(
     ("beginning", "said"),
     [
-        (True, "model/a: its beginning is in no shard"),
+        (True, "model/a: no shard has its first element"),
         (False, "model/a: only 65536 of 98304 elements are in the shards"),
     ],
 )
