@@ -119,7 +119,7 @@ def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str
     job = make_job(seed=2)
     attached = attach(job, place, **settings(nodes[rank()], memory_every_steps=0, **more))
     told = restored_into(job, attached)
-    told["silent"] = [event.message for event in attached.said("counts as lost")]
+    told["silent"] = [event.message for event in attached.said("count as lost")]
     train(job, attached.ckpt, range(STEPS, STEPS + steps))
     fail(attached)
     return told

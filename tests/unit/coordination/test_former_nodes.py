@@ -54,7 +54,7 @@ def test_of_many_the_first_few_and_how_many_more(closed_port: int) -> None:
     ]
     *told, rest = look(*nodes).silent
     assert len(told) == MOST_TOLD
-    assert rest == "nor do 5 more nodes that it was on: n4, n5, n6 and 2 more"
+    assert rest == "5 more nodes did not answer either: n4, n5, n6 and 2 more"
 
 
 def test_those_that_could_not_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
