@@ -99,7 +99,7 @@ class Flusher:
         self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
         self._now: tuple[FlushOrder, Answer] | None = None
         """The flush under way."""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         """Warnings of this flush that need not be repeated."""
         self._arrivals = NewPins()
         self._unproved: list[VersionName] = []
@@ -171,7 +171,7 @@ class Flusher:
                     self._thread = None
                     break
                 order, answer = self._now = self._orders.popleft()
-            self._told.clear()
+            self._warned.clear()
             try:
                 answer(self._flushed(order))
             finally:
@@ -386,9 +386,9 @@ class Flusher:
         if self._now is None:
             return
         order, answer = self._now
-        what = f"{order.id} {kind}" if kind else text
-        if what not in self._told:
-            self._told.add(what)
+        warning = f"{order.id} {kind}" if kind else text
+        if warning not in self._warned:
+            self._warned.add(warning)
             answer(Problem(text, level="persistent", severity=logging.WARNING))
 
 

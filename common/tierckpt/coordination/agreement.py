@@ -255,9 +255,9 @@ class Agreement:
         self._patience_lost, self.apart = False, agreed.apart
         if not self.apart:
             self.together = self._ballot.newest
-        told = (-agreed.less_bytes, of_vote(agreed.metric))
+        shard = (-agreed.less_bytes, of_vote(agreed.metric))
         broken = {  # last levels first: the effects of a version on local depend on them
-            level: self._resolve(level, agreed.levels[level].state, id_, *told)
+            level: self._resolve(level, agreed.levels[level].state, id_, *shard)
             for level, id_ in reversed(self._ballot.about.items())
         }
         for level, known in self._known.items():
@@ -338,18 +338,18 @@ class Agreement:
 
         Collective and waiting: for the end of the job, and for a save on demand.
         """
-        mine: dict[Level, dict[VersionId, int]] = {}
+        own: dict[Level, dict[VersionId, int]] = {}
         for level, ledger in self.ledgers.items():
             # A version that is safe here may be open on a rank that has read one vote less.
             known = {} if ledger.safe is None else {ledger.safe: DONE}
-            mine[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
-        everyone = self._group.all_gather_object((mine, dict(self._shards)))
+            own[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
+        gathered = self._group.all_gather_object((own, dict(self._shards)))
         for level, ledger in self.ledgers.items():
             unknown = BROKEN if level.facts.awaited else PENDING
             for id_ in list(ledger.open):
-                state = min(theirs[level].get(id_, unknown) for theirs, _ in everyone) or unknown
-                told = [shards.get(id_, (0, None)) for _, shards in everyone]
-                self._resolve(level, state, id_, max(nbytes for nbytes, _ in told), told[0][1])
+                state = min(theirs[level].get(id_, unknown) for theirs, _ in gathered) or unknown
+                found = [shards.get(id_, (0, None)) for _, shards in gathered]
+                self._resolve(level, state, id_, max(nbytes for nbytes, _ in found), found[0][1])
         self._ballot = None
 
     # --- what follows for slots ----------------------------------------------------------------

@@ -35,17 +35,17 @@ def gather_or_raise(
     error and the numbers of the ranks that raised the same. An error of another library counts as a
     TierckptError with its kind and text. A BaseException that is no Exception passes at once.
     """
-    mine: T | None = None
+    result: T | None = None
     trouble: TierckptError | None = None
     cause: Exception | None = None
     try:
-        mine = work()
+        result = work()
     except Exception as raised:
         cause = raised
         trouble = raised if _is_ours(raised) else TierckptError(in_words(raised))
-    told = group.all_gather_object((trouble, mine))
-    raise_any([theirs for theirs, _ in told], error, group.rank, cause)
-    return [value for _, value in told]
+    gathered = group.all_gather_object((trouble, result))
+    raise_any([theirs for theirs, _ in gathered], error, group.rank, cause)
+    return [value for _, value in gathered]
 
 
 def raise_any(
@@ -112,21 +112,21 @@ class ErrorBarrier:
         if self._over or not (error is None or isinstance(error, Exception)):
             return
         try:
-            told = self._gather(in_words(error) if error is not None else "")
+            gathered = self._gather(in_words(error) if error is not None else "")
         except RestoreError as of_another:
             raise of_another from error
         if error is not None:  # raised on all ranks
-            same_on_all(error, [why for why, _ in told], self.rank)
+            same_on_all(error, [why for why, _ in gathered], self.rank)
 
     def _gather(self, why: str, value: Any = None) -> list[tuple[str, Any]]:
         """Gather each rank's trouble and value; RestoreError if some have trouble, but not all."""
         over, self._over = self._over, True
-        told: list[tuple[str, Any]] = self._group.all_gather_object((why, value))
-        troubles = [theirs for theirs, _ in told]
+        gathered: list[tuple[str, Any]] = self._group.all_gather_object((why, value))
+        troubles = [theirs for theirs, _ in gathered]
         if not all(troubles):
             raise_any(troubles, _could_not_go_on, self.rank)
         self._over = over
-        return told
+        return gathered
 
 
 def _could_not_go_on(ranks: list[int], why: str) -> RestoreError:

@@ -29,7 +29,7 @@ ROSTER_SECONDS = 5.0
 """Time that this node's agent may take to answer `Hello` with the nodes it knows."""
 CALLS = 16
 """Number of nodes that a rank asks at once."""
-MOST_TOLD = 4
+MOST_NAMED = 4
 """Number of silent nodes that are named, with the reason."""
 MOST_LISTS = 16
 """Number of different lists of known nodes that are read."""
@@ -76,16 +76,16 @@ class FormerNodes:
         if {*marks} == {UNKNOWN}:
             return [[] for _ in marks]
         newest_first = sorted({*marks} - {UNKNOWN}, reverse=True)
-        tellers = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
-        told = group.all_gather_object(known_nodes if group.rank in tellers else None)
-        known = dict.fromkeys(each for teller in tellers for each in told[teller].agents)
-        everyone = group.all_gather_object(_ask_all(list(known)[group.rank :: group.size]))
-        self.alive = [known for answers, _ in everyone for known, _ in answers]
+        senders = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
+        lists = group.all_gather_object(known_nodes if group.rank in senders else None)
+        known = dict.fromkeys(each for sender in senders for each in lists[sender].agents)
+        gathered = group.all_gather_object(_ask_all(list(known)[group.rank :: group.size]))
+        self.alive = [known for answers, _ in gathered for known, _ in answers]
         self._down = {known.where: threading.Event() for known in self.alive}
-        self.silent = self._told_of_silent(why for _, whys in everyone for why in whys.items())
-        return [[inventory for _, inventory in answers] for answers, _ in everyone]
+        self.silent = self._silent_lines(why for _, whys in gathered for why in whys.items())
+        return [[inventory for _, inventory in answers] for answers, _ in gathered]
 
-    def _told_of_silent(self, whys: Iterable[tuple[AgentAddress, str]]) -> list[str]:
+    def _silent_lines(self, whys: Iterable[tuple[AgentAddress, str]]) -> list[str]:
         """Return a line for each node of which no agent answered; for the first few only."""
         answered = {known.host for known in self.alive}
         nodes: dict[str, list[str]] = {}
@@ -97,9 +97,9 @@ class FormerNodes:
             f"as lost: {'; '.join(dict.fromkeys(reasons))}"
             for node, reasons in sorted(nodes.items())
         ]
-        more = sorted(nodes)[MOST_TOLD:]
+        more = sorted(nodes)[MOST_NAMED:]
         rest = [f"{len(more)} more nodes did not answer either: {some(more)}"] if more else []
-        return lines[:MOST_TOLD] + rest
+        return lines[:MOST_NAMED] + rest
 
     def open(self, place: Location) -> RemoteNode | None:
         """Return an agent that answered, to read from that place. The caller closes it. Any

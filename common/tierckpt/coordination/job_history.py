@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 NAME_LETTERS = 16
 RUN_ID_LETTERS = 8
 """Letters of the run's name that distinguish runs in messages."""
-MOST_TOLD = 4
+MOST_VERSIONS = 4
 """Number of versions named in a message."""
 MOST_NAMED = 8
 """Number of shards or places named in a message."""
@@ -121,10 +121,10 @@ class JobHistory:
         `error_barrier`, if that is given. Collective."""
         shared = self._config.persistent if self._group.rank == 0 else None
         try:
-            mine = take_inventory(self._job, self._store, self._host, shared)
+            own = take_inventory(self._job, self._store, self._host, shared)
         except Exception as error:  # the other ranks wait for this one
-            mine = nothing_seen(self._host, error)
-        inventories = self._gather(error_barrier or self._group, mine)
+            own = nothing_seen(self._host, error)
+        inventories = self._gather(error_barrier or self._group, own)
         token = inventories[0].token
         self.name, self.secret = token[:NAME_LETTERS], token[NAME_LETTERS:]
         self.found = [i.found for i in inventories]
@@ -134,18 +134,18 @@ class JobHistory:
         self.suspects = {id_: text for i in inventories for id_, text in i.suspects}
         said = (f for i in inventories for f in i.found if f.facts.suspect)
         self.suspects.update((f.key.id, f.facts.suspect) for f in said)
-        self.problems = _told(p for i in inventories for p in i.problems)
+        self.problems = _lines(p for i in inventories for p in i.problems)
         self.damaged = {key for i in inventories for p in i.problems for key in p.keys}
-        self.nameless = _told(p for i in inventories for p in i.problems if _is_seal(p))
-        self.newer = _told(p for i in inventories for p in i.problems if p.newer)
-        self.unseen = _told(p for i in inventories for p in i.unseen)
+        self.nameless = _lines(p for i in inventories for p in i.problems if _is_seal(p))
+        self.newer = _lines(p for i in inventories for p in i.problems if p.newer)
+        self.unseen = _lines(p for i in inventories for p in i.unseen)
         self._next_generation = 1 + max(i.generation for i in inventories)
 
-    def _gather(self, group: Group | ErrorBarrier, mine: Inventory) -> Sequence[Inventory]:
+    def _gather(self, group: Group | ErrorBarrier, own: Inventory) -> Sequence[Inventory]:
         """Gather every rank's inventory, and those of former nodes' agents."""
         known_nodes = self._former_nodes.known_nodes() if self._former_nodes else None
-        told = group.all_gather_object((mine, known_nodes.mark if known_nodes else UNKNOWN))
-        inventories, marks = zip(*told, strict=True)
+        gathered = group.all_gather_object((own, known_nodes.mark if known_nodes else UNKNOWN))
+        inventories, marks = zip(*gathered, strict=True)
         if self._former_nodes is None:
             return inventories
         theirs = self._former_nodes.look(group, known_nodes, marks)
@@ -285,15 +285,15 @@ class JobHistory:
             shards = there.setdefault((f.key.id, f.key.shards, f.facts.run_id), {})
             place = f.place.where if f.place.host == EVERYWHERE else f.place.host
             shards.setdefault(f.key.shard, set()).add(place)
-        newest = sorted(there.items(), reverse=True)[:MOST_TOLD]
+        newest = sorted(there.items(), reverse=True)[:MOST_VERSIONS]
         runs = Counter(id_.version for id_, _, _ in dict(newest))
         texts = []
         for (id_, count, run_id), here in newest:
             gone = [s for s in range(count) if s not in here]
             noun = "shards" if gone[1:] else "shard"
             missing = f", {noun} {some(gone, MOST_NAMED)} missing" if gone else ""
-            whose = _whose(run_id, here.values()) if runs[id_.version] > 1 else ""
-            texts.append(f"{len(here)} of {count} shards of {id_}{whose}{missing}")
+            of_run = _of_run(run_id, here.values()) if runs[id_.version] > 1 else ""
+            texts.append(f"{len(here)} of {count} shards of {id_}{of_run}{missing}")
         if max(runs.values(), default=0) > 1:
             texts.append("shards of different runs of the job do not make one version")
         return texts
@@ -322,7 +322,7 @@ class JobHistory:
         return max(there, key=lambda id_: (there[id_], id_), default=None)
 
 
-def _whose(run_id: str, places: Iterable[set[str]]) -> str:
+def _of_run(run_id: str, places: Iterable[set[str]]) -> str:
     return (
         f" of run {run_id[:RUN_ID_LETTERS]} (on {some(sorted(set().union(*places)), MOST_NAMED)})"
     )
@@ -333,6 +333,6 @@ def _is_seal(problem: Problem) -> bool:
     return problem.place.level in (MEMORY, AGENT) and not problem.keys
 
 
-def _told(problems: Iterable[Problem]) -> list[str]:
+def _lines(problems: Iterable[Problem]) -> list[str]:
     """Return a line for each problem; equal problems of several ranks give one line."""
     return list(dict.fromkeys(f"{problem.place.where}: {problem.why}" for problem in problems))

@@ -138,19 +138,19 @@ class PeerSetup:
             return
         from tierckpt.peer.address import own_network
 
-        mine, problem = None, ""
+        own, problem = None, ""
         where = self._where(secret)
         if self._node.first == self._group.rank:
-            mine, problem = self._listen(where)
-        everyone = self._group.all_gather_object((mine, problem, own_network()))
-        addresses = [address for address, _, _ in everyone]
-        problems = by_rank([why for _, why, _ in everyone])
-        problems = problems or out_of_reach(addresses, [network for _, _, network in everyone])
+            own, problem = self._listen(where)
+        gathered = self._group.all_gather_object((own, problem, own_network()))
+        addresses = [address for address, _, _ in gathered]
+        problems = by_rank([why for _, why, _ in gathered])
+        problems = problems or out_of_reach(addresses, [network for _, _, network in gathered])
         self.ready = not problems
         if problems:
             complain(f"the peer level is off: {'; '.join(problems)}")
             return
-        if mine is None:
+        if own is None:
             return
         hosts = self._topology.hosts
         of_host = {h: a for h, a in zip(hosts, addresses, strict=True) if a is not None}
@@ -161,7 +161,7 @@ class PeerSetup:
             for rank in group.ranks
             if rank in self._node.ranks
         ]
-        where = replace(where, port=mine.port)
+        where = replace(where, port=own.port)
         everybody = (AgentAddress(h, a.host, a.port, secret) for h, a in sorted(of_host.items()))
         known_nodes = KnownNodes(generation, (*everybody, *former_nodes))
         self._agent.introduce(where, parties, known_nodes)
@@ -187,9 +187,9 @@ class PeerSetup:
             for n, h in zip(self._topology.names, self._topology.hosts, strict=True)
             if h != self._topology.hosts[self._group.rank]
         ]
-        mine = self._topology.names[self._group.rank]
+        own = self._topology.names[self._group.rank]
         # Not towards this node: a machine's own name is often a loopback address on it.
-        towards = next((name for name in others if name != mine), "localhost")
+        towards = next((name for name in others if name != own), "localhost")
         agent = self._agent
         return ListenSettings(
             secret,

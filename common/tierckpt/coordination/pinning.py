@@ -53,7 +53,7 @@ def mark_everywhere(
         return local.named(version) if first else set()
 
     # A node that has not written its part yet also gets the mark.
-    ids = set[VersionId]().union(*_told(look, group))
+    ids = set[VersionId]().union(*_on_all(look, group))
 
     def mark_local() -> set[str]:
         if not (first and ids):
@@ -69,13 +69,13 @@ def mark_everywhere(
         where = config.persistent.path
         return _answered(mark_there, where) if where and group.rank == 0 else set()
 
-    done = set[str]().union(*_told(mark_local, group), *_told(mark_persistent, group))
+    done = set[str]().union(*_on_all(mark_local, group), *_on_all(mark_persistent, group))
     if not done:
         raise PinError(f"cannot {action} v{version}: {_NONE[action]} on any level")
     return tuple(level for level in Level if level in done)
 
 
-def _told(ask: Callable[[], T], group: Group) -> list[T]:
+def _on_all(ask: Callable[[], T], group: Group) -> list[T]:
     """Return the results of `ask` on every rank; PinError on all if one failed. Collective."""
 
     def refusal(ranks: list[int], theirs: TierckptError) -> PinError:
@@ -87,13 +87,13 @@ def _told(ask: Callable[[], T], group: Group) -> list[T]:
 def _answered(ask: Callable[[], set[str]], where: str) -> set[str]:
     """Call `ask` in a thread of its own, since a store that hangs would block the job. Return its
     result or raise its error; PinError where there is no answer."""
-    told: list[set[str] | Exception] = []
+    answers: list[set[str] | Exception] = []
 
     def work() -> None:
         try:
-            told.append(ask())
+            answers.append(ask())
         except Exception as error:
-            told.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=work, name="tierckpt-pin", daemon=True)
     try:
@@ -101,9 +101,9 @@ def _answered(ask: Callable[[], set[str]], where: str) -> set[str]:
     except RuntimeError as error:  # the limit of threads of the system or container
         raise PinError(str(error)) from error
     thread.join(stall_timeout.QUIET_SECONDS)
-    if not told:
+    if not answers:
         raise PinError(f"{where} has not answered for {stall_timeout.QUIET_SECONDS:.0f} s")
-    (answer,) = told
+    (answer,) = answers
     if isinstance(answer, Exception):
         raise answer
     return answer

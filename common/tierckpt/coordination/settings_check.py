@@ -58,7 +58,7 @@ class JobTopology:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _RankSettings:
     """Values that a rank sends to the others."""
 
     compared: tuple[tuple[str, str], ...]
@@ -81,22 +81,22 @@ def agree_on_settings(
     """
     loaded: list[tuple[Config, Launch]] = []
 
-    def load() -> _Told:
+    def load() -> _RankSettings:
         config = redirected(load_config(arguments, config_file=config_file))
         launch = launch_of(os.environ, in_use=_is_in_use(config))
         loaded.append((config, launch))
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
         compared, token = tuple(_compared(config)), secrets.token_hex(8)
-        return _Told(compared, where, environment_fingerprint(), token, launch.starters)
+        return _RankSettings(compared, where, environment_fingerprint(), token, launch.starters)
 
-    everyone = gather_or_raise(group, load, partial(_named, group.size))
-    raise_any(_differences(everyone), _differ, group.rank)
+    gathered = gather_or_raise(group, load, partial(_named, group.size))
+    raise_any(_differences(gathered), _differ, group.rank)
     ((config, launch),) = loaded
-    hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
-    environment = tuple(told.environment for told in everyone)
-    starters = smallest(starter for told in everyone for starter in told.starters)
-    token = everyone[0].token
+    hosts, names, domains = zip(*(each.where for each in gathered), strict=True)
+    environment = tuple(each.environment for each in gathered)
+    starters = smallest(starter for each in gathered for starter in each.starters)
+    token = gathered[0].token
     return config, JobTopology(hosts, names, domains, environment, token, launch, starters)
 
 
@@ -137,24 +137,24 @@ def _compared(config: Config) -> Iterable[tuple[str, str]]:
         value = getattr(getattr(config, table), rest) if table in TABLES else getattr(config, name)
         if name.endswith("_codecs") and value:
             made = Pipeline.of_setting(value, name).description
-            told = [f"{m} {p}={v}" for m, each in made for p, v in each.items()]
-            value = ", ".join([value, *told])
+            codecs = [f"{m} {p}={v}" for m, each in made for p, v in each.items()]
+            value = ", ".join([value, *codecs])
         elif name == STORAGE_OPTIONS and value:
             value = hashlib.sha256(value.encode()).hexdigest()
         if name not in OWN:
             yield name, str(value)
 
 
-def _differences(everyone: Sequence[_Told]) -> list[str]:
+def _differences(gathered: Sequence[_RankSettings]) -> list[str]:
     """Return each rank's differences from rank 0's settings; empty where there are none."""
-    ours = everyone[0].compared
+    first = gathered[0].compared
     return [
         "\n".join(
-            _difference(name, theirs, mine)
-            for (name, theirs), (_, mine) in zip(told.compared, ours, strict=True)
-            if theirs != mine
+            _difference(name, theirs, expected)
+            for (name, theirs), (_, expected) in zip(each.compared, first, strict=True)
+            if theirs != expected
         )
-        for told in everyone
+        for each in gathered
     ]
 
 

@@ -248,9 +248,9 @@ class SharedBallots:
             with self._opened() as page:
                 gone = {rank for rank in missing if self._is_gone(page, rank)}
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        everyone = [votes[rank] for rank in range(self._group.size)]
-        columns = zip(*(vote for vote, _ in everyone), strict=True)
-        return [min(column) for column in columns], [own for _, own in everyone]
+        cast = [votes[rank] for rank in range(self._group.size)]
+        columns = zip(*(vote for vote, _ in cast), strict=True)
+        return [min(column) for column in columns], [own for _, own in cast]
 
     def done(self, turn: int) -> bool:
         """True when `result` will not wait for a running rank. Any thread."""
@@ -280,8 +280,8 @@ class SharedBallots:
         with self._opened() as page:
             passed = {r: page[self._iterations_at(r)] for r in (*missing, self._group.rank)}
             missing = [rank for rank in missing if self._vote(page, turn, rank) is None]
-        mine = int.from_bytes(passed[self._group.rank], "little")
-        return any(int.from_bytes(passed[rank], "little") > mine for rank in missing)
+        own = int.from_bytes(passed[self._group.rank], "little")
+        return any(int.from_bytes(passed[rank], "little") > own for rank in missing)
 
     def _iterations_at(self, rank: int) -> slice:
         at = _head_bytes(self._group.size) - (rank + 1) * _LINE_BYTES
@@ -412,12 +412,12 @@ def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
         if group.rank == 0:
             with contextlib.suppress(OSError, AttributeError):  # the latter: an old C library
                 page, where = _make_page(nbytes, token, only_now)
-        told = group.all_gather_object((os.getpid(), where, token))
-        _, where, token = told[0]
+        gathered = group.all_gather_object((os.getpid(), where, token))
+        _, where, token = gathered[0]
         page = page or _map_page(where, token, nbytes)
         if page is not None:
             unless_whole.callback(page.close)
-        pids = {rank: pid for rank, (pid, *_) in enumerate(told) if rank != group.rank}
+        pids = {rank: pid for rank, (pid, *_) in enumerate(gathered) if rank != group.rank}
         # Now, while all ranks run: later a number may belong to another process.
         processes = _watch(pids, unless_whole) if page is not None else None
         if not all(group.all_gather_object(processes is not None)):

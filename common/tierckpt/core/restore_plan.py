@@ -146,7 +146,7 @@ class _Sight:
     """
 
     def __init__(self, ranks: int, had: Readers, unreachable: Unreachable) -> None:
-        self._everyone: Sequence[int] = range(ranks)
+        self._all_ranks: Sequence[int] = range(ranks)
         self._had, self._unreachable = had, unreachable
         far = [(key, place, rank) for key, place, rank in unreachable if place.is_far]
         self._without = {(key.id, place, rank) for key, place, rank in far}
@@ -179,8 +179,8 @@ class _Sight:
 
     def _all_but_those_in_trouble(self, version: VersionId, place: Location) -> Sequence[int]:
         if not self._trouble:
-            return self._everyone
-        left = [rank for rank in self._everyone if (version, place, rank) not in self._without]
+            return self._all_ranks
+        left = [rank for rank in self._all_ranks if (version, place, rank) not in self._without]
         return [rank for rank in left if (place, rank) not in self._trouble] or left
 
 
@@ -366,7 +366,7 @@ class _Load:
         return rank
 
     def _lightest(self, ranks: Sequence[int]) -> int:
-        """Use a heap instead of a scan: there may be as many pieces as ranks for every rank."""
+        """Return the rank with the least work. A heap saves a scan of all ranks for each piece."""
         choice = ranks if isinstance(ranks, range) else tuple(ranks)
         if choice not in self._lightest_first:
             self._lightest_first[choice] = sorted(map(self._weight, choice))

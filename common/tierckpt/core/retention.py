@@ -97,16 +97,16 @@ def retirable_names(
     """
     held = list(held)
     ours = [h for h in held if h.facts.job == asking.job]
-    mine = {h.facts.id: h for h in _of_line(ours, asking.lineage, asking.run_id)}
-    line = newest_first((id_, h.facts.lineage) for id_, h in mine.items())
+    own = {h.facts.id: h for h in _of_line(ours, asking.lineage, asking.run_id)}
+    line = newest_first((id_, h.facts.lineage) for id_, h in own.items())
     each = newest_of_each(line)
-    metrics = {id_: m for id_ in each if (m := mine[id_].facts.metric) is not None}
+    metrics = {id_: m for id_ in each if (m := own[id_].facts.metric) is not None}
     keep = best_of(metrics, policy.keep_best, policy.best_is_low)
-    keep |= {id_ for id_, h in mine.items() if h.pinned}
+    keep |= {id_ for id_, h in own.items() if h.pinned}
     # However many suspects follow, the newest version that is not suspect stays.
-    keep.update([id_ for id_ in line if not mine[id_].suspect][:1])
-    gone = retirable(mine, policy, line[0] if line else None, asking.lineage, keep)
-    going = {mine[id_].name for id_ in gone}
+    keep.update([id_ for id_ in line if not own[id_].suspect][:1])
+    gone = retirable(own, policy, line[0] if line else None, asking.lineage, keep)
+    going = {own[id_].name for id_ in gone}
     # A base refers to nothing itself, so one step is enough.
     needed = {base for h in held if h.name not in going for base in h.bases}
     return sorted(going - needed)

@@ -121,10 +121,10 @@ def counts(headers: Iterable[ShardHeader]) -> dict[str, int]:
     return found
 
 
-def lacking(specs: Mapping[str, TensorSpec], everyone: Iterable[Mapping[str, int]]) -> list[str]:
+def lacking(specs: Mapping[str, TensorSpec], readers: Iterable[Mapping[str, int]]) -> list[str]:
     """Return the missing elements by all readers' `counts`, in words."""
     there: dict[str, int] = {}
-    for theirs in everyone:
+    for theirs in readers:
         for name, count in theirs.items():
             there[name] = there.get(name, 0) + count
     return [

@@ -1,4 +1,4 @@
-"""How the nodes' agents are introduced to each other, seen from a trainer."""
+"""Peer setup: the introduction of the nodes' agents to each other, on the side of a trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings are the same on all ranks, or all ranks say on which they are not."""
+"""Settings are equal on all ranks, or all ranks name those with others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tierckpt.testing.thread_group import run_ranks
 
 
 def refusals(arguments: list[dict[str, Any]]) -> list[str]:
-    """What every rank says to its arguments; empty where it says nothing."""
+    """Return every rank's error for its arguments; empty where it has none."""
 
     def attach(group: Any) -> str:
         try:

@@ -78,10 +78,10 @@ UNKNOWN = CostEstimate()
 class StepTimer:
     """Durations of this rank's steps by the checkpoint work during them. Training thread."""
 
-    def __init__(self, tells_flushes: bool = False) -> None:
-        """`tells_flushes`: measure the cost of a flush. Without it, that cost is part of all steps,
+    def __init__(self, times_flushes: bool = False) -> None:
+        """`times_flushes`: measure the cost of a flush. Without it, that cost is part of all steps,
         for a store so slow that a flush is always under way."""
-        self._tells_flushes = tells_flushes
+        self._times_flushes = times_flushes
         self._plain = RollingStats(WINDOW_STEPS, FRESH_STEPS)
         self._copying = RollingStats(WINDOW_STEPS, FRESH_STEPS)
         """Seconds of steps with a version to memory and no write to local."""
@@ -128,7 +128,7 @@ class StepTimer:
             self._end_commit()
         if self._flush_steps and not flushing:
             self._end_flush()
-        flushing = flushing and self._tells_flushes
+        flushing = flushing and self._times_flushes
         self._last = now_seconds, version, bool(take), busy or "local" in take, flushing
 
     def _passed(
