@@ -251,7 +251,7 @@ class JobHistory:
 
     def gone_from_disk(self) -> bool:
         """True when no disk has anything, although all ranks' disks had versions (a later shard
-        reports so, or this node's directory is not the one it was). False where the previous run
+        reports so, or this start had to make this node's directory). False where the previous run
         had its versions elsewhere."""
         found = [f for each in self.found for f in each]
         there = self.damaged or self.unseen or any(f.place.level == LOCAL for f in found)

@@ -239,10 +239,10 @@ class SharedBallots:
         while missing := self._collect(turn, votes):
             gone.intersection_update(missing)  # a rank may have voted before it was gone
             if gone:
-                raise RankGoneError(f"rank {min(gone)} was gone before it came to this boundary")
+                raise RankGoneError(f"rank {min(gone)} was gone before it reached this boundary")
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"rank {missing[0]} has not come to this boundary in {PATIENCE_SECONDS:g} s"
+                    f"rank {missing[0]} has not reached this boundary in {PATIENCE_SECONDS:g} s"
                 )
             time.sleep(pause)
             with self._opened() as page:

@@ -115,7 +115,7 @@ class Schedule:
 
 
 def _held(due: Collection[Level], busy: Collection[Level]) -> dict[Level, str]:
-    """Return the due levels that cannot take a version, each with the busy level on its way."""
+    """Return the due levels that cannot take a version, each with the reason of a busy level."""
     held = {}
     for level in INTERVALS:
         way = (MEMORY, level.source or level, level)

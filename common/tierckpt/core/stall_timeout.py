@@ -1,7 +1,7 @@
 """Stall timeout: how long to wait for work elsewhere, depending on its progress.
 
-A slow store is waited for as long as it accepts bytes. A store that hangs is not: a job must end at
-some time. The agent reports since when its flushes have made no progress. An agent that does not
+A slow store is waited for as long as it accepts bytes. A store that hangs is not: a job must come
+to its end. The agent reports since when its flushes have made no progress. An agent that does not
 answer counts as making no progress.
 """
 

@@ -223,7 +223,7 @@ def test_a_rank_that_dies_unheard_is_named() -> None:
             said = str(error.value)
         return said
 
-    said = "rank 2 was gone before it came to this boundary"
+    said = "rank 2 was gone before it reached this boundary"
     assert on_pages(3, program, gone=[2]) == [said, said, ""]
 
 
@@ -247,7 +247,7 @@ def test_a_rank_that_lives_and_never_comes_is_named(monkeypatch: pytest.MonkeyPa
             said = str(error.value)
         return said
 
-    assert on_pages(2, program)[0] == "rank 1 has not come to this boundary in 0.02 s"
+    assert on_pages(2, program)[0] == "rank 1 has not reached this boundary in 0.02 s"
 
 
 def test_who_comes_too_late_gets_no_other_vote() -> None:
