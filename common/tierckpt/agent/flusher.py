@@ -133,7 +133,7 @@ class Flusher:
         return max(time.monotonic() - self.went_on_at, 0.0) if self.busy() else 0.0
 
     def close(self) -> None:
-        """End renewing the lease; release it if all nodes have finished."""
+        """Stop renewing the lease; release it if all nodes have finished."""
         if not self._cancelled:  # a process waiting for this agent's end does not wait for a store
             self._keeper.close(self._last())
 
@@ -301,7 +301,7 @@ class Flusher:
         """Wait for this run's lease on the place; after a job was killed, its lease must end first.
 
         Raises LeaseHeldError when that takes much longer, and FileNotFoundError when the first node
-        has not created the place for long.
+        has not created the place after a long wait.
         """
         first, owner = not self.settings.node, f"{order.facts.job} on {order.node}"
         if self._lease is None or self._lease.run_id != order.name.run_id:

@@ -359,7 +359,7 @@ class Agreement:
         return self.memory.protected() - {newest}
 
     def last_word(self, protected: set[VersionId]) -> set[VersionId]:
-        """Return the same after the vote of this very boundary. Copier thread; waits.
+        """Return `protected`, corrected by the vote of this very boundary. Copier thread; waits.
 
         When that vote is complete, every rank has entered this iteration, so its result about the
         previous version is final: sealed on all ranks, it supersedes older ones; broken on one, it
