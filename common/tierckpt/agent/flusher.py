@@ -1,8 +1,8 @@
 """The agent's flusher: local shards to the persistent level, one version after the other.
 
 A node's shards of a version are flushed together, from the files of the local level, when the
-version is complete there on all ranks: what the flush reads is durable and does not change, and no
-slot waits for a slow store. Retention of the local level leaves alone what is held here.
+version is complete there on all ranks: the files are durable and do not change, and no slot waits
+for a slow store. Retention of the local level keeps the shards of versions that are to be flushed.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ from .protocol import AgentMessage, Flushed, FlushFailed, FlushOrder, Persistent
 from .shard_guard import ShardGuard
 
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
-"""A lease that is not to be had is asked about again after this, doubling up to that."""
+"""Pauses before a lease that is held is tried again: the first, doubling up to the second."""
 LEASE_PATIENCE_SECONDS = 2 * LEASE_SECONDS
-"""A dead run's lease has ended by then: whoever has it lives."""
+"""A dead run's lease has ended after this time: a lease that is still held is a live run's."""
 FIRST_NODE_SECONDS = 60.0
-"""So long the other nodes wait for the first one's lease in a place that nobody ever used."""
+"""Time that other nodes wait for the first node's lease in a place that was never used."""
 MOST_ROUNDS, ROUND_SECONDS = 4, 30.0
-"""So often a version is tried as a whole while its store has trouble that may pass, and the time
-between."""
+"""Number of attempts for a whole version while its store has trouble that may pass, and the time
+between them."""
 STILL_UNDER_WAY = 2
-"""So many versions before the one that a node is at may be under way on others."""
-CANCELLED = "the agent shuts down for a later start's"
+"""Number of versions before the present one that other nodes may still be flushing."""
+CANCELLED = "the agent shuts down to make room for a later run's agent"
 MOST_SUPERSEDED = 2
-"""So many flushes in a row may be given up for newer versions: else none would ever be complete."""
+"""Number of flushes in a row that newer versions may replace; without a limit none might complete.
+"""
 
 
 Answer = Callable[[AgentMessage], None]
 
 
 class Flusher:
-    """One a node and place. `order` may be called by any thread; a thread of its own flushes.
+    """The flusher of one node and place. Any thread may call `order`; its own thread flushes.
 
-    What passes is tried again: first by the store, call by call, then the version as a whole, whose
-    parts stay; not without end, as other versions wait. A version that cannot be had is given up,
-    and the next one is tried as usual.
+    Transient errors are retried: first by the store, call by call, then for the version as a whole,
+    whose finished parts stay. The number of attempts is limited, as other versions wait. A version
+    that still fails is given up, and the next one is tried as usual.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class Flusher:
         on_idle: Callable[[], None],
         clock: Clock | None = None,
     ) -> None:
-        """`on_idle` is called, by the flushing thread, whenever nothing is left to do."""
+        """`on_idle` is called by the flushing thread whenever no work is left."""
         self.settings = settings
         self.held = held
         self._on_idle = on_idle
         self._clock: Clock = clock or SystemClock()
         self.went_on_at = time.monotonic()
-        """When a flush last got on, or waited as it should: before a window, say."""
+        """Time when a flush last made progress, or waited as planned, for example for a window."""
         self._changed = threading.Condition()
         self._orders: deque[tuple[FlushOrder, Answer]] = deque()
         self._thread: threading.Thread | None = None
@@ -89,26 +90,27 @@ class Flusher:
         self._lease: Lease | None = None
         self._keeper = LeaseKeeper(lambda: self._make_store(RetryPolicy(tries=1)))
         self._resting = False
-        """No trainer lives here for whom the lease would be kept between flushes."""
+        """No trainer of this node runs, so the lease need not be kept between flushes."""
         self._cancelled = False
-        """For good: see `cancel`."""
+        """Permanent, see `cancel`."""
         self._throttle: Throttle | None = None
-        """Of all flushes: the node's bandwidth is no larger for many small ones."""
+        """Limit of all flushes together: many small flushes get no more bandwidth than a large one.
+        """
         self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
         self._now: tuple[FlushOrder, Answer] | None = None
-        """What is being flushed."""
-        self._told: set[str] = set()
-        """What need not be said again of this flush."""
+        """The flush under way."""
+        self._warned: set[str] = set()
+        """Warnings of this flush that need not be repeated."""
         self._arrivals = NewPins()
         self._unproved: list[VersionName] = []
-        """Versions whose other parts were still to come when this node's were there."""
+        """Versions that were not yet complete when this node's parts were."""
 
     def order(self, order: FlushOrder, answer: Answer) -> None:
-        """Flush a version after those ordered before; `answer` is called with how it went.
+        """Flush a version after those ordered before; `answer` is called with the result.
 
-        How many wait is the trainers' affair: they order alike on all nodes (see `promotion`).
-        Raises RuntimeError, and has nothing to do, where there may be no more threads, and after
-        `cancel`.
+        The trainers limit how many versions wait: they order alike on all nodes (see `promotion`).
+        Raises RuntimeError where no thread can be started, and after `cancel`; then nothing is
+        ordered.
         """
         with self._changed:
             if self._cancelled:
@@ -123,22 +125,22 @@ class Flusher:
             self._orders.append((order, answer))
 
     def busy(self) -> bool:
-        """True while something is flushed or waits."""
+        """True while a version is being flushed or waits."""
         return self._thread is not None and not self._cancelled
 
     def quiet_seconds(self) -> float:
-        """How long what is under way has not got on; 0.0 where nothing is. Any thread."""
+        """Return the time since the work under way last made progress; 0.0 without. Any thread."""
         return max(time.monotonic() - self.went_on_at, 0.0) if self.busy() else 0.0
 
     def close(self) -> None:
-        """The lease is renewed no more, and given back if all nodes are through."""
-        if not self._cancelled:  # who waits for our end does not for the store's
+        """Stop renewing the lease; release it if all nodes have finished."""
+        if not self._cancelled:  # a process waiting for this agent's end does not wait for a store
             self._keeper.close(self._last())
 
     def cancel(self) -> list[int]:
-        """Give up what is under way and what waits, as if this process were killed: what there is
-        of it stays. The lease is neither taken nor renewed from now on, and nothing is ordered any
-        more. Returns the versions. Any thread; waits for nothing."""
+        """Give up the flush under way and all that wait, as if this process were killed: parts that
+        are stored stay. From now on the lease is neither taken nor renewed, and no order is
+        accepted. Returns the versions given up. Any thread; waits for nothing."""
         self.rest()
         with self._changed:
             now = [self._now] if self._now is not None and self.busy() else []
@@ -150,14 +152,14 @@ class Flusher:
         return given_up
 
     def rest(self) -> None:
-        """No trainer of this node lives: the lease is renewed by flushes alone, and given back if
-        all nodes are through. Until the next order; any thread; waits for nothing."""
+        """Record that no trainer of this node runs: only flushes renew the lease, and it is
+        released if all nodes have finished. Until the next order. Any thread; waits for nothing."""
         with self._changed:
             self._resting = True
             self._keeper.rest(self._last())
 
     def _last(self) -> VersionName | None:
-        """What was flushed last, if nothing is under way."""
+        """Return the version flushed last, if nothing is under way."""
         return self._now[0].name if self._now is not None and not self.busy() else None
 
     # --- one version after the other -----------------------------------------------------------
@@ -169,7 +171,7 @@ class Flusher:
                     self._thread = None
                     break
                 order, answer = self._now = self._orders.popleft()
-            self._told.clear()
+            self._warned.clear()
             try:
                 answer(self._flushed(order))
             finally:
@@ -177,13 +179,13 @@ class Flusher:
         self._on_idle()
 
     def _flushed(self, order: FlushOrder) -> Flushed | FlushFailed:
-        """Flush it, and see to older ones; returns the answer."""
+        """Flush a version, and apply retention to older ones; return the answer."""
         try:
             said = self._flush_patiently(order)
-        except Exception as error:  # whatever a store's client raises costs this version only
+        except Exception as error:  # any error of a store's client costs this version only
             if not self._exists(order):
                 return self._failed(order, error)
-            said = Flushed(order.id, 0, 0.0, complete=True)  # the commit was done
+            said = Flushed(order.id, 0, 0.0, complete=True)  # the commit was complete
         if said.complete:
             self._arrivals.add(order.directory, order.name)
             self._retain(order)
@@ -198,29 +200,30 @@ class Flusher:
                 if not error.transient or rounds == MOST_ROUNDS or self._orders:
                     raise
                 self._warn(
-                    f"{order.id}: {error}. What is there of it stays; all is tried again in "
-                    f"{ROUND_SECONDS:g} s"
+                    f"{order.id}: {error}. Parts stored so far stay; the whole version is tried "
+                    f"again in {ROUND_SECONDS:g} s"
                 )
             self._pause(ROUND_SECONDS)
             rounds += 1
 
     def _failed(self, order: FlushOrder, error: Exception) -> FlushFailed:
         if isinstance(error, PersistentError) and not (error.transient or self._cancelled):
-            with contextlib.suppress(Exception):  # it will never be whole: its room is wanted
+            with contextlib.suppress(Exception):  # it will never be complete: its room is needed
                 self._open(order).give_up(order.name)
-            if lacks_room(error):  # no version that is complete would ever see to that
+            if lacks_room(error):  # no complete version would ever trigger retention
                 self._retain(order, complete=False)
         superseded = isinstance(error, FlushCancelledError) and self._superseded()
         return FlushFailed(order.id, f"{type(error).__name__}: {error}", superseded)
 
     def _exists(self, order: FlushOrder) -> bool:
-        """The version, as far as one can see."""
+        """Whether the version exists, as far as this node can see."""
         with contextlib.suppress(Exception):
             return self._store is not None and self._store.exists(order.name)
         return False
 
     def _retain(self, order: FlushOrder, complete: bool = True) -> None:
-        """What fails here does not concern the version, whether it is `complete` or not."""
+        """Remove old versions. A failure here does not affect the version just flushed, which may
+        be `complete` or not."""
         self._go_on()
         if self._cancelled:
             return
@@ -234,7 +237,7 @@ class Flusher:
                 store.make_room(policy, order.facts, self._lease)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            self._warn(f"not all older versions could be removed, the next one tries again: {why}")
+            self._warn(f"some older versions could not be removed; the next flush retries: {why}")
 
     # --- one version ---------------------------------------------------------------------------
 
@@ -245,7 +248,7 @@ class Flusher:
         lease = self._wait_for_lease(store, order)
         with contextlib.suppress(PersistentError):  # it concerns older versions only
             self._look_back(store, order)
-        # Made anew for each: a key in a file may be another one by now.
+        # A new pipeline for each flush: the key in a file may have changed.
         pipeline = Pipeline.of_setting(self.settings.codecs, "persistent_codecs")
         largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
         local = LocalStore(order.directory)
@@ -284,8 +287,8 @@ class Flusher:
         return PersistentStore(settings.path, *how, **settings.options())
 
     def _open(self, order: FlushOrder) -> PersistentStore:
-        """The store, opened by the first flush, and made by the first node's: what another node
-        does not see then is not mounted there."""
+        """Return the store, opened by the first flush. The first node creates it: if another node
+        does not see it then, it is not mounted there."""
         if self._store is None:
             store = self._make_store()
             if not self.settings.node:
@@ -295,10 +298,10 @@ class Flusher:
         return self._store
 
     def _wait_for_lease(self, store: PersistentStore, order: FlushOrder) -> Lease:
-        """The place is this run's alone; after a job was killed that takes its lease's time.
+        """Wait for this run's lease on the place; after a job was killed, its lease must end first.
 
-        Raises LeaseHeldError when it has taken much longer, and FileNotFoundError when the first
-        node has not been there for long.
+        Raises LeaseHeldError when that takes much longer, and FileNotFoundError when the first node
+        has not created the place after a long wait.
         """
         first, owner = not self.settings.node, f"{order.facts.job} on {order.node}"
         if self._lease is None or self._lease.run_id != order.name.run_id:
@@ -313,7 +316,7 @@ class Flusher:
                 held = isinstance(error, LeaseHeldError)
                 patience_seconds = LEASE_PATIENCE_SECONDS if held else FIRST_NODE_SECONDS
                 waited_seconds = self._clock.monotonic() - begin
-                if self._orders or waited_seconds >= patience_seconds:  # a newer version will do
+                if self._orders or waited_seconds >= patience_seconds:  # a newer version is enough
                     raise
                 if held:
                     self._warn(f"{order.id} waits: {error}", "waits for the lease")
@@ -326,16 +329,16 @@ class Flusher:
             pause = min(2 * pause, HELD_RETRY_SECONDS)
 
     def _look_back(self, store: PersistentStore, order: FlushOrder) -> None:
-        """Tell of versions that other nodes did not complete, and remove what there is of them: or
-        they fill the place while one node keeps failing.
+        """Warn about versions that other nodes did not complete, and remove their parts, which
+        would fill the place while one node keeps failing.
 
-        Not of the last two: with `when_busy="wait"` others may still be at the last one, and at the
-        job's end, where what waits is ordered at once, at the one before it; nor of those that they
-        may give up for newer ones yet. The first node removes; where it cannot, the second one, a
-        version later, and so on.
+        The last two are exempt: with `when_busy="wait"` other nodes may still flush the last one,
+        and at the job's end, where waiting versions are ordered at once, the one before it. Exempt
+        are also those that other nodes may still give up for newer ones. The first node removes a
+        version; if it cannot, the second does so one version later, and so on.
         """
         self._unproved = [n for n in self._unproved if n.run_id == order.name.run_id]
-        others = [n for n in self._unproved if n != order.name]  # it may be tried again
+        others = [n for n in self._unproved if n != order.name]  # the present one may be retried
         if not others:
             return
         if store.exists(others[-1]):
@@ -347,24 +350,25 @@ class Flusher:
         self._unproved.remove(others[0])
         if others[0] not in store.incomplete() or not store.give_up(others[0]):
             return
-        if not drops:  # else it was given up, as it should be
+        if not drops:  # else it was given up as planned
             self._warn(
                 f"v{others[0].id.version} is not complete in {store.url}, though this node's part "
-                "was there: another node has trouble, or sees another place. What there was of it "
-                "is removed"
+                "was stored: another node fails, or sees another place. The parts of the version "
+                "are removed"
             )
 
-    # --- waiting, and what is said meanwhile ---------------------------------------------------
+    # --- waiting and warnings ------------------------------------------------------------------
 
     def _superseded(self) -> bool:
         return self._cancelled or (self.settings.drop_superseded and bool(self._orders))
 
     def _sleep(self, seconds: float) -> None:
-        """Between two tries of a call to the store. The lease is not seen to: that is a call."""
+        """Wait between two attempts of a call to the store. The lease is not renewed: that is
+        another call."""
         FlushPacer(superseded=self._superseded, keep=self._go_on, clock=self._clock).sleep(seconds)
 
     def _pause(self, seconds: float) -> None:
-        """Wait, but not when something newer does."""
+        """Wait until the time is over, or a newer version waits."""
         end = self._clock.monotonic() + seconds
         while not (self._orders or self._cancelled) and (left := end - self._clock.monotonic()) > 0:
             self._clock.sleep(min(left, NAP_SECONDS))
@@ -375,16 +379,16 @@ class Flusher:
 
     def _retried(self, text: str) -> None:
         if self._now is not None:
-            self._warn(f"{self._now[0].id}: {text}", "is tried again")
+            self._warn(f"{self._now[0].id}: {text}", "retry")
 
     def _warn(self, text: str, kind: str = "") -> None:
-        """An event where the trainer is. Of a `kind`, once a flush; of the same text, once."""
+        """Send a warning to the trainer; one of a `kind` per flush, and each text once."""
         if self._now is None:
             return
         order, answer = self._now
-        what = f"{order.id} {kind}" if kind else text
-        if what not in self._told:
-            self._told.add(what)
+        warning = f"{order.id} {kind}" if kind else text
+        if warning not in self._warned:
+            self._warned.add(warning)
             answer(Problem(text, level="persistent", severity=logging.WARNING))
 
 

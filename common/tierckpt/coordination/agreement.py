@@ -1,10 +1,12 @@
-"""Agreement: how ranks come to know the same of every version, without waiting for each other.
+"""Agreement: all ranks learn the same about every version, without waiting for each other.
 
-At every boundary each rank casts its vote, and reads what came of those of the boundary before.
-`policy` says what a vote is and what follows from it, `vote_exchange` how they come together; this
-module keeps the books: the ledgers, this rank's own knowledge, and the vote under way.
+At every boundary each rank casts its vote, and reads the result of the previous boundary's votes.
+`votes` defines a vote, `schedule` the decisions that follow from it, and `vote_exchange` the
+reduction. This module keeps the state: the ledgers, this rank's own knowledge, and the vote under
+way.
 
-For the training thread, but for `tell` and `last_word`, which the copier thread calls too.
+All methods are for the training thread, except `tell` and `last_word`, which the copier thread also
+calls.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .vote_exchange import Ballots, RankGoneError, Rows
 
 
 class Agreement:
-    """See the module's text. Every rank's is alike, but for what it was told."""
+    """The ledgers and votes of one rank. Equal on every rank, except this rank's own reports."""
 
     def __init__(
         self,
@@ -37,24 +39,24 @@ class Agreement:
         on_local_safe: Callable[[VersionId, int, float | None], None],
         on_local_broken: Callable[[], None],
     ) -> None:
-        """Votes by `vote_exchange`, which it closes. `on_local_safe` hears of every version that
-        became durable on all ranks, the size of its largest shard in bytes, and its metric;
-        `on_local_broken`, that one did not, and is in the ledger."""
+        """Vote by `ballots`, which this object closes. `on_local_safe` is called for every version
+        that became durable on all ranks, with the size of its largest shard in bytes and its
+        metric; `on_local_broken` after one did not and is in the ledger as broken."""
         self._group, self._ballots = group, ballots
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
         self._ballot: Ballot | None = None
         self.rows: Rows = []
-        """What ranks gave along with the votes that were read last."""
+        """Integers that ranks gave along with the votes read last."""
         self.turns = 0
-        """Votes cast since all ranks last were at the same place for sure."""
+        """Votes cast since all ranks were last certain to be at the same boundary."""
         self._asked = False
         self.close_asked = False
-        """The user wants the end; all ranks learn of it with every vote from now on."""
+        """The user called `close()`; every vote from now on reports it to all ranks."""
         self._every_seconds = {level: getattr(config, level).every_seconds for level in INTERVALS}
         self._known: dict[Level, dict[VersionId, int]] = {level: {} for level in LEDGERS}
-        """By level: how the versions under way are doing here."""
+        """State on this rank of the versions under way, by level."""
         self._shards: dict[VersionId, tuple[int, float | None]] = {}
-        """Bytes, and metric, of this rank's shards on their way to local."""
+        """Bytes and metric of this rank's shards on their way to local."""
         self.restart()
 
     def restart(
@@ -63,29 +65,29 @@ class Agreement:
         broken: Iterable[VersionId] = (),
         ages_seconds: Mapping[Level, float] = MappingProxyType({}),
     ) -> None:
-        """Begin with these versions as safe, after a restore; `broken` ones are on local disks.
-        `ages_seconds`: what has passed of a level's interval already."""
+        """Start with these versions as safe, after a restore; `broken` ones are on local disks.
+        `ages_seconds`: the part of each level's interval that has already passed."""
         self.ledgers = {level: Ledger(safe=safe.get(level)) for level in LEDGERS}
         self.memory, self.local = self.ledgers[MEMORY], self.ledgers[LOCAL]
         self.peer, self.persistent = self.ledgers[PEER], self.ledgers[PERSISTENT]
         self.local.broken = sorted(broken)[-REMEMBERED:]
         now = time.monotonic()
         self._since = {level: now - ages_seconds.get(level, 0.0) for level in INTERVALS}
-        """When each level took a version last (monotonic)."""
+        """Time when each level last took a version (monotonic)."""
         self.parted: VersionId | None = None
-        """The version at which this rank found that others are not where it is. From then on it
-        neither votes nor reads, and takes no version, until a restore."""
+        """The version at which this rank found that others are at another iteration. From then on
+        it neither votes nor reads, and takes no version, until a restore."""
         self.together: VersionId | None = None
         """The newest version at whose boundary all ranks were in the same iteration."""
         self.apart = False
-        """The votes that were read last came from different iterations."""
+        """The votes read last came from different iterations."""
         self.missing: list[int] = []
         """Ranks whose votes did not come, where that is known."""
         self._patience_lost = False
         self._ballot = None
 
     def open(self, id_: VersionId, levels: Iterable[Level]) -> None:
-        """A version is being taken, on all ranks: to memory, and to these levels."""
+        """Record that all ranks take a version to memory and to these levels."""
         levels = {MEMORY, *levels}
         for level in AWAITED:
             if level in levels:
@@ -93,25 +95,25 @@ class Agreement:
         self._since.update(dict.fromkeys(levels, time.monotonic()))
 
     def open_later(self, level: Level, id_: VersionId) -> None:
-        """A version that is complete on local is on its way to a level after it, on all nodes."""
+        """Record that all nodes bring a version from local to a level after it."""
         self.ledgers[level].open.append(id_)
 
     def forget(self, id_: VersionId) -> None:
-        """A version is to be taken again."""
+        """Forget an open version that will be taken again."""
         for ledger in map(self.ledgers.__getitem__, AWAITED):
             ledger.open = [i for i in ledger.open if i != id_]
 
     def ask(self) -> None:
-        """The user wants a checkpoint; all ranks learn of it with the next vote."""
+        """Request a checkpoint for the user; the next vote reports it to all ranks."""
         self._asked = True
 
     def tell(self, level: Level, id_: VersionId, state: int) -> None:
-        """How a version is doing on this rank (DONE, BROKEN). Any thread."""
+        """Record this rank's state of a version (DONE, BROKEN). Any thread."""
         self._known[level][id_] = state
 
     def tell_shard(self, id_: VersionId, nbytes: int, metric: float | None) -> None:
-        """How large this rank's shard is, of a version on its way to local, and the metric that
-        rank 0's manifest has of it. Any thread."""
+        """Record the size of this rank's shard of a version on its way to local, and the metric in
+        rank 0's manifest. Any thread."""
         self._shards[id_] = (nbytes, metric)
 
     # --- voting --------------------------------------------------------------------------------
@@ -132,12 +134,12 @@ class Agreement:
         Args:
             newest: the version of this boundary, too young to judge.
             busy: True for a level that cannot take another version on this rank.
-            halt: what `HaltController.vote` says.
-            figures: what checkpoints cost here.
+            halt: the result of `HaltController.vote`.
+            figures: costs of checkpoints on this rank.
             adapter: see `Vote`.
-            check: what `ReplicaMonitor.vote` says.
+            check: the result of `ReplicaMonitor.vote`.
             unchanged: see `Vote`.
-            own: what all ranks are to read of this one, see `Ballots`.
+            own: integers of this rank that all ranks read, see `Ballots`.
         """
         about, now = self._about(newest), time.monotonic()
         nbytes, metric = self._shard(about.get(LOCAL))
@@ -168,7 +170,7 @@ class Agreement:
         self._cast(vote, newest, about, own)
 
     def _about(self, newest: VersionId) -> dict[Level, VersionId]:
-        """By level, the oldest open version: those of which something can be known by now."""
+        """Return, by level, the oldest open version whose state can be known by now."""
         found = {}
         for level, ledger in self.ledgers.items():
             if ledger.open and (old := [id_ for id_ in ledger.open if id_ != newest]):
@@ -184,7 +186,7 @@ class Agreement:
         figures: CostEstimate,
     ) -> LevelVote:
         opened, known = self.ledgers[level].open, self._known[level]
-        if opened and level.facts.one_at_a_time:  # what is broken, this rank does not write
+        if opened and level.facts.one_at_a_time:  # this rank does not write a broken version
             busy = busy or any(known.get(each) != BROKEN for each in opened)
         state = DONE if id_ is None else known.get(id_, PENDING)
         if level not in self._since:
@@ -194,9 +196,9 @@ class Agreement:
         return LevelVote(state, int(not busy), int(not over), -cost.us, -cost.steps)
 
     def vote_again(self, version: int) -> None:
-        """At the boundary of `version`, on all ranks: learn now what became of each version that is
-        open, one a vote. What is not done here by now is broken. Waits as `read` does."""
-        apart, together = self.apart, self.together  # these votes say no iteration
+        """Vote once for each open version at the boundary of `version`, on all ranks, to learn its
+        outcome now. A version that is not done on this rank counts as broken. Waits as `read`."""
+        apart, together = self.apart, self.together  # these votes do not name an iteration
         for _ in range(max(len(self.ledgers[level].open) for level in AWAITED)):
             if self.parted is not None:
                 return
@@ -218,25 +220,25 @@ class Agreement:
         about: dict[Level, VersionId],
         own: Sequence[int] = (),
     ) -> None:
-        """Cast the vote; for the versions that it is about see `Ballot`."""
+        """Cast the vote; for `about` see `Ballot`."""
         self.turns += 1
         self._ballot = Ballot(self._ballots.all_reduce_min(vote.pack(), own), newest, about)
 
     def _shard(self, local: VersionId | None) -> tuple[int, float | None]:
-        """The size of this rank's shard of a version on its way to local, and the metric."""
+        """Return the size and metric of this rank's shard of a version on its way to local."""
         return (0, None) if local is None else self._shards.get(local, (0, None))
 
     def _state(self, level: Level, id_: VersionId) -> int:
         return self._known[level].get(id_, PENDING)
 
     def undecided(self, level: Level) -> list[VersionId]:
-        """Versions that are open there, and of which this rank was not told how they are doing."""
+        """Return the open versions of a level whose state on this rank is not reported yet."""
         return [id_ for id_ in self.ledgers[level].open if self._state(level, id_) == PENDING]
 
     def read(self) -> tuple[Vote, VersionId | None]:
-        """What was agreed on since the last boundary, and the version that broke by it, if any.
+        """Return the agreement since the last boundary, and the memory version it broke, if any.
 
-        Waits `patience_seconds` at most; then this rank is `parted`.
+        Waits at most `patience_seconds`; then this rank is `parted`.
         """
         self.rows = []
         if self._ballot is None:
@@ -248,19 +250,19 @@ class Agreement:
                 return Vote(), None
             agreed, self.rows = self._ballot.result(), self._ballot.rows()
         except RankGoneError:
-            self._group.barrier()  # fails as the script, or its launcher, knows it of this library
+            self._group.barrier()  # fails with the error that the script or its launcher expects
             raise
         self._patience_lost, self.apart = False, agreed.apart
         if not self.apart:
             self.together = self._ballot.newest
-        told = (-agreed.less_bytes, of_vote(agreed.metric))
-        broken = {  # the last levels first: what follows from a version on local depends on them
-            level: self._resolve(level, agreed.levels[level].state, id_, *told)
+        shard = (-agreed.less_bytes, of_vote(agreed.metric))
+        broken = {  # last levels first: the effects of a version on local depend on them
+            level: self._resolve(level, agreed.levels[level].state, id_, *shard)
             for level, id_ in reversed(self._ballot.about.items())
         }
         for level, known in self._known.items():
             opened = self.ledgers[level].open
-            for id_ in list(known):  # the copier thread may add one any time
+            for id_ in list(known):  # the copier thread may add one at any time
                 if id_ not in opened:
                     known.pop(id_, None)
         for id_ in list(self._shards):
@@ -270,45 +272,46 @@ class Agreement:
 
     @property
     def patience_seconds(self) -> float:
-        """How long the training thread may wait for what needs other ranks' votes."""
+        """The time that the training thread may wait for other ranks' votes."""
         return PATIENCE_APART_SECONDS if self.apart else PATIENCE_SECONDS
 
     def passed(self, iterations: int) -> None:
-        """This rank has so many iterations behind it, with a boundary or without. Any thread."""
+        """Report that this rank has completed `iterations`, with a boundary or not. Any thread."""
         self._ballots.passed(iterations)
 
     def hopeless(self) -> bool:
-        """The vote under way waits for a rank that waits for this one, as far as is known. Training
-        thread, in a barrier."""
+        """Return whether the vote under way waits for a rank that waits for this one, as far as is
+        known. Training thread, in a barrier."""
         return self._ballot is not None and self._ballot.passed_over()
 
     def lose_patience(self) -> None:
-        """The training thread has waited so long for the vote under way already."""
+        """Record that the training thread has already waited too long for the vote under way."""
         self._patience_lost = True
 
     def part(self, newest: VersionId) -> None:
-        """Some rank is not where this one is, so this rank votes no more. No rank was told that
-        `newest` is complete here, and it is broken now: else shards of different iterations could
-        meet under its number. What is open of before may be complete on all ranks, and stays."""
+        """Stop voting, because another rank is at another iteration. `newest` breaks: no rank was
+        told that it is complete here, and shards of different iterations must not meet under its
+        number. Older open versions may be complete on all ranks, and stay open."""
         self._ballot, self.parted = None, newest
         self.break_open(newest)
 
     def break_open(self, id_: VersionId) -> None:
-        """A version that no rank has voted about yet is none, whatever is told of it from now."""
+        """Break a version that no rank has voted about yet, whatever is reported of it later."""
         for level in AWAITED:
             self._resolve(level, BROKEN, id_)
 
     def even_out(self) -> None:
-        """Collective: those whose iteration was cut short cast the votes that others wait for."""
+        """Cast the votes that other ranks wait for, if this rank's iteration was cut short.
+        Collective."""
         self._ballots.even_out()
 
     def void(self) -> None:
-        """Before a restart: what was voted on last is forgotten."""
+        """Forget the last vote, before a restore."""
         self._ballot = None
         self.turns = 0
 
     def close(self) -> None:
-        """At the end: who still waits for a vote, here or on another rank, gives up."""
+        """End voting: any thread here or on another rank that waits for a vote gives up."""
         self._ballots.close()
 
     def _resolve(
@@ -319,7 +322,7 @@ class Agreement:
         largest_bytes: int = 0,
         metric: float | None = None,
     ) -> VersionId | None:
-        """See `Ledger.resolve`; and have follow what does, where it is about the local level."""
+        """Resolve a version, see `Ledger.resolve`; on the local level, call the handlers."""
         ledger = self.ledgers[level]
         before = ledger.safe
         broken = ledger.resolve(state, candidate)
@@ -330,37 +333,37 @@ class Agreement:
         return broken
 
     def settle(self) -> None:
-        """Learn the fate of everything that is open; what is not done by now is broken, but with
-        the other nodes and on the persistent level, which nobody waits for.
+        """Learn the outcome of all open versions. A version that is not done counts as broken,
+        except on the peer and persistent levels, which no caller waits for.
 
-        Collective and waiting: for the end, and for a save on demand.
+        Collective and waiting: for the end of the job, and for a save on demand.
         """
-        mine: dict[Level, dict[VersionId, int]] = {}
+        own: dict[Level, dict[VersionId, int]] = {}
         for level, ledger in self.ledgers.items():
-            # What is safe here may be open on a rank that has read one vote less.
+            # A version that is safe here may be open on a rank that has read one vote less.
             known = {} if ledger.safe is None else {ledger.safe: DONE}
-            mine[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
-        everyone = self._group.all_gather_object((mine, dict(self._shards)))
+            own[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
+        gathered = self._group.all_gather_object((own, dict(self._shards)))
         for level, ledger in self.ledgers.items():
             unknown = BROKEN if level.facts.awaited else PENDING
             for id_ in list(ledger.open):
-                state = min(theirs[level].get(id_, unknown) for theirs, _ in everyone) or unknown
-                told = [shards.get(id_, (0, None)) for _, shards in everyone]
-                self._resolve(level, state, id_, max(nbytes for nbytes, _ in told), told[0][1])
+                state = min(theirs[level].get(id_, unknown) for theirs, _ in gathered) or unknown
+                found = [shards.get(id_, (0, None)) for _, shards in gathered]
+                self._resolve(level, state, id_, max(nbytes for nbytes, _ in found), found[0][1])
         self._ballot = None
 
     # --- what follows for slots ----------------------------------------------------------------
 
     def protected(self, newest: VersionId) -> set[VersionId]:
-        """Versions in memory that must not be overwritten, by what is known at this boundary."""
+        """Return versions in memory that must not be overwritten, as known at this boundary."""
         return self.memory.protected() - {newest}
 
     def last_word(self, protected: set[VersionId]) -> set[VersionId]:
-        """The same, after the vote of this very boundary. Copier thread; waits.
+        """Return `protected`, corrected by the vote of this very boundary. Copier thread; waits.
 
-        When that vote is complete, every rank has entered this iteration, so what it says of the
-        version before is final: sealed everywhere, it supersedes what is older; broken anywhere,
-        it is void itself.
+        When that vote is complete, every rank has entered this iteration, so its result about the
+        previous version is final: sealed on all ranks, it supersedes older ones; broken on one, it
+        need not be kept itself.
         """
         ballot = self._ballot
         if ballot is None or (about := ballot.about.get(MEMORY)) is None:
@@ -376,12 +379,12 @@ class Agreement:
         return safe is not None and safe.generation == generation
 
     def needed(self) -> list[VersionId]:
-        """Versions whose slots are out of reach at the next boundary.
+        """Return the versions whose slots cannot be reused at the next boundary.
 
-        One vote is about one version. The next boundary's is about the oldest one then open, and
-        proves what is older superseded (see `last_word`): usually the newest one now. Where a vote
-        was lost, or one found a version still being copied, votes are behind; they come up again at
-        a boundary that takes none.
+        One vote is about one version. The next boundary's vote is about the oldest one then open,
+        and proves that older ones are superseded (see `last_word`): usually that is the newest one
+        now. After a lost vote, or a vote about a version still being copied, votes lag; they catch
+        up at a boundary that takes no version.
         """
         opened = self.memory.open
         if not opened:

@@ -1,8 +1,9 @@
-"""Nodes that the job was on and is not on any more, whose agents still live.
+"""Former nodes: nodes that the job has left and whose agents still run.
 
-The job shrank, or a launcher left a node out because a process failed there; its agent lingers, and
-has shards in memory and on disk that nobody else has. Agents that met for the peer level know where
-all others are, and their successors in a restart ask those on whose nodes they are not.
+The job shrank, or a launcher left a node out because a process failed there. The node's agent keeps
+running for a while, with shards in memory and on disk that no other node has. Agents that met for
+the peer level know the addresses of all others, and their successors after a restart ask those on
+nodes that the job has left.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ if TYPE_CHECKING:
     from .error_barrier import ErrorBarrier
 
 ROSTER_SECONDS = 5.0
-"""So long this node's agent may take to bid welcome, which is to say whom it knows."""
+"""Time that this node's agent may take to answer `Hello` with the nodes it knows."""
 CALLS = 16
-"""Nodes that a rank asks at once."""
-MOST_TOLD = 4
-"""Nodes that did not answer, with the reason."""
+"""Number of nodes that a rank asks at once."""
+MOST_NAMED = 4
+"""Number of silent nodes that are named, with the reason."""
 MOST_LISTS = 16
-"""Different ones of what nodes know; more are not looked at."""
+"""Number of different lists of known nodes that are read."""
 
 UNKNOWN: Mark = (0, "")
-"""Of no list."""
+"""Mark of a rank whose agent has no list of other nodes."""
 
 
 class FormerNodes:
-    """One rank's way to them; `look` is collective. Training thread, but for `open`."""
+    """One rank's access to former nodes; `look` is collective. Training thread, except `open`."""
 
     def __init__(self, agent: AgentClient, hosts: Sequence[str], asks: bool) -> None:
-        """`hosts`: every rank's node. `asks`: this rank speaks with the node's agent, which has a
-        peer level."""
+        """`hosts`: every rank's node. `asks`: this rank asks the node's agent, which has a peer
+        level."""
         self._agent, self._hosts, self._asks = agent, hosts, asks
         self.alive: list[AgentAddress] = []
-        """Those that answered when all looked last; alike on all ranks."""
+        """Agents that answered at the last look; equal on all ranks."""
         self.silent: list[str] = []
-        """The nodes that did not, and why; the first few. Alike on all ranks."""
+        """The first few nodes that did not answer, with the reason. Equal on all ranks."""
         self._down: dict[str, threading.Event] = {}
-        """Of these, by the name of their places: set where one has not answered since."""
+        """For each of `alive`, by the name of its place: set if it has stopped answering since."""
 
     def known_nodes(self) -> KnownNodes | None:
-        """What this node's agent knows of absent nodes; None where there are none, or it does not
-        say."""
+        """Return the former nodes that this node's agent knows; None if there are none, or it does
+        not answer."""
         if not self._asks:
             return None
-        with contextlib.suppress(Exception):  # of whatever kind: the other ranks wait for this one
+        with contextlib.suppress(Exception):  # of any kind: the other ranks wait for this one
             if (known := self._agent.known_nodes(ROSTER_SECONDS)) is not None:
                 known_nodes = known.without(self._hosts)
                 return known_nodes if known_nodes.agents else None
@@ -65,43 +66,44 @@ class FormerNodes:
     def look(
         self, group: Group | ErrorBarrier, known_nodes: KnownNodes | None, marks: Sequence[Mark]
     ) -> list[list[Inventory]]:
-        """What those nodes have, by the rank that asked. `marks`: of every rank's roster. Of those
-        that differ, as nodes come from different runs, one rank each tells it, and each rank asks
-        its part of all that is known.
+        """Return the inventories of former nodes, by the rank that asked. Collective.
 
-        A node that does not answer is down, as most are that were left out; `silent` says which.
+        `marks` are the marks of every rank's list. Lists may differ, as nodes come from different
+        runs: one rank sends each list to all, and each rank asks its part of all known agents. A
+        node that does not answer is down, as most of those left out are; `silent` names it.
         """
         self.alive, self.silent = [], []
         if {*marks} == {UNKNOWN}:
             return [[] for _ in marks]
         newest_first = sorted({*marks} - {UNKNOWN}, reverse=True)
-        tellers = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
-        told = group.all_gather_object(known_nodes if group.rank in tellers else None)
-        known = dict.fromkeys(each for teller in tellers for each in told[teller].agents)
-        everyone = group.all_gather_object(_ask_all(list(known)[group.rank :: group.size]))
-        self.alive = [known for answers, _ in everyone for known, _ in answers]
+        senders = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
+        lists = group.all_gather_object(known_nodes if group.rank in senders else None)
+        known = dict.fromkeys(each for sender in senders for each in lists[sender].agents)
+        gathered = group.all_gather_object(_ask_all(list(known)[group.rank :: group.size]))
+        self.alive = [known for answers, _ in gathered for known, _ in answers]
         self._down = {known.where: threading.Event() for known in self.alive}
-        self.silent = self._told_of_silent(why for _, whys in everyone for why in whys.items())
-        return [[inventory for _, inventory in answers] for answers, _ in everyone]
+        self.silent = self._silent_lines(why for _, whys in gathered for why in whys.items())
+        return [[inventory for _, inventory in answers] for answers, _ in gathered]
 
-    def _told_of_silent(self, whys: Iterable[tuple[AgentAddress, str]]) -> list[str]:
-        """A line for each node of which no agent answered, or for the first few."""
+    def _silent_lines(self, whys: Iterable[tuple[AgentAddress, str]]) -> list[str]:
+        """Return a line for each node of which no agent answered; for the first few only."""
         answered = {known.host for known in self.alive}
         nodes: dict[str, list[str]] = {}
         for known, why in whys:
             if known.host not in answered:
                 nodes.setdefault(known.node, []).append(why)
         lines = [
-            f"node {node}, which the job was on, does not tell what it has, and what it alone has "
-            f"counts as lost: {'; '.join(dict.fromkeys(reasons))}"
+            f"node {node}, which the job has left, did not answer; shards that it alone has count "
+            f"as lost: {'; '.join(dict.fromkeys(reasons))}"
             for node, reasons in sorted(nodes.items())
         ]
-        more = sorted(nodes)[MOST_TOLD:]
-        rest = [f"nor do {len(more)} more nodes that it was on: {some(more)}"] if more else []
-        return lines[:MOST_TOLD] + rest
+        more = sorted(nodes)[MOST_NAMED:]
+        rest = [f"{len(more)} more nodes did not answer either: {some(more)}"] if more else []
+        return lines[:MOST_NAMED] + rest
 
     def open(self, place: Location) -> RemoteNode | None:
-        """One that answered, for what is at that place; the caller closes it. Any thread."""
+        """Return an agent that answered, to read from that place. The caller closes it. Any
+        thread."""
         for known in self.alive:
             if known.where == place.where:
                 return _remote(known, self._down[place.where], place.in_memory)
@@ -111,8 +113,8 @@ class FormerNodes:
 def _ask_all(
     nodes: Sequence[AgentAddress],
 ) -> tuple[list[tuple[AgentAddress, Inventory]], dict[AgentAddress, str]]:
-    """What those that answer have, and why the others do not. Raises nothing: the other ranks wait
-    for this one."""
+    """Return the inventories of agents that answer, and the reasons of the others. Raises nothing:
+    the other ranks wait for this one."""
     answers: list[tuple[AgentAddress, Inventory]] = []
     silent = {known: f"{known.where} was not asked: no more threads" for known in nodes}
 

@@ -1,4 +1,4 @@
-"""The training side of the peer level: who protects whom, and how the nodes' agents meet."""
+"""Peer setup: redundancy groups, and the introduction of the nodes' agents to each other."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from tierckpt.peer.address import Address
 
 MEET_SECONDS = 30.0
-"""So long an agent may take to listen, when a run begins."""
+"""Time that an agent may take to listen at the start of a run."""
 
 
 Groups = tuple[RedundancyGroup, ...]
 
 
 def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tuple[Groups, str]:
-    """Who protects whom, empty when nobody does; and what to say where that is not as asked.
+    """Return the redundancy groups, and a message if they are not as configured. Collective.
 
-    Raises ConfigError when it cannot be as asked and the job has yet to begin. Later nodes may be
-    lost that nobody replaces, and what earlier runs left is to be restored all the same: then
-    there are no groups. Collective.
+    Raises ConfigError when the groups cannot be as configured and the job has no data yet. Later,
+    nodes may be lost without replacement, but the data of earlier runs must still be restorable:
+    then there are no groups.
     """
     scheme = Scheme.parse(config.peer.redundancy)
     if not config.uses("peer"):
@@ -53,14 +53,14 @@ def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tu
         if not any(group.all_gather_object(_is_begun(config))):
             raise
         return (), (
-            f"the peer level is off: {error}. What earlier runs of this job left can still be "
-            "restored, and rebuilt where it was protected; new versions are lost with a node's "
-            "disk until peer_redundancy is set to what the job can have, or it has its nodes again"
+            f"the peer level is off: {error}. Data that earlier runs of this job left can still be "
+            "restored, and rebuilt where it was protected; a new version is lost with a node's "
+            "disk until peer_redundancy fits the job's nodes, or the job has its nodes again"
         )
 
 
 def _is_begun(config: Config) -> bool:
-    """Whether a run before left anything on this node, on disk or in memory."""
+    """Whether an earlier run left data on this node, on disk or in memory."""
     store = LocalStore(config.directory)
     with contextlib.suppress(OSError):
         if store.parities() or store.keys():
@@ -71,31 +71,32 @@ def _is_begun(config: Config) -> bool:
 
 
 def out_of_reach(addresses: Sequence[Address | None], networks: Sequence[str]) -> list[str]:
-    """Which agents others would look for in vain, and what to do about it: by rank, where each
-    node's agent listens (told by one rank of it), and the network it is in (`own_network`)."""
+    """Return the agents that others cannot reach, each with the remedy. By rank, `addresses` has
+    the place where each node's agent listens (given by one rank of the node), and `networks` the
+    network of the rank (`own_network`)."""
     problems: list[str] = []
     taken: dict[Address, int] = {}
     for rank, address in enumerate(addresses):
         if address is None:
             continue
-        listens = f"rank {rank}'s agent would listen at"
+        listens = f"rank {rank}'s agent would listen on"
         if address.is_loopback and len(set(networks)) > 1:
             problems.append(
                 f"{listens} {address.host}, where other machines cannot reach it; set "
-                "peer_interface to the interface, or the address, that they reach"
+                "peer_interface to an interface or address that they can reach"
             )
         elif (other := taken.setdefault(address, rank)) != rank:
             problems.append(
-                f"{listens} {address}, and so would rank {other}'s; set peer_interface to an "
-                "address that is the node's own"
+                f"{listens} {address}, and rank {other}'s agent would, too; set peer_interface to "
+                "an address of the node's own"
             )
     return problems
 
 
 class PeerSetup:
-    """One rank's part. Training thread.
+    """One rank's part of the peer level. Training thread.
 
-    What needs another node goes on between the agents; here they are only introduced.
+    Work that needs another node is done by the agents; this object only introduces them.
     """
 
     def __init__(
@@ -106,17 +107,17 @@ class PeerSetup:
         agent: AgentClient,
         groups: Groups,
     ) -> None:
-        """`groups`: see `redundancy_groups`."""
+        """`groups`: the result of `redundancy_groups`."""
         self._config, self._group, self._topology, self._agent = config.peer, group, topology, agent
         self._node: Node = topology.node(group.rank)
         self.groups = groups
         self.ready = False
-        """The agents know each other."""
+        """True when the agents know each other."""
         self._lost: dict[VersionId, frozenset[int]] = {}
 
     @property
     def slow_coding(self) -> str:
-        """What to say when there is no fast library for the codes that need one."""
+        """A message if the fast library for the codes in use is missing, else empty."""
         needs = any(group.code.m > 1 and group.code.k > 1 for group in self.groups)
         return isal.MISSING if needs and isal.find() is None else ""
 
@@ -127,28 +128,29 @@ class PeerSetup:
         former_nodes: Sequence[AgentAddress],
         complain: Callable[[str], None],
     ) -> None:
-        """Introduce the agents of all nodes to each other; collective, when a run begins, of which
-        they prove to know the secret. They remember those of `former_nodes` nodes for the next one.
+        """Introduce the agents of all nodes to each other, at the start of a run. Collective.
 
-        A node whose agent cannot be reached costs the level, on all ranks alike, and not the job.
+        The agents prove to each other that they know the run's `secret`. They remember the agents
+        of `former_nodes` for the next run. If one node's agent cannot be reached, the level is off
+        on all ranks alike, and the job goes on.
         """
         if not self.groups:
             return
         from tierckpt.peer.address import own_network
 
-        mine, problem = None, ""
+        own, problem = None, ""
         where = self._where(secret)
         if self._node.first == self._group.rank:
-            mine, problem = self._listen(where)
-        everyone = self._group.all_gather_object((mine, problem, own_network()))
-        addresses = [address for address, _, _ in everyone]
-        problems = by_rank([why for _, why, _ in everyone])
-        problems = problems or out_of_reach(addresses, [network for _, _, network in everyone])
+            own, problem = self._listen(where)
+        gathered = self._group.all_gather_object((own, problem, own_network()))
+        addresses = [address for address, _, _ in gathered]
+        problems = by_rank([why for _, why, _ in gathered])
+        problems = problems or out_of_reach(addresses, [network for _, _, network in gathered])
         self.ready = not problems
         if problems:
             complain(f"the peer level is off: {'; '.join(problems)}")
             return
-        if mine is None:
+        if own is None:
             return
         hosts = self._topology.hosts
         of_host = {h: a for h, a in zip(hosts, addresses, strict=True) if a is not None}
@@ -159,15 +161,15 @@ class PeerSetup:
             for rank in group.ranks
             if rank in self._node.ranks
         ]
-        where = replace(where, port=mine.port)
+        where = replace(where, port=own.port)
         everybody = (AgentAddress(h, a.host, a.port, secret) for h, a in sorted(of_host.items()))
         known_nodes = KnownNodes(generation, (*everybody, *former_nodes))
         self._agent.introduce(where, parties, known_nodes)
 
     def protect(self, version: VersionId) -> bool:
-        """Have a version protected that is complete on all local levels.
+        """Order the protection of a version that is complete on all local levels.
 
-        True when this rank will hear how it went; the first of each node speaks for the others.
+        True when this rank receives the result; the first rank of each node speaks for the others.
         """
         if not self.ready or self._node.first != self._group.rank:
             return False
@@ -175,19 +177,19 @@ class PeerSetup:
         return True
 
     def mend(self, version: VersionId, lost: frozenset[int]) -> None:
-        """When this version is protected, parity is to be made beside these shards only."""
+        """When this version is protected, make parity beside these shards only."""
         self._lost = {version: lost}
 
     def _where(self, secret: str) -> ListenSettings:
-        """Where the agent is to listen, and what it is to show."""
+        """Return where the agent has to listen, and the places that it serves."""
         others = [
             n
             for n, h in zip(self._topology.names, self._topology.hosts, strict=True)
             if h != self._topology.hosts[self._group.rank]
         ]
-        mine = self._topology.names[self._group.rank]
-        # Not towards ourselves: a machine's own name is often a loopback address on it.
-        towards = next((name for name in others if name != mine), "localhost")
+        own = self._topology.names[self._group.rank]
+        # Not towards this node: a machine's own name is often a loopback address on it.
+        towards = next((name for name in others if name != own), "localhost")
         agent = self._agent
         return ListenSettings(
             secret,
@@ -198,7 +200,7 @@ class PeerSetup:
         )
 
     def _listen(self, where: ListenSettings) -> tuple[Address | None, str]:
-        """Where this node's agent listens, or why it does not."""
+        """Return where this node's agent listens, or the reason why it does not."""
         from tierckpt.peer.address import Address
 
         try:
@@ -208,14 +210,14 @@ class PeerSetup:
             return Address(heard.host, heard.port), ""
         except (TimeoutError, OSError) as error:
             return None, str(error) or type(error).__name__
-        except Exception as error:  # an answer that is none: the other ranks wait for this one
+        except Exception as error:  # an invalid answer: the other ranks wait for this one
             return None, f"{type(error).__name__}: {error}"
 
 
 def _party_settings(
     shard: int, group: RedundancyGroup, addresses: dict[int, Address]
 ) -> PartySettings:
-    """A shard's party; `addresses` has the agent of every member's node, by rank."""
+    """Return a shard's party; `addresses` has the agent of every member's node, by rank."""
     there = [addresses[rank] for rank in group.ranks]
     hosts, ports = tuple(each.host for each in there), tuple(each.port for each in there)
     code = group.code

@@ -1,4 +1,4 @@
-"""Pinning by a version's number: in a running job, on all its nodes, and at any one place."""
+"""Pinning: marks that keep a version, by its number, in a running job or at any one place."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def mark_everywhere(
     node: Node,
     await_agent: AgentClient | None = None,
 ) -> tuple[str, ...]:
-    """Pin or unpin a version of this job on every level that has it; returns these levels. Before
-    that, wait until what `await_agent` has under way is there.
+    """Pin or unpin a version of this job on every level that has it; return these levels.
 
-    A version that is still to come to the persistent level is pinned there when it is complete, by
-    its marks on the local level. So these are on all nodes before anybody looks there.
+    First waits until the work of `await_agent` that is under way is complete. A version that is
+    still on its way to the persistent level is pinned there when it is complete, by its marks on
+    the local level. So these marks are on all nodes before any rank looks at the persistent level.
 
-    Collective. Raises PinError, on all ranks, where no level has it, or one cannot be asked.
+    Collective. Raises PinError on all ranks if no level has the version, or one cannot be reached.
     """
     first, local = node.first == group.rank, LocalPins(config.directory)
 
@@ -52,8 +52,8 @@ def mark_everywhere(
             raise PinError(f"nothing has moved to {where} for {stall_timeout.QUIET_SECONDS:.0f} s")
         return local.named(version) if first else set()
 
-    # A node that has not written its part yet gets the mark, too.
-    ids = set[VersionId]().union(*_told(look, group))
+    # A node that has not written its part yet also gets the mark.
+    ids = set[VersionId]().union(*_on_all(look, group))
 
     def mark_local() -> set[str]:
         if not (first and ids):
@@ -69,14 +69,14 @@ def mark_everywhere(
         where = config.persistent.path
         return _answered(mark_there, where) if where and group.rank == 0 else set()
 
-    done = set[str]().union(*_told(mark_local, group), *_told(mark_persistent, group))
+    done = set[str]().union(*_on_all(mark_local, group), *_on_all(mark_persistent, group))
     if not done:
         raise PinError(f"cannot {action} v{version}: {_NONE[action]} on any level")
     return tuple(level for level in Level if level in done)
 
 
-def _told(ask: Callable[[], T], group: Group) -> list[T]:
-    """What `ask` returned on every rank; PinError on all if it failed on any. Collective."""
+def _on_all(ask: Callable[[], T], group: Group) -> list[T]:
+    """Return the results of `ask` on every rank; PinError on all if one failed. Collective."""
 
     def refusal(ranks: list[int], theirs: TierckptError) -> PinError:
         return PinError(f"rank {ranks[0]} cannot reach its pins: {theirs}")
@@ -85,42 +85,42 @@ def _told(ask: Callable[[], T], group: Group) -> list[T]:
 
 
 def _answered(ask: Callable[[], set[str]], where: str) -> set[str]:
-    """What `ask` returns, from a thread of its own: a store that hangs would keep the job. Raises
-    what it does, and PinError where there is no answer."""
-    told: list[set[str] | Exception] = []
+    """Call `ask` in a thread of its own, since a store that hangs would block the job. Return its
+    result or raise its error; PinError where there is no answer."""
+    answers: list[set[str] | Exception] = []
 
     def work() -> None:
         try:
-            told.append(ask())
+            answers.append(ask())
         except Exception as error:
-            told.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=work, name="tierckpt-pin", daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # as many as the system, or the container, allows
+    except RuntimeError as error:  # the limit of threads of the system or container
         raise PinError(str(error)) from error
     thread.join(stall_timeout.QUIET_SECONDS)
-    if not told:
+    if not answers:
         raise PinError(f"{where} has not answered for {stall_timeout.QUIET_SECONDS:.0f} s")
-    (answer,) = told
+    (answer,) = answers
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
 def mark_at(action: Action, version: int, path: str, place: PersistentConfig) -> list[str]:
-    """Pin or unpin a version at one place: a directory of the local level, on this node, or one, or
-    a URL, of the persistent level. `place` has what the store is to be told. Returns the names of
-    what was marked.
+    """Pin or unpin a version at one place; return the names of the versions that were marked.
 
-    Makes nothing but marks. Raises PinError where nothing has that number, ConfigError for what is
-    no directory, OSError and PersistentError.
+    `path` is a directory of the local level on this node, or a directory or URL of the persistent
+    level. `place` has the settings of the store. Writes nothing except marks. Raises PinError where
+    no version has that number, ConfigError if `path` is not a directory, OSError and
+    PersistentError.
     """
     marked, there = set[str](), set[int]()
     if not is_url(path):
         if not Path(path).is_dir():
-            raise ConfigError(f"{path} is no directory; give a job's path, or its persistent_path")
+            raise ConfigError(f"{path} is not a directory; give a job's path or persistent_path")
         local = LocalPins(path)
         marked |= {str(v) for v in getattr(local, action)(local.named(version))}
         there |= {v.version for v in (local.versions() if action == "pin" else local.pinned())}

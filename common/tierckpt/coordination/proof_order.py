@@ -1,7 +1,7 @@
-"""An order: what a job is to do that `tierckpt prove` has started; found through its environment.
+"""Proof order: instructions for a job that `tierckpt prove` starts, passed in its environment.
 
-Its checkpoints are then in a scratch folder, whatever the script says, and the user's are never
-touched. Standard library and settings only.
+The job's checkpoints then go to a scratch folder, whatever the script says, and the user's own are
+never touched. Standard library and settings only.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from tierckpt.storage.memory.job_directory import job_id_of
 VARIABLE = PREFIX + "PROVE_DIR"
 FILE_NAME = "order.json"
 SEED = "seed"
-"""A version that the first checkpointer of the run begins with."""
+"""Folder with a version that the run's first checkpointer starts with."""
 KEPT, MARK = "kept", "killed"
 RECORDS = "records"
 PROGRESS = "progress"
-"""The newest version of rank 0, as text."""
+"""File with the newest version of rank 0, as text."""
 NEVER_STEPS = 10**12
 
 
 _PATHS: dict[str, str] = {}
-"""The scripts' own, by what stands in their place."""
+"""The scripts' own paths, by the scratch folder used instead."""
 
 
 @dataclass(frozen=True)
 class ProofOrder:
-    """What a run is to do."""
+    """Instructions for one run."""
 
     folder: Path
-    """Of this run alone; all its nodes see it."""
+    """Folder of this run alone; all its nodes see it."""
     until: int
-    """It ends, as by `tierckpt halt`, with this version, or the first one after it."""
+    """The run stops, as by `tierckpt halt`, with this version or the first one after it."""
     keep: int | None = None
     """The first version from this one on is copied to `kept`; None: none."""
     kill_at: int | None = None
-    """All ranks are killed with SIGKILL at the boundary of this version, once; None: not at all."""
+    """All ranks are killed once with SIGKILL at the boundary of this version; None: never."""
 
     def write(self) -> None:
-        """Into its folder, which is made."""
+        """Create the folder and write the order into it."""
         self.folder.mkdir(parents=True)
         (self.folder / RECORDS).mkdir()
         values = {**asdict(self), "folder": str(self.folder)}
@@ -53,23 +53,23 @@ class ProofOrder:
 
     @property
     def kept(self) -> Path:
-        """Has folders named as those in `folder` that stand in the place of jobs' paths."""
+        """Folder of kept copies, with the same names as the scratch folders in `folder`."""
         return self.folder / KEPT
 
     @property
     def mark(self) -> Path:
-        """Is there once the kill was carried out."""
+        """File that exists once the kill was carried out."""
         return self.folder / MARK
 
     def place_of(self, path: str) -> str:
-        """Where versions go in place of a job's `path`."""
+        """Return the scratch folder that replaces a job's `path`."""
         scratch = self.folder / job_id_of(path)
         return str(scratch / "{node}" if "{node}" in path else scratch)
 
 
 def order_here() -> ProofOrder | None:
-    """This process's; None where nobody proves anything. Raises ConfigError where it cannot be
-    read: without it the job would write to the user's checkpoints."""
+    """Return this process's order; None without one. Raises ConfigError if it cannot be read:
+    without the order the job would write to the user's checkpoints."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
@@ -79,14 +79,15 @@ def order_here() -> ProofOrder | None:
         return ProofOrder(Path(folder), int(values["until"]), **given)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{VARIABLE} is {folder!r}, and there is no order of `tierckpt prove` that can be read "
-            f"({error}). Several nodes have to see one folder: `tierckpt prove --dir` says which"
+            f"{VARIABLE} is {folder!r}, but no order of `tierckpt prove` can be read there "
+            f"({error}). All nodes must see the same folder: choose it with `tierckpt prove --dir`"
         ) from error
 
 
 def redirected(config: Config) -> Config:
-    """As the order says: every version to memory, none to a store of the user's, all in the run's
-    folder. Without an order it is `config` itself. Raises ConfigError as `order_here`."""
+    """Return the settings as the order wants them: every version to memory, none to a store of the
+    user's, all in the run's folder. Without an order, return `config` itself. Raises ConfigError
+    as `order_here`."""
     order = order_here()
     if order is None:
         return config
@@ -105,7 +106,7 @@ def redirected(config: Config) -> Config:
         memory=MemoryConfig(),
         local=replace(
             config.local,
-            every_steps=NEVER_STEPS,  # but for the last one: the level is there
+            every_steps=NEVER_STEPS,  # except for the last version: the level is in use
             every_seconds=0.0,
             keep_last=1,
             keep_every=0,
@@ -119,12 +120,12 @@ def redirected(config: Config) -> Config:
 
 
 def path_of(place: str) -> str:
-    """The script's own, in whose place that scratch folder is."""
+    """Return the script's own path for a scratch folder."""
     return _PATHS.get(place, place)
 
 
 def _take_seed(order: ProofOrder, directory: Path) -> None:
-    """Any rank that comes first, for its node; before any rank looks for it."""
+    """Move the seed into place. The node's first rank to call it does; before any rank looks."""
     with contextlib.suppress(OSError):
         directory.parent.mkdir(exist_ok=True)
         (order.folder / SEED).rename(directory)

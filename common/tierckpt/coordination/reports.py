@@ -1,7 +1,7 @@
-"""Reports: what becomes of versions, said as events, and entered into the agreement's books.
+"""Reports: the outcome of versions, emitted as events and recorded in the agreement.
 
 Reports have three sources: the training thread itself, other threads (kept until the training
-thread emits them), and the agent, in messages.
+thread emits them), and the agent's messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .agreement import Agreement
 
 
 class Reports:
-    """Training thread, but for the methods that say "later", which any thread may call."""
+    """Reports of one rank. Training thread, except methods named "later": any thread."""
 
     def __init__(
         self,
@@ -43,28 +43,28 @@ class Reports:
         agreement: Agreement,
         version: Callable[[], int],
     ) -> None:
-        """`version` tells the present one, for what is about no other."""
+        """`version` returns the present version, for reports that name no other."""
         self._config, self._log, self._callbacks = config, log, callbacks
         self._agreement = agreement
         self._version = version
         self._later: deque[tuple[str, dict[str, Any]]] = deque()
         self._persistent: VersionId | None = None
-        """The newest version that is complete there, as far as this node's agent saw it."""
+        """The newest version that this node's agent saw complete on the persistent level."""
 
     # --- the training thread's own -------------------------------------------------------------
 
     def emit(self, name: str, **values: Any) -> None:
-        """An event, and the callback of its name if there is one."""
+        """Emit an event, and call the callback of its name if there is one."""
         event = self._log.emit(name, **{"version": self._version(), **values})
         if name in ("sealed", "committed"):
             self._callbacks.call(f"on_{name}", event)
 
     def notice(self, text: str, severity: int) -> None:
-        """Something worth a line."""
+        """Emit a notice."""
         self.emit("notice", message=text, severity=severity)
 
     def sealed(self, snapshot: Snapshot) -> None:
-        """A version is complete in this rank's memory."""
+        """Report that a version is complete in this rank's memory."""
         assert snapshot.manifest is not None
         self.emit(
             "sealed",
@@ -75,7 +75,7 @@ class Reports:
         )
 
     def interval(self, change: Change) -> None:
-        """An automatic interval is another one from now on, on all ranks."""
+        """Report that an automatic interval changes, on all ranks."""
         self.emit(
             "interval",
             level=change.level,
@@ -85,7 +85,7 @@ class Reports:
         )
 
     def skipped(self, level: Level, why: str, again: bool) -> None:
-        """A version is due and cannot be taken; `again`: so it was at the boundary before."""
+        """Report that a due version is skipped; `again`: also at the previous boundary."""
         loud = level == LOCAL and self._log.rank == 0  # all ranks skip alike
         first = logging.WARNING if loud else logging.INFO
         self.emit(
@@ -97,7 +97,7 @@ class Reports:
         )
 
     def passed_over(self, version: int, why: str) -> None:
-        """A version does not go to the persistent level, as a newer one waits for that."""
+        """Report that a version does not go to the persistent level, since a newer one waits."""
         self._pass_over(PERSISTENT, version, why)
 
     def _pass_over(self, level: Level, version: int, why: str) -> None:
@@ -106,26 +106,26 @@ class Reports:
         self.emit("skipped", **what, severity=logging.INFO)
 
     def lost(self, version: int, why: str) -> None:
-        """A version is lost in memory, and therefore everywhere."""
+        """Report that a version is lost in memory, and therefore on all levels."""
         self.emit("failed", **self._failure(MEMORY, version, why))
 
     def left_behind(self, level: Level, id_: VersionId, why: str) -> None:
-        """The peer or persistent level does not get this node's part of a version, as far as is
-        known."""
+        """Report that the peer or persistent level probably does not get this node's part of a
+        version."""
         self.emit("failed", **self._failure(level, id_.version, why))
 
     # --- other threads' ------------------------------------------------------------------------
 
     def notice_later(self, text: str, severity: int) -> None:
-        """As `notice`, from another thread."""
+        """Emit a notice later. Any thread."""
         self._later.append(("notice", {"message": text, "severity": severity}))
 
     def not_committed_later(self, id_: VersionId, error: str) -> None:
-        """The local level does not get this rank's shard."""
+        """Report later that the local level does not get this rank's shard. Any thread."""
         self._later.append(("failed", self._not_there(LOCAL, id_, error)))
 
     def say(self) -> None:
-        """Emit what was kept."""
+        """Emit the reports that other threads left."""
         while self._later:
             name, values = self._later.popleft()
             self.emit(name, **values)
@@ -133,26 +133,26 @@ class Reports:
     # --- the agent's ---------------------------------------------------------------------------
 
     def on_agent_message(self, message: AgentMessage) -> None:
-        """Enter an agent's message into the books, and emit it as an event."""
+        """Record an agent's message, and emit it as an event."""
         match message:
             case Stored():
                 self._stored(message)
             case NotStored():
                 self._not_stored(message)
-            case ListenFailed(error=error):  # of an agent that took the place of a dead one
+            case ListenFailed(error=error):  # from an agent that replaced a dead one
                 self.notice(f"peer level: {error}", logging.ERROR)
             case Cleaned(names=names):
-                text = f"removed what a killed writer left half-done: {', '.join(names)}"
+                text = f"removed files that a killed writer left half-written: {', '.join(names)}"
                 self.notice(text, logging.INFO)
             case Problem(error=error, level=level, severity=severity):
                 self.notice(f"{level} level: {error}", severity)
-            case _:  # the answer to a question whose time is over
+            case _:  # a late answer to a question that is over
                 pass
 
     def _stored(self, message: Stored) -> None:
         level, id_, text, severity = message.level, message.id, "", logging.INFO
         self._agreement.tell(level, id_, DONE)
-        if isinstance(message, Flushed):  # the version is there when the last node's part is
+        if isinstance(message, Flushed):  # the version is complete when the last node's part is
             text, severity = "this node's part of it", logging.DEBUG
             if message.complete:
                 text, severity = "complete", logging.INFO
@@ -176,7 +176,7 @@ class Reports:
         return self._failure(level, id_.version, f"{error}; training goes on, {without}")
 
     def _failure(self, level: Level, version: int, why: str) -> dict[str, Any]:
-        """An event's values: a level does not have the version."""
+        """Return the values of an event: a level does not have the version."""
         return {
             "version": version,
             "level": level,
@@ -186,7 +186,7 @@ class Reports:
         }
 
     def _newest(self, level: Level) -> int | None:
-        """The newest version that a level is known to have, by number."""
+        """Return the number of the newest version that a level is known to have."""
         safe = self._agreement.ledgers[level].safe
         id_ = self._persistent if level == PERSISTENT else safe
         return id_.version if id_ is not None else None

@@ -1,6 +1,6 @@
-"""Settings, alike on all ranks: they decide alike without talking, so all must start from the same.
+"""Settings check: all ranks need equal settings, since they decide alike without communication.
 
-Who takes part in the job, and where, is found out along the way.
+The check also collects the job's topology: its ranks, nodes and failure domains.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from .proof_order import redirected
 
 PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
 OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "peer_port"))
-"""Settings that may differ between ranks: a node's disk may have the node's name in its path."""
+"""Settings that may differ between ranks: a disk's path may contain the node's name."""
 
 
 @dataclass(frozen=True)
 class JobTopology:
-    """Who takes part in the job, and where; by rank."""
+    """The job's nodes and failure domains, by rank."""
 
     hosts: tuple[str, ...]
     """Nodes, as `_host.host_id` names them."""
     names: tuple[str, ...]
     """Host names of their machines."""
     domains: tuple[str, ...]
-    """What dies together."""
+    """Failure domains: the ranks of one domain fail together."""
     environment: tuple[str, ...] = ()
-    """See `environment.fingerprint`. Its node's first rank's count for an agent."""
+    """Environment fingerprints, see `environment`. An agent uses its node's first rank's."""
     token: str = ""
-    """Drawn for this attach, by rank 0."""
+    """Random token for this attach, drawn by rank 0."""
     launch: Launch = field(default_factory=Launch)
-    """Of this rank's process."""
+    """Launch of this rank's process."""
     starters: tuple[str, ...] = ()
-    """Of all ranks: see `launch.Launch`."""
+    """Starters of all ranks, see `launch.Launch`."""
 
     def node(self, rank: int) -> Node:
-        """The rank's node."""
+        """Return the rank's node."""
         return Node.of(self.hosts[rank], self.hosts)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others."""
+class _RankSettings:
+    """Values that a rank sends to the others."""
 
     compared: tuple[tuple[str, str], ...]
     where: tuple[str, str, str]
     """Node, host name, domain."""
     environment: str
     token: str
-    """See `JobTopology`."""
+    """Random token, see `JobTopology`."""
     starters: tuple[str, ...]
 
 
@@ -76,33 +76,34 @@ def agree_on_settings(
     """Load this rank's settings, and compare them with the other ranks'. Collective.
 
     Raises ConfigError on all ranks, naming those whose settings cannot be used (a key may be
-    missing on one node alone), or are not rank 0's. Where a rank comes to `refused` instead, an
-    error of that kind.
+    missing on one node alone) or differ from rank 0's. If a rank calls `refused` instead, all raise
+    an error of that kind.
     """
     loaded: list[tuple[Config, Launch]] = []
 
-    def load() -> _Told:
+    def load() -> _RankSettings:
         config = redirected(load_config(arguments, config_file=config_file))
         launch = launch_of(os.environ, in_use=_is_in_use(config))
         loaded.append((config, launch))
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
         compared, token = tuple(_compared(config)), secrets.token_hex(8)
-        return _Told(compared, where, environment_fingerprint(), token, launch.starters)
+        return _RankSettings(compared, where, environment_fingerprint(), token, launch.starters)
 
-    everyone = gather_or_raise(group, load, partial(_named, group.size))
-    raise_any(_differences(everyone), _differ, group.rank)
+    gathered = gather_or_raise(group, load, partial(_named, group.size))
+    raise_any(_differences(gathered), _differ, group.rank)
     ((config, launch),) = loaded
-    hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
-    environment = tuple(told.environment for told in everyone)
-    starters = smallest(starter for told in everyone for starter in told.starters)
-    token = everyone[0].token
+    hosts, names, domains = zip(*(each.where for each in gathered), strict=True)
+    environment = tuple(each.environment for each in gathered)
+    starters = smallest(starter for each in gathered for starter in each.starters)
+    token = gathered[0].token
     return config, JobTopology(hosts, names, domains, environment, token, launch, starters)
 
 
 def refused(error: TierckptError, group: Group) -> TierckptError:
-    """What this rank raises, as `error` says why it cannot take part at all. Collective, in the
-    place of `agree_on_settings`, which raises the same on the ranks that could."""
+    """Return the error to raise on this rank, which cannot take part because of `error`.
+    Collective; called instead of `agree_on_settings`, which then raises the same error on the
+    other ranks."""
 
     def load() -> None:
         raise error
@@ -115,7 +116,7 @@ def refused(error: TierckptError, group: Group) -> TierckptError:
 
 
 def _named(size: int, ranks: list[int], theirs: TierckptError) -> TierckptError:
-    """`theirs`, with the numbers of the ranks where not all have it."""
+    """Return `theirs`, with the numbers of the ranks unless all ranks have it."""
     if len(ranks) == size:
         return theirs
     kind = UnsupportedStateError if isinstance(theirs, UnsupportedStateError) else ConfigError
@@ -123,50 +124,50 @@ def _named(size: int, ranks: list[int], theirs: TierckptError) -> TierckptError:
 
 
 def _is_in_use(config: Config) -> bool:
-    """Whether this process has a rank's place in the job already: another one's, in a group of
-    other ranks."""
+    """Whether this process already has a rank's place in the job, from another checkpointer in a
+    group of other ranks."""
     job = config.job_id or job_id_of(config.path)
     return file_lock.any_held(JobDirectory.at(config.shm_dir, job, config.node).path)
 
 
 def _compared(config: Config) -> Iterable[tuple[str, str]]:
-    """What must be alike, by name, as text. Of keys it has the ids, of storage options a hash."""
+    """Yield name and text of settings that must be equal; of keys the ids, of options a hash."""
     for name in known_settings():
         table, _, rest = name.partition("_")
         value = getattr(getattr(config, table), rest) if table in TABLES else getattr(config, name)
         if name.endswith("_codecs") and value:
             made = Pipeline.of_setting(value, name).description
-            told = [f"{m} {p}={v}" for m, each in made for p, v in each.items()]
-            value = ", ".join([value, *told])
+            codecs = [f"{m} {p}={v}" for m, each in made for p, v in each.items()]
+            value = ", ".join([value, *codecs])
         elif name == STORAGE_OPTIONS and value:
             value = hashlib.sha256(value.encode()).hexdigest()
         if name not in OWN:
             yield name, str(value)
 
 
-def _differences(everyone: Sequence[_Told]) -> list[str]:
-    """How each rank's settings differ from rank 0's; empty where they do not."""
-    ours = everyone[0].compared
+def _differences(gathered: Sequence[_RankSettings]) -> list[str]:
+    """Return each rank's differences from rank 0's settings; empty where there are none."""
+    first = gathered[0].compared
     return [
         "\n".join(
-            _difference(name, theirs, mine)
-            for (name, theirs), (_, mine) in zip(told.compared, ours, strict=True)
-            if theirs != mine
+            _difference(name, theirs, expected)
+            for (name, theirs), (_, expected) in zip(each.compared, first, strict=True)
+            if theirs != expected
         )
-        for told in everyone
+        for each in gathered
     ]
 
 
 def _differ(ranks: list[int], lines: str) -> ConfigError:
     return ConfigError(
         f"{_text_of(ranks)} and rank 0 have different settings:\n{lines}\n"
-        "All ranks need the same arguments, environment variables, file and keys."
+        "All ranks need the same arguments, environment variables, configuration file and keys."
     )
 
 
 def _difference(name: str, theirs: str, ours: str) -> str:
     if name == STORAGE_OPTIONS:
-        return f"  {name}, which is not shown"
+        return f"  {name}, whose values are not shown"
     return f"  {name}={theirs} there, and {name}={ours} on rank 0"
 
 

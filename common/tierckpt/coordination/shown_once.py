@@ -1,8 +1,8 @@
-"""Said once: of an error that all ranks raise, one rank shows all there is to read.
+"""Errors shown once: of an error that all ranks raise, one rank shows the full traceback.
 
-All raise it, or a launch would not end, and its text is the same on all, for whoever catches it.
-But where nobody does, a traceback from each of 64 ranks is a text that nobody reads: all but one
-show a line then.
+All ranks raise it, as the launch would not end otherwise, and its text is the same on all for code
+that catches it. But if nothing catches it, nobody reads the tracebacks of 64 ranks: then all ranks
+but one show a single line.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ E = TypeVar("E", bound=BaseException)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 HEAD_START_SECONDS = 1.0
-"""For the rank that shows all: launchers end the others as soon as one of them has ended."""
+"""Delay that lets one rank show all: launchers end the others as soon as one has ended."""
 LONGEST_LINE = 200
 _SPEAKER = "_shown_by_rank"
 
 
 def said_by(error: E, speaker: int, rank: int) -> E:
-    """`error`, which this `rank` is about to raise: if nobody catches it, `speaker` shows it, which
-    raises one of the same text. Any thread; returns it."""
+    """Mark `error`, which this `rank` will raise: if it is not caught, rank `speaker`, which raises
+    one with the same text, shows it. Returns the error. Any thread."""
     if rank != speaker:
         setattr(error, _SPEAKER, speaker)
         if not isinstance(sys.excepthook, _OneLine):
@@ -33,13 +33,13 @@ def said_by(error: E, speaker: int, rank: int) -> E:
 
 
 def same_on_all(error: E, texts: Sequence[str], rank: int) -> E:
-    """`error`, of which `texts` has what each rank raises: the first rank of several with the same
-    text shows it."""
+    """Mark `error`, given each rank's text in `texts`: of several ranks with the same text, the
+    first shows it. Returns the error."""
     return said_by(error, texts.index(texts[rank]), rank)
 
 
 class _OneLine:
-    """Of what another rank shows a line, by the hook that was there; all else goes to that."""
+    """A hook that shortens errors shown by another rank; the previous hook shows all others."""
 
     def __init__(self, before: Hook) -> None:
         self._before = before
@@ -56,7 +56,7 @@ class _OneLine:
 
 
 def _short(error: BaseException, speaker: int) -> BaseException:
-    """One of the same kind, to be shown: where to read on, and how the text begins."""
+    """Return an error of the same kind to show: the rank to read, and the start of the text."""
     line = str(error).strip().partition("\n")[0]
     if len(line) > LONGEST_LINE:
         line = f"{line[:LONGEST_LINE]}..."

@@ -1,6 +1,6 @@
-"""Handover: a slot's way round one snapshot, from being chosen to being the agent's to commit.
+"""Slot handoff: the way of a slot through one snapshot, from its choice to the agent's commit.
 
-The ledgers of `agreement` hear of every turn, whatever happens, so that all ranks have the same
+The ledgers of `agreement` record every outcome, also after errors, so that all ranks have the same
 list of versions.
 """
 
@@ -22,8 +22,8 @@ from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
 
 PATIENCE_SECONDS = 30.0
-"""So long, with `when_busy="wait"`, for a copy that no optimizer waits for any more."""
-CUT_SHORT = "an interrupt came before it was there"
+"""Longest wait, with `when_busy="wait"`, for a copy that no optimizer waits for any more."""
+CUT_SHORT = "an interrupt came before the copy was complete"
 
 
 def _id_of(snapshot: Snapshot) -> VersionId:
@@ -31,7 +31,7 @@ def _id_of(snapshot: Snapshot) -> VersionId:
 
 
 class SlotHandoff:
-    """One rank's part. What it is given stays its owner's. Methods say which thread calls them."""
+    """One rank's slots. Owns none of its arguments. Each method names the thread that calls it."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class SlotHandoff:
         self._group, self._pool, self._agent = group, pool, agent
         self._agreement, self._reports = agreement, reports
         self.finished: deque[Snapshot] = deque()
-        """Those that are over, and of which the training thread has not heard."""
+        """Snapshots that have ended, and whose end the training thread has not processed."""
         self._begun: dict[VersionId, Snapshot] = {}
-        """Those that are not over, or of whose end the books have not heard yet."""
+        """Snapshots that have not ended, or whose end is not yet in the ledgers."""
 
     def chooser(self, id_: VersionId, runs: int) -> Callable[[int, int], Slot]:
-        """Who finds a slot for the version of this boundary, on the copier's thread: as long as it
-        takes, it waits for the proof that an older version is superseded."""
+        """Return the function that finds a slot for this boundary's version. The copier thread
+        calls it; it waits, if necessary, for the proof that an older version is superseded."""
         protected = self._agreement.protected(id_)
 
         def choose(blocks: int, image_bytes: int) -> Slot:
@@ -64,17 +64,17 @@ class SlotHandoff:
         return choose
 
     def begun(self, snapshot: Snapshot) -> None:
-        """It is being copied; training thread."""
+        """Record that a snapshot is being copied; training thread."""
         snapshot.bind_patience_seconds = self._agreement.patience_seconds
         snapshot.hopeless = self._agreement.hopeless
         self._begun[_id_of(snapshot)] = snapshot
 
     def starved(self) -> None:
-        """The training thread waited for a slot in vain, hence for a vote; training thread."""
+        """Record that the training thread waited for a slot, hence a vote, in vain."""
         self._agreement.lose_patience()
 
     def done(self, snapshot: Snapshot) -> None:
-        """Sealed or failed; on the thread that did it."""
+        """Record that a snapshot is sealed or failed; on the thread that ended it."""
         id_ = _id_of(snapshot)
         sealed = snapshot.phase is Phase.SEALED
         self._pool.filled(snapshot.slot, id_ if sealed else None)
@@ -87,16 +87,16 @@ class SlotHandoff:
                 self._agreement.tell(LOCAL, id_, BROKEN)
         self._agreement.tell(MEMORY, id_, DONE if sealed else BROKEN)
         self.finished.append(snapshot)
-        self._begun.pop(id_, None)  # last: before, an interrupt may have cut this short
+        self._begun.pop(id_, None)  # last: an interrupt may cut the steps above short
 
     def wait(self) -> None:
-        """Return when what is being copied is over, if that gets on; training thread."""
+        """Return when all copies have ended, or made no progress for too long; training thread."""
         for snapshot in [*self._begun.values()]:
             snapshot.wait_done(PATIENCE_SECONDS)
 
     def take_stock(self) -> None:
-        """At a boundary: tell the books of what nobody is at work on any more, because an exception
-        that was no error (a KeyboardInterrupt) came between. It would stay open for ever."""
+        """Break versions that no thread works on any more, at a boundary. A BaseException that is
+        no Exception (a KeyboardInterrupt) cut the work short; they would stay open for ever."""
         begun = dict(self._begun)
         for id_, snapshot in begun.items():
             if snapshot.wait_done(0.0):
@@ -109,26 +109,26 @@ class SlotHandoff:
             if id_ not in begun and not self._agent.concerns(id_):
                 self._agreement.tell(LOCAL, id_, BROKEN)
                 self._reports.not_committed_later(id_, CUT_SHORT)
-        # Nobody is told that these are lost: they may be there.
+        # No event reports these as lost: they may be complete.
         for level in set(LEDGERS).difference(AWAITED):
             for id_ in self._agreement.undecided(level):
                 if not self._agent.concerns(id_):
                     self._agreement.tell(level, id_, level.facts.failed_state)
 
     def _make_up(self, id_: VersionId, snapshot: Snapshot) -> None:
-        """`done` was cut short; whether the agent was told will be seen at the next boundary."""
+        """Complete a `done` that was cut short; the next boundary shows whether the agent knows."""
         sealed = snapshot.phase is Phase.SEALED
         self._pool.filled(snapshot.slot, id_ if sealed else None)
         self._agreement.tell(MEMORY, id_, DONE if sealed else BROKEN)
         self._begun.pop(id_, None)
 
     def broken(self, id_: VersionId) -> None:
-        """There is no snapshot of a version that is in the ledgers; training thread."""
+        """Break a version in the ledgers that has no snapshot; training thread."""
         self._agreement.tell(MEMORY, id_, BROKEN)
         self._agreement.tell(LOCAL, id_, BROKEN)
 
     def commit_sealed(self, id_: VersionId, slot: Slot) -> None:
-        """Commit what was sealed before; training thread."""
+        """Commit a version that was sealed before; training thread."""
         manifest = slot.manifest()
         assert manifest is not None
         self._commit(id_, slot, manifest)
@@ -138,7 +138,7 @@ class SlotHandoff:
         key = ShardKey(id_, self._group.rank, self._group.size)
         try:
             error = self._agent.commit(key, slot)
-        except Exception as problem:  # on the thread that sealed: a version is lost, no more
+        except Exception as problem:  # on the thread that sealed: only this version is lost
             error = f"{type(problem).__name__}: {problem}"
         if error:
             self._agreement.tell(LOCAL, id_, BROKEN)

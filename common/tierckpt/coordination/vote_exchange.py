@@ -1,9 +1,9 @@
-"""Ballots: how the votes of a boundary come together.
+"""Vote exchange: how the votes of a boundary are combined.
 
-Across nodes, by the group's asynchronous reduction. Where all ranks share a node, through a page of
-memory: each writes its vote into a row of its own, and who wants the result takes the minimum of
-all rows. That wakes no thread, so it takes nothing from the iteration, and a reader finds
-everything there but for ranks that are not so far yet.
+Across nodes, the group's asynchronous reduction combines them. Where all ranks share a node, a page
+of shared memory does: each rank writes its vote into its own row, and a reader takes the minimum of
+all rows. That wakes no thread, so it takes no time from the iteration, and a reader waits only for
+ranks that have not voted yet.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from typing import Protocol
 from tierckpt.group import Group, Node, Pending
 
 TURNS = 4
-"""Ballots whose rows are kept. No rank casts one before all have cast the one before the last, as
-it reads the last one first: two would do, and the copier thread may come late to one."""
+"""Number of ballots whose rows are kept. A rank reads the last ballot before it casts the next, so
+no rank is two ballots ahead: two would do, but the copier thread may read late."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
 PATIENCE_SECONDS = 1800.0
-"""As long as torch's collectives wait for a rank that lives and does not come."""
+"""The time that torch's collectives wait for a rank that runs and does not come."""
 OWN_WIDTH = 80
-"""Integers that a rank may give along with its vote."""
+"""Number of integers that a rank may give along with its vote."""
 _TOKEN_BYTES = 64
 _LINE_BYTES = 64
 _NAME = "tierckpt-ballots"
 
 
 Rows = list[tuple[int, ...]]
-"""What every rank gave along with its vote, in rank order."""
+"""Integers that every rank gave along with its vote, in rank order."""
 Votes = dict[int, tuple[list[int], tuple[int, ...]]]
-"""By rank: a vote, and what was given along with it."""
+"""A vote, and the integers given along with it, by rank."""
 LARGEST = (1 << 63) - 1
 
 
@@ -47,69 +47,69 @@ class Cast(Pending, Protocol):
     """A vote that was cast."""
 
     def rows(self) -> Rows:
-        """What ranks gave along: waits as `wait` does. Empty where this rank gave nothing; empty
-        for a rank that gave nothing."""
+        """Return the integers that ranks gave along; waits as `wait`. Empty if this rank gave none;
+        an empty row for a rank that gave none."""
         ...
 
     def missing(self) -> list[int]:
-        """Ranks that are known not to have voted yet. Does not wait."""
+        """Return the ranks that are known not to have voted yet. Does not wait."""
         ...
 
     def passed_over(self) -> bool:
-        """True when a rank is known to be further than this one without having voted: it waits for
-        this one, or soon will. Does not wait."""
+        """True when a rank is known to be ahead of this one without having voted: it waits for this
+        rank, or soon will. Does not wait."""
         ...
 
 
 class Ballots(Protocol):
-    """What `Agreement` votes by."""
+    """The means by which `Agreement` votes."""
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """Cast this rank's vote; see `Group.all_reduce_min`. Training thread.
 
-        `own`: OWN_WIDTH integers from 0 to 2^62 that all ranks are to read, of each rank its own.
-        In a turn either all ranks give some or none does.
+        `own`: OWN_WIDTH integers from 0 to 2^62 of this rank, which all ranks can read. In one turn
+        either all ranks give some or none does.
         """
         ...
 
     def even_out(self) -> None:
-        """Collective: a rank whose iteration was cut short may be a vote behind the others. It
-        casts one that says nothing, so that none waits for it, and the next votes are of the same
-        boundary."""
+        """Make all ranks' numbers of votes equal. Collective. A rank whose iteration was cut short
+        may be a vote behind: it casts empty votes, so that none waits for it, and the next votes
+        are about the same boundary."""
         ...
 
     def passed(self, iterations: int) -> None:
-        """Not collective: this rank has so many iterations behind it, with a vote or without. Any
+        """Report that this rank has completed `iterations`, with a vote or not. Not collective. Any
         thread."""
         ...
 
     def close(self) -> None:
-        """Not collective: this rank votes no more, and reads no more."""
+        """End voting and reading on this rank. Not collective."""
         ...
 
 
 class RankGoneError(RuntimeError):
-    """A rank has not voted, and will not: it let go, or its process ended."""
+    """A rank has not voted and will not: it closed its ballots, or its process ended."""
 
 
 class GroupBallots:
-    """By the group's reduction.
+    """Ballots by the group's reduction.
 
-    What ranks give along is a reduction of its own, after the vote's. Ranks' n-th reductions match
-    each other, and those of a group may match its other collectives by their order too, so ranks
-    must have launched equally many before any other collective: see `even_out`.
+    The integers that ranks give along have a reduction of their own, after the vote's. Ranks' n-th
+    reductions match each other, and a group may also match its other collectives by their order,
+    so ranks must have launched equally many before any other collective: see `even_out`.
     """
 
     _END, _OWN = -1, -2
-    """Where a vote says that its rank is in `even_out` (1), and that it launched a reduction of
-    what ranks give along (-1)."""
+    """Positions in a vote: 1 if its rank is in `even_out`, and -1 if it launched a reduction of
+    integers given along."""
 
     def __init__(self, group: Group, width: int) -> None:
         self._group, self._width = group, width
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
-        """See Ballots. Columns of the other ranks are the largest number, so the minimum has
-        everyone's own."""
+        """Cast as Ballots says. The columns of other ranks have the largest number, so the minimum
+        has every rank's own."""
         vote = self._group.all_reduce_min([*values, -1 if own else 0, 0])
         if not own:
             return _Reduced(vote, len(values))
@@ -118,8 +118,7 @@ class GroupBallots:
         return _Reduced(vote, len(values), self._group.all_reduce_min(columns), len(own))
 
     def even_out(self) -> None:
-        """See Ballots. Each rank casts votes until it casts one at which all are here: that is the
-        same one for all."""
+        """Cast votes until one at which all ranks are in `even_out`; it is the same for all."""
         at_end = False
         while not at_end:
             agreed = self._group.all_reduce_min([*[0] * self._width, 0, 1]).wait()
@@ -128,14 +127,14 @@ class GroupBallots:
                 self._group.all_reduce_min([LARGEST] * (OWN_WIDTH * self._group.size))
 
     def passed(self, iterations: int) -> None:
-        """See Ballots. Other ranks do not see it."""
+        """Do nothing: other ranks cannot see it."""
 
     def close(self) -> None:
-        """See Ballots."""
+        """Do nothing."""
 
 
 class _Reduced:
-    """See Cast."""
+    """The vote of GroupBallots."""
 
     def __init__(
         self, vote: Pending, width: int, own: Pending | None = None, own_width: int = 0
@@ -155,65 +154,65 @@ class _Reduced:
         return [tuple(columns[at : at + size]) for at in range(0, len(columns), size)]
 
     def missing(self) -> list[int]:
-        return []  # a reduction does not say whom it waits for
+        return []  # a reduction does not report the missing ranks
 
     def passed_over(self) -> bool:
         return False
 
 
 class SharedBallots:
-    """By a page of memory that all ranks have mapped.
+    """Ballots by a page of memory that all ranks have mapped.
 
-    A row is a turn, a vote, and a checksum of both: what was written in part, or in an order that
-    this processor shows otherwise, is not a vote yet. Beside the rows each rank has a byte, set
-    when it has let go, and the number of iterations that it has behind it. What a rank gives along
-    has a row of its own, and its vote says that it is there.
+    A row is a turn, a vote, and a checksum of both: a row written in part, or seen in part by this
+    processor, is not a vote yet. Beside the rows, each rank has a byte, set when it has closed its
+    ballots, and the number of its completed iterations. The integers that a rank gives along have a
+    row of their own, and the vote says whether there is one.
     """
 
     def __init__(
         self, page: mmap.mmap, group: Group, width: int, processes: Mapping[int, int]
     ) -> None:
-        """Owns `page`, and `processes`: a pidfd of every other rank's."""
+        """Own `page`, and `processes`: a pidfd of every other rank's process."""
         self._group, self._width = group, width
         self._page: mmap.mmap | None = page
         self._processes = dict(processes)
         self._close_processes = weakref.finalize(self, _close_all, self._processes)
         self._pid = os.getpid()
         self._open = threading.Lock()
-        """Held by who uses the page or the descriptors, or closes them."""
+        """Held while a thread uses the page or the descriptors, or closes them."""
         self._row = struct.Struct(f"<qq{width}q")
-        """Turn, how many numbers are given along, vote."""
+        """Turn, number of integers given along, vote."""
         self._own_row = struct.Struct(f"<q{OWN_WIDTH}q")
         self._turn = 0
-        """Of this rank's last vote."""
+        """Turn of this rank's last vote."""
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
-        """See Ballots."""
+        """Cast as Ballots says."""
         turn = self._turn + 1
         with self._opened() as page:
-            # It is there if an interrupt came right behind the writing: others may have read it.
+            # An interrupt right after the write leaves it there: others may have read it.
             if self._vote(page, turn, self._group.rank) is None:
                 if own:
                     row = self._own_row.pack(turn, *own)
                     self._write(page, self._own_place(turn, self._group.rank), row)
                 row = self._row.pack(turn, len(own), *values)
                 self._write(page, self._place(turn, self._group.rank), row)
-        self._turn = turn  # last: what an interrupt kept from being written was not cast
+        self._turn = turn  # last: a vote that an interrupt kept from being written is not cast
         return _Pending(self, turn, bool(own))
 
     def _write(self, page: mmap.mmap, at: int, row: bytes) -> None:
         page[at : at + len(row) + 4] = row + _checksum(row)
 
     def even_out(self) -> None:
-        """See Ballots."""
+        """Cast empty votes until this rank has cast as many as any other."""
         for _ in range(self._turn, max(self._group.all_gather_object(self._turn))):
             self.all_reduce_min([0] * self._width)
 
     def close(self) -> None:
-        """See Ballots."""
+        """Close as Ballots says."""
         with self._open:
             if self._page is not None:
-                if os.getpid() == self._pid:  # a child that was forked does not speak for us
+                if os.getpid() == self._pid:  # a forked child does not act for this rank
                     self._page[_TOKEN_BYTES + self._group.rank] = 1
                 self._page.close()
             self._page = None
@@ -227,34 +226,34 @@ class SharedBallots:
             yield self._page
 
     def result(self, turn: int) -> tuple[list[int], Rows]:
-        """The minimum of all ranks' votes of that turn, waiting for them, and what they gave along.
-        Any thread.
+        """Return the minimum of all ranks' votes of that turn, and the integers given along. Waits
+        for the votes. Any thread.
 
-        Raises RankGoneError, TimeoutError when a rank that lives does not vote, and RuntimeError
-        when the ballots are closed.
+        Raises RankGoneError, TimeoutError when a running rank does not vote, and RuntimeError when
+        the ballots are closed.
         """
         votes: Votes = {}
         gone: set[int] = set()
         deadline = time.monotonic() + PATIENCE_SECONDS
         pause = FIRST_PAUSE_SECONDS
         while missing := self._collect(turn, votes):
-            gone.intersection_update(missing)  # it may have voted, and gone then
+            gone.intersection_update(missing)  # a rank may have voted before it was gone
             if gone:
-                raise RankGoneError(f"rank {min(gone)} was gone before it came to this boundary")
+                raise RankGoneError(f"rank {min(gone)} was gone before it reached this boundary")
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"rank {missing[0]} has not come to this boundary in {PATIENCE_SECONDS:g} s"
+                    f"rank {missing[0]} has not reached this boundary in {PATIENCE_SECONDS:g} s"
                 )
             time.sleep(pause)
             with self._opened() as page:
                 gone = {rank for rank in missing if self._is_gone(page, rank)}
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        everyone = [votes[rank] for rank in range(self._group.size)]
-        columns = zip(*(vote for vote, _ in everyone), strict=True)
-        return [min(column) for column in columns], [own for _, own in everyone]
+        cast = [votes[rank] for rank in range(self._group.size)]
+        columns = zip(*(vote for vote, _ in cast), strict=True)
+        return [min(column) for column in columns], [own for _, own in cast]
 
     def done(self, turn: int) -> bool:
-        """True when `result` will not wait for a rank that lives. Any thread."""
+        """True when `result` will not wait for a running rank. Any thread."""
         with self._open:
             if self._page is None:
                 return True
@@ -265,31 +264,31 @@ class SharedBallots:
             )
 
     def missing(self, turn: int) -> list[int]:
-        """Ranks that have not cast that turn's vote. Any thread."""
+        """Return the ranks that have not cast that turn's vote. Any thread."""
         return self._collect(turn, {})
 
     def passed(self, iterations: int) -> None:
-        """See Ballots."""
+        """Write this rank's iterations to the page."""
         with self._open:
             if self._page is not None:
                 self._page[self._iterations_at(self._group.rank)] = iterations.to_bytes(8, "little")
 
     def passed_over(self, turn: int) -> bool:
-        """True when a rank that has not cast that turn's vote has more iterations behind it than
+        """True when a rank that has not cast that turn's vote has completed more iterations than
         this one. Any thread."""
         missing = self.missing(turn)
         with self._opened() as page:
             passed = {r: page[self._iterations_at(r)] for r in (*missing, self._group.rank)}
             missing = [rank for rank in missing if self._vote(page, turn, rank) is None]
-        mine = int.from_bytes(passed[self._group.rank], "little")
-        return any(int.from_bytes(passed[rank], "little") > mine for rank in missing)
+        own = int.from_bytes(passed[self._group.rank], "little")
+        return any(int.from_bytes(passed[rank], "little") > own for rank in missing)
 
     def _iterations_at(self, rank: int) -> slice:
         at = _head_bytes(self._group.size) - (rank + 1) * _LINE_BYTES
         return slice(at, at + 8)
 
     def _collect(self, turn: int, votes: Votes) -> list[int]:
-        """Add the votes of that turn that have come; returns the ranks whose vote has not."""
+        """Add the votes of that turn that have come; return the ranks whose vote is missing."""
         with self._opened() as page:
             for rank in self._missing(votes):
                 vote = self._vote(page, turn, rank)
@@ -301,7 +300,7 @@ class SharedBallots:
         return [rank for rank in range(self._group.size) if rank not in votes]
 
     def _is_gone(self, page: mmap.mmap, rank: int) -> bool:
-        """True for a rank that let go, or whose process is no more, reaped or not."""
+        """True for a rank that closed its ballots, or whose process has ended, reaped or not."""
         if page[_TOKEN_BYTES + rank]:
             return True
         if rank not in self._processes:  # this one
@@ -313,7 +312,7 @@ class SharedBallots:
     def _vote(
         self, page: mmap.mmap, turn: int, rank: int
     ) -> tuple[list[int], tuple[int, ...]] | None:
-        """With what was given along; None while it is not there."""
+        """Return a vote and the integers given along; None before both are written."""
         found = _read(page, self._place(turn, rank), self._row)
         if found is None:
             return None
@@ -338,7 +337,7 @@ class SharedBallots:
 
 
 class _Pending:
-    """See Cast: any thread may wait, and again."""
+    """The vote of SharedBallots: any thread may wait, more than once."""
 
     def __init__(self, ballots: SharedBallots, turn: int, with_own: bool) -> None:
         self._ballots, self._turn, self._with_own = ballots, turn, with_own
@@ -349,7 +348,7 @@ class _Pending:
         return self._wait()[0]
 
     def done(self) -> bool:
-        # Without the lock, which another thread may hold that waits.
+        # Without the lock, which another thread may hold while it waits.
         return self._result is not None or self._ballots.done(self._turn)
 
     def rows(self) -> Rows:
@@ -369,14 +368,15 @@ class _Pending:
 
 
 def ballots_for(group: Group, node: Node, width: int) -> Ballots:
-    """What these ranks vote by, `width` integers a vote; the same kind on all ranks. Collective."""
+    """Return the ballots for these ranks, `width` integers a vote. The same kind on all ranks.
+    Collective."""
     if node.count > 1 or group.size == 1:
         return GroupBallots(group, width)
     return _on_shared_page(group, width) or GroupBallots(group, width)
 
 
 def _head_bytes(size: int) -> int:
-    """Token, a byte a rank, and a line a rank with its iterations."""
+    """Return the size of the token, a byte per rank, and a line of iterations per rank."""
     return _TOKEN_BYTES + _whole_lines(size) + size * _LINE_BYTES
 
 
@@ -385,23 +385,24 @@ def _row_bytes(width: int) -> int:
 
 
 def _read(page: mmap.mmap, at: int, shape: struct.Struct) -> tuple[int, ...] | None:
-    """What stands in a row; None where it is none yet."""
+    """Return the values of a row; None before it is written."""
     end = at + shape.size
     row = page[at:end]
     return shape.unpack(row) if page[end : end + 4] == _checksum(row) else None
 
 
 def _whole_lines(nbytes: int) -> int:
-    """Rounded up to cache lines, which no two ranks write to."""
+    """Round up to cache lines, so that no two ranks write to one line."""
     return -(-nbytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
-    """Ballots on zeros behind a token, mapped by all ranks; None on all where one cannot.
+    """Return ballots on a page of zeros after a token, mapped by all ranks; None on all if one
+    cannot map it. Collective.
 
-    The page has no name, so a job that is killed leaves none behind. Ranks that do not see each
-    other's processes (each in a container of its own) cannot map it; or find another process's
-    file under that number, which its name and the token tell.
+    The page has no name, so a job that is killed leaves none. Ranks that do not see each other's
+    processes (each in its own container) cannot map it, or find another process's file under that
+    number; the file's name and the token show this.
     """
     rows_bytes = _row_bytes(width) + _row_bytes(OWN_WIDTH)
     nbytes = _head_bytes(group.size) + TURNS * group.size * rows_bytes
@@ -411,13 +412,13 @@ def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
         if group.rank == 0:
             with contextlib.suppress(OSError, AttributeError):  # the latter: an old C library
                 page, where = _make_page(nbytes, token, only_now)
-        told = group.all_gather_object((os.getpid(), where, token))
-        _, where, token = told[0]
+        gathered = group.all_gather_object((os.getpid(), where, token))
+        _, where, token = gathered[0]
         page = page or _map_page(where, token, nbytes)
         if page is not None:
             unless_whole.callback(page.close)
-        pids = {rank: pid for rank, (pid, *_) in enumerate(told) if rank != group.rank}
-        # Now, when all are there: later a number may be another process's.
+        pids = {rank: pid for rank, (pid, *_) in enumerate(gathered) if rank != group.rank}
+        # Now, while all ranks run: later a number may belong to another process.
         processes = _watch(pids, unless_whole) if page is not None else None
         if not all(group.all_gather_object(processes is not None)):
             return None
@@ -428,7 +429,7 @@ def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
 
 
 def _make_page(nbytes: int, token: bytes, until: contextlib.ExitStack) -> tuple[mmap.mmap, str]:
-    """A page, and where others find it until the end of `until`."""
+    """Return a page, and the path where others find it until the end of `until`."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     until.callback(os.close, fd)
     os.ftruncate(fd, nbytes)
@@ -457,7 +458,7 @@ def _map_page(where: str, token: bytes, nbytes: int) -> mmap.mmap | None:
 
 
 def _watch(pids: Mapping[int, int], until: contextlib.ExitStack) -> dict[int, int] | None:
-    """By rank, descriptors that are readable when the process has ended; None without such."""
+    """Return, by rank, descriptors that become readable when the process ends; None if not all."""
     found = {}
     for rank, pid in pids.items():
         try:

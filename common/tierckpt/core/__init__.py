@@ -1,1 +1,1 @@
-"""Core: every decision that all ranks must make alike. Pure: no input or output."""
+"""Core: the decisions that all ranks must make alike. Pure: no input or output."""

@@ -1,4 +1,4 @@
-"""Copies: which shards of which versions were found, and where. Values only."""
+"""Copies: the shards and parity that were found, and their places. Values only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from .levels import FAR
 
 EVERYWHERE = "*"
-"""Host of what every node can read."""
+"""Host of a location that every node can read."""
 
 
 @dataclass(frozen=True, order=True)
@@ -23,38 +23,39 @@ class Location:
     level: str
     host: str
     where: str
-    """Path of the segment, directory of the store, address of the persistent one, or an agent."""
+    """Path of a segment, directory of a store, URL of the persistent level, or an agent's address.
+    """
     encoded: bool = False
-    """On the local level: codecs have changed it."""
+    """The copy on the local level is encoded by codecs."""
     in_memory: bool = False
-    """Behind an agent: in a slot of its node, and not on its disk."""
+    """For a copy that an agent holds: it is in a slot of the agent's node, not on its disk."""
 
     @property
     def is_far(self) -> bool:
-        """True when a shard has to be fetched from there; any rank may."""
+        """True when a shard has to be fetched from this location; any rank may fetch it."""
         return self.level in FAR
 
     @property
     def mappable(self) -> bool:
-        """True when its bytes are there as soon as it is opened."""
+        """True when the bytes are readable as soon as the copy is opened."""
         return not self.is_far and not self.encoded
 
 
 @dataclass(frozen=True)
 class Found:
-    """A shard that some rank sees, by its manifest; its data was not looked at."""
+    """A shard that a rank found by its manifest. Its data was not read."""
 
     key: ShardKey
     place: Location
     facts: VersionFacts
-    """As its manifest, or on the persistent level the version's, has them."""
+    """Facts from the shard's manifest; on the persistent level, from the version's manifest."""
     created_seconds: float | None = None
-    """When it was taken, by the clock of its rank; None where its manifest was not read."""
+    """Time of the version by the clock of its rank; None where its manifest was not read."""
 
 
 @dataclass(frozen=True)
 class FoundParity:
-    """Parity that some rank sees, by its manifest."""
+    """Parity that a rank found by its manifest. Its data was not read."""
 
     key: ParityKey
     place: Location
@@ -66,47 +67,47 @@ class FoundParity:
 
 
 class Problem(NamedTuple):
-    """Why something cannot be used, or seen."""
+    """The reason why a copy or a place cannot be used or seen."""
 
     place: Location
     why: str
     newer: bool = False
-    """It is of a newer format."""
+    """The data is in a newer format."""
     keys: tuple[ShardKey, ...] = ()
-    """What exists there by its name, though what its manifest says cannot be used."""
+    """Shards that exist there by name, although their manifests cannot be used."""
 
     @staticmethod
     def of(
         place: Location, error: Exception, what: str = "", keys: tuple[ShardKey, ...] = ()
     ) -> Problem:
-        """What `error` makes of it; `what` comes first, where the place says too little."""
-        why = str(error).removeprefix(f"{place.where}: ")  # errors of a store begin so
+        """Make a problem from `error`; `what` precedes its text where the place says too little."""
+        why = str(error).removeprefix(f"{place.where}: ")  # errors of a store start with this
         return Problem(place, f"{what}{why}", isinstance(error, NewerFormatError), keys)
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one rank sees."""
+    """Everything that one rank sees at a restart."""
 
     found: tuple[Found, ...]
     problems: tuple[Problem, ...]
     """Manifests that were read and cannot be used, and why."""
     unseen: tuple[Problem, ...]
-    """What could not be looked at, be it a level or one manifest, and why."""
+    """Levels and single manifests that could not be read, and why."""
     generation: int
-    """The newest generation seen, also in what is not restorable."""
+    """The newest generation seen, also among versions that cannot be restored."""
     host: str = ""
-    """The node's."""
+    """The node's name."""
     token: str = ""
-    """Random; of rank 0's are made the name and the secret of the run that begins now."""
+    """Random; rank 0's token becomes the name and the secret of the run that starts now."""
     parities: tuple[FoundParity, ...] = ()
     pins: tuple[Pin, ...] = ()
-    """On this node's local level."""
+    """Pins on this node's local level."""
     suspects: tuple[tuple[VersionId, str], ...] = ()
-    """Versions that are marked as suspect on this node, and what the marks say."""
+    """Versions that are marked as suspect on this node, with the text of the mark."""
 
     def plus(self, others: Iterable[Inventory]) -> Inventory:
-        """With what this rank was told of other nodes."""
+        """Return this inventory together with the inventories of other nodes."""
         all_ = [self, *others]
         return replace(
             self,
@@ -120,11 +121,11 @@ class Inventory:
 
 
 class Pin(NamedTuple):
-    """A mark on the local level."""
+    """A mark on the local level that keeps a version."""
 
     version: VersionId
     everywhere: bool
-    """It is meant for the persistent level, too."""
+    """The pin also applies to the persistent level."""
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Halt conditions: when a job is asked to take a last checkpoint and end."""
+"""Halt conditions: when a job is asked to take a last checkpoint and stop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tierckpt.errors import FormatError
 KIND = "tierckpt-halt"
 FORMAT_VERSION = 1
 LAST_SECONDS = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-"""Unix time, in every time zone one that can be told as a date."""
+"""The latest Unix time that is a valid date in every time zone."""
 
 
 class Reason(enum.IntEnum):
-    """Why a job ends early; of several the smallest is told, so ranks agree by a minimum."""
+    """Why a job stops early. The smallest of several counts, so ranks agree by a minimum."""
 
     SIGNAL = 0
     NOW = 1
@@ -28,36 +28,36 @@ class Reason(enum.IntEnum):
 
     @property
     def is_interruption(self) -> bool:
-        """True when nobody wants the job to end: its processes or its allocation do."""
+        """True when a signal or the end of the allocation interrupts the job, not a request."""
         return self in (Reason.SIGNAL, Reason.ALLOCATION)
 
     def text(self) -> str:
-        """For people."""
+        """The reason in words."""
         return {
-            Reason.SIGNAL: "a signal told some rank to end",
-            Reason.NOW: "a halt was asked for",
-            Reason.TIME: "its time is over",
+            Reason.SIGNAL: "a rank received a signal to stop",
+            Reason.NOW: "a halt was requested",
+            Reason.TIME: "the requested time has come",
             Reason.ALLOCATION: "its allocation ends",
-            Reason.VERSION: "it has the version after which a halt was asked for",
+            Reason.VERSION: "it has taken the version after which a halt was requested",
             Reason.NONE: "",
         }[self]
 
 
 @dataclass(frozen=True)
 class HaltRequest:
-    """The conditions; any of them is enough. Times are Unix seconds."""
+    """Conditions to stop; one of them is enough. Times are Unix seconds."""
 
     now: bool = False
     after_version: int | None = None
-    """End when this version, or a later one, is taken."""
+    """Stop once this version, or a later one, is taken."""
     before_seconds: float | None = None
-    """End in time before this moment. What is in time, `seconds_left` says, or else the job's
-    `halt_seconds_left`; without either it ends at the first boundary after that moment."""
+    """Stop early enough to be done at this moment: `seconds_left` before it, or else the job's
+    `halt_seconds_left`. Without either, stop at the first boundary after this moment."""
     seconds_left: float | None = None
-    """How long before that, and before the end of the scheduler's allocation, is in time."""
+    """Seconds before that moment, or before the end of the scheduler's allocation, to stop."""
 
     def nonsense(self) -> str:
-        """What no job can act on, and what is valid instead; empty when all makes sense."""
+        """Return which value is invalid and what is valid instead; empty when all are valid."""
         if self.after_version is not None and self.after_version < 0:
             return f"after version {self.after_version}: versions are numbers from 0 on"
         for name in ("before_seconds", "seconds_left"):
@@ -69,14 +69,14 @@ class HaltRequest:
         return ""
 
     def with_margin(self, configured_seconds: float) -> HaltRequest:
-        """As a job reads it whose `halt_seconds_left` is that; 0: it is not set."""
+        """Return the request with the job's `halt_seconds_left` filled in; 0 means not set."""
         asks = self.before_seconds is not None and self.seconds_left is None
         return replace(self, seconds_left=configured_seconds or None) if asks else self
 
     def reason(self, version: int, now_seconds: float, end_seconds: float | None) -> Reason:
-        """Which condition the next boundary after `version` meets, or NONE. Pure.
+        """Return the condition that the next boundary after `version` meets, or NONE. Pure.
 
-        What is found out at one boundary happens at the next, so the next version counts.
+        Ranks act at the next boundary on a condition found at this one, so the next version counts.
         `end_seconds` is the end of the allocation, if that is known.
         """
         if self.now:
@@ -92,7 +92,7 @@ class HaltRequest:
         return Reason.NONE
 
     def unknown(self, end_seconds: float | None) -> bool:
-        """True when it asks for seconds before an end that nobody named."""
+        """True when the request counts back from an end that is not known."""
         return bool(self.seconds_left) and self.before_seconds is None and end_seconds is None
 
     def text(self) -> str:
@@ -110,7 +110,7 @@ class HaltRequest:
         return ", or ".join(parts)
 
     def merged(self, other: HaltRequest) -> HaltRequest:
-        """With what `other` sets in place of what is there."""
+        """Return this request with the values that `other` sets in place of its own."""
         plain = HaltRequest()
         changes = {
             f.name: getattr(other, f.name)
@@ -120,13 +120,13 @@ class HaltRequest:
         return replace(self, **changes)
 
     def encode(self) -> str:
-        """As the file has it."""
+        """Return the text of the request's file."""
         head = {"kind": KIND, "version": FORMAT_VERSION}
         return json.dumps({**head, **asdict(self)}, indent=1) + "\n"
 
     @staticmethod
     def decode(text: str) -> HaltRequest:
-        """The inverse of `encode`. Raises FormatError."""
+        """Read the text that `encode` made. Raises FormatError."""
         try:
             found = json.loads(text)
             if found["kind"] != KIND or found["version"] > FORMAT_VERSION:

@@ -1,4 +1,4 @@
-"""Ledger: which versions are complete on a level on all ranks."""
+"""Ledger: the versions of a level that are complete on all ranks."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from dataclasses import dataclass, field
 from tierckpt.format.ids import VersionId
 
 PENDING, DONE, BROKEN = 0, 1, -1
-"""State of one version on one level at one rank; the minimum over ranks is what all can say of
-it: one broken rank breaks it for all, one pending rank keeps it pending."""
+"""State of one version on one level at one rank. The minimum over ranks is the version's state:
+one broken rank breaks it for all, one pending rank keeps it pending."""
 
 
 def superseded_by(safe: VersionId, protected: set[VersionId]) -> set[VersionId]:
-    """What of `protected` is left to protect once `safe` is known to be complete on all ranks."""
+    """Return the versions of `protected` to protect once `safe` is known complete on all ranks."""
     return {safe, *(v for v in protected if v > safe)}
 
 
 REMEMBERED = 16
-"""Agents are told so many broken versions again, in case they missed when it was news."""
+"""Number of broken versions that agents are informed of again, in case they missed the first
+message."""
 
 
 @dataclass
 class Ledger:
-    """What is known, on every rank alike, of the versions taken to one level, oldest first."""
+    """Knowledge about the versions taken to one level, oldest first. Equal on every rank."""
 
     safe: VersionId | None = None
     """The newest version known to be complete on all ranks: never overwritten, never deleted."""
     open: list[VersionId] = field(default_factory=list)
-    """Versions taken whose fate is not known everywhere yet."""
+    """Versions taken whose outcome is not yet known to all ranks."""
     broken: list[VersionId] = field(default_factory=list)
     """The last `REMEMBERED` versions that are known to be incomplete on some rank."""
 
     def resolve(self, state: int, candidate: VersionId | None) -> VersionId | None:
-        """Take in the agreed state of `candidate`, which was the oldest open one when voting.
+        """Record the agreed state of `candidate`, the oldest open version when ranks voted.
 
         Returns the version when it broke, else None.
         """
@@ -47,7 +48,7 @@ class Ledger:
         return None
 
     def protected(self, also_safe: VersionId | None = None) -> set[VersionId]:
-        """Versions that must not be overwritten; `also_safe` is one just learned to be safe."""
+        """Return the versions that must not be overwritten; `also_safe` was just found safe."""
         known = {*self.open, *([self.safe] if self.safe else [])}
         return known if also_safe is None else superseded_by(also_safe, known)
 

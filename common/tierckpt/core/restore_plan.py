@@ -1,6 +1,7 @@
-"""Which of what is left a restart uses, and who reads it: pure, from what `inventory` found.
+"""Restore plan: the version that a restart uses, and the rank that reads each shard. Pure.
 
-All ranks share their inventories once and then plan alike, without talking again.
+All ranks exchange their inventories (see `inventory`) once and then make the same plan without
+further communication.
 """
 
 from __future__ import annotations
@@ -20,55 +21,55 @@ from .copies import EVERYWHERE, Found, FoundParity, Location
 from .levels import PEER, RANK, Level
 
 REBUILT = Location(PEER, EVERYWHERE, "rebuilt")
-"""Of what was lost and is made again."""
+"""The location of a lost shard that is rebuilt."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one shard comes from."""
+    """The place that one shard is read from."""
 
     shard: int
     place: Location
     reader: int
-    """The rank that reads and verifies it, or makes it."""
+    """The rank that reads and verifies the shard, or rebuilds it."""
     direct: bool
-    """Every rank sees the same copy: each maps it itself; otherwise the reader broadcasts it."""
+    """Every rank sees the same copy and maps it itself; otherwise the reader broadcasts it."""
 
     @property
     def rebuilt(self) -> bool:
-        """It is nowhere: its reader makes it and holds it."""
+        """True when the shard is lost: its reader rebuilds it and holds it."""
         return self.place == REBUILT
 
 
 @dataclass(frozen=True)
 class ParitySource:
-    """Where the parity beside one member's shard is, and the rank that reads and checks it."""
+    """The place of the parity beside one member's shard, and the rank that reads and checks it."""
 
     member: int
-    """On the ring."""
+    """Position on the ring."""
     key: ParityKey
     place: Location
     reader: int
     segments: tuple[int, ...]
-    """Which of it are read; nothing is made of the others."""
+    """The segments that are read; the others are not needed."""
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Lost shards of one redundancy group, and what they are made from."""
+    """Lost shards of one redundancy group, and the parity to rebuild them from."""
 
     group: tuple[int, ...]
     lost: tuple[int, ...]
     """Shard numbers."""
     parities: tuple[ParitySource, ...]
-    """Those that it takes; members that are not lost have their shards elsewhere in the plan."""
+    """Parity that is needed; shards of members that are not lost are elsewhere in the plan."""
     left: frozenset[ParityKey] = frozenset()
-    """All that there are and that nobody found damaged."""
+    """All parity of the group that exists and was not found damaged."""
 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Which version to restore, and each shard's source, by shard number."""
+    """The version to restore, and each shard's source, by shard number."""
 
     id: VersionId
     sources: tuple[Source, ...]
@@ -77,16 +78,16 @@ class RestorePlan:
 
     @property
     def levels(self) -> dict[str, int]:
-        """How many shards come from which level."""
+        """Number of shards from each level."""
         names = [s.place.level for s in self.sources]
         return {level.value: names.count(level) for level in Level if level in names}
 
 
 Bad = frozenset[tuple[ShardKey, Location]]
 Readers = Mapping[tuple[ShardKey, Location], int]
-"""Who read a copy at an earlier try, and has it."""
+"""The rank that read a copy in an earlier attempt, and still has it."""
 Unreachable = frozenset[tuple[ShardKey, Location, int]]
-"""Copies that a rank could not get at, and that rank; others may."""
+"""Copies that a rank could not read, with that rank; others may be able to."""
 
 
 def plan_restore(
@@ -99,15 +100,14 @@ def plan_restore(
     nodes: Sequence[str] = (),
     avoid: Container[VersionId] = (),
 ) -> RestorePlan | None:
-    """The newest version whose every shard is somewhere, or can be rebuilt, each shard from its
-    cheapest place.
+    """Plan the newest version that can be read or rebuilt, each shard from its cheapest place.
 
-    All shards of a version are of one run. `bad` are copies found damaged; `version` asks for that
-    one only; `readers` read the same copies again; nobody is to read what is `unreachable` to it
-    (see `_Sight`), and a copy is lost when nobody is left. `nodes` names every rank's; without it
-    each rank is on one of its own. `avoid` are versions that are not to be taken. None when there
-    is no such version. Same inputs, same plan:
-    every rank calls this.
+    All shards of a version are of one run. `bad` are copies found damaged; `version` restricts the
+    choice to that number. `readers` read the same copies again. No rank reads a copy that is
+    `unreachable` to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the
+    node of every rank; without it each rank is on a node of its own. `avoid` are versions that must
+    not be chosen. Returns None when there is no such version. Same inputs give the same plan: every
+    rank calls this.
     """
     nodes = nodes or [str(rank) for rank in range(len(inventories))]
     sight = _Sight(len(inventories), readers, unreachable)
@@ -137,16 +137,16 @@ def plan_restore(
 
 
 class _Sight:
-    """Which ranks are to read which copies.
+    """The ranks that may read each copy.
 
-    Who could not get at one shard of a version on the persistent level is asked for no other shard
-    of it there, or one that lacks the mount would be tried shard after shard; and for no other
-    version as long as there is a rank to which all went well. Who has a copy from an earlier try
-    keeps it. Near levels are told copy by copy.
+    A rank that could not read one shard of a version on the persistent level reads no other shard
+    of that version there: a rank without the mount would otherwise be tried shard after shard. It
+    reads no other version there either, as long as some rank had no trouble. A rank that has a copy
+    from an earlier attempt keeps it. On near levels each copy is judged on its own.
     """
 
     def __init__(self, ranks: int, had: Readers, unreachable: Unreachable) -> None:
-        self._everyone: Sequence[int] = range(ranks)
+        self._all_ranks: Sequence[int] = range(ranks)
         self._had, self._unreachable = had, unreachable
         far = [(key, place, rank) for key, place, rank in unreachable if place.is_far]
         self._without = {(key.id, place, rank) for key, place, rank in far}
@@ -154,7 +154,7 @@ class _Sight:
         self._of_all: dict[tuple[VersionId, Location], Sequence[int]] = {}
 
     def of(self, key: ShardKey, seen: Mapping[Location, Sequence[int]]) -> Places:
-        """Of the places where ranks saw the shard, those that are left, with who may read there."""
+        """Return the usable places of a shard, each with the ranks that may read it there."""
         readers = {place: self._readers(key, place, ranks) for place, ranks in seen.items()}
         left = {place: ranks for place, ranks in readers.items() if ranks}
         held = {_cost(place) for place in left if self._holder(key, place) is not None}
@@ -179,22 +179,22 @@ class _Sight:
 
     def _all_but_those_in_trouble(self, version: VersionId, place: Location) -> Sequence[int]:
         if not self._trouble:
-            return self._everyone
-        left = [rank for rank in self._everyone if (version, place, rank) not in self._without]
+            return self._all_ranks
+        left = [rank for rank in self._all_ranks if (version, place, rank) not in self._without]
         return [rank for rank in left if (place, rank) not in self._trouble] or left
 
 
 def _cost(place: Location) -> tuple[int, bool, bool]:
-    """The cheapest is the least."""
+    """Return the key that orders places by cost, cheapest first."""
     return RANK[place.level], not place.in_memory, place.encoded
 
 
 Places = Mapping[Location, Sequence[int]]
-"""Where a shard is, and which ranks may read it there."""
+"""The places of a shard, and the ranks that may read it at each."""
 
 
 def _cheapest(places: Places) -> Places:
-    """Where it is at the least cost: on several nodes, as where they share a directory. What most
+    """Return the places of least cost; several if nodes share a directory. The place that most
     ranks see comes first."""
     least = min(map(_cost, places))
     best = [place for place in places if _cost(place) == least]
@@ -202,7 +202,7 @@ def _cheapest(places: Places) -> Places:
 
 
 def _readers_at(places: Places) -> Sequence[int]:
-    """Who may read it at any of them."""
+    """Return the ranks that may read at one of the places."""
     first, *others = places.values()
     return sorted({*first}.union(*others)) if others else first
 
@@ -217,10 +217,10 @@ def _put_together(
     parities: Parities,
     nodes: Sequence[str],
 ) -> tuple[dict[ShardKey, Places], tuple[Rebuild, ...], set[int]]:
-    """Where to take shards from, what to make, and which of them there is no way to.
+    """Return the places of shards to read, the rebuilds, and the shards that remain lost.
 
-    What other nodes' can make is not fetched from far away, nor what is near: the rest alone. Last
-    come what can be made only of parity that is far away itself.
+    A shard that parity on the job's nodes can rebuild is not fetched from far away, nor is one that
+    is near; only the rest is. Parity that is itself far away is used last.
     """
     near = _near(places_of)
     near_parities = {code: _near(found) for code, found in parities.items()}
@@ -234,7 +234,7 @@ def _put_together(
 
 
 def _near(places_of: Mapping[Key, Places]) -> dict[Key, Places]:
-    """What is on a node of the job's, with its places there."""
+    """Return the keys that are on a node of the job, with their places there."""
     return {
         key: there
         for key, places in places_of.items()
@@ -245,7 +245,7 @@ def _near(places_of: Mapping[Key, Places]) -> dict[Key, Places]:
 def plan_rebuilds(
     keys: Sequence[ShardKey], there: Container[ShardKey], parities: Parities, nodes: Sequence[str]
 ) -> tuple[tuple[Rebuild, ...], set[int]]:
-    """How to make the shards of `keys` that are not `there`; and which of them cannot be made."""
+    """Plan the rebuild of the `keys` that are not `there`; also return those that stay lost."""
     lost = {key.shard for key in keys if key not in there}
     rebuilds = []
     load = _Load(nodes)
@@ -271,9 +271,9 @@ def plan_rebuilds(
 
 
 ParityPlaces = Mapping[ParityKey, Places]
-"""Where each is, and which ranks may read it there."""
+"""The places of each parity, and the ranks that may read it there."""
 Parities = Mapping[tuple[tuple[int, ...], int, int], ParityPlaces]
-"""By group and code."""
+"""Parity by group and code."""
 
 
 def _parities_of(
@@ -283,7 +283,7 @@ def _parities_of(
     bad: Bad,
     sight: _Sight,
 ) -> Parities:
-    """What there is of the version that `key` is of."""
+    """Return the parity of the version of `key`."""
     found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Location, list[int]]]] = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
@@ -303,7 +303,7 @@ def _parity_source(
     load: _Load,
     segments: Sequence[Segment],
 ) -> ParitySource:
-    """Read by the rank that has least to read of those that see it."""
+    """Pick the rank with the least to read among those that see the parity."""
     there = _cheapest(places)
     reader = load.give(_readers_at(there), home=-1)
     member, indices = segments[0].member, tuple(s.index for s in segments)
@@ -313,12 +313,13 @@ def _parity_source(
 def _assign(
     keys: Sequence[ShardKey], places_of: Mapping[ShardKey, Places], nodes: Sequence[str]
 ) -> list[Source]:
-    """Pick a place and a reader, or a maker, for every shard; ranks as evenly loaded as places
-    allow, and nodes as evenly as that allows (see `_Load`).
+    """Pick a place and a reader, or a rank to rebuild, for every shard. Ranks are loaded as evenly
+    as places allow, and nodes as evenly as that allows (see `_Load`).
 
-    What few ranks are to read, one that may have it already say, counts first. A shard is its
-    own rank's (see `repair`), where it has one that can and has nothing else to do; of what all
-    see only where there is one for each rank, as few might all be of one node.
+    Shards that few ranks can read, for example because one already has it, are assigned first. A
+    shard goes to its own rank (see `repair`) if that rank can read it and has no other work. For a
+    shard that all ranks see this holds only if there is one for each rank; otherwise a few readers
+    might all be on one node.
     """
     load, making = _Load(nodes), _Load(nodes)
     readers: dict[ShardKey, int] = {}
@@ -337,7 +338,7 @@ def _assign(
             sources.append(Source(key.shard, REBUILT, maker, direct=False))
             continue
         place = _place_of(readers[key], nearest[key])
-        # What has to be decoded is decoded once, and not by every rank.
+        # A shard that has to be decoded is decoded once, not by every rank.
         seen_by_all = len(places_of[key][place]) == len(nodes) and place.host != EVERYWHERE
         direct = seen_by_all and not place.encoded
         sources.append(Source(key.shard, place, readers[key], direct=direct))
@@ -345,19 +346,19 @@ def _assign(
 
 
 class _Load:
-    """What ranks have to do: each as much as any other, to one piece; and where that leaves a
-    choice, what is done on the node that has least to do."""
+    """The work of each rank, balanced to one piece. Where that leaves a choice, the node with the
+    least work gets the piece."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes
         self._of_rank = [0] * len(nodes)
         self._of_node: Counter[str] = Counter()
         self._lightest_first: dict[Sequence[int], list[tuple[int, int, int]]] = {}
-        """Heaps of the weights of those among whom was chosen. Weights only grow: an entry that is
-        out of date is too light."""
+        """Heaps of weights, one per set of ranks to choose from. Weights only grow: an outdated
+        entry is too light."""
 
     def give(self, ranks: Sequence[int], home: int) -> int:
-        """One piece, to one of `ranks`: to `home`, if that is one and has nothing to do yet."""
+        """Give one piece to one of `ranks`: to `home`, if it is one of them and has none yet."""
         free = home in ranks and self._of_rank[home] == 0
         rank = home if free else self._lightest(ranks)
         self._of_rank[rank] += 1
@@ -365,11 +366,11 @@ class _Load:
         return rank
 
     def _lightest(self, ranks: Sequence[int]) -> int:
-        """Not by looking at all: of what every rank may read there are as many pieces as ranks."""
-        who = ranks if isinstance(ranks, range) else tuple(ranks)
-        if who not in self._lightest_first:
-            self._lightest_first[who] = sorted(map(self._weight, who))
-        heap = self._lightest_first[who]
+        """Return the rank with the least work. A heap saves a scan of all ranks for each piece."""
+        choice = ranks if isinstance(ranks, range) else tuple(ranks)
+        if choice not in self._lightest_first:
+            self._lightest_first[choice] = sorted(map(self._weight, choice))
+        heap = self._lightest_first[choice]
         while (now := self._weight(heap[0][-1])) != heap[0]:
             heapq.heapreplace(heap, now)
         return heap[0][-1]

@@ -1,7 +1,7 @@
-"""Retention: which versions of a level may go. Pure.
+"""Retention: the versions of a level that may be removed. Pure.
 
-The agent asks `retirable` for the local level, shard by shard, and the persistent store asks
-`retirable_names` for whole versions, which goes by the same rules.
+The agent calls `retirable` for the local level, shard by shard. The persistent store calls
+`retirable_names` for whole versions, which follows the same rules.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tierckpt.format.version_names import VersionName
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What to keep; a version stays if any of the rules wants it."""
+    """Rules that keep versions; a version stays if one of the rules keeps it."""
 
     keep_last: int = 2
-    """So many of the newest; at least one always stays."""
+    """Number of newest versions to keep; at least one always stays."""
     keep_every: int = 0
-    """Versions that are a multiple of this; 0: none."""
+    """Keep versions that are a multiple of this; 0: none."""
     keep_best: int = 0
-    """So many of the best by their metric; 0: none. Of equals the newer one is the better one;
-    versions without a metric are not best."""
+    """Number of best versions by metric to keep; 0: none. Of two equal metrics the newer version is
+    better; versions without a metric are never best."""
     best_is_low: bool = True
-    """False: the larger, the better."""
+    """True: a smaller metric is better. False: a larger one."""
 
 
 def retirable(
@@ -38,18 +38,18 @@ def retirable(
     keep: Container[VersionId] = (),
     void: Container[VersionId] = (),
 ) -> list[VersionId]:
-    """The versions among `held` that may go, oldest first; `keep` stay, whatever the rules say.
+    """Return the versions of `held` that may be removed, oldest first. Those in `keep` always stay.
 
-    `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
-    whatever the policy; of what is not newer, the last `keep_last` and every multiple of
-    `keep_every`, but of those of one number the newest alone. What an ancestor wrote after the
-    version this run started from goes once `safe` is of this run. Runs that are no ancestors
-    (somebody started afresh in the same place) are never touched: nobody asked for their end.
+    `safe` is the newest version known to be complete on all ranks. It and all newer versions stay,
+    whatever the policy. Of older ones, the last `keep_last` and all multiples of `keep_every` stay;
+    of several with one number, only the newest counts. A version that an ancestor run wrote after
+    the version that this run started from is removed once `safe` is of this run. Versions of runs
+    that are no ancestors (the job started from nothing in the same place) are never removed.
 
-    `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
-    has its shard of one would give up a complete version for it. This run's go whatever is safe
-    (while one rank's disk is full, those of the others must not fill up); ancestors' go once
-    something newer is safe.
+    `void` are versions that are not complete on all ranks. They do not count: otherwise a rank with
+    its shard of one would remove a complete version for it. Those of this run are removed whatever
+    is safe (while one rank's disk is full, the others must not fill up); those of ancestors once a
+    newer version is safe.
     """
     there = set(held)
     worthless = {i for i in there if i in void}
@@ -71,12 +71,12 @@ def retirable(
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """A version that exists."""
+    """A version on the persistent level."""
 
     facts: VersionFacts
     pinned: bool = False
     bases: tuple[VersionName, ...] = ()
-    """Versions that it refers to, which stay while it does."""
+    """Versions that it refers to, which stay as long as it does."""
     suspect: bool = False
     """Replicas differed when it was taken, by its facts or by a mark."""
 
@@ -89,34 +89,34 @@ class HeldVersion:
 def retirable_names(
     held: Iterable[HeldVersion], policy: RetentionPolicy, asking: VersionFacts
 ) -> list[VersionName]:
-    """The versions that may go, oldest first, where the run of `asking` asks.
+    """Return the versions that the run of `asking` may remove, oldest first.
 
-    Those that are pinned, best, or bases of others stay, and the newest one that is not suspect.
-    The newest restorable version of the line is never among them, whatever the policy; nor anything
-    newer, other jobs' versions, and runs that are no ancestors.
+    Versions that are pinned, best, or bases of others stay, and the newest one that is not suspect.
+    Whatever the policy, the newest restorable version of the lineage stays, as do all newer ones,
+    other jobs' versions, and those of runs that are no ancestors.
     """
     held = list(held)
     ours = [h for h in held if h.facts.job == asking.job]
-    mine = {h.facts.id: h for h in _of_line(ours, asking.lineage, asking.run_id)}
-    line = newest_first((id_, h.facts.lineage) for id_, h in mine.items())
+    own = {h.facts.id: h for h in _of_line(ours, asking.lineage, asking.run_id)}
+    line = newest_first((id_, h.facts.lineage) for id_, h in own.items())
     each = newest_of_each(line)
-    metrics = {id_: m for id_ in each if (m := mine[id_].facts.metric) is not None}
+    metrics = {id_: m for id_ in each if (m := own[id_].facts.metric) is not None}
     keep = best_of(metrics, policy.keep_best, policy.best_is_low)
-    keep |= {id_ for id_, h in mine.items() if h.pinned}
-    # However many suspects follow, the newest version that is none stays.
-    keep.update([id_ for id_ in line if not mine[id_].suspect][:1])
-    gone = retirable(mine, policy, line[0] if line else None, asking.lineage, keep)
-    going = {mine[id_].name for id_ in gone}
+    keep |= {id_ for id_, h in own.items() if h.pinned}
+    # However many suspects follow, the newest version that is not suspect stays.
+    keep.update([id_ for id_ in line if not own[id_].suspect][:1])
+    gone = retirable(own, policy, line[0] if line else None, asking.lineage, keep)
+    going = {own[id_].name for id_ in gone}
     # A base refers to nothing itself, so one step is enough.
     needed = {base for h in held if h.name not in going for base in h.bases}
     return sorted(going - needed)
 
 
 def _of_line(held: list[HeldVersion], lineage: Lineage, run_id: str) -> list[HeldVersion]:
-    """The run's own versions, and its ancestors'.
+    """Return the versions of this run and of its ancestors.
 
-    A lineage has no names of runs. Where several took one generation, because they never saw each
-    other, it cannot be told which of them was the ancestor: all are left alone.
+    A lineage has no names of runs. Where several runs took one generation, because they never saw
+    each other, it is unknown which of them was the ancestor: all are left alone.
     """
     runs: dict[int, set[str]] = {}
     for h in held:
@@ -132,38 +132,38 @@ def _of_line(held: list[HeldVersion], lineage: Lineage, run_id: str) -> list[Hel
 
 
 def best_of(metrics: Mapping[VersionId, float], count: int, lowest: bool) -> set[VersionId]:
-    """The `count` best; of equals the newer one is the better one. What is no number is not
-    best."""
+    """Return the `count` best versions; of two equal metrics the newer version is better. A metric
+    that is not a finite number is never best."""
     known = sorted((v for v, m in metrics.items() if math.isfinite(m)), reverse=True)
     sign = 1.0 if lowest else -1.0
     return set(sorted(known, key=lambda version: sign * metrics[version])[: max(count, 0)])
 
 
 class Best:
-    """The best complete versions of one level; alike on all ranks. One thread."""
+    """The best complete versions of one level; equal on all ranks. One thread."""
 
     def __init__(self, count: int, lowest: bool) -> None:
         self._count, self._lowest = count, lowest
         self._metrics: dict[VersionId, float] = {}
 
     def restart(self, metrics: Mapping[VersionId, float]) -> None:
-        """Begin with the versions that an earlier run left."""
+        """Start with the versions that an earlier run left."""
         self._metrics = dict(metrics)
         self._forget()
 
     def add(self, version: VersionId, metric: float | None) -> None:
-        """A version is complete on all ranks."""
+        """Add a version that is complete on all ranks."""
         if metric is not None:
             self._metrics[version] = metric
             self._forget()
 
     @property
     def versions(self) -> set[VersionId]:
-        """Those that must stay."""
+        """The versions that must stay."""
         return set(self._metrics)
 
     def _forget(self) -> None:
-        """What is not among the best now never will be."""
+        """Drop versions that are not among the best; they can never be again."""
         each = newest_of_each(self._metrics)
         metrics = {v: m for v, m in self._metrics.items() if v in each}
         best = best_of(metrics, self._count, self._lowest)

@@ -1,9 +1,9 @@
-"""Policy: what every rank concludes, alike, from the version and from what all ranks agreed on.
+"""Schedule: the levels that each version goes to, decided alike on every rank.
 
 Pure. The agreement is one small vector of integers per rank, min-reduced over all ranks while the
-next iteration computes, and read at the next boundary. Everything a rank may decide is a function
-of such vectors and of the version, so all ranks take, skip and forget the same versions without
-ever waiting for each other.
+next iteration computes, and read at the next boundary. Each decision is a function of such vectors
+and of the version, so all ranks take, skip and forget the same versions without waiting for each
+other.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from .votes import Vote
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do at a boundary."""
+    """The action of all ranks at one boundary."""
 
     take: tuple[Level, ...] = ()
-    """Levels the version goes to; `memory` whenever there is any."""
+    """Levels that take the version; includes `memory` whenever there is any."""
     skipped: tuple[tuple[Level, str], ...] = ()
-    """(level, reason) of what is due and cannot be taken now. One that stays due is named once,
-    until another one is due behind it."""
+    """(level, reason) of each level that is due and cannot take a version now. A level that stays
+    due is named once, and again when its interval has passed another time."""
     again: frozenset[Level] = frozenset()
-    """Of these levels one was skipped at the boundary before, too."""
+    """Levels that were already skipped at the previous boundary."""
     wait: bool = False
-    """The user prefers to wait (`when_busy="wait"`) for what is busy."""
+    """Wait for busy levels instead of skipping, as the user wants (`when_busy="wait"`)."""
     changes: tuple[Change, ...] = ()
-    """Automatic intervals that are others from now on."""
+    """Automatic intervals that change at this boundary."""
 
 
 @dataclass
 class Schedule:
-    """When versions are due. Advanced by `decide` on every rank alike."""
+    """The levels' due versions. `decide` advances it alike on every rank."""
 
     config: Config
     last: dict[Level, int] = field(default_factory=lambda: dict.fromkeys(INTERVALS, 0))
@@ -45,14 +45,14 @@ class Schedule:
     skipping: frozenset[Level] = frozenset()
     """Levels whose due version was already reported as skipped."""
     requested: frozenset[Level] = frozenset()
-    """Levels that a user's request has not reached yet."""
+    """Levels that have not yet taken the version that a user requested."""
     tuner: Tuner = field(init=False)
-    """Of intervals that are automatic."""
+    """Chooses the automatic intervals."""
     seen: int = 0
     """The version of the last boundary."""
 
     def __post_init__(self) -> None:
-        """Begin with the first intervals."""
+        """Start with the first intervals."""
         self.tuner = Tuner(self.config)
         # A request goes to the levels that a save waits for, whatever their intervals are.
         used = [level for level in INTERVALS if level.facts.awaited or self.config.uses(level)]
@@ -62,11 +62,11 @@ class Schedule:
         }
 
     def start_at(self, version: int) -> None:
-        """After a restore: nothing is due before the intervals have passed again."""
+        """Start after a restore: nothing is due before the intervals have passed again."""
         self.last, self.seen = dict.fromkeys(INTERVALS, version), version
 
     def due(self, version: int, agreed: Vote) -> set[Level]:
-        """Levels that want this version."""
+        """Return the levels where this version is due."""
         asked, due = agreed.no_request == 0, set[Level]()
         for level, goes_to in self._ways.items():
             wanted = asked or agreed.levels[level].time_left == 0
@@ -81,7 +81,7 @@ class Schedule:
         return _crossed(self.last[level], version, every)
 
     def decide(self, version: int, agreed: Vote) -> Decision:
-        """Take or skip; a version that had to be skipped stays due."""
+        """Decide which levels take the version; a version that had to be skipped stays due."""
         automatic = bool(self.tuner.every_steps)
         changes = self.tuner.heed(version, self.seen, agreed.figures) if automatic else ()
         decision = self._decide(version, agreed)
@@ -109,13 +109,13 @@ class Schedule:
         return Decision(tuple(level for level in INTERVALS if level in take), skipped, again, wait)
 
     def _one_more(self, level: Level, version: int) -> bool:
-        """A multiple of the interval lies between the boundary before and this one."""
+        """True when a multiple of the interval lies between the previous boundary and this one."""
         every = self._every_steps[level]
         return every != AUTO and _crossed(self.seen, version, every)
 
 
 def _held(due: Collection[Level], busy: Collection[Level]) -> dict[Level, str]:
-    """The levels that cannot have a version that is due there, and why: one on its way is busy."""
+    """Return the due levels that cannot take a version, each with the reason of a busy level."""
     held = {}
     for level in INTERVALS:
         way = (MEMORY, level.source or level, level)

@@ -1,4 +1,4 @@
-"""Votes: what a rank says at a boundary, as numbers that one reduction combines."""
+"""Votes: one rank's numbers at a boundary, which one reduction combines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_METRIC = (1 << 63) - 1
 
 
 def as_vote(metric: float | None) -> int:
-    """For the ballot: the metric's bits, or NO_METRIC."""
+    """Return the metric's bits for the ballot, or NO_METRIC."""
     if metric is None or not math.isfinite(metric):
         return NO_METRIC
     (bits,) = struct.unpack("<q", struct.pack("<d", metric))
@@ -29,34 +29,34 @@ def as_vote(metric: float | None) -> int:
 
 
 def of_vote(bits: int) -> float | None:
-    """The inverse of `as_vote`, after the reduction, if rank 0 alone gave one."""
+    """Return the metric of the reduced bits, if rank 0 alone gave one; inverse of `as_vote`."""
     (metric,) = struct.unpack("<d", struct.pack("<q", bits))
     return float(metric) if math.isfinite(metric) else None
 
 
 VOID = -1
-"""An adapter's vote (see `Adapter.vote`) where there is no version of this boundary on
-its rank, hence on none: the next one is due in its place."""
+"""An adapter's vote (see `Adapter.vote`) where this boundary has no version on its rank, hence on
+no rank: the next boundary's version is due in its place."""
 
 
 class LevelVote(NamedTuple):
     """One rank's vote about one level."""
 
     state: int = DONE
-    """State of the oldest version whose fate on this level is not known everywhere yet. BROKEN is
-    less than PENDING, and that less than DONE, so the minimum is what all ranks can say."""
+    """State of the oldest version whose outcome on this level is not known to all ranks. BROKEN <
+    PENDING < DONE, so the minimum is the state that holds for all ranks."""
     free: int = 1
-    """This rank's level can take another version; of memory: at the next boundary."""
+    """1 when this rank's level can take another version; of memory: at the next boundary."""
     time_left: int = 1
-    """0 when this rank's clock says that a time-based version is due."""
+    """0 when a time-based version is due by this rank's clock."""
     less_us: int = 0
-    """This and the next: `autotune.Cost` on this rank, negative, so that the minimum is the
+    """This and the next field: `autotune.Cost` on this rank, negative, so that the minimum is the
     largest cost."""
     less_steps: int = 0
 
 
 def _fields_of(facts: Facts) -> tuple[bool, ...]:
-    """For each field of `LevelVote`, whether ranks vote on it; else it is the default."""
+    """Return for each field of `LevelVote` whether ranks vote on it; if not, it is the default."""
     interval = facts.interval
     timed, lasting = interval is not None, interval is not None and interval.lasting
     return True, bool(facts.busy), timed, timed, lasting
@@ -68,7 +68,7 @@ _ROWS = [(level, n * len(_SILENT), (n + 1) * len(_SILENT)) for n, level in enume
 
 
 def _positions() -> Iterator[int]:
-    """The index of each field of each level in a vector that is followed by the defaults."""
+    """Yield the index of each field of each level in a vector that is followed by the defaults."""
     cast = count()
     for number, is_cast in enumerate(_CAST):
         yield next(cast) if is_cast else number % len(_SILENT) - len(_SILENT)
@@ -80,7 +80,7 @@ _OTHERS = sum(_CAST)
 
 
 class Vote(NamedTuple):
-    """One rank's vector; also, after the reduction, what all agreed on. Minimum is `and`."""
+    """One rank's vector; after the reduction, the agreement of all. A minimum acts as `and`."""
 
     levels: Mapping[Level, LevelVote] = MappingProxyType(dict.fromkeys(LEDGERS, _SILENT))
     """The vote about each level, in the order of `LEDGERS`."""
@@ -90,31 +90,31 @@ class Vote(NamedTuple):
     """Size of this rank's shard of the version that the local level's state is about, negative, so
     that the minimum is the largest."""
     metric: int = NO_METRIC
-    """Metric of the same version: what rank 0's user measured, see `as_vote`; NO_METRIC from all
-    others, so that the minimum is rank 0's."""
+    """Metric of the same version: the value of rank 0's user, see `as_vote`; NO_METRIC from all
+    other ranks, so that the minimum is rank 0's."""
     halt: int = Reason.NONE
-    """Why this rank wants the job to end early, a `Reason`: NONE is the largest. A wish to end is
-    a request for a checkpoint, too."""
+    """A `Reason` why this rank wants the job to stop early; NONE is the largest. Such a wish also
+    requests a checkpoint."""
     unattended: int = 0
-    """1 when this rank's script has evidently never asked whether the job is to end."""
+    """1 when this rank's script has evidently never asked whether the job should stop."""
     less_step_us: int = 0
-    """Duration of a step, of `autotune.CostEstimate`, negative as `less_bytes` is."""
+    """Duration of a step, from `autotune.CostEstimate`, negative as `less_bytes` is."""
     adapter: int = 0
-    """The adapter's, see `Adapter.vote`."""
+    """The adapter's vote, see `Adapter.vote`."""
     no_close: int = 1
-    """0 when this rank's user called `close()` where it could not be done."""
+    """0 when this rank's user called `close()` at a point where it could not be done."""
     check: int = 0
-    """This and the next one: the digest of what was looked at at the boundary before, see
+    """This and the next field: the digest of the slice hashed at the previous boundary, see
     `replica_check.as_vote`."""
     check_complement: int = 0
     place: int = 0
-    """This and the next one: at which iteration this rank is, in the same way."""
+    """This and the next field: this rank's iteration, in the same way."""
     place_complement: int = -1
     unchanged: int = 0
-    """So many of this rank's newest versions are, in what is striped, those before them."""
+    """Number of this rank's newest versions whose striped state equals the version before them."""
 
     def pack(self) -> list[int]:
-        """As the vector to be reduced."""
+        """Return the vector to be reduced."""
         return [
             *compress(chain.from_iterable(self.levels.values()), _CAST),
             self.no_request,
@@ -134,19 +134,19 @@ class Vote(NamedTuple):
 
     @staticmethod
     def unpack(values: list[int]) -> Vote:
-        """The inverse of `pack`."""
+        """Read the vector that `pack` made."""
         fields = _pick([*values, *_SILENT])
         levels = {level: LevelVote(*fields[begin:end]) for level, begin, end in _ROWS}
         return Vote(levels, *values[_OTHERS:])
 
     @property
     def apart(self) -> bool:
-        """After the reduction: ranks were not in the same iteration."""
+        """True after the reduction when ranks were not in the same iteration."""
         return self.place != ~self.place_complement
 
     @property
     def figures(self) -> CostEstimate:
-        """The largest of all ranks, each."""
+        """The largest costs over all ranks."""
         costs = {level: Cost(-v.less_us, -v.less_steps) for level, v in self.levels.items()}
         return CostEstimate(-self.less_step_us, costs)
 

@@ -1,2 +1,1 @@
-"""Format: what FORMAT.md describes, and nothing else. Pure: values and bytes, no input or
-output."""
+"""Format: the bytes that FORMAT.md describes. Pure: values and bytes, no input or output."""

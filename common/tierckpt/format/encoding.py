@@ -1,4 +1,4 @@
-"""What a manifest says of a shard that codecs have changed. Pure."""
+"""Encoding: the part of a manifest that describes a shard stored through codecs. Pure."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from .ids import ShardKey, VersionId
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to get the image back. Part of a manifest whose lengths and digests are of what is
-    stored; the manifest that the shard was sealed with is the last stored block."""
+    """Instructions to restore the image of an encoded shard. Lengths and digests of its manifest
+    are those of the stored bytes; the manifest of the sealed shard is the last stored block."""
 
     codecs: Description
     plain_bytes: tuple[int, ...]
     """Length of every block of the image, in order."""
     stored_bytes: tuple[int, ...]
-    """Length of every stored block, and of the sealed manifest's. 0: it is the block of the same
-    number of `base`, or without that one of no bytes."""
+    """Length of every stored block, and of the sealed manifest's. 0: the block of the same number
+    in `base`; without a base, a block of no bytes."""
     base: VersionId | None = None
-    """The version that unchanged blocks are of: of the same run, shard and cut, itself whole."""
+    """The version of unchanged blocks: of the same run, shard and cut, and itself complete."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each stored block begins; and where the last one ends."""
+        """Offset of each stored block; and the end of the last one."""
         return tuple(accumulate(self.stored_bytes, initial=0))
 
     @cached_property
     def plain_offsets(self) -> tuple[int, ...]:
-        """Where each block of the image begins; and where the image ends."""
+        """Offset of each block of the image; and the end of the image."""
         return tuple(accumulate(self.plain_bytes, initial=0))
 
     def base_of(self, key: ShardKey) -> ShardKey | None:
-        """What shard `key`, which is encoded so, refers to."""
+        """Return the shard that `key`, encoded like this, refers to; None without a base."""
         return None if self.base is None else ShardKey(self.base, key.shard, key.shards)
 
     def as_json(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the manifest's field."""
         lengths = array("I", self.stored_bytes)
         if sys.byteorder == "big":
             lengths.byteswap()
@@ -60,7 +60,7 @@ class Encoding:
 
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> Encoding:
-        """The inverse of `as_json`. Raises ValueError, KeyError or TypeError."""
+        """Read the field that `as_json` made. Raises ValueError, KeyError or TypeError."""
         lengths = array("I")
         lengths.frombytes(base64.b64decode(values["lengths"]))
         if sys.byteorder == "big":
@@ -78,7 +78,7 @@ class Encoding:
             plain and not stored
             for plain, stored in zip(made.plain_bytes, made.stored_bytes, strict=False)
         ):
-            raise ValueError("blocks of another version, which is not named")
+            raise ValueError("blocks refer to another version, but no base is named")
         return made
 
 
@@ -89,7 +89,7 @@ Description = tuple[tuple[str, dict[str, Parameter]], ...]
 
 
 ITEM_COLUMN, OFFSET_COLUMN = 4, 8
-"""Of a row of the header's table of pieces."""
+"""Columns of a row in the header's table of pieces."""
 ITEM_BYTES = (1, 2, 4, 8, 16)
 
 
@@ -98,11 +98,11 @@ class Block(NamedTuple):
 
     nbytes: int
     item_bytes: int
-    """Size of the numbers at its beginning."""
+    """Size of the numbers at the start of the block."""
 
 
 def blocks_of(header: Buffer, header_bytes: int) -> list[Block]:
-    """All blocks of the shard with this header, which is the first; item sizes are hints.
+    """Return all blocks of a shard with this header, the header first; item sizes are hints.
 
     Raises FormatError.
     """
@@ -124,10 +124,10 @@ def blocks_of(header: Buffer, header_bytes: int) -> list[Block]:
 
 
 def runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Run lengths: `(count, value)`."""
+    """Encode run lengths: `(count, value)`."""
     return [(len(list(same)), value) for value, same in groupby(values)]
 
 
 def unrun(pairs: Sequence[Sequence[int]]) -> list[int]:
-    """The inverse of `runs`."""
+    """Decode the pairs that `runs` made."""
     return [value for count, value in pairs for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Facts of a version: what a run knows of it before a byte is written, the same on every level.
+"""Facts of a version: all that a run knows before a byte is written, the same on every level.
 
 The facts are taken at the boundary, travel with the snapshot, and are stored in the manifest of
 every shard, in the manifest of parity, and in the version's record on the persistent level. Pure.
@@ -19,7 +19,7 @@ ITERATION_COUNTS = ("calls", "steps")
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """One version, as one rank knows it; alike on all ranks, except `metric`."""
+    """The facts of one version; equal on all ranks, except `metric`."""
 
     job: str
     run_id: str
@@ -32,7 +32,7 @@ class VersionFacts:
     lineage: Lineage
     """This generation and its ancestors, and the versions they started from."""
     iteration: int
-    """The number that `restore()` returns; `iteration_counts` says of what."""
+    """The number that `restore()` returns; `iteration_counts` is its unit."""
     iteration_counts: str
     """`calls` of `step()` by the user's loop, or optimizer `steps`, where the loop calls no
     boundaries."""
@@ -54,7 +54,7 @@ class VersionFacts:
         return ShardKey(self.id, shard, self.shards)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of a record, in FORMAT.md's words."""
+        """Return the fields of a record, with the names of FORMAT.md."""
         values: dict[str, Any] = {
             "job": self.job,
             "run_id": self.run_id,
@@ -75,8 +75,8 @@ class VersionFacts:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> VersionFacts:
-        """The inverse of `to_json`; ignores other fields. Raises KeyError, ValueError or TypeError
-        for what is no record of a version."""
+        """Read the fields that `to_json` made; ignore others. Raises KeyError, ValueError or
+        TypeError if they are not a record of a version."""
         metric, complete = values.get("metric"), values.get("complete")
         if values["iteration_counts"] not in ITERATION_COUNTS:
             raise ValueError(f"iteration_counts is {values['iteration_counts']!r}")

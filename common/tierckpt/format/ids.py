@@ -1,4 +1,4 @@
-"""Names, versions and format constants that every part agrees on. Light: standard library only."""
+"""Names, versions and format constants that all parts share. Light: standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 
 PAGE_BYTES = 4096
-"""Header and data lengths are multiples of this, as O_DIRECT wants them."""
+"""Header and data lengths are multiples of this, as O_DIRECT requires."""
 
 Lineage = tuple[tuple[int, int], ...]
 """(generation, version it started from) of a generation and all its ancestors, oldest first."""
@@ -36,9 +36,9 @@ def check_version(text: str, what: str) -> None:
 
 @dataclass(frozen=True, order=True)
 class VersionId:
-    """A version, told apart from one of the same number in an earlier run of the job.
+    """A version, distinct from one of the same number in an earlier run of the job.
 
-    `generation` counts the lives: it is agreed by all ranks when they attach or restore, and is
+    `generation` numbers the runs: all ranks agree on it when they attach or restore, and it is
     larger than any that was found on any level. Ordered by generation first.
     """
 
@@ -51,7 +51,7 @@ class VersionId:
 
 @dataclass(frozen=True, order=True)
 class ShardKey:
-    """Names a shard by what it holds, never by who wrote it; also its file name's stem."""
+    """The name of a shard by its content, not its writer; also its file name's stem."""
 
     LETTER: ClassVar[str] = "s"
     SUFFIX: ClassVar[str] = ".safetensors"
@@ -72,7 +72,7 @@ class ShardKey:
 
     @classmethod
     def parse(cls: type[Key], stem: str) -> Key | None:
-        """The inverse of `stem`; None when `stem` is something else's name."""
+        """Read a name that `stem` made; None when `stem` is another kind of name."""
         match = _STEM.fullmatch(stem)
         if match is None or match["letter"] != cls.LETTER:
             return None
@@ -84,9 +84,9 @@ class ShardKey:
 
 
 class ParityKey(ShardKey):
-    """Names the parity that lies beside a shard: what its rank stores for the others of its group.
+    """The name of the parity beside a shard: the bytes its rank stores for the rest of its group.
 
-    Never equal to a ShardKey, though its fields are the same.
+    Never equal to a ShardKey, although its fields are the same.
     """
 
     LETTER: ClassVar[str] = "p"
@@ -102,7 +102,7 @@ _STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.(?P<letter>[sp])(\d{5,})of(\d{5,})")
 def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
     """True when `id_` is a version of the newest generation of `lineage`, or in its past.
 
-    When a job was taken back to v5 and went on, the v12 of the run before is not its past.
+    When a job was taken back to v5 and went on, v12 of the run before is not in its past.
     """
     if not lineage or id_.generation > lineage[-1][0]:
         return True
@@ -110,7 +110,7 @@ def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
 
 
 def newest_first(found: Iterable[tuple[VersionId, Lineage]]) -> list[VersionId]:
-    """Order versions for a restart, newest first, without those that are nobody's past."""
+    """Order versions for a restart, newest first; only those in the newest one's past."""
     known = dict(found)
     if not known:
         return []
@@ -119,5 +119,5 @@ def newest_first(found: Iterable[tuple[VersionId, Lineage]]) -> list[VersionId]:
 
 
 def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:
-    """Of those of one number the newest, as it was taken again."""
+    """Return the newest version of each number, since a number can be taken again."""
     return set({id_.version: id_ for id_ in sorted(ids)}.values())

@@ -1,12 +1,12 @@
-"""Layout: which bytes of which tensors a rank copies, and where in its shard they land.
+"""Layout: the bytes of tensors that a rank copies, and their places in its shard.
 
-Pure: plain values in and out, no torch, no I/O. Striping every tensor over all ranks evens the
-work out in time as well as in total: whichever layer's gradients are being reduced, each rank has
-1/N of that layer to copy.
+Pure: plain values in and out, no torch, no I/O. Striping every tensor over all ranks balances the
+work in time as well as in total: whichever layer's gradients are being reduced, each rank has 1/N
+of that layer to copy.
 
 Words: a *piece* is a contiguous flat range of one tensor, counted in elements in memory order. A
-*block* is a contiguous byte range of the shard that is copied and checksummed at once: a run of
-one large piece, or several small ones lying side by side.
+*block* is a contiguous byte range of the shard that is copied and hashed at once: a part of one
+large piece, or several small ones side by side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enum import IntEnum
 import numpy as np
 
 UNIT_BYTES = 16 * 1024
-"""A tensor is divided in multiples of this; what is smaller goes to one rank whole."""
+"""A tensor is divided in multiples of this; a smaller one goes to one rank whole."""
 
 BLOCK_BYTES = 512 * 1024
 """Copy and checksum granularity: a block is hashed while it is still in the core's own cache."""
@@ -26,7 +26,7 @@ BLOCK_BYTES = 512 * 1024
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What has to be known of a tensor to cut it up and to make it again."""
+    """The properties of a tensor that are needed to divide it and to create it again."""
 
     name: str
     dtype: str
@@ -53,12 +53,12 @@ class TensorSpec:
 
 
 class Placement(IntEnum):
-    """Which ranks have which elements of a tensor; its number is in the headers of shards."""
+    """Distribution of a tensor over ranks; its number is in the headers of shards."""
 
     REPLICATED = 0
-    """All ranks have the same: each stores its stripe, copied any time before the next step."""
+    """All ranks have equal values: each stores its stripe, copied any time before the next step."""
     PER_RANK = 1
-    """Every rank has elements of its own, and stores them all, copied at the boundary."""
+    """Every rank has values of its own and stores them all, copied at the boundary."""
 
 
 REPLICATED, PER_RANK = Placement
@@ -73,7 +73,7 @@ class Piece:
     stop: int
     offset: int
     placement: Placement
-    """Of the tensor."""
+    """Placement of the tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -97,19 +97,19 @@ class Block:
     nbytes: int
     parts: tuple[tuple[int, int, int], ...]
     placement: Placement
-    """Of all its parts."""
+    """Placement of all parts."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's shard, without the header: see `plan_layout`."""
+    """One rank's shard without the header, see `plan_layout`."""
 
     rank: int
     ranks: int
     pieces: tuple[Piece, ...]
     blocks: tuple[Block, ...]
     nbytes: int
-    """Bytes of all pieces; the rank-state blob and its padding come behind them."""
+    """Bytes of all pieces; the rank-state blob and its padding follow them."""
 
 
 def stripe_bounds(
@@ -117,9 +117,9 @@ def stripe_bounds(
 ) -> Iterator[list[tuple[int, int, int]] | np.ndarray]:
     """Yield, tensor by tensor, the element range of every rank: an int64 array (ranks, 2).
 
-    Greedy levelling: every rank gets the same number of whole units; what is left over goes to
-    the least loaded ranks, one unit at most each. So at any prefix of the list the loads of two
-    ranks differ by one unit at most. O(ranks log ranks) a tensor, memory O(ranks).
+    Greedy levelling: every rank gets the same number of whole units; the remaining units go to the
+    least loaded ranks, at most one each. So at any prefix of the list the loads of two ranks differ
+    by at most one unit. O(ranks log ranks) per tensor, memory O(ranks).
     """
     loads = np.zeros(ranks, dtype=np.int64)
     for spec in specs:
@@ -145,15 +145,15 @@ def plan_layout(
     """Lay out rank `rank`'s shard: its stripe of `striped`, and all of `own`.
 
     The same specs in the same order always give the same layout. Pieces are ordered by falling
-    item size, so that each is aligned to its own items without holes (safetensors allows none);
-    within a size and device, pieces that fill blocks come first, small ones are packed behind.
+    item size, so that each is aligned to its own items without holes (safetensors allows none).
+    Within a size and device, pieces that fill blocks come first, and small ones are packed after.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not in a job of {ranks} rank(s)")
     chosen: list[tuple[TensorSpec, int, int, Placement]] = []
     for spec, bounds in zip(striped, stripe_bounds(striped, ranks), strict=True):
         start, stop = (int(b) for b in bounds[rank])
-        # An empty tensor still has to be somewhere: with the rank that owns its (empty) tail.
+        # An empty tensor must also have a place: with the rank that owns its (empty) tail.
         if stop > start or (spec.numel == 0 and rank == 0):
             chosen.append((spec, start, stop, REPLICATED))
     chosen += [(spec, 0, spec.numel, PER_RANK) for spec in own]

@@ -1,7 +1,7 @@
-"""The manifest: the small record, written last, that alone makes a shard exist (see FORMAT.md).
+"""Manifest: the small record, written last, that alone makes a shard exist (see FORMAT.md).
 
 Pure: plain values in and out. The same bytes seal a slot in memory and commit a file on disk, so
-whoever finds a shard, anywhere, learns the same things of it.
+all levels give a reader the same information about a shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of one shard of one version."""
+    """The description of one shard of one version."""
 
     facts: VersionFacts
     shard: int
@@ -37,8 +37,8 @@ class Manifest:
     created_seconds: float
     """Unix time of the seal."""
     encoding: Encoding | None = None
-    """Set when codecs have changed the shard. Then `image_bytes` and `digests` are of what is
-    stored, the other lengths are 0, and the manifest that it was sealed with is in there."""
+    """Set when codecs have changed the shard. Then `image_bytes` and `digests` describe the stored
+    bytes, the other lengths are 0, and the stored bytes include the manifest of the seal."""
 
     @property
     def id(self) -> VersionId:
@@ -52,11 +52,11 @@ class Manifest:
 
     @property
     def data_blocks(self) -> int:
-        """How many blocks have a checksum, the header aside."""
+        """Number of blocks with a checksum, without the header."""
         return len(self.digests) // DIGEST_BYTES - 1
 
     def encode(self) -> bytes:
-        """A line of JSON, and a line with its xxh3_128."""
+        """Return a line of JSON, and a line with its xxh3_128."""
         values = {
             **checksummed_json.head_of("manifest"),
             **self.facts.to_json(),
@@ -73,10 +73,10 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """The inverse of `encode`.
+        """Read the bytes that `encode` made.
 
-        Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when
-        they are intact but not ours or of a newer major version.
+        Raises CorruptShardError when the checksum does not match, FormatError when the bytes are
+        intact but are no manifest, or one of a newer major version.
         """
         text = checksummed_json.checked(data, "manifest")
         try:
@@ -98,10 +98,10 @@ class Manifest:
 
 
 def digest(data: memoryview | bytes) -> bytes:
-    """Checksum of one block."""
+    """Return the checksum of one block."""
     return xxhash.xxh3_64_intdigest(data).to_bytes(DIGEST_BYTES, "little")
 
 
 def digest_at(digests: bytes, index: int) -> bytes:
-    """One of a row of checksums."""
+    """Return one checksum of a sequence."""
     return digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]

@@ -1,8 +1,8 @@
-"""The shard as bytes: a safetensors header, then the data of one rank's layout (see FORMAT.md).
+"""Shard file: a safetensors header, then the data of one rank's layout (see FORMAT.md).
 
 Pure: builds and parses headers, does no I/O. A shard is a plain safetensors file, so any tool can
-open it; what safetensors has no field for (the full shape of a tensor of which this is a piece,
-its strides, block lengths) is in the header's `__metadata__`.
+open it. Values for which safetensors has no field (the full shape of a tensor of which this is a
+piece, its strides, block lengths) are in the header's `__metadata__`.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _SAFETENSORS_DTYPE = {
     "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    # Not F8_E8M0: safetensors knows it; its loader for torch does not, and rejects the whole file.
+    # Not F8_E8M0: safetensors has it, but its loader for torch does not and rejects the whole file.
 }
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a reader learns from a shard's header."""
+    """The content of a shard's header."""
 
     pieces: tuple[Piece, ...]
     block_bytes: tuple[int, ...]
     """Length of every block, in file order; they cover the data section without a gap."""
     header_bytes: int
-    """Where the data section begins in the file."""
+    """Offset of the data section in the file."""
     data_bytes: int
     structure: dict[str, Any]
     """Optimizer classes and the members of their param groups."""
     tied: dict[str, str] = field(default_factory=dict)
-    """Further names of parameters and buffers, and the name that each is stored under."""
+    """Additional names of parameters and buffers, with the name that each is stored under."""
 
     @property
     def tree_offset(self) -> int:
-        """Where in the file the encoded rank tree begins."""
+        """Offset of the encoded rank tree in the file."""
         return self.header_bytes + sum(p.nbytes for p in self.pieces)
 
 
@@ -70,10 +70,10 @@ def encode_header(
     structure: Mapping[str, object],
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[bytes, int]:
-    """Header for `layout` with room for `rank_state_bytes`; returns it and the data's length.
+    """Return the header for `layout` with room for `rank_state_bytes`, and the data's length.
 
     Both are multiples of PAGE_BYTES: safetensors pads its header with spaces, and the room for
-    the rank state absorbs the rest of the data's last page.
+    the rank state fills the rest of the data's last page.
     """
     data_bytes = round_up(layout.nbytes + rank_state_bytes, PAGE_BYTES)
     entries = dict(map(_entry, layout.pieces))
@@ -97,13 +97,13 @@ def encode_header(
 
 
 def rank_state_blocks(nbytes: int) -> list[int]:
-    """Lengths of the blocks of a rank state that is, with its padding, so long."""
+    """Return the lengths of the blocks of a rank state with this length, padding included."""
     whole, rest = divmod(nbytes, BLOCK_BYTES)
     return [BLOCK_BYTES] * whole + [rest] * bool(rest)
 
 
 def decode_header(image: memoryview | bytes) -> ShardHeader:
-    """Parse the header at the beginning of `image`.
+    """Parse the header at the start of `image`.
 
     Raises FormatError when the bytes are no shard header. Call it on verified bytes only.
     """
@@ -124,7 +124,7 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
 
 
 def _entry(piece: Piece) -> tuple[str, object]:
-    """As safetensors has it: name, and what follows it."""
+    """Return a safetensors entry: name and value."""
     spec, count = piece.spec, piece.stop - piece.start
     name = spec.name if piece.whole else f"{spec.name}[{piece.start}:{piece.stop}]"
     code = _SAFETENSORS_DTYPE.get(spec.dtype)
@@ -136,7 +136,7 @@ def _entry(piece: Piece) -> tuple[str, object]:
 
 
 def _encode_piece(piece: Piece) -> list[object]:
-    """What safetensors cannot say; see FORMAT.md."""
+    """Return the values for which safetensors has no field; see FORMAT.md."""
     spec = piece.spec
     return [
         spec.name,

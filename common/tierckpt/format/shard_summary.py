@@ -1,9 +1,9 @@
-"""Outline: what every rank has to know of a version before the first byte of it is loaded.
+"""Shard summary: the facts that every rank needs about a version before its first byte is loaded.
 
-A header names each piece of its shard. Of all shards together that is tensors times ranks, more
-than one rank of a large job can hold. Whether a version fits takes much less: each tensor once, as
-told by the shard that has its first element, and that no element is missing. The header itself
-comes along with its shard's bytes, and goes with them.
+A header names each piece of its shard. For all shards together that is tensors times ranks, more
+than one rank of a large job can hold. To decide whether a version fits, much less is enough: each
+tensor once, from the shard that has its first element, and proof that no element is missing. The
+header itself comes with its shard's bytes, and is dropped with them.
 
 Pure.
 """
@@ -22,8 +22,9 @@ from .shard_file import ShardHeader
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """One shard's, as who read it tells it all ranks. Its size goes with the number of tensors that
-    begin in it, so that of all shards together does not grow with tensors times ranks."""
+    """The summary of one shard, which its reader sends to all ranks. Its size depends on the number
+    of tensors that start in it, so the sum over all shards does not grow with tensors times ranks.
+    """
 
     header_bytes: int
     data_bytes: int
@@ -32,11 +33,11 @@ class ShardSummary:
     evidence: int
     """Sum over its striped pieces: elements times the tensor's `_weight`."""
     structure: dict[str, Any] | None
-    """Of the optimizers; shard 0's alone."""
+    """Structure of the optimizers; in shard 0's summary only."""
 
     @staticmethod
     def of(shard: int, header: ShardHeader) -> ShardSummary:
-        """What is told of a shard."""
+        """Make the summary of a shard."""
         striped = list(_replicated(header))
         return ShardSummary(
             header.header_bytes,
@@ -48,23 +49,23 @@ class ShardSummary:
 
     @property
     def nbytes(self) -> int:
-        """Of header and data."""
+        """Size of header and data."""
         return self.header_bytes + self.data_bytes
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank takes from one shard alone: where it was, and what was its own."""
+    """The state that a rank takes from one shard alone: its position and its own values."""
 
     manifest: bytes
     tree: bytes
-    """Encoded, see `tree`."""
+    """Encoded tree, see `tree`."""
     specs: tuple[TensorSpec, ...]
-    """Of per-rank tensors."""
+    """Specs of per-rank tensors."""
 
     @staticmethod
     def of(manifest: bytes, tree: bytes, header: ShardHeader) -> RankState:
-        """Of the shard with that header."""
+        """Make the state from the shard with that header."""
         return RankState(
             manifest, tree, tuple(p.spec for p in header.pieces if p.placement is PER_RANK)
         )
@@ -72,37 +73,37 @@ class RankState:
 
 @dataclass
 class VersionSummary:
-    """All that a version consists of, for one rank."""
+    """The content of a version, for one rank."""
 
     outlines: Sequence[ShardSummary]
-    """By shard."""
+    """Summaries by shard."""
     own: RankState
     missing: list[str] = field(default_factory=list)
-    """Tensors of which elements are in no shard, in words."""
+    """Tensors with elements that are in no shard, in words."""
     specs: dict[str, TensorSpec] = field(init=False)
     """Striped tensors by name."""
 
     def __post_init__(self) -> None:
-        """Put the outlines together."""
+        """Collect the striped tensors of all shards."""
         self.specs = {spec.name: spec for each in self.outlines for spec in each.begun}
 
     @property
     def structure(self) -> dict[str, Any]:
-        """Of the optimizers."""
+        """Structure of the optimizers."""
         found = self.outlines[0].structure
         assert found is not None
         return found
 
     @property
     def nbytes(self) -> int:
-        """Of all shards."""
+        """Size of all shards."""
         return sum(each.nbytes for each in self.outlines)
 
     def whole(self) -> bool:
-        """True when every element of every tensor is in some shard.
+        """True when every element of every tensor is in a shard.
 
-        By one number a shard: were some missing and others there twice, the sums would be equal
-        once in 2**64 times.
+        Compares one number per shard: if some elements were missing and others there twice, the
+        sums would be equal with a probability of 2**-64.
         """
         there = sum(each.evidence for each in self.outlines)
         return there == sum(s.numel * _weight(name) for name, s in self.specs.items())
@@ -113,24 +114,24 @@ def _replicated(header: ShardHeader) -> Iterator[Piece]:
 
 
 def counts(headers: Iterable[ShardHeader]) -> dict[str, int]:
-    """Elements of each striped tensor in these shards."""
+    """Count the elements of each striped tensor in these shards."""
     found: dict[str, int] = {}
     for piece in chain.from_iterable(map(_replicated, headers)):
         found[piece.spec.name] = found.get(piece.spec.name, 0) + piece.stop - piece.start
     return found
 
 
-def lacking(specs: Mapping[str, TensorSpec], everyone: Iterable[Mapping[str, int]]) -> list[str]:
-    """What is missing by all readers' `counts`, in words."""
+def lacking(specs: Mapping[str, TensorSpec], readers: Iterable[Mapping[str, int]]) -> list[str]:
+    """Return the missing elements by all readers' `counts`, in words."""
     there: dict[str, int] = {}
-    for theirs in everyone:
+    for theirs in readers:
         for name, count in theirs.items():
             there[name] = there.get(name, 0) + count
     return [
         f"{name}: only {there.get(name, 0)} of {spec.numel} elements are in the shards"
         for name, spec in specs.items()
         if there.get(name, 0) != spec.numel
-    ] + [f"{name}: its beginning is in no shard" for name in sorted(there.keys() - specs.keys())]
+    ] + [f"{name}: no shard has its first element" for name in sorted(there.keys() - specs.keys())]
 
 
 def _weight(name: str) -> int:

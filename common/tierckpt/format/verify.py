@@ -1,4 +1,4 @@
-"""Is a shard what its manifest says? Asked whenever it is to count as there somewhere else."""
+"""Verification: whether a shard's bytes match its manifest. Done before a copy counts as stored."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .shard_file import decode_header
 
 
 def verify_shard(manifest: Manifest, view: memoryview, what: str = "") -> None:
-    """Raise CorruptShardError, or FormatError, unless `view` is, to the byte, the shard that
-    `manifest` is about. `what` names it in the error."""
+    """Raise CorruptShardError, or FormatError, unless the bytes of `view` are the shard of
+    `manifest`. `what` names it in the error."""
     what = what or str(manifest.key)
     head, digests = manifest.header_bytes, manifest.digests
     if len(view) != manifest.image_bytes:
@@ -26,12 +26,12 @@ def verify_shard(manifest: Manifest, view: memoryview, what: str = "") -> None:
 
 
 def parity_blocks(parity_bytes: int) -> list[int]:
-    """Lengths of the blocks that so many bytes of parity are hashed in; the last may be short."""
+    """Return the lengths of the blocks in which parity is hashed; the last may be shorter."""
     return [min(BLOCK_BYTES, parity_bytes - low) for low in range(0, parity_bytes, BLOCK_BYTES)]
 
 
 def digests_of(view: memoryview, block_bytes: Sequence[int]) -> bytes:
-    """The blocks' digests, one behind the other, as manifests hold them.
+    """Return the blocks' digests, one after the other, as manifests hold them.
 
     Raises ValueError when the blocks do not cover `view` exactly.
     """
@@ -43,7 +43,7 @@ def digests_of(view: memoryview, block_bytes: Sequence[int]) -> bytes:
 def check(view: memoryview, block_bytes: Sequence[int], digests: bytes, what: str) -> None:
     """Raise CorruptShardError unless every block of `view` has the digest that `digests` holds.
 
-    `view` must have the blocks' length exactly. `what` names it in the error, which tells the first
+    `view` must have exactly the blocks' length. `what` names it in the error, which gives the first
     range that differs.
     """
     if len(view) != sum(block_bytes) or len(digests) != DIGEST_BYTES * len(block_bytes):

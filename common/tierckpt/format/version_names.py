@@ -1,14 +1,13 @@
-"""Names on the persistent level, and which shards share a file. Pure; standard library only.
+"""Names on the persistent level, and the shards that share a file. Pure; standard library only.
 
-Everything of one version lies in one folder whose name says what it holds. Shards are gathered in
-*groups* of consecutive numbers. The rule needs nothing but the number of shards, so every writer
-knows it without asking anybody:
-
+All files of one version are in one folder, and their names describe their content. Shards form
+*groups* of consecutive numbers. The rule needs only the number of shards, so every writer knows it
+without asking others:
     <root>/<version>.manifest           makes the version exist
-    <root>/<version>.retired            the version is being removed, or must not come to be
+    <root>/<version>.retired            the version is being removed, or must not be completed
     <root>/<version>.pin                retention leaves the version alone
-    <root>/<version>.suspect            replicas differed when it was taken; says in what
-    <root>/<version>/<group>.group      says where every shard of the group is
+    <root>/<version>.suspect            replicas differed when it was taken; describes how
+    <root>/<version>/<group>.group      the place of every shard of the group
     <root>/<version>/<group>.shards     the group's shards, where many can write into one file
     <root>/<version>/<group>/s<first>-<last>.shards   ... or those of one writer, where they can't
 """
@@ -33,7 +32,7 @@ _RUN = re.compile(r"s(\d{5,})-(\d{5,})\.shards")
 
 @dataclass(frozen=True, order=True)
 class VersionName:
-    """Names one version of one run, and tells how many shards it has.
+    """The name of one version of one run, with its number of shards.
 
     The run is part of the name because two runs that never saw each other's nodes may take the
     same generation: their shards must not complete each other's version.
@@ -52,7 +51,7 @@ class VersionName:
 
     @staticmethod
     def parse(stem: str) -> VersionName | None:
-        """The inverse of `stem`; None when `stem` is something else's name."""
+        """Read a name that `stem` made; None when `stem` is another kind of name."""
         match = _STEM.fullmatch(stem)
         if match is None:
             return None
@@ -65,27 +64,27 @@ class VersionName:
 
 @dataclass(frozen=True)
 class Groups:
-    """How the shards of a version are gathered."""
+    """The groups of a version's shards."""
 
     shards: int
     per_group: int = SHARDS_PER_GROUP
 
     @property
     def count(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return -(-self.shards // self.per_group)
 
     def of(self, shard: int) -> int:
-        """The group of a shard."""
+        """Return the group of a shard."""
         return shard // self.per_group
 
     def members(self, group: int) -> range:
-        """The shards of a group."""
+        """Return the shards of a group."""
         first = group * self.per_group
         return range(first, min(first + self.per_group, self.shards))
 
     def label(self, group: int) -> str:
-        """Beginning of the names of the group's files."""
+        """Return the start of the names of the group's files."""
         return f"{group:05d}of{self.count:05d}"
 
     def runs(self, shards: Iterable[int]) -> Iterator[range]:
@@ -103,23 +102,23 @@ class Groups:
 
 
 def run_name(run: range) -> str:
-    """File, in its group's folder, of the consecutive shards that one writer stores together."""
+    """Return the name, in its group's folder, of one writer's file of consecutive shards."""
     return f"s{run[0]:05d}-{run[-1]:05d}{SHARDS}"
 
 
 def parse_run(name: str) -> range | None:
-    """The inverse of `run_name`; None for other names."""
+    """Read a name that `run_name` made; None for other names."""
     match = _RUN.fullmatch(name)
     return range(int(match[1]), int(match[2]) + 1) if match else None
 
 
 @dataclass(frozen=True)
 class SharedPlaces:
-    """Who writes where in a file that many write: a table of records, then the shards' places.
+    """The places in a file that many writers share: a table of records, then the shards.
 
     A place is as large as the version's largest shard, so offsets follow from that one number.
-    Places begin at whole mebibytes: a stripe of a parallel file system then has one writer (two
-    writers to a stripe make its lock go to and fro). What is not written takes no room on disk.
+    Places start at whole mebibytes: then a stripe of a parallel file system has one writer (two
+    writers move the lock of a stripe back and forth). Unwritten ranges take no room on disk.
     """
 
     members: int
@@ -128,7 +127,7 @@ class SharedPlaces:
 
     @property
     def record_bytes(self) -> int:
-        """Room for one record: a page, and what manifests grow by for larger shards."""
+        """Room for one record: a page, and the growth of manifests for larger shards."""
         return round_up(2 * PAGE_BYTES + self.largest_bytes // 8192, PAGE_BYTES)
 
     @property
@@ -136,10 +135,10 @@ class SharedPlaces:
         return 1 << 20 if self.largest_bytes >= 1 << 20 else PAGE_BYTES
 
     def record_offset(self, index: int) -> int:
-        """Where the record of the group's shard number `index` begins."""
+        """Return the offset of the record of the group's shard number `index`."""
         return index * self.record_bytes
 
     def image_offset(self, index: int) -> int:
-        """Where its bytes begin."""
+        """Return the offset of that shard's bytes."""
         table_bytes = round_up(self.members * self.record_bytes, self._align_bytes)
         return table_bytes + index * round_up(self.largest_bytes, self._align_bytes)

@@ -1,7 +1,7 @@
-"""What the persistent level writes about shards: records of shards, of groups, of versions. Pure.
+"""Version records: the persistent level's records of shards, of groups and of versions. Pure.
 
-Every record is a line of JSON and a line with its xxh3_128, as the shards' own manifests are. The
-same input gives the same bytes, so that two writers who finish a group at once write the same.
+Every record is a line of JSON and a line with its xxh3_128, like the shards' own manifests. The
+same input gives the same bytes, so two writers that finish a group at once write the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .version_names import VersionName
 
 
 def seal(kind: str, values: Mapping[str, Any]) -> bytes:
-    """`values` as a record of `kind` that carries its checksum."""
+    """Return `values` as a record of `kind` with its checksum."""
     whole = {**checksummed_json.head_of(kind), **values}
     return checksummed_json.with_check(
         json.dumps(whole, separators=(",", ":"), sort_keys=True).encode()
@@ -30,10 +30,10 @@ def seal(kind: str, values: Mapping[str, Any]) -> bytes:
 
 
 def unseal(kind: str, data: bytes) -> dict[str, Any]:
-    """The inverse of `seal`; what follows the record must be zeros.
+    """Read a record that `seal` made; the bytes after it must be zeros.
 
-    Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when they
-    are intact but of another kind or of a newer major version.
+    Raises CorruptShardError when the checksum does not match, FormatError when the bytes are intact
+    but of another kind or of a newer major version.
     """
     text = checksummed_json.checked(data.rstrip(b"\0"), f"{kind} record")
     try:
@@ -45,13 +45,13 @@ def unseal(kind: str, data: bytes) -> dict[str, Any]:
 
 
 def fingerprint(data: bytes) -> str:
-    """Checksum of a small record, as text."""
+    """Return the checksum of a small record, as text."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Where one shard's bytes are, and their checksum as they are stored."""
+    """The place of one shard's bytes, and the checksum of the stored bytes."""
 
     shard: int
     file: str
@@ -61,19 +61,19 @@ class ShardRecord:
     digest: str
     """xxh3_128 of the stored bytes, in hexadecimal digits."""
     manifest: bytes
-    """The shard's own manifest; the store does not look into it."""
+    """The shard's own manifest; the store does not read it."""
     base: str = ""
     """Stem of the version that the shard refers to; empty: none."""
 
     def as_row(self) -> list[Any]:
-        """As in the records."""
+        """Return the row for a record."""
         text = base64.b64encode(self.manifest).decode()
         row: list[Any] = [self.shard, self.file, self.offset, self.nbytes, self.digest, text]
         return [*row, self.base] if self.base else row
 
     @staticmethod
     def from_row(row: list[Any]) -> ShardRecord:
-        """The inverse of `as_row`. Raises ValueError or TypeError."""
+        """Read a row that `as_row` made. Raises ValueError or TypeError."""
         shard, file, offset, nbytes, digest, text, *rest = row
         (base,) = rest or [""]
         manifest = base64.b64decode(text)
@@ -82,13 +82,13 @@ class ShardRecord:
 
 
 def encode_shards(kind: str, records: Iterable[ShardRecord]) -> bytes:
-    """Records of several shards, in the order of their numbers."""
+    """Return a record of several shards, in the order of their numbers."""
     rows = [r.as_row() for r in sorted(records, key=lambda r: r.shard)]
     return seal(kind, {"shards": rows})
 
 
 def decode_shards(kind: str, data: bytes) -> dict[int, ShardRecord]:
-    """The inverse of `encode_shards`, by shard number. Raises as `unseal`."""
+    """Read a record that `encode_shards` made, by shard number. Raises as `unseal`."""
     try:
         found = [ShardRecord.from_row(row) for row in unseal(kind, data)["shards"]]
     except (KeyError, ValueError, TypeError) as error:
@@ -107,9 +107,9 @@ class VersionManifest:
     groups: tuple[tuple[str, str], ...]
     """File name of every group's record and its fingerprint, by number."""
     nbytes: int
-    """Of all shards together."""
+    """Size of all shards together."""
     bases: tuple[VersionName, ...] = ()
-    """Versions that some shard refers to, in order."""
+    """Versions that a shard refers to, in order."""
 
     @property
     def name(self) -> VersionName:
@@ -117,7 +117,7 @@ class VersionManifest:
         return self.facts.name
 
     def encode(self) -> bytes:
-        """As the file's content."""
+        """Return the file's content."""
         values = {
             **self.facts.to_json(),
             "largest_bytes": self.largest_bytes,
@@ -131,7 +131,7 @@ class VersionManifest:
 
     @staticmethod
     def decode(data: bytes) -> VersionManifest:
-        """The inverse of `encode`. Raises as `unseal`."""
+        """Read the content that `encode` made. Raises as `unseal`."""
         values = unseal("version", data)
         try:
             return VersionManifest(

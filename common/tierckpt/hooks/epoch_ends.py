@@ -1,10 +1,10 @@
-"""Epoch ends: where in the data a version is that is taken between two boundaries.
+"""Epoch ends: the position in the data of a version that is taken between two boundaries.
 
-A loader, or a sampler, knows which batches the loop took; what the loop does when an epoch has no
-more of them (a scheduler's step, an evaluation) it does not see. A version of a boundary comes
-before that, so a restart does it. One that is taken on demand, or at the end, may come behind it:
-then a restart begins with the next epoch. Which of both it is, is told by what the loop has changed
-since its last boundary: an object in `extra`, an option of an optimizer.
+A loader or sampler knows which batches the loop took. It does not see the work of the loop after an
+epoch's last batch (a scheduler's step, an evaluation). A version of a boundary comes before that
+work, so a restart does it. A version on demand, or at the end, may come after it: then a restart
+starts with the next epoch. The changes since the last boundary decide between the two: an object in
+`extra`, or an option of an optimizer.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tierckpt.state.extras import Generator
 from tierckpt.state.training_state import TrainingState
 
 Place = ResumableLoader[Any] | Position
-"""What knows where in the data the loop is."""
+"""The objects that know the loop's position in the data."""
 KINDS = (ResumableLoader, Position)
 
 
 class EpochEnds:
-    """Of one checkpointer's places. Training thread."""
+    """The epoch ends of one checkpointer's loaders and samplers. Training thread."""
 
     def __init__(self, state: TrainingState) -> None:
-        """`state` stays its owner's."""
+        """Does not own `state`."""
         self._state = state
         self._at_end: dict[int, tuple[int, Any]] = {}
         """By `id()` of a place, at the last boundary of an epoch: its number, and `_mark`."""
 
     def passed(self) -> None:
-        """An iteration is over: its batch was trained on."""
+        """Record the end of an iteration: its batch was trained on."""
         for place in self._places():
             place.passed()
             if place.at_end and self._at_end.get(id(place), (-1,))[0] != place.epoch:
@@ -44,8 +44,8 @@ class EpochEnds:
 
     @contextlib.contextmanager
     def between(self, trained: bool) -> Iterator[None]:
-        """A version is taken that is of no boundary. `trained`: a step was made since the last
-        one."""
+        """Mark the places while a version without a boundary is taken. `trained`: a step was made
+        since the last boundary."""
         places = [*self._places()]
         try:
             for place in places:
@@ -59,8 +59,8 @@ class EpochEnds:
                 place.between = place.end_is_done = False
 
     def _is_done(self, place: Place) -> bool:
-        """Whether what the loop does at the end of the epoch was done; where no boundary came at
-        the last batch, there is nothing to compare with, and it was."""
+        """Whether the loop has done its work at the end of the epoch. Where no boundary came at the
+        last batch, there is nothing to compare with, and the answer is yes."""
         epoch, mark = self._at_end.get(id(place), (-1, None))
         return epoch != place.epoch or mark != self._mark()
 
@@ -69,8 +69,8 @@ class EpochEnds:
             yield from (each for each in objects.values() if isinstance(each, KINDS))
 
     def _mark(self) -> Any:
-        """Another one when an object, or an option, has changed. Of tensors, of which there may be
-        many, only whether they were written to. None where that cannot be told."""
+        """Return a mark that differs once an object or an option has changed. For tensors, of which
+        there may be many, it holds only whether they were written to. None if unknown."""
         try:
             options = [
                 {k: v for k, v in group.items() if k != "params"}
@@ -84,7 +84,7 @@ class EpochEnds:
                 if not isinstance(each, (*KINDS, Generator))
             ]
             return tree_codec.pack([options, objects], "extra", _written)
-        except Exception:  # who takes the version will meet it, and says so
+        except Exception:  # the code that takes the version meets the error, and reports it
             return None
 
 

@@ -215,7 +215,7 @@ class Iterations:
     def begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """A step of a watched optimizer begins; returns other arguments for it, or None.
+        """A step of a watched optimizer starts; return other arguments for it, or None.
 
         Must be called before every other hook: a user's hook may change state that is being copied.
         """

@@ -43,7 +43,7 @@ class UnregisteredOptimizers:
         self._reported: set[str] = set()
 
     def begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of an optimizer that was not given begins."""
+        """A step of an optimizer that was not given starts."""
         # Both may grow: a group is added, a layer is added to the model.
         sizes = [len(group["params"]) for group in getattr(optimizer, "param_groups", ())]
         now = (sizes, self._state.looks)

@@ -64,7 +64,7 @@ class Unsaved:
         """Number of schedulers found, given or not."""
 
     def step_begins(self) -> None:
-        """A step of any optimizer begins; called inside the step."""
+        """A step of any optimizer starts; called inside the step."""
         if self._looks:
             return
         frame = sys._getframe(1)

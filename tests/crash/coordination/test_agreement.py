@@ -1,8 +1,8 @@
-"""The instant that two slots make dangerous (docs/internals/agreement.md).
+"""The dangerous instant of two slots (docs/internals/agreement.md).
 
 Rank 0 has sealed v12, has finished the next step, and would fill the slot of v11 with v13. Rank 1
-gave its gradients, so rank 0 could go on, but has not sealed v12. Whoever is killed now, v11 must
-still be there on both.
+gave its gradients, so rank 0 could go on, but has not sealed v12. Whichever rank is killed now, v11
+must still be on both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REUSE = "stop@refill:version=13"
 
 
 def ahead(job: Job, **changes: object) -> Life:
-    """Rank 0 stands before the slot of v11, rank 1 just before its seal of v12."""
+    """Rank 0 is about to take the slot of v11, rank 1 is just before its seal of v12."""
     # Released at the barrier: when rank 1 stops there, all its gradients are on their way.
     life = job.start({0: REUSE, 1: HOLD}, settings=TIGHT, late_release={"1": 12}, **changes)
     job.wait_fired(1, HOLD)
@@ -54,7 +54,7 @@ def test_a_rank_that_runs_on_when_the_other_is_killed_there_overwrites_nothing(j
 
 def test_a_version_restored_from_memory_and_disk_is_protected_like_any_other(job: Job) -> None:
     """v12 is in the memory of rank 0 and on the disk of rank 1 only, as after the loss of one
-    node's memory. It is the last version all can restore, until v13 is sealed by both."""
+    node's memory. It is the last version that all can restore, until both have sealed v13."""
     settings = {"slots": 2, "local_every_steps": 6, "when_busy": "wait", "release": "backward"}
     crash = "kill@file:op=write,hit=2"
     life = job.start({0: crash}, settings=settings, gates={"stand": 13})

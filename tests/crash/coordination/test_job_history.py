@@ -1,4 +1,4 @@
-"""Killed again and again: while restoring, all at once, while an earlier run's agent writes."""
+"""Killed repeatedly: during a restore, all ranks at once, while an earlier run's agent writes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_both_killed_at_once(job: Job) -> None:
 
 
 def test_killed_in_the_last_moment(job: Job) -> None:
-    """The final version is durable everywhere, one rank removed its slots, the other is killed."""
+    """The final version is durable on all ranks; one removed its slots, the other is killed."""
     rule = "stop@call:what=remove_slots"
     life = job.start({1: rule})
     job.wait_fired(1, rule)
@@ -92,12 +92,12 @@ def test_an_agent_of_the_life_before_still_writes(job: Job) -> None:
 
 
 def test_an_agent_of_the_life_before_comes_too_late_for_its_slot(job: Job) -> None:
-    """It was stopped before it could pin v8; the new run has filled that slot with another one."""
+    """It was stopped before it could pin v8; the new run has reused that slot."""
     old = stopped_agent(job, "stop@agent:version=8")
     life = job.start(gates={"stand": 17}).waiting("stand")
     assert 8 not in job.in_memory_of(0)
     old.wake()
-    # It finds the successor's work behind that, or another agent has that, and it ends.
+    # It then finds the successor's work, or another agent has that, and it ends.
     job.wait_for(lambda: 12 in on_disk(job, 0), "v12 of the new run")
     assert 8 not in on_disk(job, 0)
     life.open("stand").until_over()
@@ -106,7 +106,7 @@ def test_an_agent_of_the_life_before_comes_too_late_for_its_slot(job: Job) -> No
 
 
 def stopped_agent(job: Job, rule: str) -> Process:
-    """Of rank 0, in the middle of v8, after all ranks were killed."""
+    """Rank 0's files, in the middle of v8, after all ranks were killed."""
     life = job.start({0: rule}, settings={"when_busy": "wait"})
     job.wait_fired(0, rule)
     job.wait_for(lambda: 8 in on_disk(job, 1), "v8 of rank 1")

@@ -22,7 +22,7 @@ from tierckpt.snapshot.snapshot import Snapshot
 
 
 def taken(attached: Attached) -> dict[str, list[int]]:
-    """Versions by what became of them, as one rank tells it."""
+    """Versions by their outcome, as one rank reports it."""
     return {
         "sealed": attached.versions("sealed", "memory"),
         "committed": sorted(attached.versions("committed", "local")),
@@ -35,7 +35,7 @@ def taken(attached: Attached) -> dict[str, list[int]]:
 
 
 def with_a_stopped_agent(when_busy: str, place: Place) -> tuple[Any, ...]:
-    """Rank 1's agent stands still: with "skip" for eight steps, with "wait" until waited for."""
+    """Rank 1's agent is stopped: with "skip" for eight steps, with "wait" until a rank waits."""
     job = make_job()
     node = f"node{rank()}"
     attached = attach(job, place, local_every_steps=1, slots=3, when_busy=when_busy, node=node)
@@ -89,7 +89,7 @@ def test_or_all_ranks_wait_if_the_user_prefers_that(
 
 
 class Clock:
-    """Stands in for the time module: monotonic time is what this rank believes it to be."""
+    """Replaces the time module: monotonic time as this rank's clock shows it."""
 
     perf_counter = staticmethod(time.perf_counter)
     time = staticmethod(time.time)
@@ -120,7 +120,7 @@ def test_intervals_in_seconds_are_agreed_on(ranks: Any, tmp_path: Path, shm_dir:
     one, other = ranks(2).run(with_skewed_clocks, Place.under(tmp_path, shm_dir))
     assert one == other
     sealed, skipped = one
-    # Due by the faster clock after three steps, known everywhere one or two boundaries later.
+    # Due by the faster clock after three steps, known to all ranks one or two boundaries later.
     assert 4 <= len(sealed) <= 6
     assert all(3 <= b - a <= 5 for a, b in itertools.pairwise(sealed))
     assert skipped == []
@@ -147,7 +147,7 @@ def test_what_one_rank_asks_for_all_ranks_take(
     place = Place.under(tmp_path, shm_dir)
     told = ranks(3).run(saved_by, asker, place)
     assert told[0][0] == told[1][0] == told[2][0]
-    # Told at the boundary of version 4, taken at the next.
+    # Requested at the boundary of version 4, taken at the next.
     assert told[0][0]["sealed"] == told[0][0]["committed"] == [5]
     assert len(place.shards()) == 3
 
@@ -158,7 +158,7 @@ def saved_now(place: Place) -> tuple[Any, ...]:
     train(job, attached.ckpt, range(3))
     attached.ckpt.save(now=True)
     durable = {p.name.split(".")[0] for p in place.shards()}
-    attached.ckpt.save(now=True)  # the same version again: nothing to do
+    attached.ckpt.save(now=True)  # the same version again: no work
     digest = job.digest()
     train(job, attached.ckpt, range(3, 5))
     attached.ckpt.abandon()
@@ -183,7 +183,7 @@ def test_save_now_returns_when_the_version_is_durable(
 
 
 def saved_now_with_a_late_hand_over(place: Place) -> tuple[int, list[str]]:
-    """The copier thread seals, and is slow to hand the slot to the agent."""
+    """The copier thread seals, and hands the slot to the agent late."""
     with pytest.MonkeyPatch.context() as patch:
         done, work = SlotHandoff.done, Snapshot.work
 
@@ -287,13 +287,13 @@ def test_all_ranks_are_told_of_it(own_ranks: Any, tmp_path: Path, shm_dir: Path)
 
 
 def with_a_killed_agent(busy: bool, place: Place) -> dict[str, Any]:
-    """Killed on rank 1: between two commits, or with one handed over to it."""
+    """Rank 1's agent is killed: between two commits, or with one handed over to it."""
     job = make_job()
     node = f"node{rank()}"
     attached = attach(job, place, local_every_steps=3, slots=3, node=node)
     ckpt = attached.ckpt
     train(job, ckpt, range(2))
-    ckpt.save(now=True)  # the agent is there
+    ckpt.save(now=True)  # the agent is running
     victim = ckpt._agent.pid if rank() == 1 else None
     if busy:
         if victim:
@@ -341,8 +341,8 @@ def test_a_killed_agent_costs_no_checkpoint(
 
 
 def no_thread_talks(nodes: int, place: Place) -> tuple[list[str], bool]:
-    """Threads that launch a collective of the checkpointer's while training goes on, and whether
-    votes were cast without one."""
+    """Return the threads that launch the checkpointer's collectives during training, and whether
+    votes were cast without any."""
     job: Job = make_job()
     attached = attach(job, place, node=f"node{rank() % nodes}")
     group = attached.ckpt.group
@@ -365,7 +365,7 @@ def no_thread_talks(nodes: int, place: Place) -> tuple[list[str], bool]:
 def test_only_the_training_thread_launches_collectives(
     nodes: int, expected: tuple[list[str], bool], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """And none, of one node: it votes through shared memory."""
+    """A group on one node launches none: it votes through shared memory."""
     for threads in ranks(2).run(no_thread_talks, nodes, Place.under(tmp_path, shm_dir)):
         assert threads == expected
 
@@ -379,12 +379,12 @@ def kept(place: Place, shard: int) -> list[int]:
 
 
 def with_commits_that_fail_on_rank_one(bad: list[int], place: Place) -> dict[str, Any]:
-    """A version to disk at every step; those in `bad` do not get there on rank 1."""
+    """A version to disk at every step; those in `bad` do not reach it on rank 1."""
     with pytest.MonkeyPatch.context() as patch:
         faults = ";".join(f"enospc@agent:version={version},shard=1" for version in bad)
         patch.setenv("TIERCKPT_FAULTS", faults)
         job = make_job()
-        # One agent for each: that of the node is started by its first rank.
+        # One agent for each rank: a node's agent is started by its first rank.
         # Without the replica check, which keeps a version of its own.
         alone = {"node": f"node{rank()}", "replica_check_steps": 0}
         attached = attach(job, place, local_every_steps=1000, **alone)
@@ -414,7 +414,7 @@ def test_what_never_gets_complete_does_not_fill_the_other_disks(
 
 
 def go_on(place: Place) -> int:
-    """Come back from memory, and write one more version to disk."""
+    """Resume from memory, and write one more version to disk."""
     job = make_job(seed=2)
     alone = {"node": f"node{rank()}", "replica_check_steps": 0}
     attached = attach(job, place, local_every_steps=1000, **alone)
@@ -432,7 +432,7 @@ def test_nor_does_what_the_life_before_left_incomplete(
     ranks(2).run(with_commits_that_fail_on_rank_one, [], place)
     assert kept(place, 0) == [5, 6]
     for file in Path(place.path).glob("v0000000006.*.s00001of*"):
-        file.unlink()  # as if rank 1 had been killed before it was there
+        file.unlink()  # as if rank 1 had been killed before it was written
     assert ranks(2).run(go_on, place) == [6, 6]
     assert kept(place, 0) == kept(place, 1) == [5, 7]
 
@@ -441,8 +441,8 @@ def test_nor_does_what_the_life_before_left_incomplete(
 
 
 def rank_one_dies_as_the_other_clears_up(place: Place) -> tuple[bool, int]:
-    """Behind its step, and before the boundary at which rank 0 removes what earlier runs left.
-    Whether that fired, and what is found by the next run."""
+    """Kill after the step, before the boundary at which rank 0 removes the files of earlier runs.
+    Return whether the kill happened, and the versions that the next run finds."""
     job = make_job()
     attached = attach(job, place, local_every_seconds=0)
     train(job, attached.ckpt, range(2))
@@ -467,11 +467,11 @@ def test_who_has_just_died_keeps_its_slots(ranks: Any, tmp_path: Path, shm_dir: 
     assert ranks(2).run(rank_one_dies_as_the_other_clears_up, place) == [(True, 2), (False, 2)]
 
 
-# --- what is no version --------------------------------------------------------------------------
+# --- state that is no version --------------------------------------------------------------------
 
 
 def close_one_step_apart(place: Place) -> tuple[dict[int, str], list[str]]:
-    """Rank 1 was interrupted behind its backward pass, and rank 0 behind its step."""
+    """Rank 1 was interrupted after its backward pass, and rank 0 after its step."""
     job = make_job()
     attached = attach(job, place, local_every_steps=100)
     digests = train(job, attached.ckpt, range(3))

@@ -1,4 +1,4 @@
-"""Nodes that the job is on no more, and whose agents still live, are asked for what they have."""
+"""Former nodes, whose agents still run: a restart asks them for their shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slots import sealed_at
 
 NODES = "abcd"
-"""The job begins on three; d is a spare."""
+"""The job starts on three nodes; d is a spare."""
 JOB = "absent"
 LINGER_SECONDS = 600.0
 """Longer than any test."""
@@ -40,7 +40,7 @@ process.main()
 
 @dataclass
 class Agents:
-    """The nodes' agents, started by the test, so that they are nobody's else."""
+    """The nodes' agents, started by the test, so that no other process owns them."""
 
     shm_dir: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Agents:
             time.sleep(0.01)
 
     def kill(self, *nodes: str) -> None:
-        """By SIGKILL, with all that they know."""
+        """Kill agents by SIGKILL, with all that they know."""
         for node in nodes:
             self.running[node].kill()
             self.running.pop(node).wait()
@@ -73,18 +73,18 @@ def agents(shm_dir: Path) -> Iterator[Agents]:
 
 @pytest.fixture
 def place(tmp_path: Path, shm_dir: Path, agents: Agents) -> Place:
-    """Nodes where agents are at work already, and linger."""
+    """Nodes where agents already run, and stay after the job."""
     return Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
 
 
 def forget_memory(place: Place) -> None:
-    """What was there alone is lost."""
+    """Lose the versions that are in memory alone."""
     for slot in Path(place.shm).glob("*/*/r*"):
         slot.unlink()
 
 
 def fail(attached: Attached) -> None:
-    """As where an exception ends the training on all ranks."""
+    """End the training by an exception, as on all ranks."""
     with contextlib.suppress(RuntimeError), attached.ckpt:
         raise RuntimeError("the training failed")
 
@@ -115,11 +115,11 @@ def leave_behind(place: Place, **more: Any) -> str:
 
 
 def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str, Any]:
-    """On these nodes; then train on for some steps, and end by an exception."""
+    """Resume on these nodes; then train for several steps, and end by an exception."""
     job = make_job(seed=2)
     attached = attach(job, place, **settings(nodes[rank()], memory_every_steps=0, **more))
     told = restored_into(job, attached)
-    told["silent"] = [event.message for event in attached.said("counts as lost")]
+    told["silent"] = [event.message for event in attached.said("count as lost")]
     train(job, attached.ckpt, range(STEPS, STEPS + steps))
     fail(attached)
     return told
@@ -128,7 +128,7 @@ def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str
 def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
     place: Place, agents: Agents, ranks: Any
 ) -> None:
-    """And has a version of its own at the first boundary: those nodes may be gone soon."""
+    """The run takes its own version at the first boundary: those nodes may be gone soon."""
     before = ranks(3).run(leave_behind, place)
     (told,) = ranks(1).run(come_back, place, "b", steps=2)
     assert told["restored"] == (STEPS, {"memory": 1, "agent": 2})
@@ -142,7 +142,7 @@ def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
 
 
 def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
-    """Encoded, too; their memory is gone with the version that only was there."""
+    """Encoded, too; the version that was only in their memory is lost with it."""
     ranks(3).run(leave_behind, place, local_codecs="zstd")
     forget_memory(place)
     (told,) = ranks(1).run(come_back, place, "a", local_codecs="zstd")
@@ -153,7 +153,7 @@ def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
 
 
 def save_and_leave(place: Place) -> str:
-    """v7 is in memory and on disk, and nothing protects it."""
+    """v7 is in memory and on disk, without protection."""
     job = make_job()
     attached = attach(job, place, **settings(NODES[rank()]), local_in_place=False)
     train(job, attached.ckpt, range(STEPS))
@@ -165,7 +165,7 @@ def save_and_leave(place: Place) -> str:
 def test_a_damaged_file_there_does_not_hide_what_is_sound_in_memory(
     place: Place, ranks: Any, tmp_path: Path
 ) -> None:
-    """Nor the other way round."""
+    """Nor in the other direction."""
     before = ranks(3).run(save_and_leave, place)
     for parity in tmp_path.glob("*/ckpts/*.p0*"):
         parity.unlink()
@@ -183,7 +183,7 @@ def test_a_damaged_file_there_does_not_hide_what_is_sound_in_memory(
 
 
 def leave_in_memory(place: Place) -> str:
-    """A version that nothing protects yet."""
+    """A version without protection so far."""
     job = make_job()
     attached = attach(job, place, **settings(NODES[rank()]))
     train(job, attached.ckpt, range(STEPS))
@@ -230,7 +230,7 @@ def test_parity_of_nodes_that_were_left_makes_what_others_lost(
 def test_lives_that_end_before_they_have_a_version_of_their_own_pass_it_on(
     place: Place, ranks: Any
 ) -> None:
-    """The second has a node on which the first was not, and which heard of the others from it."""
+    """The second run has a node that the first had not, and learns of the others from it."""
     before = ranks(3).run(leave_behind, place)
     for nodes in ("ab", "ad", "da"):
         told = ranks(2).run(come_back, place, nodes)
@@ -240,7 +240,7 @@ def test_lives_that_end_before_they_have_a_version_of_their_own_pass_it_on(
 
 
 def test_none_of_those_lives_hides_whom_another_one_met(place: Place, ranks: Any) -> None:
-    """They have one generation, as they left nothing; what b knows of c is of before c met a."""
+    """They have one generation, as they left no data; b's list of c is older than c's from a."""
     before = ranks(3).run(leave_behind, place)
     for nodes in ("ab", "ac", "ba"):
         told = ranks(2).run(come_back, place, nodes)
@@ -260,7 +260,7 @@ def test_nodes_whose_agents_died_are_as_lost_as_ever(
 def test_what_is_damaged_there_is_no_reason_to_begin_afresh(
     place: Place, ranks: Any, tmp_path: Path
 ) -> None:
-    """Nothing is left but v3's files, and c's manifest of it is not what it was."""
+    """Only v3's files are left, and c's manifest of it is changed."""
     ranks(3).run(leave_behind, place)
     forget_memory(place)
     for parity in tmp_path.glob("*/ckpts/*p0000*"):

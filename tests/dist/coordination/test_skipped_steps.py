@@ -1,4 +1,4 @@
-"""A rank that skips optimizer steps on its own: nobody waits, and no version mixes iterations."""
+"""A rank that skips optimizer steps alone: no rank waits, and no version mixes iterations."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tierckpt.coordination import agreement
 
 ITERATIONS = 11
 FIRST = 3
-"""The first iteration of which a step is skipped; v3 is the last version before it."""
+"""The first iteration with a skipped step; v3 is the last version before it."""
 ALONE = [(FIRST,), (FIRST, 4), (FIRST, 4, 5), (FIRST, 5), (FIRST, 8)]
 
 
 class Small(Net):
-    """Of one layer."""
+    """A model of one layer."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -51,7 +51,7 @@ def attach(job: Job, place: Place, events: list[tierckpt.Event], **settings: Any
 
 
 def iterate(job: Job, iteration: int, skips: bool) -> None:
-    """As `if isfinite(loss): optimizer.step()`."""
+    """Skip as `if isfinite(loss): optimizer.step()`."""
     if isinstance(job, HorovodJob):
         job.zero_grad()
         job.backward(iteration)
@@ -172,7 +172,7 @@ def test_nor_where_the_training_waits_for_what_is_busy(
 
 
 def test_the_first_step_may_be_skipped_alone(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """A run begins with a collective, for which all have to be there."""
+    """A run starts with a collective, which all ranks must join."""
     place = Place.under(tmp_path, shm_dir)
     for (each,) in ranks(2).run(skipping, place, [(0,)], False, timeout_seconds=90):
         assert each["version"] <= 1

@@ -1,4 +1,4 @@
-"""Automatic intervals in real jobs: measured on each rank, alike on all."""
+"""Automatic intervals in real jobs: measured on each rank, equal on all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def told(attached: Attached) -> dict[str, Any]:
 
 
 def with_given_costs(place: Place) -> dict[str, Any]:
-    """What versions cost rank 1 is said here; on rank 0 they are nearly free."""
+    """The cost of versions on rank 1 is set here; on rank 0 they are nearly free."""
     job = make_job()
     attached = attach(job, place, memory_every_steps="auto")
     meter = attached.ckpt._meter

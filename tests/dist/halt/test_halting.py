@@ -85,7 +85,7 @@ def test_should_exit_says_the_same_on_all_ranks(ranks: Any, tmp_path: Path, shm_
         assert told["at"] == (LAST + 1, [LAST, LAST + 1])
         assert told["again"] == (LAST + 1, {"local": 2}, told["digest"])
         assert len(told["told"]) == 1
-        assert "a signal told some rank to end" in told["told"][0]
+        assert "a rank received a signal to stop" in told["told"][0]
         assert "should_exit() is true from now on" in told["told"][0]
     assert place.segments() == []
 

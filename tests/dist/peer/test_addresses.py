@@ -109,7 +109,7 @@ def test_agents_listen_at_the_interface_and_the_port_that_are_set(
     ("interfaces", "wrong"),
     [
         (["net0", "net0"], None),
-        (["net0", "lo"], "rank 1's agent would listen at 127.0.0.1, where other machines"),
+        (["net0", "lo"], "rank 1's agent would listen on 127.0.0.1, where other machines"),
         (["0.0.0.0", "net0"], "rank 0: 0.0.0.0 stands for all addresses"),
     ],
 )

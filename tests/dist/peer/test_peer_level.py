@@ -289,7 +289,7 @@ def test_a_scheme_that_needs_the_lost_node_does_not_forbid_the_restart(
         assert "the peer level is off: rs 1+2 needs 3 failure domains per group" in complaint
         assert "the job has 2" in complaint
         assert "Use partner 1" in complaint
-        assert "new versions are lost with a node's disk" in complaint
+        assert "a new version is lost with a node's disk" in complaint
         assert after[1]["complaints"] == [], "said once"
         shutil.rmtree(place.shm)  # the nodes were switched off, too
         Path(place.shm).mkdir()

@@ -212,7 +212,7 @@ def test_shards_of_two_runs_are_counted_apart(ranks: Any, tmp_path: Path) -> Non
     for text in (" ".join(t["complaints"]) for t in told):
         assert "2 of 2 shards" not in text
         assert re.search(f"({first}; {second}|{second}; {first}); ", text), text
-        assert "shards of different runs of the job are no version together" in text
+        assert "shards of different runs of the job do not make one version" in text
 
 
 # --- damage --------------------------------------------------------------------------------------

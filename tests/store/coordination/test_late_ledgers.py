@@ -1,4 +1,4 @@
-"""Ledgers of ranks, one of which has read a vote less than another."""
+"""Ledgers of ranks, one of which has read one vote less than another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierckpt.group import SingleGroup
 
 
 class Two(SingleGroup):
-    """A rank of two, and what the other one says in the only gathering there is."""
+    """One of two ranks, and the other's answer in the only gather."""
 
     size = 2
 
@@ -41,8 +41,8 @@ def books(path: Path) -> tuple[Agreement, Two]:
 
 
 def test_what_one_rank_knows_to_be_safe_is_safe_for_one_that_has_not_read_it(path: Path) -> None:
-    """When they settle what is open: else each would keep another version, and none could be
-    restored."""
+    """When they settle open versions: otherwise each rank would keep another version, and none
+    could be restored."""
     (ahead, first), (behind, second) = books(path), books(path)
     for ledger in (ahead.memory, ahead.local):
         ledger.resolve(DONE, VersionId(1, 4))

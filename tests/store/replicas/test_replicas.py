@@ -265,7 +265,7 @@ def test_a_drift_marks_what_may_be_a_mosaic_and_keeps_what_is_none(ranks: Ranks)
     for drifted, last in told:
         (text,) = drifted
         assert "model/2.weight: rank 0 and rank 1 differ" in text
-        assert "all were alike" in text
+        assert "all ranks were equal" in text
         assert "restore(version=" in text
         assert last == clean + 3 * ROUND
     kept = int(text.split("restore(version=")[1].split(")")[0])

@@ -230,9 +230,9 @@ def test_the_command_pins_at_one_place(
         (["pin", "ckpts", "9"], "there is no such version as v9; there: v1, v2"),
         (["unpin", "ckpts", "1"], "no such version is pinned as v1; there: none"),
         (["pin", "empty", "1"], "there is no such version as v1; there: none"),
-        (["pin", "nowhere", "1"], "nowhere is no directory; give a job's path"),
-        (["unpin", "nowhere", "1"], "nowhere is no directory; give a job's path"),
-        (["pin", "file", "1"], "file is no directory; give a job's path"),
+        (["pin", "nowhere", "1"], "nowhere is not a directory; give a job's path"),
+        (["unpin", "nowhere", "1"], "nowhere is not a directory; give a job's path"),
+        (["pin", "file", "1"], "file is not a directory; give a job's path"),
     ],
 )
 def test_the_command_says_what_is_there_instead(

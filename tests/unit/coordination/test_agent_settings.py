@@ -1,4 +1,4 @@
-"""What a node's agent is told of the job's settings, and what a start says of the node."""
+"""The job's settings that a node's agent receives, and the messages of a start about the node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
 
 
 class Said:
-    """Reports, of which only notices are wanted."""
+    """Reports of which only notices are used."""
 
     def __init__(self) -> None:
         self.notices: list[str] = []

@@ -1,4 +1,4 @@
-"""What one rank raises in a stretch, all raise, wherever in it that is, and nobody waits."""
+"""An error that one rank raises in a block, all ranks raise, and no rank waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POINTS = 7
 
 
 def course(error_barrier: ErrorBarrier, point: Callable[[int], None]) -> list[int]:
-    """Some collectives, and what a rank does between them."""
+    """Several collectives, and a rank's work between them."""
     found = []
     with error_barrier:
         point(0)
@@ -73,7 +73,7 @@ def fail() -> None:
 
 
 def pass_by() -> None:
-    """All is well."""
+    """No rank fails."""
 
 
 def test_it_is_good_for_another_stretch() -> None:
@@ -90,7 +90,7 @@ def test_it_is_good_for_another_stretch() -> None:
 
 
 def test_what_the_group_raises_goes_through_and_an_interrupt_tells_nobody() -> None:
-    """The others could not be told; who asked once more would wait."""
+    """The others cannot be informed; a rank that gathered once more would wait."""
 
     class Broken(SingleGroup):
         size, asked = 2, 0
@@ -108,7 +108,7 @@ def test_what_the_group_raises_goes_through_and_an_interrupt_tells_nobody() -> N
     assert group.asked == 1
 
 
-# --- one piece of work ---------------------------------------------------------------------------
+# --- one function ---------------------------------------------------------------------------
 
 
 def named(ranks: list[int], theirs: TierckptError) -> TierckptError:
@@ -116,7 +116,7 @@ def named(ranks: list[int], theirs: TierckptError) -> TierckptError:
 
 
 def gathered(raised: dict[int, Exception]) -> list[object]:
-    """What every rank gets, or raises, where these ranks raise."""
+    """Return each rank's result or error, where these ranks raise."""
 
     def program(group: ThreadGroup) -> object:
         def work() -> int:

@@ -1,4 +1,4 @@
-"""What is said of nodes that the job is on no more, and that do not tell what they have."""
+"""Messages about former nodes that do not answer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tierckpt.agent.protocol import AgentAddress, KnownNodes
-from tierckpt.coordination.former_nodes import MOST_TOLD, FormerNodes
+from tierckpt.coordination.former_nodes import MOST_NAMED, FormerNodes
 from tierckpt.group import SingleGroup
 from tierckpt.peer.transport import Transport
 
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """Nobody can listen there."""
+    """An address where no process can listen."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield int(taken.getsockname()[1])
@@ -32,7 +32,7 @@ def look(*nodes: AgentAddress) -> FormerNodes:
 
 
 def test_each_is_named_with_all_reasons(closed_port: int) -> None:
-    """One is down; another one met others since, as one of two lists of nodes knows."""
+    """One is down; another has met others since, as one of two lists of nodes shows."""
     with Transport(b"of a later run", "127.0.0.1") as agent:
         host, port = agent.address.host, agent.address.port
         down = AgentAddress("a/boot", "127.0.0.1", closed_port, "of this")
@@ -50,11 +50,11 @@ def test_each_is_named_with_all_reasons(closed_port: int) -> None:
 def test_of_many_the_first_few_and_how_many_more(closed_port: int) -> None:
     nodes = [
         AgentAddress(f"n{i}/boot", "127.0.0.1", closed_port, "of this")
-        for i in range(MOST_TOLD + 5)
+        for i in range(MOST_NAMED + 5)
     ]
-    *told, rest = look(*nodes).silent
-    assert len(told) == MOST_TOLD
-    assert rest == "nor do 5 more nodes that it was on: n4, n5, n6 and 2 more"
+    *named, rest = look(*nodes).silent
+    assert len(named) == MOST_NAMED
+    assert rest == "5 more nodes did not answer either: n4, n5, n6 and 2 more"
 
 
 def test_those_that_could_not_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:

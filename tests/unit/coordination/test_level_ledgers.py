@@ -66,7 +66,7 @@ def test_what_is_not_done_at_the_end_is_broken_where_somebody_waits(agreement: A
 def test_local_takes_one_version_at_a_time(
     state: int | None, free: int, agreement: Agreement
 ) -> None:
-    """But for one that this rank does not write."""
+    """Except for a version that this rank does not write."""
     agreement.open(v(1), (LOCAL,))
     if state is not None:
         agreement.tell(LOCAL, v(1), state)

@@ -1,4 +1,4 @@
-"""How the nodes' agents are introduced to each other, seen from a trainer."""
+"""Peer setup: the introduction of the nodes' agents to each other, on the side of a trainer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ FIRST, SECOND = Address("10.0.0.1", 7001), Address("10.0.0.2", 7001)
         ([LOOPBACK, OTHER_LOOPBACK], "aa", {}),
         ([FIRST, OTHER_LOOPBACK], "ab", {1: "::1, where other machines cannot reach it"}),
         ([LOOPBACK, LOOPBACK], "ab", {0: "127.0.1.1, where", 1: "127.0.1.1, where"}),
-        ([FIRST, None, FIRST], "aab", {2: "10.0.0.1:7001, and so would rank 0's"}),
-        ([LOOPBACK, LOOPBACK], "aa", {1: "127.0.1.1:7001, and so would rank 0's"}),
+        ([FIRST, None, FIRST], "aab", {2: "10.0.0.1:7001, and rank 0's agent would, too"}),
+        ([LOOPBACK, LOOPBACK], "aa", {1: "127.0.1.1:7001, and rank 0's agent would, too"}),
     ],
 )
 def test_addresses_that_others_would_look_at_in_vain(
@@ -50,5 +50,5 @@ def test_addresses_that_others_would_look_at_in_vain(
     said = out_of_reach(addresses, list(networks))
     assert len(said) == len(blamed)
     for text, (rank, why) in zip(said, blamed.items(), strict=True):
-        assert f"rank {rank}'s agent would listen at {why}" in text
+        assert f"rank {rank}'s agent would listen on {why}" in text
         assert "set peer_interface" in text

@@ -1,4 +1,4 @@
-"""Settings are the same on all ranks, or all ranks say on which they are not."""
+"""Settings are equal on all ranks, or all ranks name those with others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tierckpt.testing.thread_group import run_ranks
 
 
 def refusals(arguments: list[dict[str, Any]]) -> list[str]:
-    """What every rank says to its arguments; empty where it says nothing."""
+    """Return every rank's error for its arguments; empty where it has none."""
 
     def attach(group: Any) -> str:
         try:
@@ -57,7 +57,7 @@ def test_places_may_differ_and_all_hear_of_each_others() -> None:
 def test_storage_options_are_compared_and_not_shown() -> None:
     given = [{"persistent_storage_options": {"secret": each}} for each in ("sesame", "poppy")]
     for text in refusals(given):
-        assert "persistent_storage_options, which is not shown" in text
+        assert "persistent_storage_options, whose values are not shown" in text
         assert "sesame" not in text
         assert "poppy" not in text
     assert refusals([given[0], given[0]]) == ["", ""]

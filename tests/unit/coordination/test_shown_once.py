@@ -1,4 +1,4 @@
-"""An error that all ranks raise is shown in full once, and is the same for whoever catches it."""
+"""An error that all ranks raise is shown in full once, and has the same text when it is caught."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a script that does not catch it shows."""
+    """Return the output of a script that does not catch the error."""
     sys.excepthook(type(error), error, error.__traceback__)
     return capsys.readouterr().err
 
@@ -104,7 +104,7 @@ def test_all_other_errors_are_shown_as_ever(capsys: pytest.CaptureFixture[str]) 
 def test_a_rank_whose_state_cannot_be_taken_leaves_no_other_waiting(
     who: set[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Others agree on settings by then, and raise an error of the same kind that names it."""
+    """The others already agree on settings, and raise an error of the same kind that names it."""
 
     def program(group: ThreadGroup) -> None:
         model: Any = torch.nn.Linear(2, 2)

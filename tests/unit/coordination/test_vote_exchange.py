@@ -1,5 +1,5 @@
-"""Votes through a page of memory: the same answer as the group's reduction, whoever is early, late
-or dead; and the group's reduction wherever a page cannot be had."""
+"""Votes through a page of memory give the same result as the group's reduction, with ranks that are
+early, late or dead. The reduction is used wherever a page cannot be had."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def one_node(size: int) -> Node:
 
 
 def on_page(group: ThreadGroup, width: int = WIDTH, gone: Collection[int] = ()) -> SharedBallots:
-    """Each rank of a process of its own, as far as others can see; those of `gone` have ended."""
+    """Each rank appears to others as a process of its own; those of `gone` have ended."""
     box = ballots_for(group, one_node(group.size), width)
     assert isinstance(box, SharedBallots)
     for rank in set(gone) - {group.rank}:
@@ -53,7 +53,7 @@ def on_page(group: ThreadGroup, width: int = WIDTH, gone: Collection[int] = ()) 
 def on_pages(
     size: int, program: Callable[[ThreadGroup, SharedBallots], T], gone: Collection[int] = ()
 ) -> list[T]:
-    """What `program` returns on each rank; all close their ballots when all are done."""
+    """Return the results of `program` on each rank; all close their ballots when all are done."""
 
     def whole(group: ThreadGroup) -> T:
         box = on_page(group, gone=gone)
@@ -66,7 +66,7 @@ def on_pages(
 
 
 def _ended_process() -> int:
-    """A descriptor of one that nobody has waited for."""
+    """A descriptor of a process that has ended and was not waited for."""
     pid = os.posix_spawn("/bin/true", ["true"], {})
     fd = os.pidfd_open(pid)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -78,7 +78,7 @@ _zombies: list[int] = []
 
 
 def pages() -> int:
-    """Mapped in this process."""
+    """Pages mapped in this process."""
     return Path("/proc/self/maps").read_text().count("tierckpt-ballots")
 
 
@@ -136,7 +136,7 @@ def test_nothing_is_known_before_the_last_rank_has_voted() -> None:
 
 @pytest.mark.parametrize("damaged", range(0, 8 * (1 + WIDTH) + 4, 3))
 def test_half_a_vote_is_none(damaged: int) -> None:
-    """What another processor sees of a row that is being written may be any of its bytes."""
+    """Another processor may see any bytes of a row that is being written."""
 
     def program(group: ThreadGroup, box: SharedBallots) -> tuple[Any, Any]:
         box.all_reduce_min([7 + group.rank] * WIDTH)
@@ -157,7 +157,7 @@ def test_half_a_vote_is_none(damaged: int) -> None:
 
 
 def rows_of(group: ThreadGroup, box: Ballots) -> tuple[Any, ...]:
-    """Of three turns, in the second of which all ranks give something along."""
+    """Three turns; in the second all ranks give integers along."""
     own = [group.rank * 1000 + i for i in range(OWN_WIDTH)]
     cast = [
         box.all_reduce_min([group.rank] * WIDTH),
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_unheard_is_named() -> None:
             said = str(error.value)
         return said
 
-    said = "rank 2 was gone before it came to this boundary"
+    said = "rank 2 was gone before it reached this boundary"
     assert on_pages(3, program, gone=[2]) == [said, said, ""]
 
 
@@ -247,7 +247,7 @@ def test_a_rank_that_lives_and_never_comes_is_named(monkeypatch: pytest.MonkeyPa
             said = str(error.value)
         return said
 
-    assert on_pages(2, program)[0] == "rank 1 has not come to this boundary in 0.02 s"
+    assert on_pages(2, program)[0] == "rank 1 has not reached this boundary in 0.02 s"
 
 
 def test_who_comes_too_late_gets_no_other_vote() -> None:
@@ -270,7 +270,7 @@ def test_a_rank_whose_iteration_was_cut_short_catches_up() -> None:
         late = None if cut_short else box.all_reduce_min([20] * WIDTH)
         box.even_out()
         if late is not None:
-            found.append(late.wait())  # a copier that waits for it goes on
+            found.append(late.wait())  # a copier that waits for it continues
         found.append(box.all_reduce_min([30 + group.rank] * WIDTH).wait())
         return found
 
@@ -280,7 +280,7 @@ def test_a_rank_whose_iteration_was_cut_short_catches_up() -> None:
 
 
 def test_nobody_waits_once_it_is_over() -> None:
-    """As the copier does when elastic Horovod begins again after a rank was lost."""
+    """As the copier does when elastic Horovod starts again after the loss of a rank."""
 
     def program(group: ThreadGroup, box: SharedBallots) -> str:
         said = ""
@@ -315,7 +315,7 @@ def test_nobody_waits_once_it_is_over() -> None:
 
 
 def test_a_rank_that_let_go_is_not_waited_for_and_its_votes_count() -> None:
-    """Its process lives: elastic Horovod begins again in it, as soon as the others come, too."""
+    """Its process runs: elastic Horovod starts again in it, as soon as the others join."""
 
     def program(group: ThreadGroup, box: SharedBallots) -> list[Any]:
         found: list[Any] = [box.all_reduce_min([group.rank] * WIDTH)]
@@ -334,7 +334,7 @@ def test_a_rank_that_let_go_is_not_waited_for_and_its_votes_count() -> None:
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 3])
 def test_ranks_of_several_nodes_even_out_by_votes_alone(behind: int) -> None:
-    """Some votes had something given along, of which a rank that is behind does not know. Group's
+    """Several votes had integers given along, of which a rank that is late does not know. A group's
     other collectives match by order."""
     own = [1] * OWN_WIDTH
 
@@ -397,7 +397,7 @@ def test_what_an_interrupt_kept_from_being_cast_is_made_up_for() -> None:
 
 
 def test_a_vote_that_others_may_have_read_is_not_cast_again() -> None:
-    """An interrupt came between its writing and its counting."""
+    """An interrupt came between the write of the vote and its count."""
 
     def program(group: ThreadGroup, box: SharedBallots) -> list[int]:
         box.all_reduce_min([group.rank] * WIDTH)
@@ -425,7 +425,7 @@ def test_a_forked_child_does_not_let_go_for_its_parent() -> None:
 
 
 def test_descriptors_go_with_ballots_that_were_never_closed() -> None:
-    """Whoever was to use them failed; the fixture counts."""
+    """The process that was to use them failed; the fixture counts."""
 
     def program(group: ThreadGroup) -> None:
         on_page(group)
@@ -514,7 +514,7 @@ def test_where_a_page_cannot_be_had_all_vote_by_the_group(
 
 
 class _Broken(Exception):
-    """What a group raises when a rank is gone, in its library's words."""
+    """The error that a group raises when a rank is gone, as its library words it."""
 
 
 def test_the_training_learns_of_a_dead_rank_in_its_librarys_words(

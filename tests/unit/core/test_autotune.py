@@ -1,4 +1,4 @@
-"""Automatic intervals: measured on a training that is made up, decided alike on all ranks."""
+"""Automatic intervals: measured on a simulated training, decided alike on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def heed(made: Tuner, **figures: int) -> tuple[Change, ...]:
 
 
 def estimate(step_us: int, **costs: int) -> CostEstimate:
-    """From costs by names such as `memory_us` and `local_steps`."""
+    """Make an estimate from costs by names such as `memory_us` and `local_steps`."""
     get = costs.pop
     levels = {n: Cost(get(f"{n}_us", 0), get(f"{n}_steps", 0)) for n in INTERVALS}
     assert not costs
@@ -81,7 +81,7 @@ def test_auto_is_for_steps_only(wrong: dict[str, Any]) -> None:
 
 
 class Training:
-    """A rank's steps, as its clock sees them."""
+    """The steps of one rank, by its own clock."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class Training:
         writing: int = 1,
         flush: float = 0.0,
         flushing: int = 1,
-        tells_flushes: bool = True,
+        times_flushes: bool = True,
     ) -> None:
-        """Seconds that a version to memory adds, one to local over `writing` steps, and a flush
+        """Seconds that a version adds: to memory, to local over `writing` steps, and by a flush
         over `flushing` steps."""
-        self.meter, self.chance = StepTimer(tells_flushes), random.Random(1)
+        self.meter, self.chance = StepTimer(times_flushes), random.Random(1)
         self.memory, self.local, self.writing = memory, local, writing
         self.flush, self.flushing = flush, flushing
         self.now, self.version, self.left, self.flush_left = 100.0, 0, 0, 0
@@ -107,7 +107,7 @@ class Training:
         noise: float = 0.0,
         flush_every: int = 0,
     ) -> float:
-        """Returns what the checkpoints took, as a share of the steps' own time."""
+        """Return the time of the checkpoints as a share of the steps' own time."""
         spent = 0.0
         for _ in range(steps):
             self.version += 1
@@ -169,13 +169,13 @@ def test_what_a_flush_adds_is_told_apart(memory_every: int) -> None:
     found = training.meter.figures()
     assert found.of(PERSISTENT).us == pytest.approx(400_000, rel=1e-3)
     assert found.of(PERSISTENT).steps == 20
-    with_memory = memory_every == 1  # then nobody knows what a step is like without
+    with_memory = memory_every == 1  # then no step without a version is ever seen
     assert found.step_us == pytest.approx(110_000 if with_memory else 100_000, abs=10)
 
 
 def test_a_store_that_is_fast_again_is_believed_at_once() -> None:
-    """The next flush comes an interval later: were several to say so, what a store that was slow
-    for a while made long would stay long for days."""
+    """The next flush comes an interval later: if several were needed to shorten the interval, a
+    store that was slow for a while would keep it long for days."""
     for flushes in (1, 9):
         training = Training(memory=0.01, flush=6.0, flushing=600)
         training.run(1000 * flushes + 800, memory_every=2, flush_every=1000)
@@ -194,8 +194,8 @@ def test_a_store_that_is_fast_again_is_believed_at_once() -> None:
 
 
 def test_a_flush_of_which_nobody_asks_is_a_part_of_all_steps() -> None:
-    """Or nothing would be known where the store is so slow that one is always under way."""
-    training = Training(memory=0.01, flush=1.0, flushing=100, tells_flushes=False)
+    """Otherwise no cost would be known where a slow store always has a flush under way."""
+    training = Training(memory=0.01, flush=1.0, flushing=100, times_flushes=False)
     training.run(300, memory_every=2, flush_every=1)
     found = training.meter.figures()
     assert (found.of(PERSISTENT).us, found.of(PERSISTENT).steps) == (0, 0)
@@ -204,7 +204,7 @@ def test_a_flush_of_which_nobody_asks_is_a_part_of_all_steps() -> None:
 
 
 def test_slow_steps_now_and_then_are_no_cost() -> None:
-    """An evaluation between two steps, once among twenty."""
+    """An evaluation between two steps, once in twenty steps."""
     training = Training(memory=0.01)
     for _ in range(10):
         training.run(19, memory_every=4)
@@ -213,7 +213,7 @@ def test_slow_steps_now_and_then_are_no_cost() -> None:
 
 
 def test_a_stall_is_the_least_that_a_version_costs() -> None:
-    """Also where steps vary by more than that, or every step has one."""
+    """Also where steps vary by more than the cost, or every step has a version."""
     training = Training(memory=0.0)
     training.run(100, memory_every=1)
     for _ in range(10):
@@ -262,7 +262,7 @@ def test_what_is_little_different_changes_nothing() -> None:
 def test_nor_where_an_interval_is_a_multiple_that_nobody_wants(
     persistent_us: int, tmp_path: Path
 ) -> None:
-    """Flushes would be best somewhat rarer than versions to local, and come with every second."""
+    """Flushes alone would be somewhat rarer than versions to local; they come with every second."""
     made = tuner(persistent_every_steps="auto", persistent_path=str(tmp_path))
     others = {"local_us": 80_000, "persistent_us": persistent_us}
     lasting = {"local_steps": 2, "persistent_steps": 2}
@@ -311,8 +311,8 @@ def test_flushes_take_half_of_the_time_at_most(tmp_path: Path) -> None:
 
 
 def test_a_slow_store_is_no_reason_to_flush_seldom(tmp_path: Path) -> None:
-    """A flush of ten minutes that costs next to nothing: it is begun again as soon as it may be,
-    and what it does not spend is the other levels'."""
+    """A flush of ten minutes that costs almost nothing: it starts again as soon as possible, and
+    the other levels get the rest of its budget."""
     made = tuner(persistent_every_steps="auto", persistent_path=str(tmp_path))
     costs = {"memory_us": 2_000, "local_us": 200_000, "persistent_us": 20_000}
     heed(made, step_us=100_000, local_steps=10, persistent_steps=6_000, **costs)
@@ -344,7 +344,7 @@ def test_changes_come_at_certain_versions_only() -> None:
 
 
 class Rank:
-    """A schedule with a training behind it; votes come from its own meter."""
+    """A schedule with a simulated training; its votes come from its own timer."""
 
     def __init__(self, speed: float, **settings: Any) -> None:
         self.schedule = Schedule(load_config(settings, {}))
@@ -366,7 +366,7 @@ class Rank:
 
 
 def train(ranks: list[Rank], versions: range, cost: float, noise: float) -> tuple[list[int], float]:
-    """Returns what was taken, and the share of time that it took."""
+    """Return the versions taken, and the share of time that they took."""
     agreed, taken = Vote(), []
     for version in versions:
         takes = {rank.boundary(version, agreed) for rank in ranks}

@@ -1,4 +1,4 @@
-"""Keep-best: rank 0's number decides, on all ranks alike."""
+"""Keep-best: rank 0's metric decides, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_best_are_those_that_few_are_better_than(
 def test_the_book_has_the_best_of_all_there_ever_were(
     before: dict[VersionId, float], after: dict[VersionId, float], count: int, lowest: bool
 ) -> None:
-    # One that is taken again stands for the one before.
+    # A version that is taken again replaces the one before.
     before = {v: m for v, m in before.items() if v.version not in {v.version for v in after}}
     best = Best(count, lowest)
     best.restart(before)

@@ -1,4 +1,4 @@
-"""Intervals: the formulas against a job that is simulated, failure by failure."""
+"""Interval model: the formulas against a simulated job, failure by failure."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def exact_time(interval: float, cost: float, rate: float) -> float:
 
 
 class Simulation:
-    """A job with levels, run until so many failures have come; nothing here knows a formula."""
+    """A job with levels, run until a number of failures; it uses no formula."""
 
     def __init__(self, levels: Sequence[LevelModel], segment: float, every: Sequence[int]) -> None:
-        """`every`: a version goes to a level after so many segments of `segment` seconds."""
+        """`every`: a version goes to a level after this many segments of `segment` seconds."""
         self.levels, self.segment, self.every = levels, segment, every
 
     def goodput(self, failures: int, seed: int) -> float:
@@ -57,7 +57,7 @@ class Simulation:
             at = self.goes_back(have, broken, fails)
             now = fails
             restart = self.levels[broken].restart_seconds
-            while restart:  # failures come while it restarts, too, and it begins again
+            while restart:  # failures also come during a restart, which then starts again
                 again = chance.expovariate(total)
                 if again > restart:
                     now += restart
@@ -67,7 +67,7 @@ class Simulation:
 
     @staticmethod
     def goes_back(have: list[list[tuple[float, int]]], broken: int, now: float) -> int:
-        """The newest version that is complete on a level that is left."""
+        """Return the newest version that is complete on a level that survived."""
         left = [at for level in have[broken:] for ready, at in level if ready <= now]
         best = max(left, default=0)
         for i, level in enumerate(have):
@@ -87,7 +87,7 @@ def test_young_balances_what_is_paid_and_what_is_lost(cost: float, rate: float) 
 
 @given(st.floats(1e-4, 0.5))
 def test_dalys_interval_is_the_best_by_brute_force(cost: float) -> None:
-    """In units of the mean time between failures: beside the best of a fine grid."""
+    """In units of the mean time between failures: compared with the best of a fine grid."""
     here = exact_time(daly_seconds(cost, 1.0), cost, 1.0)
     grid = [10 ** (k / 200) for k in range(-1000, 300)]
     best = min(exact_time(interval, cost, 1.0) for interval in grid if interval < 20)
@@ -153,8 +153,8 @@ def test_levels_come_in_order_and_no_other_order_is_better(
     found = optimum(levels)
     assert found == sorted(found)
     least = first_order(levels, found)
-    # Daly's refinement moves an interval from the first-order optimum, to `moved` of it, and the
-    # more the dearer a version is.
+    # Daly's refinement moves an interval from the first-order optimum to `moved` of it; the more a
+    # version costs, the farther.
     dear, often = (
         sum(column)
         for column in zip(*((e.cost_seconds, e.failures_per_second) for e in levels), strict=True)
@@ -190,7 +190,7 @@ def test_the_budget_is_held_and_nothing_better_holds_it(
     all_spent = within_budget(levels, free, budget, use_all=True)
     assert overhead(levels, all_spent).checkpoints == pytest.approx(budget)
     if held != free:
-        # Move cost from one level to another, the sum being the same: more is lost.
+        # Move cost from one level to another with the same sum: the overhead grows.
         for i, j in permutations(range(len(levels)), 2):
             shift = 0.3 * min(levels[k].cost_seconds / held[k] for k in (i, j))
             other = [x.cost_seconds / t for x, t in zip(levels, held, strict=True)]
@@ -211,8 +211,8 @@ slow_levels_of = st.lists(
 def test_what_a_slow_level_may_not_spend_the_others_share(
     levels: list[LevelModel], budget: float, least: float, use_all: bool
 ) -> None:
-    """A level is at its latency, or stretched as all others are; and nothing is left over that
-    another one could spend."""
+    """A level is at its latency, or stretched by the factor of all others; no budget is left that
+    another level could use."""
     free = [daly_seconds(x.cost_seconds, x.failures_per_second) for x in levels]
     held = within_budget(levels, free, budget, use_all, least)
     floors = [max(least, x.latency_seconds) for x in levels]

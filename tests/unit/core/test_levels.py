@@ -1,4 +1,4 @@
-"""The table of levels: what the code that iterates over it takes for granted."""
+"""The table of levels: properties that the code that iterates over it relies on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierckpt.core.levels import (
 
 @pytest.mark.parametrize("level", Level)
 def test_a_level_is_its_name_everywhere(level: Level) -> None:
-    """In events, messages, manifests of ranks, and paths of settings; also in another process."""
+    """In events, messages, ranks' manifests and setting names; also in another process."""
     assert (str(level), repr(level), json.dumps(level)) == (level, f"'{level}'", f'"{level}"')
     assert pickle.loads(pickle.dumps(level)) is level
     assert RANK[str(level)] == RANK[level]

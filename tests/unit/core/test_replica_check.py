@@ -1,4 +1,4 @@
-"""The replica check's arithmetic: slices, digests, votes, and who is odd."""
+"""The replica check's arithmetic: slices, digests, votes, and the ranks that differ."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def test_a_look_follows_what_an_optimizer_puts_in_its_place() -> None:
 
 
 def trained(**more: Any) -> tuple[TrainingState, dict[str, Any], Any]:
-    """A state, what its optimizer keeps of the weight, and the digest of all of it as of now; NONE
-    where what is known is outdated."""
+    """Return a state, its optimizer's entries for the weight, and the digest of all of it; NONE if
+    the digest is outdated."""
     model = nn.Linear(5, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(5)).sum().backward()
@@ -295,7 +295,7 @@ def test_a_copier_and_the_barrier_share_a_large_look() -> None:
 
 
 def test_a_state_that_is_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU that plays one."""
+    """On a CPU that stands in for one."""
     torch.manual_seed(0)
     model = nn.Linear(300, 200)
     replicated = ReplicatedState(state_of(model), 1)
@@ -322,7 +322,7 @@ def test_a_state_that_is_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.Mo
     [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64, torch.bool],
 )
 def test_a_gpus_sum_has_every_bit(dtype: torch.dtype) -> None:
-    """As it is computed there, on a CPU."""
+    """Computed as on the device, but on a CPU."""
     torch.manual_seed(0)
     values: Any = torch.randn(1000, dtype=torch.float64) * 9
     values = values.to(dtype) if not dtype.is_complex else torch.randn(1000, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The plan of a restart: the newest version that can be put together, from the cheapest places."""
+"""Restore plan: the newest version that can be read or rebuilt, from the cheapest places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTS = ("a", "b")
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey, Location]]]:
-    """Some ranks on two hosts, what each sees, and which of that is known to be bad."""
+    """Ranks on two hosts, the copies that each sees, and the copies known to be damaged."""
     lineages: dict[int, Lineage] = {1: ((1, 0),)}
     if draw(st.booleans()):
         lineages[2] = ((1, 0), (2, draw(st.integers(0, 3))))
@@ -57,7 +57,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey
 def possible(
     inventories: list[list[Found]], bad: frozenset[tuple[ShardKey, Location]]
 ) -> list[tuple[VersionId, int]]:
-    """By trying everything: versions with a number of shards that are all somewhere."""
+    """The reference: try all versions whose shards all exist somewhere."""
     seen = {(f.key, f.place) for i in inventories for f in i}
     good = {key for key, place in seen - bad}
     return sorted(
@@ -121,7 +121,7 @@ def test_the_order_of_looking_does_not_matter(
 def test_a_place_that_is_not_mounted_is_not_an_empty_one(
     folder: str, seen: bool, tmp_path: Path
 ) -> None:
-    """Nothing was flushed yet, or all that there is lies on a file system that is not here."""
+    """No version was flushed yet, or all are on a file system that is not mounted here."""
     unseen: list[Problem] = []
     found: list[Found] = []
     look_at_persistent(PersistentConfig(path=str(tmp_path / folder)), found, [], unseen)
@@ -136,7 +136,7 @@ def test_a_place_that_is_not_mounted_is_not_an_empty_one(
 def test_a_store_whose_client_fails_is_told_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 looks alone, and the others wait for what it saw."""
+    """Rank 0 alone takes the inventory, and the others wait for its result."""
 
     def fail(store: object) -> None:
         raise KeyError("ticket")
@@ -147,7 +147,7 @@ def test_a_store_whose_client_fails_is_told_and_not_raised(
     assert [p.why for p in unseen] == ["KeyError: 'ticket'"]
 
 
-# --- what a rank cannot get at -------------------------------------------------------------------
+# --- copies that a rank cannot read --------------------------------------------------------------
 
 
 @given(worlds(), st.data())
@@ -188,8 +188,9 @@ FAR = Location("persistent", EVERYWHERE, "/far")
 def test_who_lacks_the_mount_is_not_asked_shard_after_shard(
     ranks: int, shards: int, data: st.DataObject
 ) -> None:
-    """Two versions that rank 0 saw. A version is lost when every rank failed at some shard of it;
-    who failed at one is asked for none of it, and for no other while somebody never failed."""
+    """Two versions that rank 0 saw. A version is lost when every rank failed at one of its shards.
+    A rank that failed reads no other shard of it, and no other version while another rank never
+    failed."""
     keys = [ShardKey(VersionId(1, v), s, shards) for v in (1, 2) for s in range(shards)]
     seen = [found_at(key, FAR, ((1, 0),)) for key in keys]
     tries = [(key, FAR, rank) for key in keys for rank in range(ranks)]
@@ -258,8 +259,8 @@ def test_reading_is_spread_when_the_world_size_changed() -> None:
 
 
 def test_on_one_level_what_is_nearest_to_its_plain_bytes_comes_first() -> None:
-    """An agent's memory before its disk; what is stored as it was sealed before what has to be
-    decoded, once, and sent."""
+    """An agent's memory comes before its disk, and plain copies before encoded ones, which one rank
+    decodes and sends."""
     disk = found(3, 0, 1, "agent", "disk")
     slot = dataclasses.replace(disk, place=dataclasses.replace(disk.place, in_memory=True))
     plain, other = found(3, 0, 1, "local", "plain"), found(3, 0, 1, "local", "other")
@@ -287,7 +288,7 @@ def test_levels_may_be_mixed_within_a_version() -> None:
 
 
 def test_shards_of_two_lives_never_make_a_version() -> None:
-    """Lives that did not see each other's nodes may have taken the same generation number."""
+    """Runs that did not see each other's nodes may have taken the same generation number."""
     mine, theirs = found(11, 0, 2), found(11, 1, 2, run_id="another")
     assert plan_restore([[mine], [theirs]]) is None
     plan = plan_restore([[mine], [theirs], [found(11, 1, 2)]])

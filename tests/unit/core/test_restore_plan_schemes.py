@@ -1,4 +1,4 @@
-"""The plan of a restart, where shards are lost and redundancy schemes make up for some of them."""
+"""Restore plan: lost shards, and redundancy schemes that rebuild some of them."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ FAR = Location("persistent", EVERYWHERE, "/far")
 
 @dataclass
 class World:
-    """Ranks of now on nodes of then, and what is left there of two versions.
+    """Ranks on nodes of an earlier run, and the data of two versions that is left there.
 
-    Shard s was written by rank s, on node `node_of[s]`. Every version has groups of its own, each
-    with a code of its own: a restart may change both. What is in no group is not protected.
+    Shard s was written by rank s, on node `node_of[s]`. Every version has its own groups, each with
+    its own code: a restart may change both. Shards in no group are not protected.
     """
 
     node_of: list[int]
     ranks: list[int]
-    """The node of each rank of now."""
+    """The node of each present rank."""
     codes: dict[int, dict[tuple[int, ...], Code]]
-    """By version: its groups, each in the order of its ring."""
+    """Groups by version, each in the order of its ring."""
     disks: dict[int, set[tuple[int, bool, int]]]
-    """By node: (version, is parity, shard)."""
+    """(version, is parity, shard) by node."""
     persistent: set[int]
     bad_near: set[tuple[int, bool, int]]
-    """What the disks have and an earlier try found damaged."""
+    """Copies on disks that an earlier attempt found damaged."""
     bad_far: set[tuple[int, int]]
-    """By version and shard: the same of the persistent level."""
+    """The same of the persistent level, by version and shard."""
     sharing: frozenset[int] = frozenset()
-    """Nodes that see one directory, with what each of them wrote."""
+    """Nodes that share one directory, with the files of all of them."""
 
     @property
     def shards(self) -> int:
@@ -57,25 +57,25 @@ class World:
         return Location("local", f"node{node}", "/disk")
 
     def seen_on(self, node: int) -> set[int]:
-        """Nodes whose ranks see what that one wrote."""
+        """Nodes whose ranks see the files of this node."""
         return set(self.sharing) if node in self.sharing else {node}
 
     def on_disk(self, node: int) -> set[tuple[int, bool, int]]:
-        """What its ranks see."""
+        """The files that its ranks see."""
         return set().union(*(self.disks[other] for other in self.seen_on(node)))
 
     def left(self) -> set[tuple[int, bool, int]]:
-        """Sound on the nodes that a rank of now is on."""
+        """True for an undamaged file on a node with a present rank."""
         return set().union(*(self.on_disk(node) for node in set(self.ranks))) - self.bad_near
 
     def far(self, version: int) -> set[int]:
-        """Shards that the persistent level has, and has sound."""
+        """Shards that are undamaged on the persistent level."""
         if version not in self.persistent:
             return set()
         return {s for s in range(self.shards) if (version, s) not in self.bad_far}
 
     def bad(self) -> frozenset[tuple[ShardKey, Location]]:
-        """As the planner is told."""
+        """The inventory as the planner gets it."""
         near = [
             ((ParityKey if p else ShardKey)(VersionId(1, v), s, self.shards), node)
             for v, p, s in self.bad_near
@@ -98,8 +98,8 @@ class World:
         return found, parities
 
     def out_of_reach(self, version: int, there: set[tuple[int, bool, int]]) -> set[int]:
-        """Shards that are neither `there` nor can be made of what is; by counting what is known of
-        every row of their group."""
+        """Return the shards that are neither `there` nor can be rebuilt, by counting the known
+        members of every row of their group."""
         lost = {s for s in range(self.shards) if (version, False, s) not in there}
         for group, code in self.codes[version].items():
             if all(self._row_is_known(version, group, code, row, there) for row in range(code.n)):
@@ -124,7 +124,7 @@ CODES = [(k, m) for k in range(1, 5) for m in range(1, 4)]
 
 @st.composite
 def schemes(draw: st.DrawFn, shards: int) -> dict[tuple[int, ...], Code]:
-    """Shards dealt out to groups of any sizes; one that is left over is in none."""
+    """Divide shards into groups of any sizes; a shard that is left over is in none."""
     rest = draw(st.permutations(range(shards)))
     codes = {}
     while len(rest) > 1:
@@ -184,8 +184,8 @@ def planned(world: World) -> RestorePlan | None:
 @given(worlds())
 @settings(max_examples=300)
 def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
-    """And from far away comes what the nodes neither have nor can make: that shard alone, though
-    others are lost that they can make."""
+    """Only shards that the nodes neither have nor can rebuild come from far away, although others
+    are lost, too."""
     plan = planned(world)
     there = world.left()
     wanted = {v: world.out_of_reach(v, there) & world.far(v) for v in VERSIONS}
@@ -227,7 +227,7 @@ def agent_of(node: int) -> Location:
 @given(worlds(), st.integers(0, 99))
 @settings(max_examples=300)
 def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number: int) -> None:
-    """Behind what is near, before the persistent level; and their parity behind all shards."""
+    """After near copies and before the persistent level; their parity after all shards."""
     found, parities = inventories_of(world)
     former_nodes = {node for node in world.disks if node not in world.ranks}
     asker = number % len(world.ranks)
@@ -270,8 +270,8 @@ def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number:
 def test_parity_behind_agents_is_read_by_all_ranks_alike(
     nodes: int, per_node: int, groups: int, number: int
 ) -> None:
-    """Whoever asked the agent: mirrored pairs of which the first is lost, on nodes without a
-    rank."""
+    """Any rank may have asked the agent: mirrored pairs whose first shard is lost, on nodes without
+    a rank."""
     names = [f"node{rank // per_node}" for rank in range(nodes * per_node)]
     found: list[list[Found]] = [[] for _ in names]
     parities: list[list[FoundParity]] = [[] for _ in names]
@@ -293,7 +293,7 @@ def test_parity_behind_agents_is_read_by_all_ranks_alike(
 @given(worlds())
 @settings(max_examples=300)
 def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
-    """Every row that lacks data takes as many parities as data, and those that come first."""
+    """Every row that lacks data uses as many parities as it lacks shards, the first ones first."""
     plan = planned(world)
     for rebuild in plan.rebuilds if plan else ():
         left = {key.shard for key in rebuild.left}
@@ -311,8 +311,8 @@ def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
 @given(worlds())
 @settings(max_examples=300)
 def test_reading_is_spread_evenly(world: World) -> None:
-    """Over the ranks of a node, what lies there; over those of nodes that share a directory, what
-    lies in it; over all, what all see."""
+    """Reads of a node's files are spread over its ranks; those of a shared directory over the ranks
+    of its nodes; those of files that all see over all ranks."""
     plan = planned(world)
     if plan is None:
         return
@@ -325,7 +325,7 @@ def test_reading_is_spread_evenly(world: World) -> None:
         made = [p for r in plan.rebuilds for p in r.parities if p.place in places]
         assert is_even(Counter(p.reader for p in made), own)
         assert far or is_even(shards, own)
-    if set(world.ranks) <= world.seen_on(world.ranks[0]):  # all see all that there is
+    if set(world.ranks) <= world.seen_on(world.ranks[0]):  # all ranks see all files
         loads = Counter(s.reader for s in plan.sources if not s.rebuilt)
         assert is_even(loads, range(len(world.ranks)))
 
@@ -363,18 +363,18 @@ def test_what_is_lost_is_made_by_its_own_rank_or_else_spread_evenly(world: World
 @given(worlds())
 @settings(max_examples=300)
 def test_what_is_lost_is_made_on_all_nodes_alike(world: World) -> None:
-    """By trying everything: no way to deal it out evenly over ranks leaves less to the node that
-    makes most."""
+    """Compared with all assignments: none that is even over ranks gives less work to the busiest
+    node."""
     plan = planned(world)
     if plan is None or len(plan.sources) <= len(world.ranks):
-        return  # each rank makes its own
+        return  # each rank rebuilds its own shard
     makers = Counter(s.reader for s in plan.sources if s.rebuilt)
     most = max(Counter(world.ranks[r] for r in makers.elements()).values(), default=0)
     assert most == least_most(world.ranks, makers.total())
 
 
 def least_most(nodes: list[int], pieces: int) -> int:
-    """What the node that makes most makes, at the best, where each rank makes as much as others."""
+    """Return the least work of the busiest node, if all ranks do the same amount."""
     each, more = divmod(pieces, len(nodes))
     return min(
         max(Counter([*nodes * each, *chosen]).values(), default=0)
@@ -386,7 +386,7 @@ def least_most(nodes: list[int], pieces: int) -> int:
 def test_what_all_see_is_read_on_all_nodes_alike(
     nodes: int, per_node: int, shards: int, dealt: bool
 ) -> None:
-    """Nodes of as many ranks each, numbered node after node or in turns."""
+    """Nodes with the same number of ranks each, numbered node by node or in turns."""
     ranks = nodes * per_node
     names = [f"node{r % nodes if dealt else r // per_node}" for r in range(ranks)]
     seen = [found_at(ShardKey(VersionId(1, 1), s, shards), FAR, LINEAGE) for s in range(shards)]
@@ -399,7 +399,7 @@ def test_what_all_see_is_read_on_all_nodes_alike(
 
 
 def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
-    """Two groups of XOR; one lost a shard, which it makes, the other two, which it cannot."""
+    """Two groups of XOR; one lost a shard, which it rebuilds, the other two, which it cannot."""
     codes = {v: {(0, 1, 2): Code(3, 2, 1), (3, 4, 5): Code(3, 2, 1)} for v in VERSIONS}
     disks = {n: {(v, p, n) for v in VERSIONS for p in (False, True)} for n in range(6)}
     disks[1] = disks[3] = disks[4] = set()
@@ -414,13 +414,13 @@ def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
 
 
 def mirror(shard: int, node: int, run_id: str = "life", version: int = 1) -> FoundParity:
-    """Of a mirrored pair, 0 and 1: the copy of the other one that lies beside `shard`."""
+    """Parity of a mirrored pair, 0 and 1: the copy of the other shard, stored beside `shard`."""
     key = ParityKey(VersionId(1, version), shard, 2)
     return parity_at(key, Location("local", f"node{node}", "/disk"), LINEAGE, run_id, (0, 1), 1, 1)
 
 
 def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
-    """Every shard of v2 is lost, and v1 is whole."""
+    """Every shard of v2 is lost, and v1 is complete."""
     found = [found_at(ShardKey(VersionId(1, 1), s, 2), FAR, LINEAGE, "life") for s in range(2)]
     plan = plan_restore(
         [found, []], parities=[[mirror(0, 0, version=2)], [mirror(1, 1, version=2)]]
@@ -431,7 +431,7 @@ def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
 
 
 def test_shards_and_parity_of_two_lives_are_no_version() -> None:
-    """Lives that did not see each other's nodes may have taken the same generation."""
+    """Runs that did not see each other's nodes may have taken the same generation."""
     found = [
         found_at(ShardKey(VersionId(1, 1), 1, 2), Location("local", "node1", "/disk"), LINEAGE, "a")
     ]
@@ -466,8 +466,8 @@ def test_few_files_for_many_ranks_are_read_on_all_nodes() -> None:
 def test_a_plan_for_many_ranks_does_not_look_at_all_of_them_for_each_shard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A node is gone, and all comes from the persistent level: at 10,000 ranks that was 10^8 looks
-    on every rank."""
+    """A node is lost, and all shards come from the persistent level: at 10,000 ranks a plan once
+    took 10^8 steps on every rank."""
     per_node, shards = 4, 400
     ranks = shards - per_node
     looks, weight = Counter[int](), _Load._weight

@@ -1,4 +1,4 @@
-"""Retention: which versions may go, on the local level and on the persistent one."""
+"""Retention: the versions that may be removed, on the local and on the persistent level."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_nothing_goes_before_a_version_is_known_to_be_safe(
 def test_what_is_incomplete_costs_no_complete_version(
     written: dict[VersionId, Lineage], data: st.DataObject
 ) -> None:
-    """A rank that has its shard of it keeps the same complete versions as one that has not."""
+    """A rank with its shard of a void version keeps the same complete versions as one without."""
     lineage = written[max(written)]
     safe = data.draw(st.sampled_from(newest_first(written.items())))
     void = data.draw(st.sets(st.sampled_from(sorted(written)))) - {safe}
@@ -101,7 +101,7 @@ def asking(run_id: str, lineage: Lineage) -> VersionFacts:
 
 
 def held_of(draw: st.DrawFn) -> list[HeldVersion]:
-    """Some lives, each from a version of the one before or afresh, with some versions each."""
+    """Several runs, each from a version of the run before or from nothing, with their versions."""
     found: list[HeldVersion] = []
     lineage: Lineage = ()
     for generation in range(1, draw(st.integers(1, 4)) + 1):
@@ -130,7 +130,7 @@ policies = st.builds(
 def oracle(
     held: list[HeldVersion], policy: RetentionPolicy, lineage: Lineage
 ) -> Iterator[VersionName]:
-    """Retention, version by version, as the documents say it."""
+    """The reference: retention, version by version, as the documents describe it."""
     ours = {g for g, _ in lineage}
     mine = [h for h in held if h.facts.job == "job" and h.name.id.generation in ours]
     if not mine:
@@ -210,7 +210,7 @@ def test_a_version_that_was_taken_again_takes_one_place_among_the_best() -> None
 
 
 def test_two_lives_of_one_generation_leave_each_other_alone() -> None:
-    """Two experiments that were given the same place, or never saw each other's nodes."""
+    """Two experiments with the same place, or runs that never saw each other's nodes."""
     here = held_by("aaaa", 1, 1, 2, 3, lineage=((1, 0),))
     there = held_by("bbbb", 1, 4, 5, 6, lineage=((1, 0),))
     policy = RetentionPolicy(keep_last=1)

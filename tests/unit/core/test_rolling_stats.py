@@ -46,7 +46,7 @@ def test_the_error_is_that_of_the_median() -> None:
 def test_what_changed_is_not_mixed_with_what_was(noise: float) -> None:
     chance = random.Random(2)
     window = filled([10 + noise * chance.gauss(0, 1) for _ in range(300)])
-    for _ in range(16):  # twice as many as are enough: they are looked at in eights
+    for _ in range(16):  # twice the number that is enough: the check runs every eight values
         window.append(20 + noise * chance.gauss(0, 1))
     assert len(window) < 30
     assert window.median == pytest.approx(20, abs=max(1e-9, 2 * noise))
@@ -72,7 +72,7 @@ def test_an_estimate_stays_while_noise_explains_the_difference() -> None:
 
 
 class Noisy:
-    """A training whose steps vary; its clock, its meter, and the intervals that follow."""
+    """A training whose steps vary, with its clock, its timer, and the resulting intervals."""
 
     WRITING_STEPS = 3
 
@@ -83,12 +83,12 @@ class Noisy:
         self.version, self.now, self.left = 0, 0.0, 0
 
     def step_seconds(self) -> float:
-        """One of twenty is much longer."""
+        """One of twenty steps is much longer."""
         often = self.chance.random() < 0.95
         return STEP_SECONDS * (1 + self.noise * (self.chance.gauss(0, 1) if often else 5))
 
     def run(self, steps: int, memory: float, local: float) -> tuple[list[list[Change]], float]:
-        """Returns what each look changed, and the share of time that checkpoints took."""
+        """Return the changes of each look, and the share of time that checkpoints took."""
         looks, spent = [], 0.0
         for _ in range(steps):
             self.version += 1
@@ -111,7 +111,7 @@ class Noisy:
 @pytest.mark.parametrize("seed", range(1, 7))
 @pytest.mark.parametrize(("noise", "most_changes"), [(0.05, 12), (0.2, 8), (0.3, 14)])
 def test_noise_moves_no_interval_back_and_forth(noise: float, most_changes: int, seed: int) -> None:
-    """With 20 % a version costs a tenth of what steps vary by; 3000 of them are 187 looks."""
+    """With 20 %, a version costs a tenth of the noise of steps; 3000 of them are 187 looks."""
     looks, share = Noisy(tuner(), noise, seed).run(3000, memory=0.002, local=0.008)
     assert sum(map(bool, looks)) <= most_changes
     assert share <= 0.033
@@ -127,7 +127,7 @@ def test_noise_moves_no_interval_back_and_forth(noise: float, most_changes: int,
 def test_a_cost_three_times_as_high_or_low_is_followed(
     noise: float, before: float, after: float, most_looks: int, seed: int
 ) -> None:
-    """Upwards sooner: where versions are rarer, there is less to see."""
+    """Upwards sooner: where versions are rarer, fewer values are seen."""
     training = Noisy(tuner(local_every_steps=0, local_every_seconds=0.0), noise, seed)
     training.run(2000, before, 0.0)
     wanted = after / STEP_SECONDS / 0.03

@@ -1,4 +1,4 @@
-"""Policy: ranks that see the same votes conclude the same, and never give up the last version."""
+"""Schedule: ranks with the same votes decide the same, and never give up the last version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def configured(**arguments: Any) -> Config:
 def taken(
     schedule: Schedule, votes: dict[int, Vote], versions: range
 ) -> dict[int, tuple[str, ...]]:
-    """What is taken of some versions when all but the given votes are fine."""
+    """Return the levels of several versions when all but the given votes are fine."""
     decided = {v: schedule.decide(v, votes.get(v, Vote())).take for v in versions}
     return {v: take for v, take in decided.items() if take}
 
@@ -82,7 +82,7 @@ def test_the_minimum_says_what_holds_on_all_ranks(cast: list[Vote]) -> None:
 
 
 def test_a_vote_has_only_the_numbers_that_a_level_needs() -> None:
-    """Every rank's training thread packs it at every boundary."""
+    """Every rank's training thread packs a vote at every boundary."""
     assert VOTE_WIDTH == 27
 
 
@@ -181,7 +181,7 @@ def test_waiting_takes_what_is_due_instead_of_skipping() -> None:
 def test_ranks_that_see_the_same_votes_decide_the_same(
     agreed: list[Vote], memory: int, local: int, when_busy: str
 ) -> None:
-    """And what they decide is a function of those alone: it is never more than can be held."""
+    """The decisions depend on the votes alone: more versions than slots are never held."""
     config = configured(memory_every_steps=memory, local_every_steps=local, when_busy=when_busy)
     one, other = Schedule(config), Schedule(config)
     for version, vote in enumerate(agreed, start=1):
@@ -238,9 +238,9 @@ def test_what_was_just_learned_to_be_safe_frees_what_it_supersedes() -> None:
 
 # --- ranks together: the invariant ---------------------------------------------------------------
 #
-# N ranks with two slots each, run in random order as far as their collectives let them: rank A may
-# be sealing v11 while B has not sealed v10, and any of them may be killed at any instant. At each
-# of those, the newest version that all had at some time must still be there on all of them.
+# N ranks with two slots each run in random order, as far as their collectives allow: rank A may be
+# sealing v11 while B has not sealed v10, and each may be killed at any instant. At every instant,
+# the newest version that all ranks had at some time must still exist on all of them.
 
 
 @dataclass
@@ -252,18 +252,18 @@ class Rank:
     fates: dict[VersionId, int] = field(default_factory=dict)
     decisions: list[tuple[str, ...]] = field(default_factory=list)
     at: int = 0
-    """The iteration it is in."""
+    """The iteration of the rank."""
 
 
 @dataclass
 class Job:
-    """The protocol in its smallest form; `chance` decides who runs when and what breaks."""
+    """The protocol in its smallest form; `chance` decides the order of ranks and their failures."""
 
     ranks: list[Rank]
     chance: random.Random
     break_rate: float
     careless: bool = False
-    """Overwrite without the proof, to see that the test notices."""
+    """Overwrite without the proof, to check that the test notices."""
     ballots: dict[int, dict[int, tuple[list[int], VersionId | None]]] = field(default_factory=dict)
     complete: VersionId | None = None
     """The newest version that all ranks had at the same instant."""
@@ -283,7 +283,7 @@ class Job:
         return Vote.unpack([min(column) for column in columns]), asked.pop()
 
     def boundary(self, rank: Rank) -> VersionId | None:
-        """Read the last vote, decide, launch the next one; returns the version to be taken."""
+        """Read the last vote, decide, launch the next one; return the version to take."""
         agreed = Vote()
         if rank.at:
             agreed, voted = self.agreed(rank.at)
@@ -301,7 +301,7 @@ class Job:
         return newest
 
     def overwrite(self, rank: Rank, newest: VersionId) -> int | None:
-        """The slot that may be filled with `newest`, by what is known without any proof."""
+        """Return the slot that may be filled with `newest`, as known without any proof."""
         protected = rank.ledger.protected() - {newest}
         if self.careless:
             protected = set(rank.ledger.open) - {newest}
@@ -320,13 +320,13 @@ class Job:
         return len(self.ballots.get(iteration, {})) == len(self.ranks)
 
     def program(self, rank: Rank, iterations: int) -> Any:
-        """What a rank does, with a yield wherever another may run."""
+        """The program of a rank, with a yield wherever another rank may run."""
         for _ in range(iterations):
             newest = self.boundary(rank)
             yield
             if newest:
                 index = self.overwrite(rank, newest)
-                if index is None:  # both hold what must stay: wait for the proof
+                if index is None:  # both slots hold needed versions: wait for the proof
                     while not self.all_voted(rank.at):
                         yield
                     agreed, voted = self.agreed(rank.at)
@@ -344,7 +344,7 @@ class Job:
                     rank.slots[index] = None if broken else newest
                 rank.fates[newest] = BROKEN if broken else DONE
                 yield
-            while not self.all_voted(rank.at):  # the gradients' reduction: all entered this one
+            while not self.all_voted(rank.at):  # the gradients' reduction: all ranks entered it
                 yield
 
 

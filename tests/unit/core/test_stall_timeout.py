@@ -1,4 +1,4 @@
-"""How long one waits for what is slow, and for what hangs."""
+"""Stall timeout: the wait for a store that is slow, and for one that hangs."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ def test_only_a_newer_major_version_is_refused() -> None:
         check_version("2.0", "shard")
 
 
-# --- lives ---------------------------------------------------------------------------------------
+# --- runs ----------------------------------------------------------------------------------------
 #
-# A history is made as jobs make it: each run starts from a version on the line of the run before
-# (or afresh), and goes on for some versions.
+# A history is made as jobs make it: each run starts from a version on the lineage of the run before
+# (or from nothing), and takes several versions.
 
 
 def past_of(id_: VersionId, written: dict[VersionId, Lineage]) -> set[VersionId]:
-    """By walking from child to parent: what was once the state of the training that led to id_."""
+    """The reference: walk from child to parent through the states that led to id_."""
     line = set()
     top = id_.version
     for generation, base in reversed(written[id_]):

@@ -1,4 +1,4 @@
-"""The layout: every byte of the state in exactly one shard, evenly, the same every time."""
+"""Layout: every byte of the state is in exactly one shard, evenly, the same every time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spec(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorSpe
     return TensorSpec(name, dtype, shape, None, KINDS[dtype])
 
 
-# Sizes on both sides of a unit and of a block, none at all, and scalars.
+# Sizes on both sides of a unit and of a block, empty tensors, and scalars.
 shapes = st.one_of(
     st.just(()),
     st.tuples(st.integers(0, 40)),

@@ -1,4 +1,4 @@
-"""The manifest: it comes back as it was, or not at all."""
+"""The manifest: it decodes to the same values, or is refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_truncation_is_rejected(manifest: Manifest) -> None:
 
 
 def test_it_says_what_its_iteration_counts() -> None:
-    """Calls of `step()`, or optimizer steps; what does not say so is refused."""
+    """Calls of `step()`, or optimizer steps; any other unit is refused."""
     steps = dataclasses.replace(
         EXAMPLE, facts=dataclasses.replace(EXAMPLE.facts, iteration_counts="steps")
     )
@@ -111,7 +111,7 @@ def test_it_names_its_shard() -> None:
 
 
 def sign(values: object) -> bytes:
-    """Anything, with a checksum that holds."""
+    """Any text, with a valid checksum."""
     text = json.dumps(values).encode()
     return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
 

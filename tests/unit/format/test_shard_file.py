@@ -1,4 +1,4 @@
-"""The shard as bytes: read back as written, and open to any tool that reads safetensors."""
+"""Shard file: read back as written, and open to any tool that reads safetensors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def with_random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 
 def shard_of(tensors: dict[str, torch.Tensor], rank: int, ranks: int) -> bytes:
-    """A shard's bytes, built by the rules: header, then each piece's flat bytes."""
+    """Build a shard's bytes by the rules: header, then each piece's flat bytes."""
     specs = [tree_codec.spec_of(t, n) for n, t in tensors.items()]
     layout = plan_layout(specs, [], rank, ranks)
     encoded, data_bytes = encode_header(layout, 10, {})
@@ -163,7 +163,7 @@ def test_a_newer_major_version_is_refused_and_says_what_to_do() -> None:
 
 
 def test_a_placement_that_is_unknown_is_refused() -> None:
-    """As of a tensor that is sharded: its elements would be taken for all of it."""
+    """As of a sharded tensor: its elements would be taken for all of it."""
     shard = shard_of({"a": torch.ones(2)}, 0, 1)
     row = ["a", "float32", [2], None, 4, "cpu", 0, 2, 0]
     assert decode_header(rewritten(shard, pieces=json.dumps([[*row, 1]]))).pieces[0].placement == 1

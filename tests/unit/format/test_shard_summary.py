@@ -1,4 +1,4 @@
-"""What all ranks are told of a version: enough to refuse it, and no more than its tensors."""
+"""Shard summaries: enough for all ranks to refuse a version, and no larger than its tensors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_tensor_is_told_of_once_and_the_whole_is_known_to_be_whole(
 @pytest.mark.parametrize(
     ("beginning", "said"),
     [
-        (True, "model/a: its beginning is in no shard"),
+        (True, "model/a: no shard has its first element"),
         (False, "model/a: only 65536 of 98304 elements are in the shards"),
     ],
 )
@@ -81,7 +81,7 @@ def test_what_is_missing_is_named(beginning: bool, said: str) -> None:
 
 
 def test_elements_of_one_tensor_do_not_stand_for_anothers() -> None:
-    """The sums of elements are right, and each tensor's is wrong."""
+    """The total of elements is right, but each tensor's is wrong."""
     headers = headers_of([spec("model/a", 1 << 14), spec("model/b", 1 << 14)], [], 1)
     a, b = headers[0].pieces
     shorter, longer = replace(a, stop=a.stop - 8), replace(b, stop=b.stop + 8)
@@ -90,7 +90,7 @@ def test_elements_of_one_tensor_do_not_stand_for_anothers() -> None:
 
 
 def test_ten_thousand_ranks_are_told_little() -> None:
-    """Of 1,200 tensors that have a piece on every rank; all headers would be a gigabyte."""
+    """1,200 tensors with a piece on every rank; all headers would be a gigabyte."""
     ranks, tensors = 10_000, 1_200
     striped = [spec(f"blocks.{n}.attention.weight", 4096, 40_000) for n in range(tensors)]
     one, other = (
@@ -101,6 +101,6 @@ def test_ten_thousand_ranks_are_told_little() -> None:
     small, large = sorted(len(pickle.dumps(outline)) for outline in outlines)
     assert ranks * len(one) > 1e9
     assert large + (ranks - 1) * small < 5e6
-    # gloo gathers equal sizes: of each rank so much at once, and the rest of the one by itself.
+    # gloo gathers equal sizes: GATHER_BYTES of each rank at once, then the rest of the largest.
     assert 2 * (large + (ranks - 1) * small) // ranks < GATHER_BYTES
     assert ranks * GATHER_BYTES + large < 12e6

@@ -711,7 +711,7 @@ def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> N
         assert rank.halting.vote(2)[0] is Reason.SIGNAL
         assert ("this rank received SIGUSR1", logging.WARNING) in rank.said
         rank.halting.receive(Vote(halt=Reason.SIGNAL))
-        assert "a signal told some rank to end" in rank.texts()
+        assert "a rank received a signal to stop" in rank.texts()
     finally:
         rank.halting.close()
         signal.signal(signal.SIGUSR1, before)

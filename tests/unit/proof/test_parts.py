@@ -86,7 +86,7 @@ def test_a_job_whose_order_cannot_be_read_does_not_begin(
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     if content is not None:
         (tmp_path / "order.json").write_text(content)
-    with pytest.raises(ConfigError, match="no order of `tierckpt prove` that can be read"):
+    with pytest.raises(ConfigError, match="no order of `tierckpt prove` can be read"):
         redirected(load_config({"path": "/data/ckpts"}))
 
 

@@ -1,8 +1,8 @@
 """The protocol between trainers and their node's agent: typed messages, as JSON, in whole packets.
 
 `messages` has a frozen dataclass for each message, `settings` the values that messages carry,
-`encoding` the one way to bytes and back, and `framing` the packets. Neither torch nor numpy is
-imported here: both sides, and the agent's start, use it.
+`encoding` the conversion to bytes and back, and `framing` the packets. Neither torch nor numpy is
+imported here, as both sides and the agent's start use it.
 """
 
 from __future__ import annotations

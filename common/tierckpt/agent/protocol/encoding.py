@@ -1,8 +1,8 @@
-"""Messages to bytes and back: JSON objects, whose types are those of the dataclasses' fields.
+"""Messages to bytes and back: JSON objects whose types are those of the dataclasses' fields.
 
-`op` says which message an object is. A VersionId is written as [generation, version], a ShardKey as
-its stem, a tuple as a list. Whatever is not exactly a message raises ValueError that names the
-field, so that no other module meets it.
+`op` names the message. A VersionId is written as [generation, version], a ShardKey as its stem, a
+tuple as a list. Anything that is not exactly a message raises ValueError that names the field, so
+no other module has to check it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Reader = Callable[[Any], Any]
 
 
 def _op_of(kind: type[Any]) -> str:
-    """CommitFailed's is commit_failed."""
+    """Return a message's `op`: `commit_failed` for CommitFailed."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
@@ -38,7 +38,7 @@ _KINDS: dict[str, Any] = {_op_of(kind): kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    """The message as JSON, with its `op`."""
+    """Return the message as JSON, with its `op`."""
     return json.dumps({"op": _op_of(type(message)), **_plain(message)}).encode()
 
 
@@ -58,11 +58,10 @@ def _plain(value: Any) -> Any:
 
 
 def decode(data: bytes) -> Message:
-    """The message that `encode` wrote. Raises ValueError, which says what is wrong, for anything
-    else: no JSON object, an `op` that is not known, a field that is missing, or not known, or not
-    of its type.
+    """Read a message that `encode` made. Raises ValueError with the reason for anything else: no
+    JSON object, an unknown `op`, a field that is missing, unknown, or of the wrong type.
 
-    A `Hello` is read whatever protocol it is of: what is not understood of it is left out.
+    A `Hello` is read whatever its protocol is: unknown fields are left out.
     """
     values = json.loads(data)
     if not isinstance(values, dict):
@@ -90,7 +89,7 @@ def _hello(values: dict[str, Any]) -> Hello:
 
 @functools.cache
 def _reader(kind: Any) -> Reader:
-    """The function that makes a value of type `kind` of its JSON, or raises ValueError."""
+    """Return the function that makes a value of type `kind` of its JSON, or raises ValueError."""
     if kind is VersionId:
         return _version_id
     if kind is ShardKey:
@@ -124,7 +123,7 @@ def _check(fits: Callable[[Any], bool], what: str) -> Reader:
 
 
 def _shown(value: Any) -> str:
-    """No whole value: it may be long, or secret."""
+    """Describe a value without showing it: it may be long, or secret."""
     return f"a value of type {type(value).__name__}"
 
 
@@ -201,21 +200,21 @@ def _record_reader(kind: Any) -> Reader:
 
 
 def packets_of(message: Message) -> list[bytes]:
-    """The packets to send, in this order, with no other message's packets between them."""
+    """Return the packets to send, in this order and without other messages' packets in between."""
     return split(encode(message))
 
 
 def send(channel: socket.socket, message: Message) -> None:
-    """Send a message over a channel that blocks; one thread at a time. Raises OSError."""
+    """Send a message over a blocking channel; one thread at a time. Raises OSError."""
     for packet in packets_of(message):
         channel.send(packet)
 
 
 def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
-    """Wait for a message, and the descriptors that come with it; None when the other end is closed.
+    """Wait for a message and the descriptors that come with it; None when the other end is closed.
 
-    The channel must be one that blocks. Raises OSError, and ValueError for what is no message; the
-    next call goes on after that. No descriptor is left open where it raises.
+    The channel must be blocking. Raises OSError, and ValueError for an invalid message, after which
+    the next call goes on. Where it raises, it leaves no descriptor open.
     """
     joiner, descriptors = PacketJoiner(), list[int]()
     try:

@@ -1,8 +1,8 @@
 """The messages between a trainer and its node's agent, each a frozen dataclass.
 
-A trainer says `Hello` first, and the agent answers with `Welcome`, or with one of `ShuttingDown`,
-`Outdated` and `Unwelcome`, after which it closes the connection. Orders and answers follow in both
-directions. A trainer says `Bye` last, and the agent `Finished`, when its work for this trainer is
+A trainer sends `Hello` first, and the agent answers with `Welcome`, or with `ShuttingDown`,
+`Outdated` or `Unwelcome`, after which it closes the connection. Orders and answers follow in both
+directions. A trainer sends `Bye` last, and the agent `Finished`, when its work for this trainer is
 done. End of file from a trainer without a `Bye` means that it was killed.
 """
 
@@ -31,15 +31,15 @@ PROTOCOL = 6
 
 @dataclass(frozen=True)
 class Hello:
-    """A trainer introduces itself. The fields are None, or empty, where another protocol's trainer
-    says them in a way that is not understood."""
+    """A trainer introduces itself. Fields that another protocol's trainer sends in an unknown way
+    are None, or empty."""
 
     protocol: int | None
     session: SessionSettings | None
     environment: str = ""
     """The fingerprint of the job's environment on this node, see `environment`."""
     began_seconds: float | None = None
-    """When the trainer began (monotonic): tells the later of two runs."""
+    """Start time of the trainer (monotonic), which orders two runs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Retire:
-    """Apply retention: `keep` versions stay whatever the policy says, `void` ones do not count."""
+    """Apply retention: `keep` versions always stay, `void` ones do not count."""
 
     safe: VersionId | None
     """The newest version that is complete on the local level of all ranks."""
@@ -86,8 +86,8 @@ class Introduce:
 
 @dataclass(frozen=True)
 class Inherit:
-    """Listen where an agent did that shut down for this one, and know the agents that it knew.
-    Answered by nothing: the run's own `Listen` follows."""
+    """Listen on the address of an agent that shut down for this one, and remember the agents that
+    it knew. No answer: the run's own `Listen` follows."""
 
     where: ListenSettings
     known_nodes: KnownNodes | None
@@ -99,7 +99,7 @@ class Protect:
 
     id: VersionId
     lost: tuple[int, ...] | None = None
-    """The shards beside which parity is missing, where only that is to be made."""
+    """Shards beside which parity is missing, if only that has to be made."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class AskProgress:
 
 @dataclass(frozen=True)
 class Bye:
-    """The trainer ends of its own will. Answered by `Finished`."""
+    """The trainer ends as planned. Answered by `Finished`."""
 
     abandoned: bool = False
-    """The job may come back, perhaps without this node."""
+    """The job may restart, perhaps without this node."""
 
 
 TrainerMessage = (
@@ -128,7 +128,7 @@ class Welcome:
 
     pid: int
     known_nodes: KnownNodes | None = None
-    """Other nodes' agents, as far as this one knows them; for the node's first rank."""
+    """Other nodes' agents that this one knows; for the node's first rank."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ class ShuttingDown:
     pid: int
     known_nodes: KnownNodes | None = None
     where: ListenSettings | None = None
-    """Where those agents find this one; for `Inherit`."""
+    """The address on which those agents find this one; for `Inherit`."""
     given_up: tuple[int, ...] = ()
-    """Versions whose flush is given up."""
+    """Versions whose flush is cancelled."""
 
 
 @dataclass(frozen=True)
 class Outdated:
-    """A later run of the job has this node's agent: there is none for this trainer any more."""
+    """A later run of the job uses this node's agent; this trainer has none any more."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Stored:
 
     @property
     def times_seconds(self) -> dict[str, float]:
-        """How long that took, by part."""
+        """Seconds that the parts of the work took."""
         return {"write": self.write_seconds}
 
 
@@ -176,7 +176,7 @@ class NotStored:
     id: VersionId
     error: str
     superseded: bool = False
-    """A newer version goes there in its place."""
+    """A newer version is stored instead."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Flushed(Stored):
 
     level = PERSISTENT
     complete: bool
-    """All nodes' parts are."""
+    """All nodes' parts are on that level."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Cleaned:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that users must know, and that decides about no version."""
+    """A problem that users must know of, but that decides about no version."""
 
     error: str
     level: str = "local"
@@ -264,7 +264,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Progress:
-    """How flushes proceed."""
+    """The progress of flushes."""
 
     quiet_seconds: float
     """Time since the flush under way last proceeded; 0.0: none is under way."""
@@ -275,7 +275,7 @@ class Finished:
     """All work for the trainer that said `Bye` is done."""
 
     last: bool
-    """The agent ends now, too."""
+    """The agent also ends now."""
 
 
 AgentMessage = (
@@ -300,7 +300,7 @@ Message = TrainerMessage | AgentMessage
 
 
 def version_of(message: Message) -> VersionId | None:
-    """The version that a message is about; None: it is about none."""
+    """Return the version that a message is about; None if there is none."""
     match message:
         case Commit(key=key):
             return key.id

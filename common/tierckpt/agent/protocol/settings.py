@@ -27,7 +27,7 @@ class PersistentSettings(PersistentConfig):
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """One trainer: its shard, its local level and what happens to its shards there."""
+    """One trainer: its shard, its local level and the rules for its shards there."""
 
     directory: str
     """The directory of the local level."""
@@ -40,7 +40,7 @@ class SessionSettings:
     codecs: str = ""
     """The codecs of the local level; see `codecs.pipeline`."""
     ranks: tuple[int, ...] = ()
-    """The job's ranks on this node; the first one's session sees to shards that have no other."""
+    """The job's ranks on this node; the first one's session handles shards without a session."""
 
     @property
     def first(self) -> bool:
@@ -66,7 +66,7 @@ class FlushOrder:
     largest_bytes: int
     """Length of the version's longest shard."""
     node: str
-    """Where the job has its memory level: of the same name, only one run can be alive there."""
+    """The node of the job's memory level: on one node, only one run of the job can be alive."""
 
     @property
     def id(self) -> VersionId:
@@ -86,8 +86,8 @@ class FlushOrder:
 
 @dataclass(frozen=True)
 class ServedPlaces:
-    """Where an agent finds what it shows to other nodes: the local level's `directory`, and the
-    memory of the job, the folder `job` in `root`."""
+    """The places that an agent serves to other nodes: the local level's `directory`, and the job's
+    memory, the folder `job` in `root`."""
 
     root: str
     job: str
@@ -96,21 +96,21 @@ class ServedPlaces:
 
 @dataclass(frozen=True)
 class ListenSettings:
-    """Where an agent listens for those of other nodes, and for which run; see `Protector.open`."""
+    """The address where an agent listens for other nodes' agents; see `Protector.open`."""
 
     secret: str = field(repr=False)
     """The run's secret, which its agents prove to know."""
     interface: str
     port: int
-    """0: any."""
+    """0: any port."""
     towards: str
-    """The name of another node, to which this one finds a way."""
+    """The name of another node; the route to it selects the interface."""
     serves: ServedPlaces | None = None
 
 
 @dataclass(frozen=True)
 class PartySettings:
-    """One shard of this node, the group it is in, and where the other members' agents are."""
+    """One shard of this node, its group, and the addresses of the other members' agents."""
 
     shard: int
     ranks: tuple[int, ...]
@@ -123,14 +123,14 @@ class PartySettings:
 
 @dataclass(frozen=True)
 class AgentAddress:
-    """Where a node's agent listens for those of other nodes."""
+    """The address where a node's agent listens for other nodes' agents."""
 
     host: str
     """The node's name, as `_host.host_id` makes it."""
     address: str
     port: int
     secret: str
-    """The secret of the run in which the agent met others last."""
+    """The secret of the run in which the agent last met others."""
 
     @property
     def node(self) -> str:
@@ -139,7 +139,7 @@ class AgentAddress:
 
     @property
     def where(self) -> str:
-        """The name of places there."""
+        """The name of the place in messages."""
         return f"agent of node {self.node}, {self.address} port {self.port}"
 
 
@@ -152,12 +152,12 @@ class KnownNodes:
     agents: tuple[AgentAddress, ...]
 
     def without(self, hosts: Iterable[str]) -> KnownNodes:
-        """The agents of nodes other than `hosts`."""
+        """Return the agents of nodes other than `hosts`."""
         here = set(hosts)
         former_nodes = tuple(each for each in self.agents if each.host not in here)
         return KnownNodes(self.generation, former_nodes)
 
     @property
     def mark(self) -> Mark:
-        """The same wherever the same is known."""
+        """A mark that is equal for equal lists."""
         return self.generation, digest(repr(self.agents).encode()).hex()

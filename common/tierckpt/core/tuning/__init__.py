@@ -1,1 +1,1 @@
-"""Tuning: what a version costs, and how often one is worth it. Pure."""
+"""Tuning: the cost of a version, and how often one is worth it. Pure."""

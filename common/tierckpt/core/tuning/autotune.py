@@ -1,14 +1,14 @@
-"""Tuning: intervals that are `auto`, from what checkpoints turn out to cost.
+"""Autotune: intervals that are `auto`, chosen from the measured costs of checkpoints.
 
-Each rank has a `StepTimer`, which looks at how long steps take with and without a checkpoint. Its
-figures go into the ballot as integers, the largest of all ranks comes out, and from that every
-rank's `Tuner` draws the same conclusions: no rank ever decides by a clock of its own. To measure
-while the training runs, and to keep to an overhead that the user chose, is the idea of CheckFreq
+Each rank has a `StepTimer`, which measures how long steps take with and without a checkpoint. Its
+figures go into the ballot as integers, and the reduction returns the largest of all ranks. From
+these every rank's `Tuner` computes the same intervals: no rank decides by its own clock. Measuring
+during the training and holding to an overhead that the user chose is the idea of CheckFreq
 (J. Mohan et al., FAST 2021); here intervals also become shorter again.
 
-Costs are often smaller than the noise of steps. So a `StepTimer` says another figure only where
-noise does not explain it (`window`); what changes for good is noticed all the sooner the more it
-is.
+Costs are often smaller than the noise of steps. So a `StepTimer` changes a figure only where noise
+does not explain the difference (`rolling_stats`). The larger a lasting change is, the sooner it is
+noticed.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from .interval_model import LevelModel, optimum, rates, whole_steps, within_budg
 from .rolling_stats import Hysteresis, RollingStats
 
 WINDOW_STEPS, FRESH_STEPS = 512, 8
-"""At most so many of the newest steps of a kind count, and so many may tell that it has changed:
-their median, so that an evaluation or a slow batch now and then changes nothing."""
+"""The number of newest steps of a kind that count, and the number that is enough to show a change.
+Both use medians, so that an evaluation or a slow batch now and then changes nothing."""
 WINDOW_COMMITS, FRESH_COMMITS = 64, 4
-"""The same, of versions to local."""
+"""The same numbers for versions to the local level."""
 LATEST = 8
-"""How many steps a commit or a flush lasts, so many of the newest say."""
+"""Number of newest commits and flushes that determine how many steps one lasts."""
 ENOUGH_STEPS = 4
-"""Nothing is said of a kind of step before so many of it were seen."""
+"""Number of steps of one kind that must be seen before its figure counts."""
 LOOK_STEPS = 16
-"""Intervals change at multiples of this only."""
+"""Intervals change only at multiples of this."""
 PROBE_STEPS = 16
-"""Where a version is due at every step, one in so many is left out, to see a step without."""
+"""Where a version is due at every step, one of this many is left out, to time a step without it."""
 MOST_STEPS = 1_000_000
 RARE = 1e-9
-"""Failures per second, where their rate is not known and their shares alone count: so few that
-nothing but these does."""
+"""Failures per second where the rate is not known and only the shares count: so few that the rate
+itself has no effect."""
 SLACK_UP, SLACK_DOWN = 1.1, 0.7
-"""An interval stays as long as the one wanted is not longer or shorter than by these factors: noise
-shall not move it back and forth."""
+"""An interval stays unless the wanted one differs by more than these factors, so that noise does
+not move it back and forth."""
 
 
 class Cost(NamedTuple):
-    """What versions on one level cost; 0: not known yet."""
+    """Cost of a version on one level; 0: not known yet."""
 
     us: int = 0
-    """Microseconds that one adds to the steps during which it is written."""
+    """Microseconds that a version adds to the steps during which it is written."""
     steps: int = 0
-    """How many steps that is; 0 where it is within one."""
+    """Number of these steps; 0 where the write ends within one step."""
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """What checkpoints cost; 0: not known yet."""
+    """Cost of checkpoints; 0: not known yet."""
 
     step_us: int = 0
     """Microseconds of a step during which no checkpoint is made."""
     levels: Mapping[Level, Cost] = field(default_factory=dict)
-    """Without those of which nothing is measured."""
+    """Costs by level; levels without a measurement are left out."""
 
     def of(self, level: Level) -> Cost:
-        """What a version on a level adds to one that is on the levels before."""
+        """Return the cost of a version on a level beyond that on the levels before it."""
         return self.levels.get(level, FREE)
 
 
@@ -76,34 +76,34 @@ UNKNOWN = CostEstimate()
 
 
 class StepTimer:
-    """How long this rank's steps take, by what is done meanwhile. Training thread."""
+    """Durations of this rank's steps by the checkpoint work during them. Training thread."""
 
-    def __init__(self, tells_flushes: bool = False) -> None:
-        """`tells_flushes`: what a flush costs is to be known; without, it is a part of all steps,
-        as where the store is so slow that one is always under way."""
-        self._tells_flushes = tells_flushes
+    def __init__(self, times_flushes: bool = False) -> None:
+        """`times_flushes`: measure the cost of a flush. Without it, that cost is part of all steps,
+        for a store so slow that a flush is always under way."""
+        self._times_flushes = times_flushes
         self._plain = RollingStats(WINDOW_STEPS, FRESH_STEPS)
         self._copying = RollingStats(WINDOW_STEPS, FRESH_STEPS)
-        """Seconds of steps with a version to memory, but nothing written to local."""
+        """Seconds of steps with a version to memory and no write to local."""
         self._stalls = RollingStats(WINDOW_STEPS, FRESH_STEPS)
         self._commits = RollingStats(WINDOW_COMMITS, FRESH_COMMITS)
         """Seconds that each version to local added."""
         self._commit_steps: deque[int] = deque(maxlen=LATEST)
-        """Steps that the writing of each lasted."""
+        """Number of steps that each write to local lasted."""
         self._commit: list[tuple[float, int, bool]] = []
-        """Steps of the one under way: seconds, steps, and whether a version was copied, too."""
+        """Steps of the write under way: seconds, steps, and whether a version was also copied."""
         self._beside_flush = RollingStats(WINDOW_STEPS, FRESH_STEPS)
-        """Seconds that steps during a flush took longer than others of their kind."""
+        """Seconds that steps during a flush took beyond others of their kind."""
         self._flushes: deque[int] = deque(maxlen=LATEST)
-        """Steps that each flush lasted."""
+        """Number of steps that each flush lasted."""
         self._flush_steps = 0
-        """Of the one under way."""
+        """Steps of the flush under way."""
         self._memory, self._local, self._flush = Hysteresis(), Hysteresis(), Hysteresis()
-        """What is said of each level, in seconds."""
+        """The figure of each level, in seconds."""
         self._last: tuple[float, int, bool, bool, bool] | None = None
 
     def stalled(self, seconds: float) -> None:
-        """A version to memory kept the training thread for so long: it cost at least that."""
+        """Record that a version to memory blocked the training thread: its least cost."""
         self._stalls.append(seconds)
 
     def boundary(
@@ -114,10 +114,10 @@ class StepTimer:
         busy: bool,
         flushing: bool = False,
     ) -> None:
-        """A step is over, at any monotonic clock's `now_seconds`, and the next begins.
+        """Record the end of a step at `now_seconds` of a monotonic clock, and the next one's start.
 
         `take`: the levels that this version goes to; `busy`: the agent is writing an older one;
-        `flushing`: some node may be flushing one to the persistent level.
+        `flushing`: a node may be flushing one to the persistent level.
         """
         if self._last is not None:
             begin, before, copied, written, flushed = self._last
@@ -128,7 +128,7 @@ class StepTimer:
             self._end_commit()
         if self._flush_steps and not flushing:
             self._end_flush()
-        flushing = flushing and self._tells_flushes
+        flushing = flushing and self._times_flushes
         self._last = now_seconds, version, bool(take), busy or "local" in take, flushing
 
     def _passed(
@@ -142,7 +142,7 @@ class StepTimer:
             if self._step_seconds():
                 self._beside_flush.append((seconds - usual) / steps)
         elif copied:
-            # What it adds to one step, also where a loop makes several between two boundaries.
+            # The cost for one step, also in a loop with several steps between two boundaries.
             self._copying.append(seconds - (steps - 1) * (self._plain.median or seconds / steps))
         else:
             self._plain.append(seconds / steps)
@@ -150,7 +150,7 @@ class StepTimer:
     def _end_commit(self) -> None:
         steps = sum(n for _, n, _ in self._commit)
         step = self._step_seconds()
-        # Where every step has a version to memory, what that costs is in `step` already.
+        # Where every step has a version to memory, `step` already includes its cost.
         memory = self._memory_seconds() if self._plain else 0.0
         usual = steps * step + memory * sum(copied for _, _, copied in self._commit)
         if step:
@@ -159,14 +159,15 @@ class StepTimer:
         self._commit.clear()
 
     def _end_flush(self) -> None:
-        """Those that took much longer than the last one say nothing any more: they made the
-        interval long, and others like it would come that late. What was a chance shows soon."""
+        """Drop flushes that took much longer than the last one: they made the interval long, and
+        would otherwise count for as long. If this flush was short by chance, the next ones show it.
+        """
         last, self._flush_steps = self._flush_steps, 0
         alike = [steps for steps in self._flushes if steps <= 2 * last]
         self._flushes = deque([*alike, last], LATEST)
 
     def _step_seconds(self) -> float:
-        """Without a checkpoint; with one where every step has one."""
+        """Return the seconds of a step without a checkpoint; with one where every step has one."""
         return self._plain.median or self._copying.median
 
     def _memory_seconds(self) -> float:
@@ -178,7 +179,7 @@ class StepTimer:
         return len(values) >= ENOUGH_STEPS
 
     def figures(self) -> CostEstimate:
-        """As far as known."""
+        """Return the costs that are known so far."""
         step = self._step_seconds()
         if not self._known(self._plain) and not self._known(self._copying):
             return UNKNOWN
@@ -201,7 +202,7 @@ class StepTimer:
     def _local_us(self) -> int:
         if not self._commits:
             return 0
-        # One commit tells nothing of noise; steps do.
+        # One commit does not show the noise; steps do.
         noise = (self._plain or self._copying).spread * sqrt(median(self._commit_steps))
         return _us(self._local.follow(self._commits.median, self._commits.error(noise)))
 
@@ -213,13 +214,13 @@ class StepTimer:
 
 
 def _us(seconds: float) -> int:
-    """At least 1: 0 is unknown."""
+    """Convert to microseconds, at least 1: 0 means unknown."""
     return max(1, round(1e6 * seconds))
 
 
 @dataclass(frozen=True)
 class Change:
-    """An interval that is another one from now on."""
+    """An interval that changes."""
 
     level: Level
     every_steps: int
@@ -228,7 +229,7 @@ class Change:
     step_seconds: float
 
     def text(self) -> str:
-        """For people."""
+        """The change in words."""
         return (
             f"every {self.every_steps} steps (was {self.before_steps}): a version costs "
             f"{1e3 * self.cost_seconds:.2f} ms, a step takes {1e3 * self.step_seconds:.1f} ms"
@@ -236,7 +237,7 @@ class Change:
 
 
 class Tuner:
-    """The intervals; a function of agreed figures alone, so alike on every rank."""
+    """The intervals; a function of agreed figures alone, so equal on every rank."""
 
     def __init__(self, config: Config) -> None:
         self.every_steps = {
@@ -244,7 +245,7 @@ class Tuner:
             for level, interval in INTERVALS.items()
             if getattr(config, level).every_steps == AUTO
         }
-        """By level: those that are automatic."""
+        """The automatic intervals, by level."""
         self._budget = config.overhead_budget
         self._rate_known = config.mean_failure_seconds > 0
         there = [level for level in INTERVALS if config.uses(level)]
@@ -252,13 +253,13 @@ class Tuner:
         self._rates = dict(zip(there, rates(there, rate) if there else [], strict=True))
 
     def due(self, level: Level, last: int, version: int) -> bool:
-        """True when a version of this automatic level is due, `last` having been taken."""
+        """True when a version of this automatic level is due; `last` is the last one taken."""
         every = self.every_steps[level]
         probe = level == MEMORY and every == 1 and version % PROBE_STEPS == 0
         return not probe and version // every > last // every
 
     def heed(self, version: int, before: int, agreed: CostEstimate) -> tuple[Change, ...]:
-        """What changes at this boundary, given what all ranks agreed on at the last one.
+        """Return the changes at this boundary, given the agreed figures of the last one.
 
         `before`: the version of the last boundary.
         """
@@ -266,7 +267,7 @@ class Tuner:
         if version // LOOK_STEPS == before // LOOK_STEPS or not agreed.step_us or not known:
             return ()
         step_seconds = agreed.step_us / 1e6
-        # As long again as one lasts, so that steps without it are seen, too.
+        # Twice the duration of a write, so that steps without one are also seen.
         levels = [
             LevelModel(
                 level,
@@ -289,13 +290,13 @@ class Tuner:
         return changes
 
     def _ideal_steps(self, levels: list[LevelModel], step_seconds: float) -> list[float]:
-        # Stretched, and only then held to what a level can do: one that is slow need not be rare.
+        # Stretch first, then apply each level's latency: a slow level need not be rare.
         best = optimum([replace(level, latency_seconds=0.0) for level in levels])
         use_all = not self._rate_known
         best = within_budget(levels, best, self._budget, use_all, least_seconds=step_seconds)
         return [seconds / step_seconds for seconds in best]
 
     def _near(self, level: Level, steps: float) -> float:
-        """The interval that there is, if that is near enough."""
+        """Return the present interval, if it is near enough."""
         every = self.every_steps[level]
         return every if SLACK_DOWN * every <= steps <= SLACK_UP * every else steps

@@ -1,15 +1,15 @@
-"""Interval: how often to take a checkpoint, from what it costs and how often something fails.
+"""Interval model: how often to take a checkpoint, from its cost and the rate of failures.
 
-Pure. Times are in seconds, rates in failures per second of wall time; an interval is training time
-between two checkpoints, without what these cost. Failures come independently of each other and of
-the past (exponential gaps).
+Pure. Times are in seconds, rates in failures per second of wall time. An interval is the training
+time between two checkpoints, without their cost. Failures are independent of each other and of the
+past (exponential gaps).
 
-The ideas are old: the interval of one level is J. W. Young's (Communications of the ACM, 1974) as
-refined by J. T. Daly (Future Generation Computer Systems, 2006). Several levels, each for failures
-of its own, go back to N. Vaidya (1995) and A. Moody et al. (SC 2010); that the best intervals of
-the levels do not depend on each other, to first order, is in S. Di et al. (IPDPS 2014) and
-A. Benoit et al. (IEEE Transactions on Computers, 2017). To keep to an overhead that the user chose
-is the idea of J. Mohan et al. (CheckFreq, FAST 2021).
+The interval of one level is J. W. Young's (Communications of the ACM, 1974) as refined by
+J. T. Daly (Future Generation Computer Systems, 2006). Several levels, each for its own kind of
+failures, go back to N. Vaidya (1995) and A. Moody et al. (SC 2010). The best intervals of levels
+do not depend on each other, to first order: S. Di et al. (IPDPS 2014) and A. Benoit et al. (IEEE
+Transactions on Computers, 2017). Holding to an overhead that the user chose is the idea of
+J. Mohan et al. (CheckFreq, FAST 2021).
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from dataclasses import dataclass
 from tierckpt.core.levels import INTERVALS
 
 SHARES: dict[str, float] = {level: interval.failure_share for level, interval in INTERVALS.items()}
-"""Of all failures, how many leave a level as the first that still has a version."""
+"""Share of all failures after which a level is the first that still has a version."""
 
 TINY = 1e-12
 
 
 @dataclass(frozen=True)
 class LevelModel:
-    """One level, as far as it matters here."""
+    """One level's costs and failures."""
 
     name: str
     cost_seconds: float
-    """What one checkpoint adds to the training's wall time, beyond what the levels before add."""
+    """Wall time that one checkpoint adds, beyond the cost on the levels before."""
     failures_per_second: float
-    """Of those failures after which this level is the first that still has a version."""
+    """Rate of failures after which this level is the first that still has a version."""
     restart_seconds: float = 0.0
-    """From such a failure until training is where the version is."""
+    """Time from such a failure until training reaches the version again."""
     latency_seconds: float = 0.0
-    """From the boundary until the version is complete here. Whoever fails meanwhile goes back to
-    the version before, and no other one is taken meanwhile."""
+    """Time from the boundary until the version is complete here. After a failure in between, the
+    job resumes from the version before. No other version is taken here in between."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Where the time goes."""
+    """The shares of time that checkpoints and failures take."""
 
     checkpoints: float
     """Seconds of checkpoints for each second of training."""
     lost: float
-    """Share of the wall time in which steps are made that are lost, or made again."""
+    """Share of the wall time spent on steps that are lost, or repeated."""
     restarts: float
-    """Share of the wall time in which the job comes back."""
+    """Share of the wall time spent on restarts."""
 
     @property
     def goodput(self) -> float:
@@ -60,17 +60,17 @@ class Overhead:
 
 
 def young_seconds(cost_seconds: float, failures_per_second: float) -> float:
-    """The interval at which checkpoints cost as much as what is lost between them."""
+    """Return the interval at which checkpoints cost as much as the steps lost between them."""
     if failures_per_second <= 0:
         return math.inf
     return math.sqrt(2 * cost_seconds / failures_per_second)
 
 
 def daly_seconds(cost_seconds: float, failures_per_second: float) -> float:
-    """Young's, with the failures counted that come in the middle of a checkpoint.
+    """Return Young's interval, corrected for failures during a checkpoint.
 
-    Right to a few parts in a thousand of the overhead as long as a checkpoint takes less than half
-    of the mean time between failures; beyond, as often as there are failures.
+    The overhead is right to a few parts in a thousand as long as a checkpoint takes less than half
+    of the mean time between failures. Beyond that the interval is the mean time between failures.
     """
     young = young_seconds(cost_seconds, failures_per_second)
     if math.isinf(young) or cost_seconds == 0:
@@ -82,10 +82,10 @@ def daly_seconds(cost_seconds: float, failures_per_second: float) -> float:
 
 
 def optimum(levels: Sequence[LevelModel], step_seconds: float = 0.0) -> list[float]:
-    """Every level's best interval, the cheapest level first; infinite where nothing ever fails.
+    """Return every level's best interval, the cheapest level first; infinite without failures.
 
-    Taken alone, a level would often be best off with a shorter interval than one that is cheaper.
-    As what is on a level is on those before it, too, such levels share an interval: that of one
+    Taken alone, a level would often be best off with a shorter interval than a cheaper level. But a
+    version on a level is also on those before it, so such levels share an interval: that of one
     level with the sum of their costs and rates. (Overhead is convex in the intervals' logarithms,
     so joining neighbours until they are in order finds the optimum, as in isotonic regression.)
 
@@ -106,7 +106,7 @@ def optimum(levels: Sequence[LevelModel], step_seconds: float = 0.0) -> list[flo
 
 
 def _best(group: Iterable[LevelModel]) -> float:
-    """The interval of levels that are always taken together."""
+    """Return the interval of levels that are always taken together."""
     group = list(group)
     return daly_seconds(
         sum(level.cost_seconds for level in group),
@@ -115,10 +115,10 @@ def _best(group: Iterable[LevelModel]) -> float:
 
 
 def overhead(levels: Sequence[LevelModel], intervals_seconds: Sequence[float]) -> Overhead:
-    """What these intervals cost, on average and in the long run.
+    """Return the average cost of these intervals in the long run.
 
-    A failure costs half an interval, the latency, and the restart. Good as long as failures are
-    rare beside intervals and restarts; where they are not, the truth is a little better.
+    A failure costs half an interval, the latency, and the restart. The model is good as long as
+    failures are rare compared with intervals and restarts; otherwise it is a little pessimistic.
     """
     checkpoints = lost = restarts = 0.0
     for level, interval in zip(levels, intervals_seconds, strict=True):
@@ -138,19 +138,19 @@ def within_budget(
     use_all: bool = False,
     least_seconds: float = 0.0,
 ) -> list[float]:
-    """The best intervals with which checkpoints take at most `budget` of the training's time.
+    """Return the best intervals with which checkpoints take at most `budget` of the training time.
 
-    All are stretched alike: that loses least, as the best intervals of a smaller failure rate are
-    just the longer ones. With `use_all` they are shortened, too, until the budget is spent: for
-    when nobody knows the failure rate, but only how it divides into levels.
+    All are stretched by one factor: that loses least, since the best intervals of a smaller failure
+    rate are the same intervals, stretched. With `use_all` they are also shortened until the budget
+    is spent; this is for an unknown failure rate of which only the division into levels is known.
 
-    None is shorter than `least_seconds`, or than its level's latency; what such a level cannot
-    spend, the others share.
+    None is shorter than `least_seconds`, or than its level's latency. The budget that such a level
+    cannot spend goes to the others.
     """
     intervals = list(intervals_seconds)
     least = [max(least_seconds, level.latency_seconds) for level in levels]
     held: set[int] = set()
-    """At their least."""
+    """Levels at their least interval."""
 
     def spent(which: Iterable[int], each: Sequence[float]) -> float:
         which = list(which)
@@ -169,10 +169,10 @@ def within_budget(
 
 
 def rates(levels: Collection[str], failures_per_second: float) -> list[float]:
-    """The failures dealt out to the levels there are, by `SHARES`.
+    """Divide the failure rate among the levels in use, by `SHARES`.
 
-    A level also repairs what the missing ones before it would have repaired; the last one repairs
-    everything that is left.
+    A level also repairs the failures of unused levels before it; the last one repairs all that are
+    left.
     """
     dealt: list[float] = []
     waiting = 0.0
@@ -186,10 +186,10 @@ def rates(levels: Collection[str], failures_per_second: float) -> list[float]:
 
 
 def whole_steps(intervals_seconds: Sequence[float], step_seconds: float, most: int) -> list[int]:
-    """Intervals as numbers of steps, rounded up, from 1 to `most`.
+    """Return intervals as numbers of steps, rounded up, from 1 to `most`.
 
-    Each is a multiple of the one before: a version that goes to a level goes to those before it,
-    too, and shall not come beside theirs.
+    Each is a multiple of the one before: a version that goes to a level also goes to those before
+    it, and should coincide with theirs.
     """
     found: list[int] = []
     for interval in intervals_seconds:

@@ -1,8 +1,8 @@
-"""Windows: the newest values of something noisy, as many as are alike, and what they tell.
+"""Rolling statistics: the newest values of a noisy quantity, as long as they do not change.
 
-Noise goes down with the number of values, so the window is long. Where its newest values differ
-from the older ones by more than noise does, the older ones are dropped: what really changes is
-followed as fast as by a short one. The idea is ADWIN's (A. Bifet and R. Gavaldà, SDM 2007).
+Noise falls with the number of values, so the window is long. Where its newest values differ from
+the older ones by more than noise, the older ones are dropped: a real change is followed as fast as
+with a short window. The idea is ADWIN's (A. Bifet and R. Gavaldà, SDM 2007).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from statistics import median
 
 MEDIAN_ERROR = 1.2533
-"""Standard error of a median by that of a mean."""
+"""Ratio of the standard error of a median to that of a mean."""
 CERTAIN = 4.0
-"""A difference of so many standard errors is none of chance."""
+"""A difference of this many standard errors is not chance."""
 
 
 class RollingStats:
-    """At most `most` values; `fresh` of them are enough to say that all has changed."""
+    """At most `most` values; `fresh` new ones are enough to show a change."""
 
     def __init__(self, most: int, fresh: int) -> None:
         self._values: deque[float] = deque()
@@ -32,7 +32,7 @@ class RollingStats:
         return len(self._values)
 
     def append(self, value: float) -> None:
-        """Add the newest."""
+        """Add the newest value."""
         if len(self._values) == self._most:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)
@@ -43,7 +43,7 @@ class RollingStats:
             self._forget_others()
 
     def _forget_others(self) -> None:
-        """Few values show a great change, more of them a smaller one."""
+        """Drop older values that differ. Few values show a great change, more a smaller one."""
         values = list(self._values)
         newest = self._fresh
         while len(values) >= 3 * newest:
@@ -55,17 +55,17 @@ class RollingStats:
 
     @property
     def median(self) -> float:
-        """0 without any."""
+        """The median; 0 without values."""
         n = len(self._sorted)
         return (self._sorted[(n - 1) // 2] + self._sorted[n // 2]) / 2 if n else 0.0
 
     @property
     def spread(self) -> float:
-        """Standard deviation, if they are normal; from quartiles, which outliers spare."""
+        """Standard deviation of normal values; from quartiles, which ignore outliers."""
         return _spread(self._sorted)
 
     def error(self, spread: float = 0.0) -> float:
-        """Standard error of the median, if values spread at least like that."""
+        """Return the standard error of the median; `spread` is the least spread to assume."""
         n = len(self._sorted)
         return MEDIAN_ERROR * max(spread, self.spread) / math.sqrt(n) if n else 0.0
 
@@ -82,9 +82,9 @@ def _differ(older: Sequence[float], newer: Sequence[float]) -> bool:
 
 
 class Hysteresis:
-    """An estimate that stays what it is until noise no longer explains the difference.
+    """An estimate that stays constant as long as noise explains the difference.
 
-    Upwards it follows sooner: what costs more than was thought goes beyond a budget.
+    Upwards it follows sooner: a cost that was underestimated exceeds the user's budget.
     """
 
     UP, DOWN = 1.5, 2.5
@@ -95,7 +95,7 @@ class Hysteresis:
         self._known = False
 
     def follow(self, estimate: float, error: float) -> float:
-        """Returns the value, given what is estimated now."""
+        """Return the value after the new `estimate`."""
         up, down = self.value + self.UP * error, self.value - self.DOWN * error
         if not self._known or not down <= estimate <= up:
             self.value, self._known = estimate, True
