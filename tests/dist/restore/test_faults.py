@@ -305,7 +305,7 @@ def test_a_client_that_fails_on_rank_0_leaves_nobody_waiting(
     ranks(2).run(persistent.train_and_close, place, shared, {})
     persistent.lose_the_nodes(place)
     for text in ranks(2).run(look_with_a_client_that_fails, place, shared):
-        assert f"could not be seen in {shared}: RuntimeError: ticket has expired" in text
+        assert f"could not be read: {shared}: RuntimeError: ticket has expired" in text
 
 
 # --- what was verified and cannot be read again --------------------------------------------------
@@ -374,7 +374,7 @@ def test_a_disk_that_fails_after_the_check_is_an_error_on_all_ranks(
         shutil.rmtree(memory, ignore_errors=True)
     told = ranks(2).run(load_from_a_failing_disk, tmp_path, machines, False)
     for each in told:
-        assert "cannot be read again (rank 1): " in each["error"]
+        assert "can no longer be read (rank 1): " in each["error"]
         assert "the disk fails" in each["error"]
         assert each["restored"] == 2
         assert each["levels"] == {"local": 2}

@@ -196,9 +196,7 @@ def test_without_one_of_the_machines_nothing_is_made_up(ranks: Any, tmp_path: Pa
     shutil.rmtree(tmp_path / "host1", ignore_errors=True)  # an agent that ends tidies up there
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
     assert [t["restored"] for t in told] == [(0, {}), (0, {})]
-    said = (
-        "what was found: 1 of 2 shards of v3, shard 1 missing; 1 of 2 shards of v2, shard 1 missing"
-    )
+    said = "found: 1 of 2 shards of v3, shard 1 missing; 1 of 2 shards of v2, shard 1 missing"
     assert [sum(said in text for text in t["complaints"]) for t in told] == [1, 1]
 
 

@@ -49,10 +49,10 @@ def test_a_version_of_another_job_is_told_of_and_who_has_the_place(job: Any) -> 
         with job("b", job_id="two", seed=99) as two:
             assert two.restore() > 0
             (warning,) = warnings(two)
-            assert "was written by job 'one'; this one is called 'two'" in warning
+            assert "was written by job 'one'; this job is called 'two'" in warning
             assert "give it one job_id" in warning
-            assert "two jobs need two places" in warning
-            assert "The place is in use by one on " in warning
+            assert "each job needs its own" in warning
+            assert "The path is in use by one on " in warning
             two.checkpointer.abandon()
         one.checkpointer.abandon()
 
@@ -99,7 +99,7 @@ def test_memory_that_a_moved_directory_left_behind_is_told_of(
         for text in found:
             name = job_id_of(tmp_path / "here")
             assert f"v2 was written by job {name!r}, which has v3 in memory here" in text
-            assert f"start it again with job_id={name!r}" in text
+            assert f"restart it with job_id={name!r}" in text
         second.checkpointer.abandon()
     with job("moved", seed=99, job_id=job_id_of(tmp_path / "here"), **alone) as third:
         assert third.restore() == 3, "as it was told"
@@ -133,8 +133,8 @@ def test_memory_that_a_killed_life_had_in_another_place_is_told_of(
         return
     (text,) = said
     assert text.startswith(f"v3 is in memory in {first.checkpointer._resources.job.path}, ")
-    assert (f"goes on from v{found}" if found else "has found nothing") in text
-    assert text.endswith(f"start it again with {setting}={changed[setting]!r}")
+    assert (f"continues from v{found}" if found else "found nothing") in text
+    assert text.endswith(f"restart it with {setting}={changed[setting]!r}")
     with job("ckpts", seed=99, **alone, **before) as third:
         assert third.restore() == 3, "as it was told"
 

@@ -73,7 +73,7 @@ def test_a_bucket_that_is_not_there_is_an_error_until_it_is_made(
     with start(url, **options) as job:
         with pytest.raises(RestoreError, match=f"{told}.*create the bucket") as refused:
             job.restore()
-        assert "does not start afresh" in str(refused.value)
+        assert "does not start from the beginning" in str(refused.value)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not job.heard("failed", "persistent"):  # one that does not restore is told so
             assert time.monotonic() < deadline

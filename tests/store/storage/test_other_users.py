@@ -68,12 +68,14 @@ def run_id(user: int, umask: int, place: Path, memory: Path, until: int, kill: b
     job.run(until)
     job.settle()
     wrong = [f"{e.name}: {e.message}" for e in job.events if e.name in ("failed", "rejected")]
-    hidden = [e for e in job.heard("notice") if "may not look into" in e.message]
+    hidden = [e for e in job.heard("notice") if "which this user cannot read" in e.message]
     told = {
         "begun": begun,
         "committed": len(job.heard("committed", "local")),
         "wrong": wrong,
-        "hidden": [e.message.partition(", had its slots")[0] for e in hidden],
+        "hidden": [
+            e.message.partition(", which belongs to ")[2].partition(" and ")[0] for e in hidden
+        ],
     }
     (memory / f"told{user}").write_text(json.dumps(told))
     if kill:
@@ -90,7 +92,7 @@ def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memo
         return told["begun"], told["committed"], told["wrong"], told["hidden"]
 
     def after(user: int) -> list[str]:
-        return [f"a killed run of this job, of user {user}"]
+        return [f"user {user}"]
 
     assert run(ANNA, 4, True) == (0, 4, [], [])
     listing = memory / "listing"

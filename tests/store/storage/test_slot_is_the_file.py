@@ -452,7 +452,7 @@ def test_an_image_that_was_cut_is_not_trusted(small_tmpfs: Path, settings: dict[
     with TinyJob(path, seed=9, **settings) as job:
         restored = job.restore()
         assert int(restored) == STEPS - 1
-        assert any("cut short" in text for text in restored.rejected)
+        assert any("truncated" in text for text in restored.rejected)
         job.run(2 * STEPS)
         assert job.fingerprint() == TinyJob(None).run(2 * STEPS).fingerprint()
 

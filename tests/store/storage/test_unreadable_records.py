@@ -106,7 +106,7 @@ def test_no_fresh_start_beside_records_that_cannot_be_read(obstacle: str, left: 
         path.unlink()
         OBSTACLES[obstacle](path)
     text = left.refusal()
-    assert f"could not be seen in {left.where}" in text
+    assert f"could not be read: {left.where}" in text
     assert f"v{STEPS}" in text or f"v{STEPS:010d}" in text
 
 
@@ -134,7 +134,7 @@ def test_damage_in_every_record_is_no_fresh_start(left: Left) -> None:
     text = left.refusal()
     assert f"this job had complete checkpoints (v{STEPS} was one)" in text
     assert text.count("truncated or damaged") == 2
-    assert "To give it up: another path, or moving away what is left" in text
+    assert "To give them up: another path, or moving the remaining files away" in text
 
 
 MANY = 300

@@ -86,9 +86,9 @@ def test_an_agent_that_was_silent_to_two_ranks_has_nothing_any_more() -> None:
 def test_nothing_older_is_planned_where_a_version_lacks_a_key() -> None:
     each = candidates()
     each.reject([(0, failure(found(2, 0), undecodable=True))])
-    with pytest.raises(RestoreError, match="v2 is there and cannot be decoded"):
+    with pytest.raises(RestoreError, match="v2 exists and cannot be decoded"):
         each.plan()
-    with pytest.raises(RestoreError, match="v2 is there and cannot be decoded"):
+    with pytest.raises(RestoreError, match="v2 exists and cannot be decoded"):
         each.plan(1)
 
 
