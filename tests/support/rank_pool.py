@@ -46,7 +46,8 @@ GLOO, ALONE, HOROVODRUN, MPIRUN = "gloo", "alone", "horovodrun", "mpirun"
 
 LAUNCHERS = {
     # The cache is a file in the home directory, read and written without a lock.
-    HOROVODRUN: "horovodrun --gloo --disable-cache -np {size} --network-interfaces lo",
+    HOROVODRUN: "python -m tests.support.horovodrun --gloo --disable-cache -np {size} "
+    "--network-interfaces lo",
     # Over TCP: shared memory of MPI's own would be left behind by ranks that are killed.
     MPIRUN: "mpirun -np {size} --allow-run-as-root --oversubscribe --bind-to none "
     "--mca btl self,tcp --mca btl_tcp_if_include lo --mca oob_tcp_if_include lo "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,6 +82,16 @@ class Sentences(Net):
 def horovod() -> Any:
     """The module `horovod.torch`."""
     return importlib.import_module("horovod.torch")
+
+
+def init_again(place: Place, rank: int) -> None:
+    """`hvd.init()` after a shutdown of the two ranks, when that is over on both: before, one would
+    look for the other where it was."""
+    folder = Path(place.path).parent
+    (folder / f"down{rank}").touch()
+    while len(list(folder.glob("down*"))) < 2:
+        time.sleep(0.005)
+    horovod().init()
 
 
 def import_adapter() -> Any:

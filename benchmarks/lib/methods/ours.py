@@ -83,7 +83,9 @@ class OursMemory(Method):
         `save()` is no alternative: it takes effect a step later, and goes to all levels. In a real
         job the interval makes a version due.
         """
-        setattr(self._checkpointer._schedule, f"last_{self.level}", at)
+        last = self._checkpointer._schedule.last
+        assert self.level in last, "the schedule has changed: this method would take no version"
+        last[self.level] = at
 
     def _event(self, event: Any) -> None:
         """Collect an event, on the training thread at a later boundary."""

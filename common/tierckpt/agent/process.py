@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
+from tierckpt.storage.files import file_lock
 from tierckpt.storage.memory.job_directory import take_lock
 
 from . import environment as environment
@@ -46,7 +47,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
         listener.close()
         place.address.unlink(missing_ok=True)
         place.lock.unlink(missing_ok=True)
-        os.close(fd)
+        file_lock.close(fd)
         place.job.remove_if_unused()
     return 0
 

@@ -18,10 +18,11 @@ from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.core.retention import RetentionPolicy, retirable
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
+from tierckpt.storage.files import file_lock
 from tierckpt.storage.local.encoded_files import References, commit_encoded
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import CommitTimes, LocalStore
-from tierckpt.storage.memory.slots import Slot, pin, unpin
+from tierckpt.storage.memory.slots import Slot
 from tierckpt.storage.suspects import SuspectMarks
 
 from . import protocol
@@ -218,7 +219,7 @@ class TrainerSession:
             times, nbytes = self._commit_slot(key, slot, nbytes, manifest)
         finally:
             if slot is not None:
-                unpin(slot.fd)
+                file_lock.unlock(slot.fd)
                 if slot.path is None:  # its descriptor came with the message, and will come again
                     self._slots.pop(_file_of(slot.fd)).close()
         seconds = (times.write_seconds, times.commit_seconds)
@@ -264,7 +265,7 @@ class TrainerSession:
         slot = self._slots.setdefault(_file_of(found.fd), found)
         if slot is not found:
             found.close()
-        pin(slot.fd)
+        file_lock.lock_shared(slot.fd)
         return slot
 
     def _sealed(self, slot: Slot, key: ShardKey) -> tuple[bytes, int]:

@@ -166,7 +166,7 @@ class NodeResources:
     def _unlock(self, remove: bool = True) -> None:
         if remove:
             self.job.lock_path(self._rank).unlink(missing_ok=True)
-        self.job.unlock_rank(self._rank, self._lock_fd)
+        self.job.unlock_rank(self._lock_fd)
 
 
 __all__ = ["NodeResources"]

@@ -126,7 +126,7 @@ def _is_in_use(config: Config) -> bool:
     """Whether this process has a rank's place in the job already: another one's, in a group of
     other ranks."""
     job = config.job_id or job_id_of(config.path)
-    return file_lock.any_held_in(JobDirectory.at(config.shm_dir, job, config.node).path)
+    return file_lock.any_held(JobDirectory.at(config.shm_dir, job, config.node).path)
 
 
 def _compared(config: Config) -> Iterable[tuple[str, str]]:

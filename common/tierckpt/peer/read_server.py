@@ -20,10 +20,11 @@ from tierckpt.core.levels import AGENT, MEMORY
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Key, ParityKey, ShardKey
 from tierckpt.format.manifest import digest
+from tierckpt.storage.files.file_lock import lock_shared_again
 from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.memory.slots import pin_again, read_image, sealed_at
+from tierckpt.storage.memory.slots import read_image, sealed_at
 
 MOST_BYTES = 4 << 20
 """Limit of one read, held in memory."""
@@ -51,7 +52,7 @@ class ReadServer:
         memory and on disk is listed twice: one of the copies may be damaged."""
         self.asked_at = time.monotonic()
         seen = [take_inventory(self._job, store, "") for store in self._stores] if self._job else []
-        pin_again()
+        lock_shared_again()
         found = {(f.key, f.place.level): f for each in seen for f in each.found}
         listing = {
             "generation": max((each.generation for each in seen), default=0),
@@ -74,7 +75,7 @@ class ReadServer:
                 if manifest.key == key and (data := sealed_at(path)) is not None:
                     return data
         finally:
-            pin_again()
+            lock_shared_again()
         raise _not_here(key)
 
     def read(
@@ -103,7 +104,7 @@ class ReadServer:
                 raise _stored_otherwise(key)
             return data
         finally:
-            pin_again()
+            lock_shared_again()
 
     def _store_of(self, key: ShardKey) -> LocalStore:
         """The store that has `key`."""

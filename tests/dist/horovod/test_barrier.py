@@ -23,6 +23,7 @@ from tests.support.training import (
     Place,
     attach,
     horovod,
+    init_again,
     make_horovod_job,
     only_layers_release,
     rank,
@@ -409,10 +410,10 @@ def gone_on_with_another_checkpointer(
         module._backward_hooks.clear()
     first.abandon()
     if anew:
-        hvd = horovod()
-        hvd.barrier()
-        hvd.shutdown()
-        hvd.init()
+        number = rank()
+        horovod().barrier()
+        horovod().shutdown()
+        init_again(place, number)
     second = attach(job, place).ckpt
     restored = second.restore()
     train(job, second, range(restored, 6))

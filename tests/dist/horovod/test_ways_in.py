@@ -24,7 +24,9 @@ from tests.support.training import (
     attach,
     horovod,
     import_adapter,
+    init_again,
     make_horovod_job,
+    rank,
     train,
 )
 from tests.support.warm_python.servers import PYTHON
@@ -267,6 +269,7 @@ def shut_down_first(place: Place, handled: bool) -> dict[str, Any]:
     job = make_horovod_job()
     ckpt = attach(job, place, local_every_steps=100).ckpt
     train(job, ckpt, range(3))
+    number = rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scripts, "_ends", [])
         atexit.unregister(scripts.close_at_exit(lambda: ckpt))
@@ -279,7 +282,7 @@ def shut_down_first(place: Place, handled: bool) -> dict[str, Any]:
             except StopIteration:
                 drop_in.shutdown()
     up = hvd.is_initialized()
-    hvd.init()
+    init_again(place, number)
     told = {"closed": ckpt.closed, "left": place.segments(), "durable": len(place.shards())}
     return {**told, "up": up}
 
@@ -290,9 +293,10 @@ def shut_down_behind_our_back(place: Place) -> tuple[list[str], int]:
     job = make_horovod_job()
     attached = attach(job, place, local_every_steps=100)
     train(job, attached.ckpt, range(3))
+    number = rank()
     hvd.shutdown()
     attached.ckpt.close_or_abandon()
-    hvd.init()
+    init_again(place, number)
     return [e.message for e in attached.said("no final checkpoint")], len(place.segments())
 
 

@@ -69,7 +69,7 @@ class Job(TinyJob):
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not true():
             assert time.monotonic() < deadline, [e.text() for e in self.events[-20:]]
-            time.sleep(0.002)  # the agent needs the time more
+            time.sleep(0.01)  # the agent needs the time more
             self.run(self.iteration + 1)
 
     def versions(self, level: str) -> list[int]:

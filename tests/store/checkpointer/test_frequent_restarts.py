@@ -65,7 +65,7 @@ def test_the_persistent_level_too(start: Start, tmp_path: Path) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not job.heard("committed", "persistent"):  # which only a boundary hears
             assert time.monotonic() < deadline
-            time.sleep(0.002)
+            time.sleep(0.01)
             job.run(job.iteration + 1)
         job.checkpointer.abandon()
 

@@ -20,11 +20,12 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.peer import read_client, read_server
 from tierckpt.peer.read_client import RemoteNode
 from tierckpt.peer.transport import Transport
+from tierckpt.storage.files import file_lock
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory import slots
 from tierckpt.storage.memory.image_file import ImageFile
 from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.memory.slots import Slot, pin, seal_area_bytes
+from tierckpt.storage.memory.slots import Slot, seal_area_bytes
 from tierckpt.storage.persistent import VersionName
 
 
@@ -34,7 +35,7 @@ def slot(shm_dir: Path) -> Iterator[Slot]:
     job = JobDirectory.at(shm_dir, "job")
     job.create()
     made = sealed(job.slot_path(0, 0), manifest())
-    pin(made.fd)
+    file_lock.lock_shared(made.fd)
     yield made
     made.remove()
 

@@ -44,7 +44,7 @@ def test_a_version_of_another_job_is_told_of_and_who_has_the_place(job: Any) -> 
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not one.heard("committed", "persistent"):  # which only a boundary hears
             assert time.monotonic() < deadline
-            time.sleep(0.002)
+            time.sleep(0.01)
             one.run(one.iteration + 1)
         with job("b", job_id="two", seed=99) as two:
             assert two.restore() > 0

@@ -443,15 +443,15 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
 ) -> None:
     """Another one looks between the making of the file and its lock."""
     removed = []
-    lock = file_lock.try_lock_for_good
+    lock = file_lock.lock_for_good
 
-    def late(fd: int) -> bool:
+    def late(fd: int, path: Path) -> bool:
         if not removed:
             removed.append(tmp_path / f".claim.{TOKEN}.0.new")
             removed[0].unlink()
-        return lock(fd)
+        return lock(fd, path)
 
-    monkeypatch.setattr(file_lock, "try_lock_for_good", late)
+    monkeypatch.setattr(file_lock, "lock_for_good", late)
     assert mine().stake() == ""
     assert removed
     assert marks(tmp_path) == [f".claim.{TOKEN}.0"]

@@ -19,9 +19,10 @@ from tierckpt.checkpointer.attach import held_bytes
 from tierckpt.config import Config
 from tierckpt.format.ids import PAGE_BYTES, VersionId
 from tierckpt.group import Node
+from tierckpt.storage.files.file_lock import lock_shared, unlock
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
-from tierckpt.storage.memory.slots import Slot, pin, seal_area_bytes, unpin
+from tierckpt.storage.memory.slots import Slot, seal_area_bytes
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 IMAGE_BYTES = 2 * PAGE_BYTES
@@ -107,8 +108,9 @@ def test_what_an_agent_of_the_life_before_reads_is_never_chosen(
     pool.close(remove=False)
     reader = python(
         "import sys; from pathlib import Path; "
-        "from tierckpt.storage.memory.slots import Slot, pin\n"
-        "slot = Slot.open(Path(sys.argv[1])); pin(slot.fd); print('pinned', flush=True)\n"
+        "from tierckpt.storage.memory.slots import Slot\n"
+        "from tierckpt.storage.files.file_lock import lock_shared\n"
+        "slot = Slot.open(Path(sys.argv[1])); lock_shared(slot.fd); print('pinned', flush=True)\n"
         "sys.stdin.read()",
         pool.job.slot_path(0, 0),
     )
@@ -298,7 +300,7 @@ def small_tmpfs_free(folder: Path) -> int:
 
 def test_a_pin_of_ours_does_not_keep_us_from_our_slot(pool: SlotPool) -> None:
     slot = fill(pool, 1)
-    pin(slot.fd)
+    lock_shared(slot.fd)
     fill(pool, 2)
     assert pool.choose({v(2)}, set(), SEAL_BYTES, IMAGE_BYTES) is slot
-    unpin(slot.fd)
+    unlock(slot.fd)

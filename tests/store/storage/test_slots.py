@@ -19,14 +19,15 @@ import pytest
 from tests.support.processes import end, python
 from tests.support.shards import IMAGE_BYTES, manifest
 from tierckpt.errors import TierckptError
+from tierckpt.storage.files.file_lock import lock_shared, unlock
 from tierckpt.storage.memory import abandoned
 from tierckpt.storage.memory.job_directory import (
     JobBusyError,
     JobDirectory,
-    _path_lockable,
+    _unlocked,
     job_id_of,
 )
-from tierckpt.storage.memory.slots import Slot, pin, read_seal, seal_area_bytes, unpin
+from tierckpt.storage.memory.slots import Slot, read_seal, seal_area_bytes
 
 SEAL_BYTES = seal_area_bytes(1)
 OBSTACLES: dict[str, Callable[[Path], object]] = {
@@ -147,8 +148,9 @@ def test_room_for_the_manifest_of_any_number_of_blocks() -> None:
 def test_another_process_that_reads_a_slot_is_seen(slot: Slot) -> None:
     reader = python(
         "import sys; from pathlib import Path; "
-        "from tierckpt.storage.memory.slots import Slot, pin\n"
-        "slot = Slot.open(Path(sys.argv[1])); pin(slot.fd); print('pinned', flush=True)\n"
+        "from tierckpt.storage.files.file_lock import lock_shared\n"
+        "from tierckpt.storage.memory.slots import Slot\n"
+        "slot = Slot.open(Path(sys.argv[1])); lock_shared(slot.fd); print('pinned', flush=True)\n"
         "sys.stdin.read()",
         slot.path,
     )
@@ -163,9 +165,9 @@ def test_another_process_that_reads_a_slot_is_seen(slot: Slot) -> None:
 
 
 def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
-    pin(slot.fd)
+    lock_shared(slot.fd)
     assert not slot.in_use_elsewhere()
-    unpin(slot.fd)
+    unlock(slot.fd)
 
 
 # --- whose they are ------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ def test_a_rank_that_lives_in_another_process_is_busy(
     assert "waiting at most 0.1 s for its end" in waits
     assert "Two jobs cannot write to one path: give this one another path" in str(caught.value)
     assert "another job_id if that is set" in str(caught.value)
-    os.close(job.lock_rank(1, patience_seconds=0.1))
+    job.unlock_rank(job.lock_rank(1, patience_seconds=0.1))
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
@@ -251,7 +253,7 @@ def test_a_rank_that_was_killed_is_free_at_once(
     job: JobDirectory, living: subprocess.Popen[str]
 ) -> None:
     living.send_signal(signal.SIGKILL)
-    os.close(job.lock_rank(0))
+    job.unlock_rank(job.lock_rank(0))
 
 
 def test_a_rank_that_is_just_dying_is_waited_for(
@@ -260,7 +262,7 @@ def test_a_rank_that_is_just_dying_is_waited_for(
     killer = python(
         "import sys, os, time; time.sleep(0.3); os.kill(int(sys.argv[1]), 9)", living.pid
     )
-    os.close(job.lock_rank(0, patience_seconds=60))
+    job.unlock_rank(job.lock_rank(0, patience_seconds=60))
     end(killer)
 
 
@@ -350,7 +352,7 @@ def test_a_job_that_was_back_meanwhile_is_waited_for_anew(
 ) -> None:
     """Also where nobody looked while it lived."""
     assert job.remove_dead_jobs(linger_seconds=3000) == []
-    other.unlock_rank(0, other.lock_rank(0))
+    other.unlock_rank(other.lock_rank(0))
     wait(4000)
     assert job.remove_dead_jobs(linger_seconds=3000) == []
     wait(3000)
@@ -402,7 +404,7 @@ def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
     def look_and_come_back(self: JobDirectory, *arguments: int) -> object:
         found = looked(self, *arguments)
         returned.append(python(HOLD_RANK, job.root.parent, "other"))
-        while not (waits_for_a_lock(returned[0].pid) or not _path_lockable(taken)):
+        while not (waits_for_a_lock(returned[0].pid) or not _unlocked(taken)):
             assert returned[0].poll() is None
         return found
 
@@ -445,7 +447,7 @@ def test_a_place_whose_folder_is_just_being_removed_is_made_anew(
     fd = job.lock_rank(0, patience_seconds=0.1)
     assert not left
     assert job.lock_path(0).exists()
-    job.unlock_rank(0, fd)
+    job.unlock_rank(fd)
 
 
 def test_a_job_never_removes_itself(job: JobDirectory) -> None:
@@ -458,9 +460,9 @@ def test_a_second_trainer_in_the_same_process_is_refused_too(job: JobDirectory) 
     first = job.lock_rank(0)
     try:
         with pytest.raises(JobBusyError):
-            os.close(job.lock_rank(0, patience_seconds=0.1))
+            job.lock_rank(0, patience_seconds=0.1)
     finally:
-        os.close(first)
+        job.unlock_rank(first)
 
 
 def test_a_job_of_the_same_process_stays_locked_when_another_one_is_made(
@@ -475,7 +477,7 @@ def test_a_job_of_the_same_process_stays_locked_when_another_one_is_made(
         end(probe)
         assert said == "", "another process took the rank of a living trainer"
     finally:
-        os.close(first)
+        job.unlock_rank(first)
 
 
 def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirectory) -> None:
@@ -495,7 +497,7 @@ def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirecto
         assert left == [agent, "agent0.socket", "r00000.lock"]
     finally:
         end(holder)
-        job.unlock_rank(0, first)
+        job.unlock_rank(first)
 
 
 HOLD = "fd = take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"

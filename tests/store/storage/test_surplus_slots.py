@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tierckpt.storage.files import file_lock
 from tierckpt.storage.memory.job_directory import JobDirectory, take_lock
-from tierckpt.storage.memory.slots import Slot, pin
+from tierckpt.storage.memory.slots import Slot
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0
@@ -66,9 +67,9 @@ def test_slots_of_ranks_that_are_not_here_any_more(settings: dict[str, Any]) -> 
         place = folder(job)
         Slot.create(place.slot_path(1, 0), "r00001.0", 4096, 4096).close()
         Slot.create(place.slot_path(2, 0), "r00002.0", 4096, 4096).close()
-        other = take_lock(place.lock_path(2))  # POSIX: for this process it is not locked
+        other = take_lock(place.lock_path(2))
         assert other is not None
-        os.close(other)
+        file_lock.close(other)
         job.run(3)
         assert segments(job) == ["r00000.0", "r00000.1"]
 
@@ -78,7 +79,7 @@ def held(path: Path, is_lock: bool, told: Connection) -> None:
     if is_lock:
         assert take_lock(path) is not None
     else:
-        pin(os.open(path, os.O_RDWR))
+        file_lock.lock_shared(os.open(path, os.O_RDWR))
     told.send("held")
     signal.pause()
 

@@ -5,11 +5,9 @@ a process that was killed. Standard library only.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
-import threading
 from pathlib import Path
 
 from tierckpt import _faults
@@ -20,11 +18,6 @@ from . import durable, file_lock
 WRITE_BYTES = 8 * 1024 * 1024
 """Size of one write: large enough for the device, small enough to be interrupted."""
 
-_files_lock = threading.Lock()
-_written_here: set[tuple[int, int]] = set()
-"""Device and inode of the files that this process is writing. POSIX locks do not exclude their own
-process, and closing any descriptor of such a file would drop its lock."""
-
 
 class DirectFile:
     """See the module's text. For one thread at a time; every method may raise OSError."""
@@ -33,19 +26,15 @@ class DirectFile:
         """Raises BlockingIOError where another process is at it: one that hangs would be waited for
         as long as it lives."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        with _files_lock:
-            try:
-                self._fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o644), True
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # tmpfs of older kernels, some network file systems
-                    raise
-                self._fd, self.direct = os.open(path, flags, 0o644), False
-            durable.share(self._fd, path.parent)
-            found = os.fstat(self._fd)
-            self._file = (found.st_dev, found.st_ino)
-            _written_here.add(self._file)
         try:
-            if not file_lock.try_lock(self._fd):
+            self._fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o644), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # tmpfs of older kernels, some network file systems
+                raise
+            self._fd, self.direct = os.open(path, flags, 0o644), False
+        try:
+            durable.share(self._fd, path.parent)
+            if not file_lock.lock(self._fd):
                 raise BlockingIOError(f"another process is still writing {path}")
         except OSError:
             self.close()
@@ -59,9 +48,7 @@ class DirectFile:
 
     def close(self) -> None:
         """Close and unlock."""
-        with _files_lock:
-            _written_here.discard(self._file)
-            os.close(self._fd)
+        file_lock.close(self._fd)
 
     def write(self, image: memoryview, start: int) -> None:
         """Write `image` at byte `start` of the file."""
@@ -90,26 +77,3 @@ class DirectFile:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.direct = False
-
-
-def unlocked(path: Path) -> bool:
-    """True when no process, this one included, is writing the file."""
-    with _files_lock, contextlib.ExitStack() as opened:
-        try:
-            # Opened without access first, which no lock notices, and which says what file it is.
-            name = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            opened.callback(os.close, name)
-            found = os.fstat(name)
-            if (found.st_dev, found.st_ino) in _written_here:
-                return False
-            link = f"/proc/self/fd/{name}"
-            try:
-                fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
-            except PermissionError:  # another user's: readers' locks keep out writers, too
-                fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-                opened.callback(os.close, fd)
-                return file_lock.free(fd)
-            opened.callback(os.close, fd)
-            return file_lock.try_lock(fd)
-        except OSError:
-            return False

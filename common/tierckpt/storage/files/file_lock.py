@@ -1,8 +1,12 @@
-"""One lock, of one process at a time, on an open file; the kernel drops it when its process ends.
+"""Locks on files: those that this process has, and whether anybody has one. Standard library only.
 
-POSIX's: NFS knows it, too. It does not keep out the process that has it, and closing any descriptor
-of the file drops it. Where other code of the process may open the file, a lock of the open file
-description is better (`try_lock_for_good`): each kind keeps out the other. Standard library only.
+The locks are POSIX's, which NFS knows, too; the kernel drops them when the process ends. It has two
+rules more: they do not keep out the process that has them, and closing any descriptor of the file
+drops them. So all of this process's locks are in one registry, and a file in it is never opened to
+be probed. Where other code of the process may open the file, a lock of the open file description is
+better (`lock_for_good`): each kind keeps out the other.
+
+A forked child has none of its parent's locks. Any thread.
 """
 
 from __future__ import annotations
@@ -12,127 +16,198 @@ import errno
 import fcntl
 import os
 import struct
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 
-_for_good: set[int] = set()
-"""Descriptors that this process has locked so. A child that is forked would keep the lock when its
-parent is killed, so it gives them up at once."""
-_held: dict[Path, int] = {}
-"""By path of a locked file, the process that has the lock: a forked child has none of them."""
+_HELD = (errno.EACCES, errno.EAGAIN)
+"""The errors that say that another process has the lock."""
 
 
-def try_lock(fd: int) -> bool:
-    """False where another process has the lock. Raises OSError where there are no locks."""
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
+@dataclass(frozen=True)
+class _Lock:
+    """One lock of this process."""
+
+    file: tuple[int, int]
+    """Device and inode."""
+    path: Path | None
+    """The name under which the process took it, if it asks by that."""
+    shared: bool = False
+    for_good: bool = False
+    """Of the open file description. A child that is forked would keep it when its parent is killed,
+    so it gives it up at once."""
+
+
+_locks: dict[int, _Lock] = {}
+"""By descriptor."""
+_registry = threading.Lock()
+"""Held while a file is locked or probed: a probe that ends later would drop the new lock."""
+
+
+def lock(fd: int, path: Path | None = None) -> bool:
+    """Lock the file until `close`. False where another process has it locked. Raises OSError where
+    there are no locks. This process is not kept out: see `held_here`."""
+    with _registry:
+        if not try_lock(fd):
             return False
-        raise
-    return True
+        _locks[fd] = _Lock(_file_of(fd), path)
+        return True
 
 
-def try_lock_for_good(fd: int) -> bool:
-    """As `try_lock`, until `close`; also when this process opens the file once more and closes that
-    (a backup of its folder). Where there is no such lock it is the usual one."""
+def lock_for_good(fd: int, path: Path) -> bool:
+    """As `lock`; the lock stays when this process opens the file once more and closes that (a
+    backup of its folder). Where there is no such lock it is the usual one."""
     whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
+        if error.errno in _HELD:
             return False
         if error.errno not in (errno.EINVAL, errno.ENOSYS):
             raise
-        return try_lock(fd)
-    _for_good.add(fd)
+        return lock(fd, path)
+    with _registry:
+        _locks[fd] = _Lock(_file_of(fd), path, for_good=True)
     return True
 
 
+def lock_shared(fd: int) -> None:
+    """Share a lock with other readers, until `unlock`; waits for a writer's."""
+    with _registry:
+        fcntl.lockf(fd, fcntl.LOCK_SH)
+        _locks[fd] = _Lock(_file_of(fd), None, shared=True)
+
+
+def lock_shared_again() -> None:
+    """Lock again what `lock_shared` has locked, after this process has opened and closed such
+    files."""
+    with _registry:
+        for fd, each in _locks.items():
+            if each.shared:
+                fcntl.lockf(fd, fcntl.LOCK_SH)
+
+
+def unlock(fd: int) -> None:
+    """Give the lock up; the file stays open."""
+    with _registry:
+        _locks.pop(fd, None)
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
 def close(fd: int) -> None:
-    """Close it, and with it give up a lock `for_good`."""
-    _for_good.discard(fd)
-    os.close(fd)
+    """Close the file, and with it give up its lock, if it has one."""
+    with _registry:
+        _locks.pop(fd, None)
+        os.close(fd)
 
 
-def _give_up_in_child() -> None:
-    """The numbers stay taken, as whoever has them may close them."""
-    if _for_good:
-        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd in _for_good:
-            os.dup2(nothing, fd, inheritable=False)
-        os.close(nothing)
-        _for_good.clear()
+def held_here(path: Path) -> bool:
+    """True while this process has the file locked, be it by another name of its folder. A file that
+    was removed meanwhile counts by its name."""
+    held = list(_locks.values())
+    if any(each.path == path for each in held):
+        return True
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return any(each.file == (found.st_dev, found.st_ino) for each in held)
+    return False
 
 
-os.register_at_fork(after_in_child=_give_up_in_child)
+def any_held(folder: Path | None = None) -> bool:
+    """True while this process has locked any file by its name, in that folder if one is given."""
+    paths = [each.path for each in list(_locks.values()) if each.path is not None]
+    return any(folder in (None, path.parent) for path in paths)
+
+
+def unlocked(path: Path) -> bool:
+    """True when no process, this one included, has the file locked. Raises OSError where it cannot
+    be opened, or there are no locks."""
+    with _registry, contextlib.ExitStack() as opened:
+        # Opened without access first, which no lock notices, and which says what file it is.
+        name = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        opened.callback(os.close, name)
+        file = _file_of(name)
+        if any(each.file == file for each in _locks.values()):
+            return False
+        link = f"/proc/self/fd/{name}"
+        try:
+            fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:  # another user's: readers' locks keep out writers, too
+            fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
+            return free(fd)
+        opened.callback(os.close, fd)
+        return try_lock(fd)
+
+
+# --- of a descriptor, past the registry ----------------------------------------------------------
+
+
+def try_lock(fd: int) -> bool:
+    """False where another process has the lock. Raises OSError where there are no locks. Until any
+    descriptor of the file is closed."""
+    return _try(fd, fcntl.LOCK_EX)
 
 
 def free(fd: int) -> bool:
     """False where another process has the lock; `fd` need not be one that may be written to.
     Raises OSError where there are no locks."""
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
-    fcntl.lockf(fd, fcntl.LOCK_UN)
-    return True
+    return _try_and_undo(fd, fcntl.LOCK_SH)
 
 
 def lockable(fd: int) -> bool:
     """True where `try_lock` would get it; no longer locked, if it was by this process."""
-    if not try_lock(fd):
+    return _try_and_undo(fd, fcntl.LOCK_EX)
+
+
+def _try_and_undo(fd: int, how: int) -> bool:
+    if not _try(fd, how):
         return False
     fcntl.lockf(fd, fcntl.LOCK_UN)
     return True
 
 
-def hold(path: Path) -> None:
-    """This process has the lock of the file at `path`, which does not keep itself out."""
-    _held[path] = os.getpid()
+def _try(fd: int, how: int) -> bool:
+    try:
+        fcntl.lockf(fd, how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        raise
+    return True
 
 
-def held_here(path: Path) -> bool:
-    """True from `hold` to `let_go`; not in a child that was forked meanwhile."""
-    return _held.get(path) == os.getpid()
+def _file_of(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
-def held_by_another_name(path: Path) -> bool:
-    """As `held_here`, also where its folder had another name: by a link, or another mount."""
-    for each, process in list(_held.items()):
-        if process != os.getpid() or each.name != path.name:
-            continue
-        with contextlib.suppress(OSError):
-            if os.path.samefile(each, path):
-                return True
-    return False
+def _give_up_in_child() -> None:
+    """The numbers of descriptors stay taken, as whoever has them may close them."""
+    global _registry
+    _registry = threading.Lock()  # another thread may have had it
+    for_good = [fd for fd, each in _locks.items() if each.for_good]
+    _locks.clear()
+    if for_good:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in for_good:
+            os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
 
 
-def any_held_in(folder: Path) -> bool:
-    """True while this process has the lock of any file in that folder."""
-    return any(each.parent == folder for each, who in _held.items() if who == os.getpid())
-
-
-def any_held() -> bool:
-    """True while this process has the lock of any file."""
-    return os.getpid() in _held.values()
-
-
-def let_go(path: Path) -> None:
-    """The inverse of `hold`."""
-    _held.pop(path, None)
-
+os.register_at_fork(after_in_child=_give_up_in_child)
 
 __all__ = [
     "any_held",
     "close",
     "free",
-    "held_by_another_name",
     "held_here",
-    "hold",
-    "let_go",
+    "lock",
+    "lock_for_good",
+    "lock_shared",
+    "lock_shared_again",
     "lockable",
     "try_lock",
-    "try_lock_for_good",
+    "unlock",
+    "unlocked",
 ]

@@ -159,7 +159,6 @@ class DirectoryClaim:
         if fd is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
-            file_lock.let_go(self._path)
             file_lock.close(fd)
 
     def _make(self) -> None:
@@ -170,10 +169,9 @@ class DirectoryClaim:
             try:
                 durable.share(fd, self._directory)
                 os.pwrite(fd, self._mine.encode(), 0)
-                if file_lock.try_lock_for_good(fd):
+                if file_lock.lock_for_good(fd, self._path):
                     os.rename(new, self._path)
                     self._fd = fd
-                    file_lock.hold(self._path)
                     return
             except FileNotFoundError:  # somebody took it for a dead one's
                 pass
@@ -213,7 +211,7 @@ class DirectoryClaim:
 
     def _look(self, path: Path) -> Claim | None:
         """None where it is nobody's any more."""
-        if file_lock.held_by_another_name(path):  # another checkpointer of this process has it
+        if file_lock.held_here(path):  # another checkpointer of this process has it
             return replace(self._mine, job="", starters=(), everyone=())
         try:
             fd, may_write = opened(path)

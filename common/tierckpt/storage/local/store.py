@@ -27,8 +27,8 @@ from pathlib import Path
 from tierckpt import _faults
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import Key, ParityKey, ShardKey
-from tierckpt.storage.files import durable
-from tierckpt.storage.files.direct_file import DirectFile, unlocked
+from tierckpt.storage.files import durable, file_lock
+from tierckpt.storage.files.direct_file import DirectFile
 from tierckpt.storage.files.durable import open_plain
 
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
@@ -381,6 +381,13 @@ class Draft:
         for path in (self._record, self._temp, self._data):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+
+
+def unlocked(path: Path) -> bool:
+    """True when no process, this one included, is writing the file, as far as that can be told."""
+    with contextlib.suppress(OSError):
+        return file_lock.unlocked(path)
+    return False
 
 
 def _has_writer(files: Iterable[Path]) -> bool:

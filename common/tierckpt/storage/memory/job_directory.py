@@ -128,7 +128,6 @@ class JobDirectory:
                 text = f"rank {rank} of job {self.job!r} still runs on this machine (process"
                 on_wait(f"{text} {owner}): waiting at most {patience_seconds:g} s for its end")
             time.sleep(0.05)
-        file_lock.hold(path)
         with contextlib.suppress(OSError):
             abandoned.forget(self.path)
         with contextlib.suppress(OSError):  # the lock is held in any case
@@ -136,10 +135,9 @@ class JobDirectory:
             os.pwrite(fd, "\n".join(lines).encode(), 0)
         return fd
 
-    def unlock_rank(self, rank: int, fd: int) -> None:
+    def unlock_rank(self, fd: int) -> None:
         """The inverse of `lock_rank`."""
-        file_lock.let_go(self.lock_path(rank))
-        os.close(fd)
+        file_lock.close(fd)
 
     def _busy(self, rank: int, owner: str) -> JobBusyError:
         return JobBusyError(
@@ -184,18 +182,18 @@ class JobDirectory:
 
     def alive(self) -> bool:
         """True while any trainer or agent of this job runs."""
-        return any(not _path_lockable(p) for p in _listdir(self.path) if not p.is_symlink())
+        return any(not _unlocked(p) for p in _listdir(self.path) if not p.is_symlink())
 
     def trains(self) -> bool:
         """True while any trainer of this job runs; an agent alone changes no slot."""
-        return any(not _path_lockable(path) for path in self._rank_locks())
+        return any(not _unlocked(path) for path in self._rank_locks())
 
     def watched(self) -> set[str]:
         """Directories in which running trainers of this job look for halt requests. Without those
         of this process: reading its own lock file would drop the lock."""
         found = set[str]()
         for path in self._rank_locks():
-            if not (file_lock.held_here(path) or _path_lockable(path)):
+            if not (file_lock.held_here(path) or _unlocked(path)):
                 # A trainer of another tierckpt may have written no such line.
                 with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
                     found.update(json.loads(path.read_text().split("\n")[1]))
@@ -217,7 +215,7 @@ class JobDirectory:
 
     def has_trainer(self, rank: int) -> bool:
         """True while a trainer of this rank runs on this machine."""
-        return not _path_lockable(self.lock_path(rank))
+        return not _unlocked(self.lock_path(rank))
 
     def dead_seconds(self) -> float:
         """Seconds since the folder was first found unused, as far as known; see `abandoned`. The
@@ -249,7 +247,7 @@ class JobDirectory:
                 rank, index = rank_of(path.name), int(path.name.partition(".")[2])
                 if index < slots and (rank in ranks or self.has_trainer(rank)):
                     continue
-                if _path_lockable(path):
+                if _unlocked(path):
                     remove_segment(path)
                 else:
                     done = False
@@ -268,7 +266,7 @@ class JobDirectory:
                         remove_segment(path)
                     durable.remove(self.lock_path(rank))
             for lock in agents:
-                if _path_lockable(lock):
+                if _unlocked(lock):
                     lock.with_suffix(".socket").unlink(missing_ok=True)
                     durable.remove(lock)
 
@@ -308,7 +306,7 @@ def _jobs_in(root: Path) -> list[JobDirectory]:
 
 
 def take_lock(path: Path) -> int | None:
-    """Make and lock the file, with this process's id in it, until the descriptor is closed.
+    """Make and lock the file, with this process's id in it, until `file_lock.close`.
 
     None when another process holds it. Raises FileNotFoundError when the folder was removed,
     OSError if the path is no plain file, a link included.
@@ -321,7 +319,7 @@ def take_lock(path: Path) -> int | None:
             except OSError as error:
                 error.filename = str(path)  # it was opened relative to the folder
                 raise
-            if not file_lock.try_lock(fd):
+            if not file_lock.lock(fd, path):
                 os.close(fd)
                 return None
             # Its last owner may have removed the file between our open and our lock.
@@ -329,7 +327,7 @@ def take_lock(path: Path) -> int | None:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, str(os.getpid()).encode(), 0)
                 return fd
-            os.close(fd)
+            file_lock.close(fd)
 
 
 @contextlib.contextmanager
@@ -354,20 +352,15 @@ def rank_of(name: str) -> int:
     return int(name[1:].partition(".")[0])
 
 
-def _path_lockable(path: Path) -> bool:
-    if file_lock.held_here(path):
-        return False
+def _unlocked(path: Path) -> bool:
+    """True when no process has it locked. Nobody locks what is no file."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return file_lock.unlocked(path)
     except OSError as error:
         # Only plain files can be locked; the last error is a socket's.
         if error.errno in (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO):
             return True
         raise
-    try:
-        return file_lock.lockable(fd)
-    finally:
-        os.close(fd)
 
 
 def _listdir(path: Path) -> list[Path]:

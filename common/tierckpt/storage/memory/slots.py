@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
-import threading
 from pathlib import Path
 
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import PAGE_BYTES, round_up
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest
-from tierckpt.storage.files import durable
+from tierckpt.storage.files import durable, file_lock
 from tierckpt.storage.files.durable import open_plain, plain
-from tierckpt.storage.files.file_lock import lockable
 from tierckpt.storage.local.store import LocalStore
 
 from .image_file import ImageFile, remove_image
@@ -173,14 +170,14 @@ class Slot:
             return None
 
     def in_use_elsewhere(self) -> bool:
-        """True while another process (an agent that writes it out) has it pinned."""
-        return not lockable(self.fd)
+        """True while another process (an agent that writes it out) holds the segment."""
+        return not file_lock.lockable(self.fd)
 
     def close(self) -> None:
         """Unmap and close; the segment stays."""
         with contextlib.suppress(BufferError):  # a view still exists, and frees it later
             self._map.close()
-        os.close(self.fd)
+        file_lock.close(self.fd)
         if self.file is not None:
             self.file.close()
 
@@ -195,32 +192,6 @@ def remove_segment(path: Path) -> None:
     """Delete the slot at `path`, whether or not a process has it mapped."""
     durable.remove(path)  # first: there must be no seal without its image
     remove_image(path)
-
-
-_pinned: set[int] = set()
-_pinning = threading.Lock()
-
-
-def pin(fd: int) -> None:
-    """Show other processes that this one reads the segment, until `unpin` or its death."""
-    with _pinning:
-        fcntl.lockf(fd, fcntl.LOCK_SH)
-        _pinned.add(fd)
-
-
-def unpin(fd: int) -> None:
-    """The inverse of `pin`."""
-    with _pinning:
-        _pinned.discard(fd)
-        fcntl.lockf(fd, fcntl.LOCK_UN)
-
-
-def pin_again() -> None:
-    """Restore this process's pins, after it has read slots through other descriptors: the kernel
-    drops all locks of a process on a file when it closes one descriptor of the file."""
-    with _pinning:
-        for fd in _pinned:
-            fcntl.lockf(fd, fcntl.LOCK_SH)
 
 
 def _anonymous(name: str) -> int:
