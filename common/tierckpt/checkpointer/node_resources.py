@@ -120,7 +120,7 @@ class NodeResources:
     def left_elsewhere(self) -> set[Path]:
         """Folders in memory, but this job's own, in which killed runs that had this node's
         directory had their slots; each is told of to one node."""
-        return self._claims.told - {self.job.path} if self._claims else set()
+        return self._claims.found_memory - {self.job.path} if self._claims else set()
 
     def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
         """Say where the slots are, if not here, and what they lack for `state`: once a node."""

@@ -48,7 +48,7 @@ def test_a_job_of_two_nodes_is_refused_where_another_one_is(
     finally:
         other.release()
     assert [text for text, _ in told] == [told[0][0]] * len(NODES)
-    assert "another job is at work" in told[0][0]
+    assert "another job uses" in told[0][0]
     assert [there for _, there in told] == [[f"{PREFIX}0ther.0"]] * len(NODES)
     for there in pool.run(stay, place):
         tokens = {name.split(".")[2] for name in there}

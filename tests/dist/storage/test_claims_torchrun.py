@@ -100,7 +100,7 @@ def test_two_torchruns_of_one_name_are_two_jobs(
     second = torchrun("b", 29612, "--nnodes=1")
     until(lambda: second.said("REFUSED"))
     (why,) = second.said("REFUSED")
-    assert f"another job is at work in {tmp_path / 'ckpts'} (process {first.pid()} on" in why
+    assert f"another job uses {tmp_path / 'ckpts'} (process {first.pid()} on" in why
     assert "started by torchrun same" in why
     steps = len(first.said("STEP"))
     until(lambda: len(first.said("STEP")) > steps)

@@ -64,10 +64,10 @@ def mine(tmp_path: Path, notices: list[str]) -> Iterator[Any]:
     made = []
 
     def claim(
-        node: int = 0, token: str = TOKEN, everyone: Any = (), **launch: Any
+        node: int = 0, token: str = TOKEN, run_starters: Any = (), **launch: Any
     ) -> DirectoryClaim:
         tell = lambda text, _: notices.append(text)  # noqa: E731
-        made.append(DirectoryClaim(tmp_path, token, node, tell, Launch(**launch), "", everyone))
+        made.append(DirectoryClaim(tmp_path, token, node, tell, Launch(**launch), "", run_starters))
         return made[-1]
 
     yield claim
@@ -80,8 +80,8 @@ def living(tmp_path: Path) -> Iterator[Any]:
     """`living(**launch)`: another job, in a process of its own, that has claimed the place."""
     made = []
 
-    def start(node: int = 0, everyone: Any = (), **launch: Any) -> subprocess.Popen[str]:
-        told = (json.dumps(launch), json.dumps(everyone))
+    def start(node: int = 0, run_starters: Any = (), **launch: Any) -> subprocess.Popen[str]:
+        told = (json.dumps(launch), json.dumps(run_starters))
         process = python(HOLD, tmp_path, OTHERS, node, *told)
         made.append(process)
         assert process.stdout is not None
@@ -112,8 +112,8 @@ def test_a_job_that_lives_is_named_and_left_alone(
 ) -> None:
     other = living()
     why = mine().stake()
-    assert f"another job is at work in {tmp_path} (process {other.pid} on " in why
-    assert "give this one another path" in why
+    assert f"another job uses {tmp_path} (process {other.pid} on " in why
+    assert "give this job another path" in why
     assert f"remove {tmp_path}/.claim.{OTHERS}.0" in why
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
     (text,) = notices
@@ -205,10 +205,10 @@ SLURM = "cluster/1000/7"
     ("before", "now"),
     [
         ({"job": SLURM}, {"job": SLURM, "attempt": 1}),
-        ({"starters": ["x"], "everyone": ["agent", "x"]}, {"starters": ["agent"]}),
+        ({"starters": ["x"], "run_starters": ["agent", "x"]}, {"starters": ["agent"]}),
         (
-            {"starters": ["x"], "everyone": ["agent", "x"]},
-            {"starters": ["new"], "everyone": ["agent", "new"]},
+            {"starters": ["x"], "run_starters": ["agent", "x"]},
+            {"starters": ["new"], "run_starters": ["agent", "new"]},
         ),
     ],
     ids=["an earlier attempt", "an agent's", "told by another node"],
@@ -236,14 +236,14 @@ def test_a_job_that_lives_is_left_alone_whatever_its_launch_is_called(
     before: dict[str, Any], now: dict[str, Any], mine: Any, living: Any
 ) -> None:
     living(**before)
-    assert "another job is at work" in mine(**now).stake()
+    assert "another job uses" in mine(**now).stake()
 
 
 def test_an_agents_ranks_of_both_lives_must_be_gone_on_its_node(mine: Any, living: Any) -> None:
-    everyone = ["agent", "x"]
-    first = living(0, everyone, starters=["agent"])
-    living(1, everyone, starters=["x"])
-    assert "another job is at work" in mine(starters=["agent"]).stake()
+    run_starters = ["agent", "x"]
+    first = living(0, run_starters, starters=["agent"])
+    living(1, run_starters, starters=["x"])
+    assert "another job uses" in mine(starters=["agent"]).stake()
     first.kill()
     first.wait()
     assert mine(starters=["agent"]).stake() == ""
@@ -322,7 +322,7 @@ def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -
 
 def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, mine: Any) -> None:
     """Its lock would be gone with the first look into the file."""
-    assert mine(token=OTHERS, everyone=["another rank's"]).stake() == ""
+    assert mine(token=OTHERS, run_starters=["another rank's"]).stake() == ""
     (link := tmp_path.parent / f"{tmp_path.name}.link").symlink_to(tmp_path)
     by_link = DirectoryClaim(link, TOKEN, 0, lambda *_: None, Launch(starters=("another rank's",)))
     why = by_link.stake()
@@ -343,7 +343,7 @@ def test_what_cannot_be_opened_is_somebodys(
     path = tmp_path / f".claim.{OTHERS}.0"
     make(path)
     why = mine().stake()
-    assert "another job is at work" in why
+    assert "another job uses" in why
     assert f"remove {path}" in why
     path.rmdir() if path.is_dir() else path.unlink()
     assert mine().stake() == ""
@@ -366,7 +366,7 @@ def test_a_claim_that_says_nothing_of_its_holder_counts(tmp_path: Path, mine: An
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "locked\n"
-    assert "another job is at work" in mine().stake()
+    assert "another job uses" in mine().stake()
     holder.kill()
     end(holder)
     assert mine().stake() == ""
@@ -390,7 +390,7 @@ def test_without_locks_the_job_goes_on_and_is_told(
     monkeypatch.setattr(fcntl, "lockf", none_here)
     assert mine().stake() == ""
     (text,) = notices
-    assert "a job on another machine that has the same path would not be found" in text
+    assert "a job on another machine with the same path would not be noticed" in text
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"], "and touches nobody's"
 
 
@@ -480,7 +480,7 @@ def test_a_second_job_is_refused_until_the_first_one_has_ended(
     first = python(JOB, path, memory)
     assert first.stdout is not None
     assert first.stdout.readline() == "running\n"
-    with pytest.raises(JobBusyError, match=f"another job is at work in {path}.*{first.pid}"):
+    with pytest.raises(JobBusyError, match=f"another job uses {path}.*{first.pid}"):
         TinyJob(path, **settings)
     first.kill()
     end(first)

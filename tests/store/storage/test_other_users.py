@@ -138,7 +138,7 @@ def test_a_living_claim_counts_whoever_may_open_it(mode: int, shared: Path, memo
     claim.chmod(mode)
     try:
         assert run_in_child(ask, shared, answer) == 0
-        assert "another job is at work" in (said := answer.read_text())
+        assert "another job uses" in (said := answer.read_text())
         assert "of user root" in said
         assert f"remove {claim}" in said
         assert claim.exists()
@@ -154,7 +154,7 @@ def test_who_may_not_write_there_is_refused_all_the_same(shared: Path, memory: P
     assert other.stake() == ""
     try:
         assert run_in_child(ask, shared, answer) == 0
-        assert "another job is at work" in answer.read_text()
+        assert "another job uses" in answer.read_text()
     finally:
         other.release()
 

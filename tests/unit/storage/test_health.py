@@ -98,7 +98,7 @@ def test_room_is_counted(place: Path) -> None:
     everything = found.f_blocks * found.f_frsize
     assert check_directory(Need(str(place), needed_bytes=everything // 10**6)) == ""
     said = check_directory(Need(str(place), needed_bytes=everything))
-    assert re.fullmatch(rf"{place}: [\d.]+ \wiB are free and [\d.]+ \wiB needed; make room", said)
+    assert re.fullmatch(rf"{place}: [\d.]+ \wiB are free and [\d.]+ \wiB needed; free space", said)
 
 
 def test_memory_is_counted() -> None:
@@ -110,7 +110,7 @@ def test_memory_is_counted() -> None:
 def test_a_check_that_crashes_is_a_problem(place: Path, fault: Any) -> None:
     fault("kill@health:op=read")
     (problem,) = examine([Need(str(place))])
-    assert problem == f"{place}: the check itself ended with status -9"
+    assert problem == f"{place}: the check ended with status -9"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_check_that_crashes_is_a_problem(place: Path, fault: Any) -> None:
 )
 def test_sizes(text: str, nbytes: int | None) -> None:
     if nbytes is None:
-        with pytest.raises(ConfigError, match="is no size"):
+        with pytest.raises(ConfigError, match="is not a size"):
             health.parse_size(text)
     else:
         assert health.parse_size(text) == nbytes
@@ -142,7 +142,7 @@ def test_the_command_is_for_prologue_scripts(
     assert said.startswith(f"tierckpt: node node17: {place}: ")
     assert f"\nnode node17: {place / 'gone'}: there is no directory " in said
     assert main(["health", str(place), "--free", "plenty"]) == 1
-    assert "'plenty' is no size" in capsys.readouterr().err
+    assert "'plenty' is not a size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-5"])
