@@ -103,7 +103,7 @@ class TestPosixBackend(BackendConformance):
 
 def test_what_a_place_is_in_is_not_made(tmp_path: Path) -> None:
     """It is where a file system should be mounted."""
-    with pytest.raises(FileNotFoundError, match=r"lustre is not there: is it mounted\?"):
+    with pytest.raises(FileNotFoundError, match=r"lustre does not exist: is it mounted\?"):
         PosixBackend(str(tmp_path / "lustre" / "job")).create()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "lustre").mkdir()

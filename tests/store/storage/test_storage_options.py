@@ -157,7 +157,7 @@ def test_a_directory_takes_some_of_its_own(job: Any, tmp_path: Path) -> None:
         second.restore()
         second.run(2)
     (failed, *_) = second.heard("failed", "persistent")
-    assert "a directory, whose storage options are direct and shared_writes" in failed.text()
+    assert "a directory: its storage options are direct and shared_writes" in failed.text()
     assert WRONG not in failed.text()
 
 
