@@ -624,7 +624,7 @@ def test_a_node_that_sees_another_place_writes_nothing_there(
     assert not zero.flush(order(1, 0)).complete
     said = one.flush(order(1, 1))
     assert type(said) is FlushFailed
-    assert "not mounted?" in said.error
+    assert "is it mounted?" in said.error
     assert list(unmounted.iterdir()) == []
     assert part_of(place, order(1, 0), 0) == 4096
 

@@ -1,4 +1,4 @@
-"""A persistent place that has another job's versions: they are taken, and it is said whose."""
+"""A persistent path with another job's versions: they are restored, and a notice names the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 60.0
 
 @pytest.fixture
 def job(tmp_path: Path, shm_dir: Path) -> Any:
-    """`job(path, **settings)`: all of them have one persistent place."""
+    """`job(path, **settings)`: all of them have one persistent path."""
 
     def start(path: str, **settings: Any) -> TinyJob:
         given = {
@@ -42,7 +42,7 @@ def warnings(found: TinyJob) -> list[str]:
 def test_a_version_of_another_job_is_told_of_and_who_has_the_place(job: Any) -> None:
     with job("a", job_id="one") as one:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not one.heard("committed", "persistent"):  # which only a boundary hears
+        while not one.heard("committed", "persistent"):  # which arrives only at a boundary
             assert time.monotonic() < deadline
             time.sleep(0.01)
             one.run(one.iteration + 1)
@@ -110,7 +110,7 @@ def test_memory_that_a_moved_directory_left_behind_is_told_of(
 def test_memory_that_a_killed_life_had_in_another_place_is_told_of(
     setting: str, on_disk: bool, job: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Its claim says where: each of these settings names another folder."""
+    """Its claim names the folder: each of these settings names another folder."""
     (other := shm_dir / "other").mkdir()
     alone = {"persistent_path": "", "persistent_every_steps": 0}
     alone["local_every_steps"] = 2 if on_disk else 1000

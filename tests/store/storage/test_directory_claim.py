@@ -1,4 +1,4 @@
-"""Two jobs at one path on two machines: told apart, and a dead one's claim is nobody's."""
+"""Two jobs at one path on two machines exclude each other, and a dead job's claim is free."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def mine(tmp_path: Path, notices: list[str]) -> Iterator[Any]:
 
 @pytest.fixture
 def living(tmp_path: Path) -> Iterator[Any]:
-    """`living(**launch)`: another job, in a process of its own, that has claimed the place."""
+    """`living(**launch)`: another job, in a process of its own, that has claimed the path."""
     made = []
 
     def start(node: int = 0, run_starters: Any = (), **launch: Any) -> subprocess.Popen[str]:
@@ -160,7 +160,7 @@ def test_a_job_that_copies_its_directory_keeps_its_claim_and_its_orphans_do_not(
 def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_one(
     mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that is slow: what died meanwhile is in nobody's way."""
+    """A slow file system: a claim whose job died meanwhile blocks nobody."""
     other = living()
     look, monotonic = DirectoryClaim._others, time.monotonic
     late = [0.0]
@@ -277,7 +277,7 @@ def test_what_launchers_tell(environment: dict[str, str], told: tuple[str, str, 
 
 
 def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
-    """A rank of torchrun's, here one that this process plays the agent for."""
+    """A rank of torchrun; this process plays its agent."""
     tell = "import os; from tierckpt.storage.local.launch import launch_of; "
     tell += "print(launch_of(os.environ).starters)"
     names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
@@ -300,7 +300,7 @@ def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
 def test_where_proc_is_of_another_namespace_no_agent_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The number of the parent is that of any process there."""
+    """The parent's number is that of any process there."""
     names = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_PORT": "1"}
     assert len(launch_of(names).starters) == 2
     monkeypatch.setattr(os, "getpid", lambda: 7)
@@ -314,14 +314,14 @@ def test_of_many_starters_two_lives_tell_the_same() -> None:
 
 
 def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -> None:
-    """Its own locks do not keep a process out."""
+    """Its own locks do not exclude a process."""
     assert mine(token=OTHERS).stake() == ""
     assert f"process {os.getpid()} on " in mine().stake()
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
 
 
 def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, mine: Any) -> None:
-    """Its lock would be gone with the first look into the file."""
+    """Its lock would be gone after the first read of the file."""
     assert mine(token=OTHERS, run_starters=["another rank's"]).stake() == ""
     (link := tmp_path.parent / f"{tmp_path.name}.link").symlink_to(tmp_path)
     by_link = DirectoryClaim(link, TOKEN, 0, lambda *_: None, Launch(starters=("another rank's",)))
@@ -397,7 +397,7 @@ def test_without_locks_the_job_goes_on_and_is_told(
 def test_where_locks_are_a_machines_own_nobodys_claim_is_taken_for_a_dead_ones(
     tmp_path: Path, mine: Any, notices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS with `nolock`: what nobody holds here may be held on another machine."""
+    """NFS with `nolock`: a claim that no process here holds may be held on another machine."""
     monkeypatch.setattr(
         directory_claim, "locks_are_local", lambda directory: "/shared is mounted (nfs)"
     )
@@ -441,7 +441,7 @@ def test_mounts_tell_whose_locks_are_seen(path: str, why: str) -> None:
 def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
     tmp_path: Path, mine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one looks between the making of the file and its lock."""
+    """Another process looks between the creation of the file and its lock."""
     removed = []
     lock = file_lock.lock_for_good
 
@@ -469,7 +469,7 @@ JOB = (
 def test_a_second_job_is_refused_until_the_first_one_has_ended(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On another machine: its memory has nothing of this one's. The launchers call it the same."""
+    """On another machine: its memory has nothing of this one's. The launchers use the same name."""
     for name in ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
     for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):

@@ -1,4 +1,4 @@
-"""A node of another name than before: its folder is another one, and that is said."""
+"""A node with another name than before: its folder is another one, and a notice says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two users of a group who share a directory: never both at once, and one after the other."""
+"""Two users of a group share a directory: never both at once, and one after the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierckpt.testing import TinyJob, run_in_child
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 
 GROUP, ANNA, BEN = 54321, 54322, 54323
-"""Numbers that nobody has: what is said then names the number."""
+"""Numbers without a name: messages then contain the number."""
 KILLED = 3
 
 
@@ -58,10 +58,10 @@ def become(user: int, umask: int) -> None:
 
 
 def run_id(user: int, umask: int, place: Path, memory: Path, until: int, kill: bool) -> None:
-    """One run of the job; what it says is in a file of its user's. Ends with status KILLED where
-    it is to leave all as a killed one does."""
+    """One run of the job; its report is in a file of its user. Ends with status KILLED if it is to
+    leave everything as a killed process does."""
     with TinyJob(memory / f"warm{user}", shm_dir=str(memory), agent="inline") as warm:
-        warm.run(1)  # all that is imported on the way: another user may not be let to it
+        warm.run(1)  # imports everything first: another user may not read the modules
     become(user, umask)
     job = TinyJob(place / "made" / "ckpts", shm_dir=str(memory), agent="inline")
     begun = int(job.restore())
@@ -111,7 +111,7 @@ def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memo
 
 
 def list_as_ben(place: Path, out: Path, shm: Path) -> None:
-    """There may be more than Ben can see: an error, behind all that he can."""
+    """There may be more than Ben can see: an error, after everything that he can."""
     become(BEN, 0o022)
     os.environ["TIERCKPT_SHM_DIR"] = str(shm)
     with out.open("w") as file, contextlib.redirect_stdout(file):

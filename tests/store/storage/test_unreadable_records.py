@@ -1,4 +1,4 @@
-"""What cannot be read is not nothing: no fresh start beside it, and nothing of it is removed."""
+"""Unreadable records are no fresh start, and none of them is removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OBSTACLES: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(autouse=True)
 def no_hang() -> Iterator[None]:
-    """Who opens a FIFO waits for its writer."""
+    """Opening a FIFO waits for its writer."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError("it hangs")
@@ -50,7 +50,7 @@ def no_hang() -> Iterator[None]:
 
 
 class Left:
-    """What a job left on one level alone, and a job that comes after it."""
+    """Records that a job left on one level alone, and a later job."""
 
     def __init__(self, level: str, folder: Path, shm_dir: Path) -> None:
         self._level, self._folder = level, folder
@@ -126,7 +126,7 @@ def test_one_record_that_cannot_be_read_is_said_and_the_version_before_is_taken(
 
 
 def test_damage_in_every_record_is_no_fresh_start(left: Left) -> None:
-    """Records are written last: even a damaged one tells that its version was complete."""
+    """Records are written last: even a damaged one proves that its version was complete."""
     for path in left.records():
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
@@ -154,7 +154,7 @@ def newer(path: Path) -> object:
 def test_what_is_wrong_with_many_shards_is_told_of_a_few(
     spoil: Callable[[Path], object], tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Every rank of a job of thousands says it."""
+    """Every rank of a job of thousands reports it."""
     for shard in range(MANY):
         spoil(tmp_path / f"v0000000100.g000001.s{shard:05d}of{MANY:05d}.manifest")
     with TinyJob(tmp_path, shm_dir=str(shm_dir), agent="inline") as job:
