@@ -31,9 +31,9 @@ ROUNDS_STEPS = (2, 50, 5)
 OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_call")
 """How the marks begin that rules of trainers leave, and those of agents do not."""
 REFUSAL = "this job had complete checkpoints"
-"""How a restart says that nothing is complete any more, and that it does not begin afresh."""
-UNSEEN = "nothing to restore was found, and what is there could not be seen"
-"""The same, of what it cannot tell whether it was: a seal that was hit."""
+"""The refusal of a restart that finds no complete version any more."""
+UNSEEN = "nothing to restore was found, and some locations could not be read"
+"""The same where it cannot tell, because a seal was damaged."""
 
 States = list[dict[int, dict[str, str]]]
 """By rank and version: digests of all that a next step depends on."""

@@ -122,7 +122,7 @@ class NodeResources:
     def left_elsewhere(self) -> set[Path]:
         """Other folders in memory in which killed runs that used this node's directory had their
         slots; each folder is reported to one node."""
-        return self._claims.told - {self.job.path} if self._claims else set()
+        return self._claims.found_memory - {self.job.path} if self._claims else set()
 
     def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
         """Report, once for each node, where slots in place are, and the memory that slots lack for

@@ -31,7 +31,7 @@ from tierckpt.storage.inventory import (
     look_at_parities,
     look_at_persistent,
 )
-from tierckpt.storage.local.directory_claim import memory_told
+from tierckpt.storage.local.directory_claim import memory_folders
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.sibling_nodes import NODE, named, parent_of, siblings_of
 from tierckpt.storage.local.store import LocalStore
@@ -148,7 +148,7 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
         for folder in folders:
             _look_at_disk(folder, there)
             _look_at_shared(config.persistent.at(str(folder)), there)
-        claimed |= set[Path]().union(*map(memory_told, folders))
+        claimed |= set[Path]().union(*map(memory_folders, folders))
     jobs |= _jobs_named(there) | {folder.name.partition("@")[0] for folder in claimed}
     there.elsewhere = {job for job in jobs - own if config.job_id or is_default_id(job)}
     roots = {JobDirectory.at(config.shm_dir, "").root, *(folder.parent for folder in claimed)}

@@ -1,4 +1,4 @@
-"""What one rank read, shown to all: mapped where all see it, else broadcast window by window."""
+"""Shard data for all ranks: mapped where every rank sees the file, else broadcast by windows."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ from tierckpt.restored import TransferStats
 from .shard_image import ShardImage
 
 BROADCAST_BYTES = 64 * 1024 * 1024
-"""A window: all that a rank holds of what others read."""
+"""Size of a broadcast window: the most that a rank holds of shards that other ranks read."""
 MAPPED_BYTES = 8 * 1024 * 1024
-"""A window of what a rank maps, which it passes over where it has no use for it."""
+"""Size of a window of a mapped shard. A rank skips the windows it does not need."""
 
 
 def clear(window: memoryview) -> None:
-    """Make it zeros; takes no memory."""
+    """Fill the window with zeros; takes no memory."""
     torch.frombuffer(window, dtype=torch.uint8).zero_()
 
 
 Visit = Callable[[int, int, memoryview], None]
 """`visit(shard, offset, window)`."""
 Wants = Callable[[int, int, int], bool]
-"""`wants(shard, low, high)`: whether a visit of these bytes has any use for them."""
+"""`wants(shard, low, high)`: whether a visit needs these bytes."""
 
 
 def all_of_it(shard: int, low: int, high: int) -> bool:
-    """Who wants every byte."""
+    """The default `wants`: every byte is needed."""
     return True
 
 
 class ShardBroadcaster:
-    """The group's broadcasts, counted. Training thread; all ranks call it alike."""
+    """The group's broadcasts, with byte counts. Training thread; all ranks make the same calls."""
 
     def __init__(self, group: Group | ErrorBarrier, volume: TransferStats) -> None:
         self.rank, self.size = group.rank, group.size
         self._group, self._volume = group, volume
         self.trouble = ""
-        """Why what was verified cannot be shown any more, in words."""
+        """Why verified bytes can no longer be shown, as text for messages; empty if they can."""
         self.broken = False
-        """A broadcast failed: there is nobody to go on with."""
+        """True after a broadcast failed: this rank can no longer exchange anything with the
+        others."""
         self._buffer: torch.Tensor | None = None
 
     def broadcast(self, window: memoryview, source: int) -> None:
-        """Make `window` on every rank what it is on rank `source`."""
+        """Copy `window` from rank `source` to all ranks."""
         data = torch.frombuffer(window, dtype=torch.uint8)
         self.broken = True
         self._group.broadcast(data, source)
@@ -59,17 +60,18 @@ class ShardBroadcaster:
             self._volume.received(len(window))
 
     def trouble_of_any(self) -> str:
-        """Any rank's `trouble`: what it sent nobody can use. Collective."""
-        told = dict.fromkeys(why for why in self._group.all_gather_object(self.trouble) if why)
-        return "; ".join(list(told)[:4])
+        """The `trouble` of all ranks, joined: bytes sent by such a rank are unusable.
+        Collective."""
+        reasons = dict.fromkeys(why for why in self._group.all_gather_object(self.trouble) if why)
+        return "; ".join(list(reasons)[:4])
 
     def make_room(self, outlines: Iterable[ShardSummary]) -> None:
-        """Take the memory that showing these takes, while an error leaves nobody waiting."""
+        """Allocate the broadcast buffer early, when an error does not leave other ranks waiting."""
         longest = (min(o.nbytes, max(BROADCAST_BYTES, o.header_bytes)) for o in outlines)
         self._buffer = torch.empty(max(longest, default=0), dtype=torch.uint8, device="cpu")
 
     def fail(self, shard: int, error: Exception) -> None:
-        """This rank cannot go on; it goes on sending and receiving, and `trouble` says why."""
+        """Record in `trouble` that this rank failed; it continues to send and receive."""
         why = f"shard {shard} (rank {self.rank}): {type(error).__name__}: {error}"
         self.trouble = self.trouble or why
 
@@ -81,15 +83,16 @@ class ShardBroadcaster:
         visit: Visit,
         wants: Wants = all_of_it,
     ) -> None:
-        """Let all ranks visit a shard; `image` is there where `source.direct`, and at its reader.
+        """Let all ranks visit a shard. `image` is given on all ranks if `source.direct`, else only
+        on the reader.
 
-        The whole header is in the first window. One that came from another rank is gone after the
-        visit. What a rank maps and, asked in order, does not want is passed over behind the header:
-        to touch it takes half as long as to copy it.
+        The first window contains the whole header. A window from another rank is valid only during
+        the visit. Mapped bytes after the header that `wants` refuses (asked in order) are skipped:
+        touching them takes half as long as copying them.
 
-        What this rank maps may have left memory since it was verified: where it cannot be read
-        again the visits end, `trouble` says why, and the others get zeros in its place. The visits
-        end, and `trouble` says why, also where one raises: the others go on.
+        Mapped bytes may have left memory since they were verified. If they cannot be read again,
+        the visits end, `trouble` says why, and the other ranks receive zeros. The same holds if a
+        visit raises: the visits of this rank end, the other ranks continue.
         """
         nbytes, high = outline.nbytes, 0
         window_bytes = MAPPED_BYTES if source.direct else BROADCAST_BYTES
@@ -113,20 +116,20 @@ class ShardBroadcaster:
     def _visit(self, visit: Visit, shard: int, low: int, window: memoryview) -> None:
         try:
             visit(shard, low, window)
-        except FormatError as error:  # zeros in its place
+        except FormatError as error:  # zeros were sent instead of the header
             self.trouble = f"shard {shard} has no header: {error}"
         except Exception as error:
             self.fail(shard, error)
 
     def _window(self, image: ShardImage | None, low: int, high: int) -> memoryview:
-        """Part of a shard, or room for it."""
+        """Part of a shard, or a buffer for it."""
         if image is not None and not self.trouble:
             try:
                 image.touch(low, high)
             except Exception as error:
                 self.trouble = (
-                    f"{image.manifest.key} was sound and cannot be read again (rank {self.rank}): "
-                    f"{error}. What is live is neither old nor new: restore again, or start again"
+                    f"{image.manifest.key} was sound and can no longer be read (rank {self.rank}): "
+                    f"{error}. The live state is partly loaded: restore again, or restart the job"
                 )
             else:
                 return image.view[low:high]

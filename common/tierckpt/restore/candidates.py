@@ -1,6 +1,6 @@
-"""The copies that a restore may still take, and the plan that follows from them.
+"""Copies that a restore may still use, and the plan made from them.
 
-Pure, and alike on all ranks: each knows what all found and what all rejected, and plans alike.
+Pure, and the same on all ranks: every rank knows all found and all rejected copies.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from tierckpt.format.ids import ShardKey, VersionId
 from .shard_reader import Failure, FaultScope
 
 ENOUGH_IN_VAIN = 2
-"""Ranks that asked an agent; one of them may be cut off from it alone."""
+"""Number of ranks that must fail to reach an agent before no rank asks it. A single rank may be cut
+off by itself."""
 
 C = TypeVar("C", Found, FoundParity)
 RankFailures = list[tuple[int, Failure]]
-"""With the rank that each happened to."""
+"""Failures, each with the rank that had it."""
 
 
 class Candidates:
@@ -33,30 +34,33 @@ class Candidates:
         nodes: Sequence[str] = (),
         on_reject: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`found` and `parities` are every rank's, and `nodes` names every rank's node; without it
-        each rank is on one of its own. `on_reject` receives why, for each copy that is rejected."""
+        """`found` and `parities` are those of every rank. `nodes` has the node name of every rank;
+        without it each rank counts as a node of its own. `on_reject` receives the reason for each
+        rejected copy."""
         self.found, self.parities, self._nodes = found, parities, nodes
         self._on_reject = on_reject
         self.rejected: list[str] = []
-        """Copies that were there and cannot be used, and why."""
+        """Descriptions of the copies that exist and cannot be used, with the reason."""
         self.bad: set[tuple[ShardKey, Location]] = set()
-        """Copies that no rank is to read any more."""
+        """Copies that no rank may read any more."""
         self._unreachable: set[tuple[ShardKey, Location, int]] = set()
-        """With the rank that could not get at it."""
+        """Copies that one rank could not reach, with that rank."""
         self._silent: dict[str, set[int]] = {}
-        """By the name of an agent's places: the ranks that got no answer from it."""
+        """By the name of an agent's location: the ranks that got no answer from the agent."""
         self._undecodable: dict[VersionId, str] = {}
-        """Versions that lack only a key or a module here, and which."""
+        """Versions that cannot be decoded only because a key or a codec is missing here, with the
+        reason."""
         self._readers: dict[tuple[ShardKey, Location], int] = {}
-        """The ranks that hold what was fetched at the last try."""
+        """The rank that holds each copy fetched in the last attempt."""
 
     def plan(
         self, version: int | None = None, avoid: Container[VersionId] = ()
     ) -> RestorePlan | None:
-        """The newest version, or `version`, that is none of `avoid`: see `plan_restore`.
+        """Plan for the newest version, or for `version`, that is not in `avoid`: see
+        `plan_restore`.
 
-        Raises RestoreError where a newer one is there and cannot be decoded for want of a key or a
-        module: to go back to an older one would be the beginning of the end of the newer one.
+        Raises RestoreError if a newer version exists that cannot be decoded only because a key or a
+        codec is missing: going back to an older version would let retention remove the newer one.
         """
         plan = plan_restore(
             self.found,
@@ -71,9 +75,9 @@ class Candidates:
         if self._undecodable and (plan is None or plan.id not in self._undecodable):
             newest = max(self._undecodable)
             raise RestoreError(
-                f"{newest} is there and cannot be decoded. {self._undecodable[newest]}. Nothing "
-                "was changed, and nothing older was taken in its place",
-                "Put that right and start again. If it is gone for good: restore(version=...) goes "
+                f"{newest} exists and cannot be decoded. {self._undecodable[newest]}. Nothing "
+                "was changed, and no older version was taken instead",
+                "Correct this and restart. If it is lost for good: restore(version=...) goes "
                 f"back to an older version; another path, or moving away what is left of {newest}, "
                 "starts without it",
             )
@@ -82,18 +86,19 @@ class Candidates:
     def look(
         self, found: Sequence[Sequence[Found]], parities: Sequence[Sequence[FoundParity]]
     ) -> None:
-        """Stock was taken anew; what was rejected stays rejected."""
+        """Replace the inventory; rejected copies stay rejected."""
         self.found, self.parities = found, parities
 
     def still_there(self, failures: RankFailures) -> RankFailures:
-        """Without copies that were gone, and that the last look did not find either."""
+        """The failures without those of copies that had disappeared and are also not in the last
+        inventory."""
         there = {(f.key, f.place) for each in self.found for f in each}
         there |= {(p.key, p.place) for each in self.parities for p in each}
         return [(r, f) for r, f in failures if not f.gone or (f.key, f.place) in there]
 
     def keep_readers(self, plan: RestorePlan) -> None:
-        """The next plan leaves what is fetched with its readers of this one: nothing is fetched
-        twice, whichever rank has less to read then."""
+        """Keep the readers of fetched copies for the next plan, so that nothing is fetched twice,
+        even if another rank then has less to read."""
         shards = len(plan.sources)
         self._readers = {
             (ShardKey(plan.id, s.shard, shards), s.place): s.reader
@@ -102,8 +107,9 @@ class Candidates:
         }
 
     def reject(self, failures: RankFailures) -> None:
-        """Plan without a damaged copy on any rank; without one that a rank could not get at on
-        that rank; and on any without all that an agent has which does not answer."""
+        """Exclude failed copies from later plans: a damaged copy on all ranks, an unreachable copy
+        on the rank that could not reach it, and everything an agent has if the agent does not
+        answer."""
         for rank, each in sorted(failures, key=lambda f: f[1].blame is FaultScope.SIGHT):
             key, place = each.key, each.place
             if (key, place) in self.bad:
@@ -116,23 +122,23 @@ class Candidates:
             text = f"{key} on level {place.level} ({place.where}): {each.why}{by}"
             if not each.silent:
                 self.note(text)
-            elif place.where not in self._silent:  # once, whatever it has, and whoever asks
+            elif place.where not in self._silent:  # once for each agent
                 self.note(f"{each.why}{by}")
             if each.silent:
                 self._silent.setdefault(place.where, set()).add(rank)
             if each.undecodable:
                 self._undecodable.setdefault(key.id, text)
-        if out := self.left_out:  # or each rank would wait for them anew
+        if out := self.left_out:  # otherwise every rank would wait for them again
             self.look(_without(self.found, out), _without(self.parities, out))
 
     def note(self, text: str) -> None:
-        """A copy was rejected, or something that was found."""
+        """Record that a copy, or something else that was found, was rejected."""
         self.rejected.append(text)
         self._on_reject(text)
 
     @property
     def left_out(self) -> set[str]:
-        """Agents that no rank is to ask any more, by the name of their places."""
+        """Agents that no rank asks any more, by the name of their locations."""
         enough = min(ENOUGH_IN_VAIN, len(self.found))
         return {where for where, ranks in self._silent.items() if len(ranks) >= enough}
 

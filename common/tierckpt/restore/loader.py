@@ -1,4 +1,4 @@
-"""Loading: a verified version compared with the live state, and then put into it."""
+"""Loading: compare a verified version with the live state, then copy it into the live state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tensor_fill import PieceWriter, TensorPreallocator
 
 
 class Loader:
-    """Puts a verified version into the live state: compare, load every shard, finish."""
+    """Loads a verified version into the live state: compare, load every shard, finish."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class Loader:
         new: TensorPreallocator,
         strict: bool = True,
     ) -> None:
-        """`strict`: what modules do not take back is an error. Raises what decoding this rank's
-        small state raises."""
+        """If `strict`, state that a module does not accept is an error. Raises the errors of
+        decoding this rank's small state."""
         self.strict = strict
         self.manifest = Manifest.decode(contents.own.manifest)
-        """This rank's."""
+        """This rank's manifest."""
         self.saved: dict[str, Any] = tree_codec.decode(contents.own.tree)
         """This rank's small state."""
         self.state = state
@@ -51,10 +51,10 @@ class Loader:
         self._missing = contents.missing
         self._filler = PieceWriter(self._place_of)
         self._shard_of: dict[str, int] = {}
-        """From which shard comes what was every rank's own."""
+        """The shard from which each per-rank value is loaded."""
         self._own: dict[str, None] = {}
-        """What came of that."""
-        state.refresh_names()  # layers may have been replaced since they were looked up
+        """Names of the per-rank values that were loaded."""
+        state.refresh_names()  # layers may have been replaced since the last lookup
         self._live = self._find_live()
         self._changed = ChangedBuffers(
             state.model,
@@ -64,10 +64,10 @@ class Loader:
         )
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(as it was saved, live) of tensors whose live memory order is another one."""
+        """(saved spec, live spec) of tensors whose live memory order differs."""
         self.notices: list[str] = []
         self._differs = False
-        """From the live state's structure."""
+        """Tensors of the live structure, by name."""
 
     # --- comparing -----------------------------------------------------------------------------
 
@@ -78,13 +78,13 @@ class Loader:
         return live
 
     def differences(self) -> list[str]:
-        """How the live state's structure differs from the checkpoint's; empty when it fits."""
+        """Differences between the live structure and the checkpoint's; empty if they match."""
         found = list(self._missing)
         saved = {**self.specs, **self.own_specs}
         for name in sorted(saved.keys() | self._live.keys()):
             spec, live = saved.get(name), self._live.get(name)
             if not name.startswith(FIXED):
-                continue  # optimizer state is created and dropped as the checkpoint has it
+                continue  # optimizer state is created and dropped to match the checkpoint
             if is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
                 continue
             if live is None and spec is not None:
@@ -125,13 +125,13 @@ class Loader:
         return found
 
     def _extra_differences(self) -> list[str]:
-        """The same for the user's objects. Plain values may be on one side only: else what an
-        elastic job wrote would not restore in another one, nor the other way round."""
+        """Differences of the user's objects. Plain values may exist on one side only: otherwise a
+        checkpoint of an elastic job could not be restored in another job, or the reverse."""
         saved = self.saved
         have, want = set(saved["extra"]), set(self.state.extra)
         if MODULE_STATES not in want:
             have.discard(MODULE_STATES)
-        if self._told_of_values():
+        if self._has_plain_values():
             have, want = have - {PLAIN_VALUES}, want - {PLAIN_VALUES}
         have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
         found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
@@ -144,22 +144,23 @@ class Loader:
         ]
         return found + self.state.module_states.differences(saved["extra"].get(MODULE_STATES))
 
-    def _told_of_values(self) -> bool:
-        """False where what has the name of the plain values is something else, on either side."""
+    def _has_plain_values(self) -> bool:
+        """False if the entry named for plain values holds something else, on either side."""
         live = self.state.extra.get(PLAIN_VALUES)
-        told = self.saved["extra"].get(PLAIN_VALUES)
-        return isinstance(live, PlainValues | None) and isinstance(told, dict | None)
+        saved = self.saved["extra"].get(PLAIN_VALUES)
+        return isinstance(live, PlainValues | None) and isinstance(saved, dict | None)
 
     def _left_values(self) -> list[str]:
-        """Which plain values are on one side only. They are alike on all ranks: rank 0 says it."""
-        if self.rank or not self._told_of_values():
+        """Report plain values that exist on one side only. They are the same on all ranks, so rank
+        0 reports."""
+        if self.rank or not self._has_plain_values():
             return []
-        live, told = self.state.extra.get(PLAIN_VALUES), self.saved["extra"].get(PLAIN_VALUES)
-        given, had = live.names if live else (), told or {}
+        live, saved = self.state.extra.get(PLAIN_VALUES), self.saved["extra"].get(PLAIN_VALUES)
+        given, had = live.names if live else (), saved or {}
         it = f"the checkpoint, of iteration {self.manifest.facts.iteration},"
         found = []
         if kept := ", ".join(name for name in given if name not in had):
-            why = "was not written by an elastic job" if told is None else "was made without them"
+            why = "was not written by an elastic job" if saved is None else "was made without them"
             found.append(f"plain values stay as they are ({kept}): {it} {why}")
         if gone := ", ".join(str(name) for name in had if name not in given):
             why = "this job is not elastic" if live is None else "TorchState was not given them"
@@ -169,7 +170,7 @@ class Loader:
     # --- loading -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Find or make a place for every tensor; memory for new optimizer state is taken here."""
+        """Find or allocate memory for every tensor, new optimizer state included."""
         for name, spec in {**self.specs, **self.own_specs}.items():
             live = self._live.get(name)
             if not name.startswith(FIXED) and not self._param_fits(path_of(name)[0]):
@@ -187,20 +188,21 @@ class Loader:
                 self._targets[name] = self._changed.make(name.removeprefix("buffer/"), spec)
 
     def choose_shards(self) -> None:
-        """What ranks had each of their own is to come from this rank's own shard, but for
-        parameters (and their state) that ranks have alike now: who differed then must not begin
-        like that. The first change: of what the live state counts as alike."""
+        """Choose the shard for per-rank values: this rank's own shard. Parameters (and their state)
+        that are now the same on all ranks come from shard 0: ranks that differed before must not
+        differ at the start. This is the first change, and it changes only the record of per-rank
+        values."""
         own, placements = {parameter_of(name) for name in self.own_specs}, self.state.placements
         assumed = placements.assumed_replicated(self.state.walk().params)
         placements.keep_apart(p for p in assumed if self.state.name_of(p) in own)
         alike = {self.state.name_of(p) for p in self.state.walk().replicated_params}
-        mine = self.rank % self.shards
+        own_shard = self.rank % self.shards
         self._shard_of = {
-            name: 0 if parameter_of(name) in alike else mine for name in self.own_specs
+            name: 0 if parameter_of(name) in alike else own_shard for name in self.own_specs
         }
 
     def _param_fits(self, parameter: str) -> bool:
-        """False when the state that an optimizer kept for the parameter is no use to it now."""
+        """False if the saved optimizer state of the parameter can no longer be used."""
         saved, live = self._saved_param(parameter), self._live.get(f"model/{parameter}")
         return live is not None and (saved is None or _same(saved, live))
 
@@ -212,7 +214,8 @@ class Loader:
         return self._live.get(f"model/{path_of(name)[0]}")
 
     def _make(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        """Optimizer state lives with its parameter, unless it was on the host already then."""
+        """The device of optimizer state: that of its parameter, or the host if it was saved from
+        there."""
         param = self._param_of(name)
         saved_param = self._saved_param(path_of(name)[0])
         assert param is not None
@@ -220,11 +223,11 @@ class Loader:
         return self._new.make(spec, "cpu" if on_host else param.device)
 
     def load_window(self, shard: int, offset: int, window: memoryview) -> None:
-        """Copy what a part of a shard has of its pieces into place: see `PieceWriter.take`."""
+        """Copy the pieces in this part of a shard into place: see `PieceWriter.take`."""
         self._filler.take(shard, offset, window)
 
     def wants(self, shard: int, low: int, high: int) -> bool:
-        """Whether `load_window` has any use for these bytes: see `PieceWriter.wants`."""
+        """Whether `load_window` needs these bytes: see `PieceWriter.wants`."""
         return self._filler.wants(shard, low, high)
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
@@ -237,7 +240,7 @@ class Loader:
         return None if self._new.has(shard, piece) else target
 
     def finish(self) -> None:
-        """Buffers that are others now, optimizer structure, options, the user's objects."""
+        """Load the rest: changed buffers, optimizer structure, options, the user's objects."""
         saved = self.saved
         for temp, live in self._reordered:
             live.copy_(temp)
@@ -255,10 +258,10 @@ class Loader:
         putback.put()
         self.notices += putback.notices
         per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
-        for which, told in (("extra", saved["extra"]), ("extra_per_rank", per_rank)):
+        for which, entries in (("extra", saved["extra"]), ("extra_per_rank", per_rank)):
             for name, obj in getattr(self.state, which).items():
-                if name in told:
-                    _give(obj, told[name], f"{which}[{name!r}]")
+                if name in entries:
+                    _give(obj, entries[name], f"{which}[{name!r}]")
         self._finish_modules(saved["extra"].get(MODULE_STATES))
         self.notices += self._left_values()
         if self.shards != self.size and saved["extra_per_rank"]:
@@ -275,8 +278,8 @@ class Loader:
         self.notices += [f"accepted (strict=False): {text}" for text in wrong] + repeated_errors
 
     def _of_another_kind(self, label: str, optimizer: torch.optim.Optimizer) -> str:
-        """Where it could not step with what is stored, why that is left out; else empty. (Adam's
-        state is good for AdamW, which has the same options.)"""
+        """Why the saved state of an optimizer is left out because it could not step with it; else
+        empty. (AdamW can use Adam's state: both have the same options.)"""
         was, now = self.structure[label]["class"], optimizer_class(optimizer)
         theirs = {name for options in self.saved["groups"][label] for name in options}
         ours = {name for group in optimizer.param_groups for name in group}
@@ -305,7 +308,7 @@ class Loader:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether an entry is a buffer."""
+    """True if the entry is a buffer."""
     return name.startswith("buffer/")
 
 

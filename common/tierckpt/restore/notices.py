@@ -1,4 +1,4 @@
-"""Notices of a restore: what its user should know, beside the version that it takes."""
+"""Notices of a restore: events for the user besides the restored version."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
 FEW_FOLDERS = 16
-"""Of other nodes, are looked into where rank 0 looks into more."""
+"""Limit of other nodes that are looked into if rank 0 looks into several."""
 MOST_SAID = 8
-"""Events of copies that were rejected: a job of thousands has as many shards."""
+"""Limit of events for rejected copies: a job of thousands of ranks has as many shards."""
 
 
 class RestoreNotices:
-    """One rank's; changes nothing. What all ranks know, rank 0 says. Training thread."""
+    """Notices of one rank; changes nothing. Rank 0 reports what all ranks know. Training thread."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class RestoreNotices:
         self._rejected = 0
 
     def of_all(self, text: str, severity: int) -> None:
-        """Of what all ranks know: rank 0's is of that severity."""
+        """Report something that all ranks know: rank 0 uses the given severity."""
         self._reports.notice(text, logging.DEBUG if self._group.rank else severity)
 
     def rejected(self, text: str) -> None:
-        """A copy was there and cannot be used; the first few are said one by one."""
+        """Report a copy that exists and cannot be used; only the first few get an event each."""
         self._rejected += 1
         if self._rejected <= MOST_SAID:
             self._say_rejected(text)
 
     def end_of_rejected(self) -> None:
-        """Those that were not said one by one."""
+        """Report the number of rejected copies that got no event."""
         if (more := self._rejected - MOST_SAID) > 0:
             self._say_rejected(f"and {more} more")
 
@@ -64,12 +64,12 @@ class RestoreNotices:
         self._reports.emit("rejected", message=text, severity=severity)
 
     def before_loading(self, found: VersionId | None) -> None:
-        """Where there is more than what was found, which is the newest of what was seen."""
-        self._what_is_elsewhere(found)
-        self._what_other_nodes_have(found)
+        """Report places that have newer versions than `found`, the newest that this run can see."""
+        self._newer_elsewhere(found)
+        self._newer_on_other_nodes(found)
 
-    def suspicion(self, id_: VersionId, what: str, asked: bool) -> None:
-        """It may be no rank's state."""
+    def suspicion(self, id_: VersionId, difference: str, asked: bool) -> None:
+        """Report a suspect version: its state may never have existed on any rank."""
         clean = self._history.newest_clean(id_)
         if clean is None:
             other = "there is no older one that is not suspect"
@@ -81,66 +81,67 @@ class RestoreNotices:
         else:
             other = f"it was asked for; {clean} is the newest that is not"
         self.of_all(
-            f"{id_} is restored, and is suspect: parts of it come from ranks that differed "
-            f"({what}); {other}",
+            f"{id_} was restored and is suspect: parts of it come from ranks that differed "
+            f"({difference}); {other}",
             logging.WARNING,
         )
 
-    def where_it_was(self, id_: VersionId) -> None:
-        """Nothing is on disk any more: the directory may have been removed to begin afresh."""
+    def directory_emptied(self, id_: VersionId) -> None:
+        """Report that the disk has nothing any more: the directory may have been removed for a
+        fresh start."""
         if self._group.rank:
             return
         directory, memory = self._config.directory, job_directory.job_directory(self._config).path
         both = f"{shlex.quote(directory)} {shlex.quote(str(memory))}"
         self._reports.notice(
-            f"{id_} was taken from memory ({memory}), and nothing is in {directory} any more. If "
-            f"that was to begin afresh: end this job, and remove both, on every node: rm -r {both}",
+            f"{id_} was restored from memory ({memory}); {directory} is empty now. If it was "
+            f"emptied for a fresh start: end this job and remove both on every node: rm -r {both}",
             logging.WARNING,
         )
 
-    def whose_it_was(self, id_: VersionId, job: str) -> None:
-        """A job that moved finds its own under another name, and one that is another's place finds
-        that one's: nobody can tell but who reads it."""
+    def other_job(self, id_: VersionId, job: str) -> None:
+        """Report a version of a job with another name. Either this job moved and has another name
+        now, or the persistent path belongs to another job; only the user can tell."""
         if self._group.rank:
             return
-        where, mine = self._config.persistent.path, self._history.job
+        where, own_job = self._config.persistent.path, self._history.job
         owner = self._owner()
-        others = owner and not owner.startswith(f"{mine} on ")
+        others = owner and not owner.startswith(f"{own_job} on ")
         self._reports.notice(
-            f"{id_} in {where} was written by job {job!r}; this one is called {mine!r}, and goes "
-            "on from it. Should this be the same job, moved: give it one job_id wherever it runs. "
-            "Should it not: two jobs need two places, give this one another persistent_path"
-            + (f". The place is in use by {owner}" if others else ""),
+            f"{id_} in {where} was written by job {job!r}; this job is called {own_job!r} and "
+            "continues from it. If both are the same job: give it one job_id wherever it runs. "
+            "If not: give this job another persistent_path, as each job needs its own"
+            + (f". The path is in use by {owner}" if others else ""),
             logging.WARNING,
         )
 
-    def what_another_path_has(self, id_: VersionId, job: str) -> None:
-        """Memory is found by the job's name, which is made of its path: a directory that was moved,
-        or copied, comes without it. Rank 0 looks on its node; the others' are alike."""
+    def other_path(self, id_: VersionId, job: str) -> None:
+        """Report newer versions in memory of a job with another name. Slots in memory are found by
+        the job's name, which is derived from the path, so a moved or copied directory comes without
+        them. Rank 0 looks on its node; the other nodes have the same."""
         if self._group.rank:
             return
         theirs = JobDirectory.at(self._config.shm_dir, job, self._config.node)
         if theirs.path in self._elsewhere:
-            return  # told already
+            return  # already reported
         newest = _newest_in(theirs)
         if newest is not None and newest > id_:
             self._reports.notice(
                 f"{id_} was written by job {job!r}, which has {newest} in memory here; this job is "
-                f"called {self._history.job!r}, and goes on from {id_}. Should it be the same job, "
-                f"moved: start it again with job_id={job!r}, or at the path that it had, before "
-                "it writes here",
+                f"called {self._history.job!r} and continues from {id_}. If both are the same job: "
+                f"restart it with job_id={job!r}, or with its former path, before it writes here",
                 logging.WARNING,
             )
 
-    def _what_is_elsewhere(self, found: VersionId | None) -> None:
-        """A run that was killed had its slots under another name or in another place: `shm_dir`,
-        `node` or `job_id` was changed since, perhaps by mistake. `found` is what was."""
-        mine = job_directory.job_directory(self._config)
+    def _newer_elsewhere(self, found: VersionId | None) -> None:
+        """Report slots of a killed run under another name or in another folder: `shm_dir`, `node`
+        or `job_id` has changed since, perhaps by mistake. `found` is the version this run found."""
+        own = job_directory.job_directory(self._config)
         for folder in sorted(self._elsewhere):
             job, _, node = folder.name.partition("@")
             theirs = JobDirectory(folder.parent, job, node)
             try:
-                # A folder in which somebody trains is that of another of this job's nodes.
+                # A folder with a running trainer belongs to another node of this job.
                 newest = None if theirs.trains() else _newest_in(theirs)
             except PermissionError:
                 self._of_another_user(folder, found)
@@ -148,13 +149,13 @@ class RestoreNotices:
             if newest is None or (found is not None and newest <= found):
                 continue
             before = {"shm_dir": str(theirs.root.parent), "job_id": theirs.job, "node": theirs.node}
-            now = {"shm_dir": str(mine.root.parent), "job_id": mine.job, "node": mine.node}
+            now = {"shm_dir": str(own.root.parent), "job_id": own.job, "node": own.node}
             changed = (f"{k}={v!r}" for k, v in before.items() if now[k] != v)
             self._reports.notice(
                 f"{newest} is in memory in {folder}, where a killed run of this job had its "
-                f"slots. This one has {mine.path}, does not see it, and "
-                f"{f'goes on from {found}' if found else 'has found nothing'}. To go on from "
-                f"{newest}: end this job, and start it again with {', '.join(changed)}",
+                f"slots. This run uses {own.path}, does not see it, and "
+                f"{f'continues from {found}' if found else 'found nothing'}. To continue from "
+                f"{newest}: end this job and restart it with {', '.join(changed)}",
                 logging.WARNING,
             )
 
@@ -163,15 +164,17 @@ class RestoreNotices:
         with contextlib.suppress(OSError):
             user = f"user {user_name(folder.parent.stat().st_uid)}"
         self._reports.notice(
-            f"a killed run of this job, of {user}, had its slots in {folder}, which this user may "
-            f"not look into. This one {f'goes on from {found}' if found else 'has found nothing'}; "
-            f"should there be a newer version, a start by {user} goes on from it",
+            f"a killed run of this job had its slots in {folder}, which belongs to {user} and "
+            f"which this user cannot read. This run "
+            f"{f'continues from {found}' if found else 'found nothing'}. If there is "
+            f"a newer version, a start by {user} continues from it",
             logging.WARNING,
         )
 
-    def _what_other_nodes_have(self, found: VersionId | None) -> None:
-        """`{node}` stands for another name than in the run before. Nodes of this run have told
-        what they have; rank 0 looks for others', and every node that has nothing of its own."""
+    def _newer_on_other_nodes(self, found: VersionId | None) -> None:
+        """Report that `{node}` stands for another name than in the run before. Nodes of this run
+        have reported their versions; rank 0, and every node without a version, looks for those of
+        other nodes."""
         rank, hosts = self._group.rank, self._history.nodes
         empty = not any(each.place.level == "local" for each in self._history.found[rank])
         if rank and not (empty and hosts.index(hosts[rank]) == rank):
@@ -185,7 +188,7 @@ class RestoreNotices:
         self._reports.notice(words_for(newer, config.here, found), logging.WARNING)
 
     def _owner(self) -> str:
-        """Who holds the persistent place; empty also where that cannot be had."""
+        """Holder of the persistent lease; empty if there is none or it cannot be read."""
         persistent = self._config.persistent
         with contextlib.suppress(Exception):
             once = RetryPolicy(tries=1)
@@ -195,7 +198,7 @@ class RestoreNotices:
         return ""
 
     def restored(self, result: Restored) -> None:
-        """The event of the end."""
+        """Report the end of the restore."""
         level = " and ".join(result.levels)
         self._reports.emit(
             "restored",
@@ -217,7 +220,7 @@ class RestoreNotices:
 
 
 def _newest_in(job: JobDirectory) -> VersionId | None:
-    """The newest version in that folder, as far as can be seen."""
+    """The newest readable version in that folder."""
     with contextlib.suppress(OSError):
         return max((manifest.id for _, manifest in job.sealed()), default=None)
     return None

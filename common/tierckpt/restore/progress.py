@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     import rich.progress
 
 PATIENCE_SECONDS = 1.0
-"""What is over sooner shows no bar, and does not pay for the import of one (0.2 s)."""
+"""Shorter restores show no bar, and do not pay for importing one (0.2 s)."""
 
 
 class Progress:
-    """A bar on standard error, or nothing. `advance` is for any thread, the rest for one.
+    """A bar on standard error, or nothing. Any thread may call `advance`, one thread the rest.
 
-    Raises nothing: a terminal that is gone takes the bar along, and not the restore.
+    Raises nothing: if the terminal is gone, the bar ends and the restore continues.
     """
 
     def __init__(self, shown: bool, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """With `shown` False, every call does nothing."""
+        """If `shown` is False, every call does nothing."""
         self._shown = shown
         self._after = time.monotonic() + patience_seconds
         self._lock = threading.Lock()
@@ -33,7 +33,8 @@ class Progress:
 
     @staticmethod
     def wanted(rank: int, asked: bool | None) -> bool:
-        """Whether this rank shows one: rank 0 alone, when asked to, or on a terminal if None."""
+        """Whether this rank shows a bar: only rank 0, if `asked`, or if it is None and there is a
+        terminal."""
         return rank == 0 and (_on_a_terminal() if asked is None else asked)
 
     @contextlib.contextmanager
@@ -41,11 +42,11 @@ class Progress:
         with self._lock:
             try:
                 yield
-            except (Exception, SystemExit):  # the second: an older console, for a broken pipe
+            except (Exception, SystemExit):  # the second error: an older console, for a broken pipe
                 self._shown = False
 
     def begin(self, phase: str, total_bytes: int = 0) -> None:
-        """A phase begins; 0 bytes: nobody knows how many."""
+        """Begin a phase; 0 bytes: the total is unknown."""
         if self._shown:
             with self._careful():
                 self._phase, self._done, self._total = phase, 0, total_bytes
@@ -53,14 +54,14 @@ class Progress:
                 self._show()
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are through."""
+        """Count `nbytes` as done."""
         if self._shown:
             with self._careful():
                 self._done += nbytes
                 self._show()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         with self._careful():
             self._shown = False
             bar, self._bar = self._bar, None
@@ -81,7 +82,7 @@ class Progress:
 
 
 def _on_a_terminal() -> bool:
-    """False also where standard error is closed, or was never there."""
+    """True if standard error is a terminal; False also if it is closed or missing."""
     try:
         return sys.stderr.isatty()
     except (AttributeError, ValueError, OSError):
@@ -94,7 +95,8 @@ def _bar() -> rich.progress.Progress:
 
     class Quiet(Console):
         def on_broken_pipe(self) -> None:
-            """Not to close the script's standard output and end it, as a command's console does."""
+            """A console that does not close the script's standard output and end the script, as a
+            command's console does."""
             raise BrokenPipeError
 
     return Progress(
@@ -104,6 +106,6 @@ def _bar() -> rich.progress.Progress:
         TransferSpeedColumn(),
         console=Quiet(file=sys.stderr),
         transient=True,
-        redirect_stdout=False,  # a script's own streams are not ours to replace
+        redirect_stdout=False,  # the streams belong to the script
         redirect_stderr=False,
     )

@@ -1,11 +1,11 @@
-"""Rebuilding lost shards at a restart, by all ranks together.
+"""Rebuild of lost shards during a restart, by all ranks together.
 
-Whoever has what survived broadcasts it, window by window. Each lost shard is made by one rank,
-which holds it and shows it to the others when it is loaded. What a rank holds of all this is the
-shards that it makes, and windows.
+Each rank that has a surviving shard or parity broadcasts it, window by window. One rank makes each
+lost shard, holds it, and shows it to the others during loading. A rank holds only the shards that
+it makes, and windows.
 
-Sources are still being checked meanwhile. What is made of them is checked, too, so nothing damaged
-gets through; the checks of the sources say which of them it was.
+The sources are still being checked during the rebuild. The rebuilt shards are checked too, so no
+damage gets through; the checks of the sources tell which source was damaged.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .shard_reader import Failure, OnRead
 
 
 class Parities:
-    """The parities that a plan needs: those that this rank reads, and what is made with all.
+    """Parities of a plan: those that this rank reads, and the shards rebuilt from all of them.
 
-    Training thread; `pool` is the caller's.
+    Training thread; the caller owns `pool`.
     """
 
     def __init__(
@@ -39,21 +39,21 @@ class Parities:
         open_store: OpenStore,
         on_read: OnRead = lambda nbytes: None,
     ) -> None:
-        """`open_store`: for what is on no node of the job's. `on_read` hears of bytes read, from
-        any thread."""
+        """`open_store` opens stores for parities on no node of the job. `on_read` receives counts
+        of bytes read, from any thread."""
         self._plan, self._broadcaster, self._pool, self._on_read = plan, broadcaster, pool, on_read
         self._open_store = open_store
         self._mine: dict[ParityKey, tuple[ParityManifest, ParityImage]] = {}
         self._room: dict[int, ShardImage] = {}
-        """For the shards that are made here."""
+        """Resources of the shards that are rebuilt here."""
         self._begun: list[tuple[Rebuild, Rebuilding, dict[int, Read], dict[int, Read]]] = []
-        """With what reads the shards and the parities of the group."""
+        """Readers of the shards and the parities of each group."""
         self._failures: list[Failure] = []
         self._checks: list[tuple[ParitySource, Future[None]]] = []
         self._close: list[Callable[[], None]] = []
 
     def open(self) -> None:
-        """Map this rank's, and begin to check them."""
+        """Map this rank's parities, and begin to check them."""
         for source in (s for each in self._plan.rebuilds for s in each.parities):
             if source.reader == self._broadcaster.rank:
                 try:
@@ -62,12 +62,12 @@ class Parities:
                     self._failures.append(Failure.of(source.key, source.place, error))
 
     def opened(self) -> bool:
-        """False when one could not be mapped."""
+        """False if a parity could not be mapped."""
         return not self._failures
 
     def finish(self) -> list[Failure]:
-        """Wait until this rank's are checked; returns those that are not what they should be, or
-        could not be read. Raises nothing, whatever came out: the other ranks wait for this one."""
+        """Wait until this rank's parities are checked; returns those that are damaged or
+        unreadable. Raises nothing, whatever happened before: the other ranks wait for this one."""
         for source, check in self._checks:
             error = check.exception()
             if error is not None:
@@ -77,7 +77,7 @@ class Parities:
     def _open(self, source: ParitySource) -> None:
         record, file = open_parity(source.key, source.place, self._open_store)
         self._close.append(file.close)
-        for index in source.segments:  # while others are still opened
+        for index in source.segments:  # while other files are still being opened
             file.ask(index * record.segment_bytes, (index + 1) * record.segment_bytes)
         if len(file.view) < record.image_bytes:  # or this rank would fail while all exchange
             raise CorruptShardError(
@@ -90,14 +90,14 @@ class Parities:
         self._on_read(check_parity(record, reader_of(file.view, file.bring), source.segments))
 
     def records(self) -> list[tuple[ParityKey, bytes]]:
-        """The manifests of this rank's, for the others."""
+        """Manifests of this rank's parities, for the other ranks."""
         return [(key, record.encode()) for key, (record, _) in self._mine.items()]
 
     def make_room(
         self, records: Mapping[ParityKey, bytes], images: Mapping[int, ShardImage]
     ) -> None:
-        """Take the memory for what this rank makes, before any rank waits for another. `images`: of
-        what this rank has read, by shard. Raises RestoreError where there is none."""
+        """Allocate the shards that this rank makes, before any rank waits for another. `images` are
+        the shards this rank has read. Raises RestoreError if there is no memory."""
         for each in self._plan.rebuilds:
             record = ParityManifest.decode(records[each.parities[0].key])
             views: dict[int, memoryview] = {}
@@ -118,11 +118,11 @@ class Parities:
             self._begun.append((each, made, self._shards(each, images), self._parities(each)))
 
     def rebuild(self, images: dict[int, ShardImage], trouble: list[str]) -> list[Failure]:
-        """Make this rank's part of what is lost, into `images`. Collective; after `make_room`.
+        """Make this rank's lost shards, into `images`. Collective; after `make_room`.
 
-        Returns the parities of groups of which something came out wrong here: one of them is
-        damaged, or a shard that it was made with. Raises nothing of its own, as the others would
-        wait: what failed for another reason is added to `trouble`, in words.
+        Returns the parities of groups with a wrong result on this rank: the parity, or a shard it
+        was made with, is damaged. Raises nothing, because the other ranks would wait: other
+        failures are added to `trouble` as text.
         """
         suspected = []
         for each, begun, shards, parities in self._begun:
@@ -154,7 +154,7 @@ class Parities:
 
     def _image(self, shard: int, images: Mapping[int, ShardImage]) -> Read:
         def read(offset: int, into: memoryview) -> None:
-            image = images[shard]  # not there where the rebuild failed that was to make it
+            image = images[shard]  # missing if its rebuild failed
             reader_of(image.view, image.touch)(offset, into)
 
         return read
@@ -167,20 +167,21 @@ class Parities:
         return read
 
     def _broadcast(self, reader: int, read: Read) -> Read:
-        """A range, from the rank that has it to all; they ask for the same ones in one order."""
+        """Broadcast a range from the rank that has it; all ranks ask for the same ranges in the
+        same order."""
 
         def read_together(offset: int, into: memoryview) -> None:
             if reader == self._broadcaster.rank:
                 try:
                     read(offset, into)
-                except Exception:  # told by the check of this source, as damage is
+                except Exception:  # the check of this source reports it as damage
                     clear(into)
             self._broadcaster.broadcast(into, reader)
 
         return read_together
 
     def close(self) -> None:
-        """Unmap, when nobody checks any more; what was made is `images`'."""
+        """Unmap after all checks have ended; the rebuilt shards belong to `images`."""
         wait([check for _, check in self._checks])
         self._mine.clear()
         for image in self._room.values():

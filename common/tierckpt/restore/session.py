@@ -2,15 +2,15 @@
 
 | step | function | takes | returns |
 |---|---|---|---|
-| look | `JobHistory.look` | what is on all levels | every rank's inventory |
-| plan | `Candidates.plan` | inventories, less what proved bad | a RestorePlan |
+| inventory | `JobHistory.look` | the contents of all levels | every rank's inventory |
+| plan | `Candidates.plan` | inventories without the copies that proved bad | a RestorePlan |
 | read | `verification.read` | the plan | this rank's ShareRead |
 | verify | `verification.verify` | all ranks' shares | a VerifiedVersion, or failures: plan again |
 | load | `verified_version.load` | the version, the live state | a LoadedVersion |
 | repair | `checkpointer.repair` | the version | whether it is whole again |
 
-`RestoreSession` makes the steps, and judges between them: what it means that nothing was found, or
-less than there once was.
+`RestoreSession` runs the steps and decides between them: whether the job may start without a
+version, or from an older one than it once had.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from .verified_version import LoadedVersion, VerifiedVersion, load
 
 
 class RestoreSession:
-    """Good for one restore: made, `find`, `load` if that found something, `report`.
+    """Runs one restore: constructor, `find`, `load` if `find` returned a version, `report`.
 
-    Training thread; all ranks do the same. What it is given stays its owner's: the live state is
-    changed by `load` alone, and `history` by taking stock, and where a run begins afresh.
+    Training thread; all ranks make the same calls. The caller keeps everything it passes in: only
+    `load` changes the live state, and `history` changes when an inventory is taken or a run starts
+    from the beginning.
     """
 
     def __init__(
@@ -62,16 +63,16 @@ class RestoreSession:
         begin_seconds: float,
         elsewhere: Collection[Path] = (),
     ) -> None:
-        """Takes stock of all levels: collective. `begin_seconds`: when `restore()` was called, by
-        `time.perf_counter()`. `elsewhere`: see `NodeResources.left_elsewhere`."""
+        """Take the inventory of all levels: collective. `begin_seconds` is when `restore()` was
+        called, by `time.perf_counter()`. `elsewhere`: see `NodeResources.left_elsewhere`."""
         self._config, self._state, self._history, self._reports = config, state, history, reports
         self._begin_seconds = begin_seconds
         self._version: int | None = None
-        """That was asked for."""
+        """The version that was asked for."""
         self.passed_over: list[VersionId] = []
-        """Newer ones than what was found, which are suspect, newest first."""
-        self._told: set[str] = set()
-        """Problems that were rejected, and nodes that do not answer."""
+        """Suspect versions newer than the restored one, newest first."""
+        self._reported: set[str] = set()
+        """Problems and unreachable nodes that were already reported."""
         self._notices = RestoreNotices(config, group, history, reports, elsewhere)
         self._error_barrier = ErrorBarrier(group)
         with self._error_barrier:
@@ -91,13 +92,14 @@ class RestoreSession:
         return agent or PersistentStore(place.where, **self._config.persistent.options())
 
     def find(self, version: int | None, live_version: int) -> VerifiedVersion | None:
-        """Plan, read and verify: the newest sound version, or `version`; the caller closes it.
+        """Plan, read and verify the newest sound version, or `version`; the caller closes it.
         Collective.
 
-        None when there is nothing: a run has begun afresh then. Raises RestoreError, on all ranks,
-        where that would be wrong: something was asked for, or may be where nobody could look, or
-        the live state, at `live_version`, is no fresh one; where there is something of a newer
-        format and `version` does not ask for an older one; and where a rank fails by itself.
+        Returns None if there is nothing to restore and the run starts from the beginning. Raises
+        RestoreError on all ranks if a start from the beginning could lose a version: a version was
+        asked for, some location could not be read, or the live state, at `live_version`, is not
+        fresh; if there is data of a newer format and `version` does not ask for an older one; and
+        if one rank fails by itself.
         """
         self._version = version
         with contextlib.ExitStack() as on_failure:
@@ -111,8 +113,8 @@ class RestoreSession:
                 else:
                     on_failure.callback(found.close)
                     if version is None:
-                        self._judge_what_is_passed_over(found.plan.id)
-                        self._say_what_is_lost(found.plan.id)
+                        self._judge_suspects(found.plan.id)
+                        self._report_loss(found.plan.id)
                     self._history.reject(self._candidates.bad)
             on_failure.pop_all()
         return found
@@ -120,7 +122,7 @@ class RestoreSession:
     def _find(self) -> VerifiedVersion | None:
         steps = self._context, self._candidates, self._version
         try:
-            self._judge_what_was_seen()
+            self._judge_inventory()
             if self._version is None and self._config.on_drift == "stop" and self._history.suspects:
                 avoid = self._history.suspects.keys()
                 found = find(*steps, avoid, self._still_found)
@@ -134,15 +136,15 @@ class RestoreSession:
     def load(
         self, found: VerifiedVersion, strict: bool, load_adapter: Callable[[Any], None]
     ) -> LoadedVersion:
-        """Load what `find` found; `result` says what was done. Collective.
+        """Load the version that `find` returned; the result reports the work done. Collective.
 
-        `load_adapter` is given the adapter's own; where it raises, that is the version's trouble.
-        Raises what `verified_version.load` raises.
+        `load_adapter` receives the adapter's part; if it raises, the error is the version's
+        trouble. Raises the errors of `verified_version.load`.
         """
         begin = time.perf_counter()
         id_, history = found.plan.id, self._history
         if set(found.plan.levels) == {"memory"} and history.gone_from_disk():
-            self._notices.where_it_was(id_)  # also where the model does not fit
+            self._notices.directory_emptied(id_)  # also if the model does not match
         loaded = load(self._state, found, self._error_barrier, strict, self._new)
         try:
             load_adapter(loaded.adapter)
@@ -158,14 +160,14 @@ class RestoreSession:
             self._notices.suspicion(id_, result.suspect, asked)
         if manifest.facts.job != history.job:
             if "persistent" in result.levels:
-                self._notices.whose_it_was(id_, manifest.facts.job)
+                self._notices.other_job(id_, manifest.facts.job)
             elif not asked:
-                self._notices.what_another_path_has(id_, manifest.facts.job)
+                self._notices.other_path(id_, manifest.facts.job)
         result.seconds["load"] = time.perf_counter() - begin
         return loaded
 
     def report(self, result: Restored) -> Restored:
-        """Complete it with what the way there took, and say it."""
+        """Add the times and rejected copies to the result, and report it."""
         self._context.report(result)
         result.rejected = tuple(self._candidates.rejected)
         total_seconds = time.perf_counter() - self._begin_seconds
@@ -174,53 +176,55 @@ class RestoreSession:
         return result
 
     def has_newer(self, found: VerifiedVersion) -> bool:
-        """Whether anything of a newer version was seen; alike on all ranks."""
+        """True if a newer version was found anywhere; the same on all ranks."""
         seen = (each.key.id for inventory in self._history.found for each in inventory)
         return any(id_ > found.plan.id for id_ in seen)
 
     # --- judgements, between the steps ---------------------------------------------------------
 
     def _still_found(self, failures: RankFailures) -> RankFailures:
-        """Without copies that are no longer there when all look once more: an agent of the run
-        before has retired them, for a newer version that the next plan is to know. Collective.
+        """The failures without those of copies that have disappeared by a new inventory: an agent
+        of the run before retired them for a newer version, which the next plan must see.
+        Collective.
 
-        That ends: what a look no longer finds was deleted, and what it finds is rejected.
+        This terminates: a copy missing from the new inventory was deleted, and a copy still in it
+        is rejected.
         """
         places = {f"{f.key.id} in {f.place.where}": None for _, f in failures if f.gone}
         if not places:
             return failures
         self._notices.of_all(
-            f"{'; '.join([*places][:4])}: not there any more, or never seen by the rank that was "
-            "to read it. Looking once more",
+            f"{'; '.join([*places][:4])}: no longer there, or never seen by the rank that was to "
+            "read it. Taking the inventory again",
             logging.INFO,
         )
         self._history.look(self._error_barrier)
-        self._judge_what_was_seen()
+        self._judge_inventory()
         self._candidates.look(self._history.found, self._history.parities)
         return self._candidates.still_there(failures)
 
-    def _judge_what_was_seen(self) -> None:
+    def _judge_inventory(self) -> None:
         for text in self._history.silent:
-            if text not in self._told:
-                self._told.add(text)
+            if text not in self._reported:
+                self._reported.add(text)
                 self._notices.of_all(text, logging.INFO)
         if self._history.newer and self._version is None:
             newer = some(self._history.newer, between="; ")
             raise RestoreError(
-                f"a newer tierckpt was here: {newer}. Nothing was changed, and nothing older was "
-                "taken in its place",
-                "To go on without it: restore(version=...) goes back to an older version; moving "
-                "it away, or another path, starts without it",
+                f"a newer tierckpt wrote here: {newer}. Nothing was changed, and no older "
+                "version was taken instead",
+                "To continue without it: restore(version=...) goes back to an older version; "
+                "moving the data away, or another path, starts from the beginning",
             )
         for problem in (*self._history.problems, *self._history.unseen):
-            if problem not in self._told:
-                self._told.add(problem)
+            if problem not in self._reported:
+                self._reported.add(problem)
                 self._candidates.note(problem)
 
-    def _judge_what_is_passed_over(self, found: VersionId) -> None:
-        """A job that stops where replicas differ does not go on from such a version. Where the run
-        before went back to the same version, and came no further before replicas differed again, a
-        launcher could try for ever: RestoreError, on all ranks."""
+    def _judge_suspects(self, found: VersionId) -> None:
+        """Report suspect versions that are skipped (`on_drift="stop"`). If the run before already
+        restarted from the same version, and its replicas differed again before any newer version, a
+        launcher could retry forever: RestoreError on all ranks."""
         if not self.passed_over:
             return
         newest = self.passed_over[0]
@@ -232,35 +236,37 @@ class RestoreSession:
         began = self._history.lineage_of(newest)[-1]
         if began == (newest.generation, found.version) and newest.generation > found.generation:
             raise RestoreError(
-                f"the run of this job before this one was started from {found}, as the next one "
-                f"would be, and replicas differed again before a newer version was known to be "
-                f"alike on all ranks ({why}). Nothing was changed, so that a launcher does not "
-                "try that for ever",
+                f"the previous run of this job was started from {found}, and replicas differed "
+                f"again before a newer version was known to be the same on all ranks ({why}). This "
+                "run would start from the same version, so it stops: a launcher could otherwise "
+                "retry forever. Nothing was changed",
                 f"Find the cause first. Then restore(version={found.version}) tries {found} once "
                 'more; on_drift="warn" (TIERCKPT_ON_DRIFT=warn) goes on from the newest version, '
                 "suspect or not",
             )
         self._notices.of_all(
             f"{found} is restored, the newest version that is not suspect, as on_drift is "
-            f'"stop". {why}. To take one of these all the same: restore(version='
+            f'"stop". {why}. To restore a suspect version: restore(version='
             f'{newest.version}), or on_drift="warn"',
             logging.WARNING,
         )
 
-    def _say_what_is_lost(self, found: VersionId) -> None:
-        """Going far back must not look like the ordinary course."""
+    def _report_loss(self, found: VersionId) -> None:
+        """Warn if the restored version is much older than one that was once complete."""
         lost = self._history.once_complete()
         if lost is not None and lost > found and lost not in self.passed_over:
             self._notices.of_all(
-                f"going back to {found}, although {lost} was complete once: {self._what_is_left()}",
+                f"going back to {found}, although {lost} was complete once: "
+                f"{self._remaining_shards()}",
                 logging.WARNING,
             )
 
     def _nothing_found(self, live_version: int) -> None:
-        """A fresh start, unless something was expected, or may be where nobody could look."""
+        """Start from the beginning, unless a version was expected, or may exist where a rank could
+        not look."""
         unseen = some([*self._history.unseen, *self._history.nameless], between="; ")
         if (version := self._version) is not None:
-            hidden = f", and what is there could not be seen in {unseen}" if unseen else ""
+            hidden = f"; some locations could not be read: {unseen}" if unseen else ""
             raise RestoreError(
                 f"no complete, sound v{version} was found on any level{hidden}", self._versions()
             )
@@ -270,23 +276,23 @@ class RestoreSession:
             )
         if unseen:
             raise RestoreError(
-                f"nothing to restore was found, and what is there could not be seen in {unseen}",
-                "There may be checkpoints, so this job does not start afresh. Mend that and start "
-                "again. If none are there: take the place out of the settings, move away what is "
-                "named, or leave out restore()",
+                f"nothing to restore was found, and some locations could not be read: {unseen}",
+                "There may be checkpoints, so this job does not start from the beginning. Repair "
+                "access and restart. If there are none: remove the location from the settings, "
+                "move the named files away, or leave out restore()",
             )
         if (lost := self._history.once_complete()) is not None:
             raise RestoreError(
-                f"this job had complete checkpoints ({lost} was one), and has none any more: "
-                f"{self._what_is_left()}",
-                "Start again with the nodes, or the disks, that have the rest: tierckpt list "
-                f"{self._config.directory} tells on each what is there. To give it up: another "
-                "path, or moving away what is left, starts from the beginning",
+                f"this job had complete checkpoints ({lost} was one) and has none now: "
+                f"{self._remaining_shards()}",
+                "Restart with the nodes, or the disks, that have the rest: tierckpt list "
+                f"{self._config.directory} lists the versions on each node. To give them up: "
+                "another path, or moving the remaining files away, starts from the beginning",
             )
         if self._candidates.rejected or self._history.remains():
             self._reports.notice(
                 "starting from the beginning: no complete, sound version was found, nor is one "
-                f"known to have ever been on all ranks' disks; {self._what_is_left()}",
+                f"known to have ever been on all ranks' disks; {self._remaining_shards()}",
                 logging.ERROR if self._candidates.rejected else logging.WARNING,
             )
         self._history.begin_afresh()
@@ -294,17 +300,17 @@ class RestoreSession:
     def _versions(self) -> str:
         found = {f.key.id.version for each in self._history.found for f in each}
         names = some([f"v{version}" for version in sorted(found, reverse=True)], MOST_SAID)
-        there = f"There are {names}" if names else "There is none at all"
-        return f"{there}; tierckpt list {self._config.directory} tells which are complete"
+        there = f"There are {names}" if names else "There are no versions"
+        return f"{there}; tierckpt list {self._config.directory} shows which are complete"
 
-    def _what_is_left(self) -> str:
+    def _remaining_shards(self) -> str:
         shards = "; ".join(self._history.remains(self._candidates.left_out)) or "none"
         rejected = some(self._candidates.rejected, between="; ")
-        return f"what was found: {shards}" + (f"; {rejected}" if rejected else "")
+        return f"found: {shards}" + (f"; {rejected}" if rejected else "")
 
 
 def _live_bytes(state: TrainingState) -> int:
-    """Of what a version has, in this rank's memory."""
+    """Bytes of the version's tensors that this rank already holds in memory."""
     walk = state.walk()
     tensors = [*walk.params, *walk.buffers, *(tensor for tensor, *_ in walk.state)]
     return sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu")

@@ -1,6 +1,6 @@
 """A stored shard's bytes, wherever they are: mapped from a slot or a file, or fetched.
 
-Nothing here is checked but that the manifest is the right one; `shard_reader` checks the bytes.
+This module checks only that the manifest is the right one; `shard_reader` checks the bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOST = (
     CodecError,
     PersistentError,
 )
-"""What reading raises where a copy is as good as lost, to all ranks or to the one that reads."""
+"""Errors that make a copy unusable, for all ranks or for the reading rank."""
 
 
 Part = tuple[int, int, memoryview]
@@ -48,7 +48,7 @@ Bring = Callable[[int, int], None]
 
 
 class Stored(Protocol):
-    """A shard as it lies somewhere far; see `persistent.reader.ShardReader`."""
+    """A shard in a remote store; see `persistent.reader.ShardReader`."""
 
     @property
     def manifest(self) -> bytes: ...
@@ -59,7 +59,7 @@ class Stored(Protocol):
 
 
 class FarStore(Protocol):
-    """Where shards are fetched from: the persistent level, or an agent (`peer.remote`)."""
+    """A store that shards are fetched from: the persistent level, or an agent (`peer.remote`)."""
 
     def open_shard(self, name: VersionName, shard: int) -> Stored: ...
 
@@ -69,18 +69,18 @@ class FarStore(Protocol):
 
 
 OpenStore = Callable[[Location], FarStore]
-"""Opens what is at a place far away."""
+"""Opens the store of a remote location."""
 MakeRoom = Callable[[Manifest, Callable[[], None]], "ShardImage"]
-"""For a shard; the second follows on closing it."""
+"""Allocates the image of a shard; the second argument is called when the image is closed."""
 
 
 def open_persistent(place: Location) -> FarStore:
-    """As a store opens that needs no settings."""
+    """Open a persistent store that needs no options."""
     return PersistentStore(place.where)
 
 
 def already_there(low: int, high: int) -> None:
-    """What is in memory needs no bringing, and what is mapped no forgetting."""
+    """A no-op: bytes in memory need no fetch, and mapped bytes need no release."""
 
 
 class ShardImage:
@@ -100,19 +100,19 @@ class ShardImage:
         self.manifest = manifest
         self.view = view
         self.bring = bring
-        """`bring(low, high)`: have these bytes in `view`; to be called once for each range, by any
-        thread. Raises what `open_image` raises."""
+        """`bring(low, high)` reads these bytes into `view`. Call it once for each range; any
+        thread. Raises the errors of `open_image`."""
         self.touch = touch
-        """`touch(low, high)`, before bytes of a mapped file are looked at that may not have been
-        brought yet: as often as you like, by any thread. Raises OSError."""
+        """`touch(low, high)` must precede access to bytes of a mapped file that may not be in
+        memory; any number of times, any thread. Raises OSError."""
         self.forget = forget
-        """`forget(low, high)`: nobody looks at these bytes any more, nor at any before them; memory
-        that they alone take goes back to the system."""
+        """`forget(low, high)`: these bytes, and all before them, are not needed any more; memory
+        used only by them is returned to the system."""
         self.rest = rest
-        """`rest(low, high)`: nobody looks at these bytes before `touch`; by any thread."""
+        """`rest(low, high)`: these bytes are not accessed before the next `touch`; any thread."""
         self.settle = settle
-        """`settle()`, when all is brought: what was put aside can be had again. Raises
-        SetAsideError."""
+        """`settle()`, after all bytes were brought: checks that spilled bytes can be read back.
+        Raises SetAsideError."""
         self._close = close
 
     def close(self) -> None:
@@ -122,7 +122,8 @@ class ShardImage:
 
 
 class SetAsideError(Exception):
-    """What was fetched is in a file of ours and cannot be had again. It is no copy's fault."""
+    """Fetched bytes were spilled to a file of this process and cannot be read back. No copy is at
+    fault."""
 
 
 def open_image(
@@ -132,10 +133,11 @@ def open_image(
     open_store: OpenStore = open_persistent,
     make_room: MakeRoom | None = None,
 ) -> ShardImage:
-    """Map the shard, or make room for it; `ShardImage.bring` gets its bytes. `open_store` opens
-    what is far. What has to be fetched or decoded goes where `make_room` says: `in_memory`.
+    """Map the shard, or allocate memory for it; `ShardImage.bring` reads its bytes. `open_store`
+    opens remote stores. `make_room` allocates for shards that must be fetched or decoded (default:
+    `in_memory`).
 
-    Raises what is in LOST.
+    Raises the errors in LOST.
     """
     make_room = make_room or in_memory
     if place.is_far:
@@ -149,7 +151,7 @@ def open_image(
             if data is None or (manifest := Manifest.decode(data)).key != key:
                 raise CorruptShardError(f"slot {place.where} no longer holds {key}")
             if slot.image_bytes < manifest.image_bytes:
-                raise CorruptShardError(f"the image of {key} in slot {place.where} is cut short")
+                raise CorruptShardError(f"the image of {key} in slot {place.where} is truncated")
             return ShardImage(manifest, slot.image(), slot.close)
         except BaseException:
             slot.close()
@@ -162,7 +164,7 @@ def open_image(
         file = MappedFile(store.open_image(key))
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"its data file {key.stem}{key.SUFFIX} is missing; its manifest is there"
+            f"its data file {key.stem}{key.SUFFIX} is missing; its manifest exists"
         ) from None
     return ShardImage(manifest, file.view, file.close, file.bring, file.bring)
 
@@ -170,7 +172,7 @@ def open_image(
 def _fetch(
     key: ShardKey, place: Location, run_id: str, open_store: OpenStore, make_room: MakeRoom
 ) -> ShardImage:
-    """Room for the shard, and how to fill it."""
+    """An image of a remote shard, and the function that fills it."""
     shared = open_store(place)
     name = VersionName(key.id, key.shards, run_id)
 
@@ -183,7 +185,7 @@ def _fetch(
             reader = shared.open_shard(name, key.shard)
         manifest = Manifest.decode(reader.manifest)
         if manifest.key != key:
-            raise CorruptShardError(f"{place.where} has {manifest.key} in the place of {key}")
+            raise CorruptShardError(f"{place.where} has {manifest.key} instead of {key}")
         if manifest.encoding is not None:
             image = _decoded(Decoder(manifest, reader.read, other), shared.close, make_room)
         else:
@@ -206,8 +208,8 @@ def _fetch(
 
 @contextlib.contextmanager
 def _missing_here_or_anywhere(shared: FarStore, name: VersionName) -> Iterator[None]:
-    """What is not found is damage where this rank sees the version, whose manifest names it; else
-    it is FileNotFoundError still: perhaps another rank sees it."""
+    """If this rank sees the version, whose manifest names the shard, a missing part is damage.
+    Otherwise FileNotFoundError is raised unchanged: another rank may see the version."""
     try:
         yield
     except FileNotFoundError as error:
@@ -217,7 +219,7 @@ def _missing_here_or_anywhere(shared: FarStore, name: VersionName) -> Iterator[N
 
 
 def _decoded(decoder: Decoder, close: Callable[[], None], make_room: MakeRoom) -> ShardImage:
-    """Room for an encoded shard, and how to fill it."""
+    """An image for an encoded shard, and the function that fills it."""
     image = make_room(decoder.sealed, close)
 
     def bring(low: int, high: int) -> None:
@@ -228,7 +230,7 @@ def _decoded(decoder: Decoder, close: Callable[[], None], make_room: MakeRoom) -
 
 
 def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> ShardImage:
-    """Room for a shard in memory of this process, zeros at first; `then` follows on closing it."""
+    """An image in memory of this process, zeros at first; `then` is called when it is closed."""
     room = mmap.mmap(-1, manifest.image_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def forget(low: int, high: int) -> None:
@@ -237,7 +239,7 @@ def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Sh
             room.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def close() -> None:
-        with contextlib.suppress(BufferError):  # somebody still has a part of it: freed with that
+        with contextlib.suppress(BufferError):  # a part is still in use: freed with that
             room.close()
         then()
 
@@ -247,8 +249,9 @@ def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Sh
 def in_file(
     manifest: Manifest, folder: Path, then: Callable[[], None] = lambda: None
 ) -> ShardImage:
-    """Room in a file without a name in `folder`: of memory it takes what is being looked at, and
-    what the system can spare. Raises OSError where there is no room for it, or no such folder."""
+    """An image in a file without a name in `folder`: it needs memory only for the pages in use, and
+    others as the system can spare them. Raises OSError if the disk has no room, or the folder is
+    missing."""
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, manifest.image_bytes)  # or a full disk is SIGBUS
         room = mmap.mmap(file.fileno(), manifest.image_bytes)
@@ -258,13 +261,13 @@ def in_file(
     def rest(low: int, high: int) -> None:
         begin = low - low % mmap.PAGESIZE
         if high > begin:
-            room.madvise(mmap.MADV_DONTNEED, begin, high - begin)  # of a shared file: lost to none
+            room.madvise(mmap.MADV_DONTNEED, begin, high - begin)  # the file keeps all pages
 
     def settle() -> None:
         try:
             os.fsync(own)  # pages that could not be written come back as if they had been
         except OSError as error:
-            raise SetAsideError(f"what was fetched cannot be kept in {folder}: {error}") from error
+            raise SetAsideError(f"fetched shards cannot be kept in {folder}: {error}") from error
 
     def close() -> None:
         mapped.close()
@@ -278,7 +281,7 @@ def in_file(
 
 
 class ParityImage(Protocol):
-    """The bytes, in `view` once `bring` has returned for them; see `MappedFile`."""
+    """A mapped image; `bring` makes its bytes available, see `MappedFile`."""
 
     view: memoryview
 
@@ -292,7 +295,7 @@ class ParityImage(Protocol):
 def open_parity(
     key: ParityKey, place: Location, open_store: OpenStore
 ) -> tuple[ParityManifest, ParityImage]:
-    """Nothing is checked but that the manifest is one. Raises what is in `images.LOST`."""
+    """Map a parity; only its manifest is decoded. Raises the errors in `shard_image.LOST`."""
     if not place.is_far:
         store = LocalStore(place.where)
         record = ParityManifest.decode(store.read_manifest(key))
@@ -300,7 +303,7 @@ def open_parity(
     node = open_store(place)
     try:
         if not isinstance(node, RemoteNode):
-            raise FileNotFoundError(f"{key} is not here any more: {place.where} has no parity")
+            raise FileNotFoundError(f"{key} no longer exists: {place.where} has no parity")
         file = node.open_parity(key)
         record = ParityManifest.decode(file.manifest)
         return record, _Fetched(file, record.image_bytes, node.close)
@@ -310,7 +313,7 @@ def open_parity(
 
 
 class _Fetched:
-    """Room in memory, that is filled block by block; each is fetched once. Any thread."""
+    """An image in memory that is filled block by block; each block is fetched once. Any thread."""
 
     def __init__(self, file: RemoteFile, nbytes: int, then: Callable[[], None]) -> None:
         self._room = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -318,13 +321,13 @@ class _Fetched:
         self._file, self._then = file, then
         self._lock = threading.Lock()
         self._there: set[int] = set()
-        """Blocks."""
+        """Which blocks are there."""
 
     def ask(self, low: int = 0, high: int | None = None) -> None:
-        """Nothing: what is fetched has one way to come."""
+        """Does nothing: all blocks come by one connection."""
 
     def bring(self, low: int, high: int) -> None:
-        """Fetch what is not there. Raises OSError, and EOFError."""
+        """Fetch the missing blocks of the range. Raises OSError, and EOFError."""
         with self._lock:
             for block in range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES)):
                 if block not in self._there:
@@ -335,6 +338,6 @@ class _Fetched:
 
     def close(self) -> None:
         self._then()
-        with suppress(BufferError):  # somebody still has a part of it: freed with that
+        with suppress(BufferError):  # a part is still in use: freed with that
             self.view.release()
             self._room.close()

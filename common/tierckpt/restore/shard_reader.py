@@ -1,7 +1,7 @@
-"""A rank's share of what a restart reads: opened, brought and checked by threads, every byte once.
+"""This rank's share of the reads of a restore: threads open, read and check it, every byte once.
 
-The threads hash what they bring while it is in the core's cache, and call nothing collective, so
-the training thread may rebuild lost shards meanwhile, together with the other ranks.
+The threads hash the bytes while they are in the core's cache, and call nothing collective, so the
+training thread may rebuild lost shards with the other ranks at the same time.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from tierckpt.format.shard_file import ShardHeader, decode_header
 from .shard_image import LOST, MakeRoom, OpenStore, Part, ShardImage, open_image, open_persistent
 
 READERS = 4
-"""Threads of a rank: enough that one's waiting for storage is another's hashing."""
+"""Reader threads of a rank: enough that some hash while others wait for storage."""
 RUN_BYTES = 8 * 1024 * 1024
-"""Brought and checked at once; whole blocks."""
+"""Bytes that are read and checked at once; whole blocks."""
 
 
 class FaultScope(Enum):
-    """What it is that failed when a copy could not be read."""
+    """The scope of a failed read: the copy, the path to it, or the rank."""
 
     COPY = "copy"
-    """Its bytes: nobody can use it."""
+    """The copy's bytes are bad: no rank can use it."""
     SIGHT = "sight"
-    """The way from this rank to it: others may read it."""
+    """This rank cannot reach the copy: other ranks may."""
     RANK = "rank"
-    """This rank, which has no memory or no descriptors, or met a mistake of ours or of a client:
-    it says nothing of any copy, and nothing that is tried next would go better."""
+    """This rank is out of memory or descriptors, or met a bug of ours or of a client. This says
+    nothing about any copy, and another attempt would fail too."""
 
     @staticmethod
     def of(place: Location, error: BaseException) -> FaultScope:
-        """By what was raised."""
+        """The scope that follows from the error and the location."""
         if not isinstance(error, LOST) or _lacks_room(error):
             return FaultScope.RANK
         if isinstance(error, ImportError):
             return FaultScope.SIGHT
         if not isinstance(error, OSError):
             return FaultScope.COPY
-        # All who see a copy on a node's disk see the same disk.
+        # All ranks that see a copy on a node's disk see the same disk.
         of_the_disk = isinstance(error, FileNotFoundError) or error.errno == errno.EIO
         return FaultScope.COPY if of_the_disk and not place.is_far else FaultScope.SIGHT
 
 
 def _lacks_room(error: BaseException | None) -> bool:
-    """True also where it is said by what a store made of it."""
+    """True also if a store wrapped the error in its own."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
             return True
@@ -68,24 +68,24 @@ def _lacks_room(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """A copy (of a shard, or of parity) that could not be read, and why."""
+    """A failed read of one copy (of a shard, or of parity), with the reason."""
 
     key: ShardKey
     place: Location
     why: str
     undecodable: bool = False
-    """A key or a module is missing here: with it the copy may well be sound."""
+    """A key or a codec is missing here: with it the copy may be sound."""
     blame: FaultScope = FaultScope.COPY
     node: str = field(default_factory=socket.gethostname)
-    """That it was found on."""
+    """The node that met the failure."""
     gone: bool = False
-    """It is not there: perhaps not any more, and something newer is (see `RestoreSession`)."""
+    """The copy does not exist (any more); there may be a newer version (see `RestoreSession`)."""
     silent: bool = False
-    """The agent that has it does not answer, whatever it is asked for."""
+    """The agent that has the copy does not answer any request."""
 
     @staticmethod
     def of(key: ShardKey, place: Location, error: BaseException) -> Failure:
-        """What `error` makes of a copy."""
+        """The failure of a copy for which `error` was raised."""
         why = str(error) if isinstance(error, LOST) else f"{type(error).__name__}: {error}"
         blame, undecodable = FaultScope.of(place, error), isinstance(error, CodecError)
         silent = place.level == AGENT and isinstance(error, ConnectionError)
@@ -93,28 +93,28 @@ class Failure:
 
 
 def _is_gone(error: BaseException) -> bool:
-    """True also where a network file system says so in its own way."""
+    """True also for a network file system's own error for it."""
     stale = isinstance(error, OSError) and error.errno == errno.ESTALE
     return stale or isinstance(error, FileNotFoundError)
 
 
 OnRead = Callable[[int], None]
 Kept = dict[tuple[ShardKey, Location, str], tuple[ShardImage, ShardHeader]]
-"""What was fetched and is sound, by shard, place and life."""
+"""Fetched shards that proved sound, by shard, location and run."""
 
 
 class Run(NamedTuple):
-    """Blocks that lie side by side."""
+    """Adjacent blocks."""
 
     low: int
-    """In the shard, bytes."""
+    """Offset in the shard, in bytes."""
     first: int
     """Number of the first block; block 0 is the header."""
     block_bytes: tuple[int, ...]
 
     @property
     def high(self) -> int:
-        """Where it ends."""
+        """Offset of the end."""
         return self.low + sum(self.block_bytes)
 
 
@@ -122,7 +122,7 @@ Opened = tuple[ShardKey, Location, Future[tuple[ShardImage, ShardHeader]]]
 
 
 def _give_up(opening: Future[tuple[ShardImage, ShardHeader]], taken: ShardImage | None) -> None:
-    """Close what was opened, or will be, unless it was taken."""
+    """Close an image when it is opened, unless it was taken."""
     if opening.cancel() or opening.exception() is not None:
         return
     image, _ = opening.result()
@@ -131,7 +131,8 @@ def _give_up(opening: Future[tuple[ShardImage, ShardHeader]], taken: ShardImage 
 
 
 class Reads:
-    """What one rank reads of a version. One thread calls; `pool` is the caller's, as are images."""
+    """Reads this rank's share of a version. One thread makes all calls; the caller owns `pool` and
+    the images."""
 
     def __init__(
         self,
@@ -142,20 +143,20 @@ class Reads:
         kept: Kept | None = None,
         make_room: MakeRoom | None = None,
     ) -> None:
-        """Images come into `images`, by shard; `on_read` hears of bytes read, from any thread.
-        What is in `kept` is taken from there, and not fetched again; what is fetched goes where
-        `make_room` says, see `open_image`."""
+        """Puts images into `images`, by shard; `on_read` receives counts of bytes read, from any
+        thread. Images in `kept` are used again and not fetched; `make_room` allocates for fetched
+        shards, see `open_image`."""
         self._pool, self._images, self._on_read = pool, images, on_read
         self._open_store, self._kept = open_store, {} if kept is None else kept
         self._make_room = make_room
         self.on_open: Callable[[ShardHeader], None] = lambda header: None
-        """Is called with each header before the rest of that shard is read, and raises nothing."""
+        """Called with each header before the rest of that shard is read; raises nothing."""
         self._checks: list[tuple[ShardKey, Location, list[Future[None]]]] = []
         self.headers: dict[int, ShardHeader] = {}
-        """Of the shards that could be opened; checked."""
+        """Checked headers of the shards that could be opened."""
 
     def open(self, version: VersionId, shards: int, run_id: str, sources: Iterable[Source]) -> None:
-        """Open the shards, and begin to read them. What cannot be opened is told by `finish`."""
+        """Open the shards and begin to read them. `finish` returns the failures."""
         opened: list[Opened] = []
         try:
             self._open(version, shards, run_id, sources, opened)
@@ -172,7 +173,7 @@ class Reads:
         sources: Iterable[Source],
         opened: list[Opened],
     ) -> None:
-        """What is being opened is in `opened`, whatever comes out."""
+        """Register the shards being opened in `opened`, also if an error is raised."""
         for source in sources:
             key = ShardKey(version, source.shard, shards)
             there = self._kept.pop((key, source.place, run_id), None)
@@ -198,19 +199,19 @@ class Reads:
             self._checks.append((key, place, checks))
 
     def opened(self) -> bool:
-        """False when something could not be opened."""
+        """False if a shard could not be opened."""
         return len(self.headers) == len(self._checks)
 
     def sound(self) -> Iterator[Part]:
-        """What is read, in order, each part as soon as it is checked; of a shard with damage, what
-        is before that. Raises OSError where it cannot be looked at any more."""
+        """Parts that are read, in order, each as soon as it is checked; of a damaged shard, the
+        parts before the damage. Raises OSError if mapped bytes can no longer be read."""
         for key, _, checks in self._checks:
             if (header := self.headers.get(key.shard)) is not None:
                 yield from _checked(key.shard, self._images[key.shard], header, checks)
 
     def finish(self) -> list[Failure]:
-        """Wait until all is read; returns what could not be, each with its first damage. Raises
-        nothing, whatever came out: the other ranks wait for this one."""
+        """Wait until everything is read; returns the failed copies, each with its first damage.
+        Raises nothing, whatever happened before: the other ranks wait for this one."""
         failures = []
         for key, place, checks in self._checks:
             errors = [error for each in checks if (error := each.exception()) is not None]
@@ -220,7 +221,7 @@ class Reads:
         return failures
 
     def _check(self, image: ShardImage, run: Run) -> None:
-        """Bring some blocks and compare them with their digests."""
+        """Read some blocks and compare them with their digests."""
         offset, digests = run.low, image.manifest.digests
         image.bring(offset, run.high)
         for number, nbytes in enumerate(run.block_bytes, run.first):
@@ -236,7 +237,7 @@ class Reads:
 def _checked(
     shard: int, image: ShardImage, header: ShardHeader, checks: Iterable[Future[None]]
 ) -> Iterator[Part]:
-    """`checks` are of all runs, or none, where all was checked before."""
+    """`checks` are the checks of all runs; empty if all were checked before."""
     yield shard, 0, image.view[: header.header_bytes]
     for run, check in zip_longest(runs_of(header), checks):
         if check is not None and check.exception() is not None:
@@ -246,7 +247,7 @@ def _checked(
 
 
 def runs_of(header: ShardHeader) -> Iterator[Run]:
-    """All blocks of a shard, in runs of RUN_BYTES or a little less."""
+    """All blocks of a shard, in runs of at most RUN_BYTES."""
     low, first, blocks = header.header_bytes, 1, list[int]()
     for number, nbytes in enumerate(header.block_bytes, 1):
         if blocks and sum(blocks) + nbytes > RUN_BYTES:
@@ -260,7 +261,7 @@ def runs_of(header: ShardHeader) -> Iterator[Run]:
 def _open(
     key: ShardKey, place: Location, run_id: str, open_store: OpenStore, make_room: MakeRoom | None
 ) -> tuple[ShardImage, ShardHeader]:
-    """A shard with its header checked. Raises what `open_image` raises, and what a check does."""
+    """Open a shard and check its header. Raises the errors of `open_image` and of the check."""
     image = open_image(key, place, run_id, open_store, make_room)
     try:
         return image, check_header(image)
@@ -270,7 +271,7 @@ def _open(
 
 
 def check_header(image: ShardImage) -> ShardHeader:
-    """Bring the header, compare it with its digest and with the manifest, and decode it.
+    """Read the header, compare it with its digest and with the manifest, and decode it.
 
     Raises CorruptShardError or FormatError.
     """

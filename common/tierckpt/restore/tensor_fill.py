@@ -1,15 +1,15 @@
-"""Tensors that a restore has to make: their memory taken, and filled, in time.
+"""New tensors of a restore: memory is allocated, and filled, while shards are still being read.
 
-A freshly started optimizer has no state yet, so most of what is loaded goes into new memory, and
-the kernel clears each page of it when it is touched first: that takes longer than to copy into it.
-What a rank's own headers name is known as soon as they are read, and its thread has nothing to do
-until the rest is. Shards are striped: almost every large tensor is named in each of them.
+A new optimizer has no state yet, so most of the data is loaded into new memory. The kernel clears
+each new page when it is first touched, which takes longer than the copy. The tensors are known as
+soon as this rank's own headers are read, and the training thread is idle until the rest is read.
+Shards are striped: almost every large tensor is named in each of them.
 
-Where the shards are in memory there is nothing to wait for: a page is touched by copying what
-belongs there, which is one way to memory, where touching first makes two.
+If the shards are in memory there is no wait to use: copying touches each page, which passes over
+the memory once, and touching first would make it twice.
 
-Nobody sees a new tensor before all of the version is verified, so it may be filled while that is
-still under way, and thrown away with a version that proves damaged. What is live has to wait.
+New tensors are unused until the whole version is verified, so they may be filled before that, and
+dropped if the version proves damaged. Live tensors must wait for the verification.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from tierckpt.storage.files.mapped_file import populate
 from .shard_image import Part
 
 LARGE_BYTES = 256 * 1024
-"""Below it memory comes out of the allocator's heap, and most of that was touched before."""
+"""Smaller tensors come from the allocator's heap, most of which was touched before."""
 
 
 class TensorPreallocator:
-    """Makes optimizer state that is not in the live optimizer. One thread calls, but for `fill`."""
+    """Makes optimizer state that is not in the live optimizer. One thread makes all calls but
+    `fill`."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._made: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
         self._before: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
-        """At the last try."""
+        """Tensors of the previous attempt."""
         self._live: dict[str, torch.Tensor] = {}
-        """By name, what there is already; nothing where nothing is wanted."""
+        """Live tensors by name; empty if preallocation is not wanted."""
         self._untouched: list[torch.Tensor] = []
         self._given: dict[str, TensorSpec] = {}
-        """Of those that the caller has."""
+        """Specs of the tensors that were handed to the caller."""
         self._filled: dict[int, int] = {}
-        """By shard: up to where in its data they have what is theirs."""
+        """By shard: offset in its data up to which its pieces were copied."""
 
     def begin(self, wanted: bool) -> None:
-        """Another version, or another try; what was made for the one before is there for it. If it
-        is not `wanted`, nothing of this one is foreseen."""
+        """Begin another version, or another attempt; tensors made for the previous one are reused.
+        If not `wanted`, nothing is preallocated for this one."""
         self._live = {}
         with contextlib.suppress(Exception):
             if wanted:
@@ -61,11 +62,12 @@ class TensorPreallocator:
         self._given, self._filled, self._untouched = {}, {}, []
 
     def foresee(self, header: ShardHeader) -> None:
-        """Make the large ones on the host that this shard has pieces of. Before threads bring pages
-        of the shard: who maps memory waits for all who do that, and for their disk.
+        """Allocate the large host tensors that this shard has pieces of. Call it before threads
+        read pages of the shard: mapping memory waits for all page faults of the process, and for
+        their disk.
 
-        Guesses: what is not asked for later goes with this object. It never raises, as its rank
-        would be alone with that: what is wrong here is met, and told, by the loading.
+        This is a guess: tensors that are not asked for later are freed with this object. Never
+        raises, as only this rank would fail: loading meets the same problem again, and reports it.
         """
         with contextlib.suppress(Exception):
             for spec in (piece.spec for piece in header.pieces):
@@ -78,17 +80,18 @@ class TensorPreallocator:
                 self._made[spec.name] = spec, tensor
 
     def foreseen(self, touch: bool) -> None:
-        """That was all: what was made before and these shards do not have goes now. `touch` what is
-        new, where there is something to wait for meanwhile. Never raises, as `foresee`."""
+        """End the preallocation: tensors of the previous attempt that these shards do not have are
+        freed. `touch` the new ones if there is time to use, because shards are still being read.
+        Never raises, like `foresee`."""
         new, self._untouched, self._before = self._untouched, [], {}
         with contextlib.suppress(Exception):
             for tensor in new if touch else ():
                 touch_memory(tree_codec.as_bytes(tree_codec.flat(tensor)))
 
     def fill(self, parts: Iterable[Part]) -> None:
-        """Copy what `parts` have of them into place: of the version begun last, that may prove
-        damaged still. The parts of a shard come in order, the whole header first. Never raises,
-        as `foresee`. Any thread, for shards of its own."""
+        """Copy the pieces of new tensors in `parts` into place, although this version may still
+        prove damaged. The parts of a shard come in order, the whole header first. Never raises,
+        like `foresee`. Any thread; each shard belongs to one thread."""
         if not self._made:
             return
         filler = PieceWriter(self._place_of)
@@ -103,7 +106,7 @@ class TensorPreallocator:
         return tensor if spec == piece.spec and piece.placement is REPLICATED else None
 
     def has(self, shard: int, piece: Piece) -> bool:
-        """True where the tensor that `make` gave has that piece already."""
+        """True if the tensor that `make` returned already has that piece."""
         within = piece.offset + piece.nbytes <= self._filled.get(shard, 0)
         return (
             within
@@ -123,7 +126,7 @@ class TensorPreallocator:
         )
 
     def make(self, spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
-        """A tensor of which nothing is filled but what it `has`; the caller's."""
+        """A tensor for the caller; it contains only the pieces for which `has` is True."""
         self._given.pop(spec.name, None)
         foreseen, tensor = self._made.pop(spec.name, (None, None))
         if tensor is not None and foreseen == spec and tensor.device == torch.device(device):
@@ -133,27 +136,28 @@ class TensorPreallocator:
 
 
 def touch_memory(tensor: torch.Tensor) -> None:
-    """Have the kernel give all of a byte tensor's pages; what is in them is lost."""
+    """Have the kernel allocate all pages of a byte tensor; its contents are lost."""
     if not populate(tensor.data_ptr(), tensor.nbytes):
         tensor[:: mmap.PAGESIZE].zero_()
 
 
 class PieceWriter:
-    """Shards come one after the other, each in windows; what it is given stays its owner's."""
+    """Copies pieces of shards into tensors. Shards come one after the other, each in windows; the
+    caller keeps ownership of all arguments."""
 
     header: ShardHeader | None = None
-    """Of the shard that came last."""
+    """Header of the latest shard."""
 
     def __init__(self, place_of: Callable[[int, Piece], torch.Tensor | None]) -> None:
-        """`place_of(shard, piece)`: the tensor that the piece goes into, in the memory order that
-        its spec tells; None: nowhere."""
+        """`place_of(shard, piece)` returns the tensor for the piece, in the memory order of its
+        spec; None to skip the piece."""
         self._place_of = place_of
         self._offsets: list[int] = []
-        """Of the header's pieces."""
+        """Offsets of the header's pieces."""
 
     def take(self, shard: int, offset: int, window: memoryview) -> None:
-        """Copy what a part of a shard, from byte `offset` on, has of its pieces into place. Parts
-        come in order, and the first has the whole header."""
+        """Copy the pieces in this part of a shard, from byte `offset` on, into place. Parts come in
+        order, and the first has the whole header."""
         if offset == 0:
             self.header = decode_header(window)
             self._offsets = [piece.offset for piece in self.header.pieces]
@@ -166,7 +170,7 @@ class PieceWriter:
             _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
 
     def wants(self, shard: int, low: int, high: int) -> bool:
-        """Whether `take` has any use for these bytes, behind the header of the shard it is at."""
+        """Whether `take` needs these bytes, which follow the header of the current shard."""
         assert self.header is not None
         begin = self.header.header_bytes
         return any(True for _ in self._going(shard, low - begin, high - begin))
@@ -174,8 +178,8 @@ class PieceWriter:
     def _going(
         self, shard: int, low: int, high: int
     ) -> Iterator[tuple[Piece, torch.Tensor, int, int]]:
-        """Of these bytes of the data what goes somewhere: its piece, where to, and from where up to
-        where it lies in the data."""
+        """The pieces to copy in this range of the data: piece, target, and its begin and end in the
+        data."""
         assert self.header is not None
         first = max(bisect_left(self._offsets, low) - 1, 0)
         for piece in self.header.pieces[first:]:
@@ -188,5 +192,5 @@ class PieceWriter:
 
 
 def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece's bytes in the tensor it belongs to; both are in the same memory order."""
+    """The piece's bytes in its tensor; both have the same memory order."""
     return tree_codec.as_bytes(tree_codec.flat(target)[piece.start : piece.stop])

@@ -1,12 +1,12 @@
-"""Steps of a restore, up to a version that all ranks know to be sound: plan, read, verify.
+"""The steps of a restore up to a version that all ranks know to be sound: plan, read, verify.
 
-Every byte is read and checked before anything live is changed, on any rank. What is mapped is gone
-through twice, the second time in memory or page cache; what is fetched stays in memory between, so
-every byte is read from storage once. A damaged copy goes back into the plan as lost.
+Every byte is read and checked before any live state changes on any rank. Mapped shards are read
+twice, the second time from memory or page cache; fetched shards stay in memory in between, so every
+byte is read from storage once. A damaged copy counts as lost in the next plan.
 
-Beside the live state a rank holds its share of what had to be fetched or rebuilt, which it gives
-back as it is loaded, a window of what others read, and an outline of each shard. A rank that
-fetches most of the version alone takes memory for new optimizer state when it gives back the other.
+Besides the live state a rank holds: its share of fetched or rebuilt shards, which is freed as it is
+loaded; a window of other ranks' shards; and a summary of each shard. A rank that fetches most of
+the version alone allocates memory for new optimizer state only as it frees that share.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from .verified_version import VerifiedVersion
 
 @dataclass(frozen=True)
 class SpillPolicy:
-    """Where a rank that fetches most of a version puts it, when most of that is live already: what
-    is live and what was fetched would be two copies, and the first is changed when all of the
-    second is sound."""
+    """Where a rank that fetches most of a version stores it, if most of the version is already
+    live. Otherwise the rank would hold two copies, as the live one changes only after all of the
+    fetched one is sound."""
 
     folder: Path
-    """On the local disk."""
+    """Folder on the local disk."""
     live_bytes: int
-    """In this rank's memory, of what a version has."""
+    """Bytes of the version's tensors that this rank already holds in memory."""
 
     def make_room(self, manifest: Manifest, then: Callable[[], None]) -> ShardImage:
-        """For a fetched shard: a file; memory where there can be none, or little is live."""
+        """An image for a fetched shard: in a file; in memory if no file can be made, or little is
+        live."""
         if 2 * self.live_bytes > manifest.image_bytes * manifest.facts.shards:
             with contextlib.suppress(OSError):
                 return in_file(manifest, self.folder, then)
@@ -66,38 +67,38 @@ class SpillPolicy:
 
 @dataclass
 class RestoreContext:
-    """Means and measures of one restore on this rank; every step has it. Training thread, but for
-    `on_read`."""
+    """Resources and measurements of one restore on this rank, passed to every step. Training
+    thread, except `on_read`."""
 
     group: ErrorBarrier
     progress: Progress = field(default_factory=lambda: Progress(False))
     open_store: OpenStore = open_persistent
     new: TensorPreallocator | None = None
-    """Is shown what this rank reads while threads read the rest, and what it sees of the others'
-    shards; anew for each version that is tried."""
+    """Preallocates new tensors, and fills them while threads still read; begins again for each
+    version that is tried."""
     spill: SpillPolicy | None = None
     kept: Kept = field(default_factory=dict)
-    """What this rank fetched for a try that failed elsewhere."""
+    """Sound shards that this rank fetched for an attempt that failed on another rank."""
     volume: TransferStats = field(default_factory=TransferStats)
     seconds: float = 0.0
-    """Of all tries."""
+    """Bytes read in all attempts."""
     rebuild_seconds: float = 0.0
-    """Of rebuilding, which goes on while threads read."""
+    """Time spent on rebuilding, which overlaps with reading."""
 
     def on_read(self, nbytes: int) -> None:
-        """Bytes came from a level. Any thread."""
+        """Count bytes read from a level. Any thread."""
         self.volume.read(nbytes)
         self.progress.advance(nbytes)
 
     def drop_kept(self, plan: RestorePlan | None = None) -> None:
-        """Close what this plan has no use for: another version's is never asked for again."""
+        """Close kept shards that this plan does not use: another version's are never used again."""
         for key, place, run_id in list(self.kept):
             if plan is None or (key.id, run_id) != (plan.id, plan.run_id):
                 image, _ = self.kept.pop((key, place, run_id))
                 image.close()
 
     def report(self, result: Restored) -> None:
-        """Fill in what the way to a sound version took."""
+        """Add the transfer measurements to the result."""
         result.read_bytes = self.volume.read_bytes
         result.exchanged_bytes = self.volume.exchanged_bytes
         result.seconds["verify"] = self.seconds
@@ -112,12 +113,13 @@ def find(
     avoid: Container[VersionId] = (),
     still_found: Callable[[RankFailures], RankFailures] = lambda failures: failures,
 ) -> VerifiedVersion | None:
-    """The newest version that proves sound on all ranks, and is none of `avoid`; None when there is
-    none. The caller closes it. Collective, in a stretch that all ranks end alike (`ErrorBarrier`).
+    """The newest version that proves sound on all ranks and is not in `avoid`; None if there is
+    none. The caller closes it. Collective, in an `ErrorBarrier`: all ranks end it with the same
+    result.
 
-    `still_found` leaves out failures of copies that were retired since stock was taken. Raises
-    RestoreError, on all ranks, where `Candidates.plan` does, and when one rank has no memory or
-    descriptors to read with, which is no reason to take an older version either.
+    `still_found` filters out failures of copies that were retired since the inventory. Raises
+    RestoreError on all ranks if `Candidates.plan` does, and if one rank has no memory or
+    descriptors to read with, which is no reason to take an older version.
     """
     begin = time.perf_counter()
     try:
@@ -135,23 +137,23 @@ def find(
 
 @dataclass
 class ShareRead:
-    """What one rank has read, and made, of a plan."""
+    """The part of a plan that one rank has read and rebuilt."""
 
     plan: RestorePlan
     broadcaster: ShardBroadcaster
     images: dict[int, ShardImage] = field(default_factory=dict)
-    """What this rank maps, fetched, or made; its owner closes them."""
+    """Images that this rank maps, fetched, or rebuilt; the owner of this object closes them."""
     headers: dict[int, ShardHeader] = field(default_factory=dict)
-    """Of the shards that it read."""
+    """Headers of the shards that this rank read."""
     suspected: list[Failure] = field(default_factory=list)
-    """Parity of groups of which something was made that is wrong."""
+    """Parities of groups with a wrong rebuild."""
     failures: list[Failure] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
-    """What is no copy's fault, in words."""
+    """Failures that are no copy's fault, as text."""
 
     @contextlib.contextmanager
     def noting_trouble(self) -> Iterator[None]:
-        """An error becomes this rank's trouble: the others wait in the exchange that follows."""
+        """Turn an error into this rank's trouble: the others wait in the following exchange."""
         try:
             yield
         except Exception as error:
@@ -165,15 +167,15 @@ class ShareRead:
 
 
 def read(context: RestoreContext, plan: RestorePlan) -> ShareRead:
-    """Have this rank's share brought and checked, and lost shards rebuilt. Collective."""
+    """Read and check this rank's share, and rebuild lost shards. Collective."""
     share = ShareRead(plan, ShardBroadcaster(context.group, context.volume))
     context.drop_kept(plan)
     context.progress.begin(f"verifying v{plan.id.version}")
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(share.close)
-        mine = _read_here(plan, context.group.rank)
+        own_sources = _read_here(plan, context.group.rank)
         # A rank that holds more than half of the version in memory of its own.
-        fetches_most = 2 * sum(not s.place.mappable for s in mine) > len(plan.sources)
+        fetches_most = 2 * sum(not s.place.mappable for s in own_sources) > len(plan.sources)
         with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
             room = context.spill.make_room if context.spill and fetches_most else None
             reads = Reads(
@@ -183,7 +185,7 @@ def read(context: RestoreContext, plan: RestorePlan) -> ShareRead:
                 context.new.begin(wanted=not fetches_most)
                 reads.on_open = context.new.foresee
             with share.noting_trouble():
-                reads.open(plan.id, len(plan.sources), plan.run_id, mine)
+                reads.open(plan.id, len(plan.sources), plan.run_id, own_sources)
             if plan.rebuilds:
                 _rebuild(context, share, pool, reads)
             share.failures += _map_others(share)
@@ -199,26 +201,27 @@ def read(context: RestoreContext, plan: RestorePlan) -> ShareRead:
 def verify(
     context: RestoreContext, share: ShareRead
 ) -> tuple[VerifiedVersion | None, RankFailures]:
-    """A version of which all ranks have read their shares and found them sound; or None, and why:
-    what is fetched and sound is kept then. Collective. `share` is used up."""
+    """The version, if all ranks have read their shares and found them sound; or None and the
+    failures, and then sound fetched shards are kept. Collective. Takes ownership of `share`."""
     plan, group = share.plan, context.group
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(share.close)
         outlines: dict[int, ShardSummary] = {}
         small: dict[int, RankState] = {}
         with share.noting_trouble():
-            outlines, small = _told_here(share)
+            outlines, small = _report_of_this_rank(share)
         share.trouble += [
             f"{f.key} on node {f.node}: {f.why}"
             for f in share.failures
             if f.blame is FaultScope.RANK
         ]
-        told = ("; ".join(share.trouble[:1]), share.failures, share.suspected, outlines, small)
+        report = ("; ".join(share.trouble[:1]), share.failures, share.suspected, outlines, small)
         troubles, failed_of, suspected_of, outlines_of, small_of = zip(
-            *group.all_gather_object(told), strict=True
+            *group.all_gather_object(report), strict=True
         )
         raise_any(troubles, lambda ranks, why: _could_not_read(plan, ranks, why), group.rank)
-        # What is made of damaged bytes is wrong, too, and says nothing of those that are sound.
+        # A rebuild from damaged bytes is wrong as well, which does not make its other sources
+        # suspect.
         if failures := _with_ranks(failed_of) or _with_ranks(suspected_of):
             _keep(context, share)
             return None, failures
@@ -228,8 +231,8 @@ def verify(
         own = small.get(own_shard) or _own_state(share, own_shard)
         contents = VersionSummary([outlines[s.shard] for s in plan.sources], own)
         if not contents.whole():
-            everyones = group.all_gather_object(counts(_headers_here(share).values()))
-            contents.missing = lacking(contents.specs, everyones)
+            all_counts = group.all_gather_object(counts(_headers_here(share).values()))
+            contents.missing = lacking(contents.specs, all_counts)
         on_failure.pop_all()
     broadcaster, progress = share.broadcaster, context.progress
     return VerifiedVersion(plan, broadcaster, progress, share.images, contents), []
@@ -241,17 +244,17 @@ def _read_here(plan: RestorePlan, rank: int) -> list[Source]:
 
 def _could_not_read(plan: RestorePlan, ranks: list[int], why: str) -> RestoreError:
     return RestoreError(
-        f"{plan.id} is there and rank {ranks[0]} could not read its share: {why}. Nothing was "
-        "changed, and nothing older was taken in its place"
+        f"{plan.id} exists, but rank {ranks[0]} could not read its share: {why}. Nothing was "
+        "changed, and no older version was taken instead"
     )
 
 
-def _with_ranks(everyones: tuple[list[Failure], ...]) -> RankFailures:
-    return [(rank, failure) for rank, theirs in enumerate(everyones) for failure in theirs]
+def _with_ranks(failed_of: tuple[list[Failure], ...]) -> RankFailures:
+    return [(rank, failure) for rank, failures in enumerate(failed_of) for failure in failures]
 
 
 def _keep(context: RestoreContext, share: ShareRead) -> None:
-    """For the next try: what this rank fetched and found sound."""
+    """Keep the sound fetched shards of this rank for the next attempt."""
     plan = share.plan
     damaged = {f.key.shard for f in share.failures if not isinstance(f.key, ParityKey)}
     for source in _read_here(plan, context.group.rank):
@@ -265,17 +268,17 @@ def _keep(context: RestoreContext, share: ShareRead) -> None:
 def _rebuild(
     context: RestoreContext, share: ShareRead, pool: ThreadPoolExecutor, reads: Reads
 ) -> None:
-    """Make the lost shards while threads still read. Not where a rank has trouble."""
+    """Rebuild the lost shards while threads still read; not if a rank has trouble."""
     begin, plan = time.perf_counter(), share.plan
     parities = Parities(plan, share.broadcaster, pool, context.open_store, context.on_read)
     with contextlib.closing(parities):
         parities.open()
         if not all(s.place.mappable for s in plan.sources):
-            reads.finish()  # what is fetched is not there before
+            reads.finish()  # fetched shards are complete only then
         ready = reads.opened() and parities.opened() and not share.trouble
-        everyone = context.group.all_gather_object((ready, parities.records()))
-        if all(theirs for theirs, _ in everyone):
-            records = dict(r for _, each in everyone for r in each)
+        all_ready = context.group.all_gather_object((ready, parities.records()))
+        if all(rank_ready for rank_ready, _ in all_ready):
+            records = dict(r for _, each in all_ready for r in each)
             gather_or_raise(  # a rank without memory would leave the others waiting
                 context.group,
                 lambda: parities.make_room(records, share.images),
@@ -289,7 +292,7 @@ def _rebuild(
 
 
 def _map_others(share: ShareRead) -> list[Failure]:
-    """Map what others read and verify and this rank sees too."""
+    """Map the shards that other ranks read and verify and this rank sees too."""
     failures: list[Failure] = []
     plan = share.plan
     for source in plan.sources:
@@ -297,7 +300,7 @@ def _map_others(share: ShareRead) -> list[Failure]:
             key = ShardKey(plan.id, source.shard, len(plan.sources))
             try:
                 share.images[source.shard] = open_image(key, source.place, plan.run_id)
-            except FileNotFoundError as error:  # its reader reports whether it is there
+            except FileNotFoundError as error:  # its reader reports whether it exists
                 failures.append(
                     replace(Failure.of(key, source.place, error), blame=FaultScope.SIGHT)
                 )
@@ -307,7 +310,7 @@ def _map_others(share: ShareRead) -> list[Failure]:
 
 
 def _fill_ahead(share: ShareRead, reads: Reads, new: TensorPreallocator) -> None:
-    """What is not live, while this rank's threads and other ranks still read."""
+    """Fill new tensors, while this rank's threads and other ranks still read."""
     new.foreseen(touch=any(s.place.level != "memory" for s in share.plan.sources))
     with ThreadPoolExecutor(1, "tierckpt-fill") as beside:
         beside.submit(new.fill, _seen_of_others(share))
@@ -315,7 +318,8 @@ def _fill_ahead(share: ShareRead, reads: Reads, new: TensorPreallocator) -> None
 
 
 def _seen_of_others(share: ShareRead) -> Iterator[Part]:
-    """What others read and this rank maps, in order. They report whether it is sound."""
+    """Parts of the shards that others read and this rank maps, in order. The readers report whether
+    they are sound."""
     for source in share.plan.sources:
         image = share.images.get(source.shard)
         if image is None or not source.direct or source.reader == share.broadcaster.rank:
@@ -328,7 +332,7 @@ def _seen_of_others(share: ShareRead) -> Iterator[Part]:
 
 
 def _headers_here(share: ShareRead) -> dict[int, ShardHeader]:
-    """Of the shards that this rank tells the others of: those it read or made."""
+    """Headers of the shards that this rank reports to the others: those it read or rebuilt."""
     found = dict(share.headers)
     for source in share.plan.sources:
         if source.rebuilt and source.shard in share.images:
@@ -336,9 +340,9 @@ def _headers_here(share: ShareRead) -> dict[int, ShardHeader]:
     return found
 
 
-def _told_here(share: ShareRead) -> tuple[dict[int, ShardSummary], dict[int, RankState]]:
-    """What this rank reports of the shards it read: an outline of each; and the small state of
-    those that a rank needs which cannot look at the shard itself."""
+def _report_of_this_rank(share: ShareRead) -> tuple[dict[int, ShardSummary], dict[int, RankState]]:
+    """This rank's report on the shards it read: a summary of each, and the small state of each
+    shard that some rank needs and cannot map."""
     sources = share.plan.sources
     ranks = range(share.broadcaster.size)
     wanted = {r % len(sources) for r in ranks if sources[r % len(sources)].reader != r}
@@ -351,7 +355,7 @@ def _told_here(share: ShareRead) -> tuple[dict[int, ShardSummary], dict[int, Ran
 
 
 def _own_state(share: ShareRead, shard: int) -> RankState:
-    """This rank's, from a shard that it maps or read."""
+    """This rank's small state, from a shard that it maps or read."""
     image = share.images[shard]
     return _own_of(image, share.headers.get(shard) or decode_header(image.view))
 

@@ -1,4 +1,4 @@
-"""A version whose shards were opened and checked on all ranks, and the step that loads it."""
+"""A verified version, the same on all ranks, and the step that loads it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class VerifiedVersion:
     broadcaster: ShardBroadcaster
     progress: Progress
     images: dict[int, ShardImage]
-    """What this rank maps, fetched, or made."""
+    """Images that this rank maps, fetched, or rebuilt."""
     contents: VersionSummary
     trouble: str = ""
-    """What went wrong here behind the last byte, in words."""
+    """What failed on this rank after the last byte, as text."""
 
     @property
     def nbytes(self) -> int:
@@ -43,9 +43,9 @@ class VerifiedVersion:
         return self.contents.nbytes
 
     def visit(self, visit: Visit, wants: Wants = all_of_it) -> None:
-        """Show every rank every shard, once, but for what it maps and does not want. What is in
-        memory for that alone goes meanwhile, window by window; what was rebuilt and may have to be
-        mended stays. Collective. `trouble` says why it did not get all to see."""
+        """Show every shard to every rank once, except mapped parts it does not need. Memory used
+        only for that is freed window by window; rebuilt shards that may have to be repaired are
+        kept. Collective. `trouble` says why this rank did not see everything."""
 
         def visit_one(shard: int, offset: int, window: memoryview) -> None:
             visit(shard, offset, window)
@@ -65,13 +65,14 @@ class VerifiedVersion:
             try:
                 if shard in self.images and not source.direct and not self._to_mend(shard):
                     self.images.pop(shard).close()
-            except Exception as error:  # told at the end: others wait for the next shard
+            except Exception as error:  # reported at the end: others wait for the next shard
                 self.broadcaster.fail(shard, error)
         sent = any(not source.direct for source in self.plan.sources)
         self.trouble = self.broadcaster.trouble_of_any() if sent else self.broadcaster.trouble
 
     def _to_mend(self, shard: int) -> bool:
-        """True of this rank's own, if it was rebuilt and the job has as many ranks as then."""
+        """True for this rank's own shard, if it was rebuilt and the job has the same number of
+        ranks as then."""
         rank, size = self.broadcaster.rank, self.broadcaster.size
         sources = self.plan.sources
         return shard == rank and len(sources) == size and sources[shard].rebuilt
@@ -85,7 +86,8 @@ class VerifiedVersion:
         return result
 
     def fail(self, error: Exception) -> None:
-        """Behind the last byte: `all_finished` is told, as the other ranks wait there."""
+        """Record a failure after the last byte. `all_finished` reports it, as the other ranks wait
+        there."""
         self.trouble = self.trouble or f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
@@ -97,14 +99,14 @@ class VerifiedVersion:
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """What was loaded, on this rank."""
+    """The loaded version, on this rank."""
 
     manifest: Manifest
-    """This rank's."""
+    """This rank's manifest."""
     result: Restored
     notices: list[str]
     adapter: Any
-    """What the adapter had packed."""
+    """The adapter's part of the checkpoint."""
 
 
 def load(
@@ -117,10 +119,10 @@ def load(
     """Load a verified version into the live state. Collective.
 
     Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
-    rank's live state differs and `strict` is True; RestoreError on all if any rank has no memory
-    for what it would have to create, or fails in some other way before the first change. What
-    fails on a rank after that is its `version.trouble`, see `all_finished`. Whatever else comes
-    out, a rank that is lost for one, leaves `state.torn` True if anything was changed.
+    rank's live state differs and `strict` is True. Raises RestoreError on all ranks if a rank has
+    no memory for new tensors, or fails in another way before the first change. A later failure on a
+    rank becomes its `version.trouble`, see `all_finished`. Any other error, such as a lost rank,
+    leaves `state.torn` True if anything was changed.
     """
     with group:
         loader = Loader(state, version.contents, group.rank, group.size, new, strict)
@@ -129,9 +131,9 @@ def load(
         version.broadcaster.make_room(version.contents.outlines)
         saved = loader.saved
         grown = group.size > loader.shards
-        told = (differences, rng.digests_of(saved["rng"]) if grown else {})
-        everyone, digests = zip(*group.all_gather_object(told), strict=True)
-        found: list[str] = next((theirs for theirs in everyone if theirs), [])
+        report = (differences, rng.digests_of(saved["rng"]) if grown else {})
+        all_differences, digests = zip(*group.all_gather_object(report), strict=True)
+        found: list[str] = next((each for each in all_differences if each), [])
         if found and strict:
             raise StateMismatchError(f"Version {version.plan.id}", found)
         result = version.report(loader.manifest)
@@ -142,7 +144,7 @@ def load(
     with torch.no_grad():
         version.visit(loader.load_window, loader.wants)
         version.trouble = version.trouble or _finish(loader)
-    try:  # last: loading may have drawn
+    try:  # last: loading may have drawn random numbers
         notices += loader.notices + rng.take_up(
             saved["rng"],
             loader.manifest.id.version,
@@ -157,28 +159,28 @@ def load(
 
 
 def _finish(loader: Loader) -> str:
-    """What comes after the tensors; returns what went wrong, in words."""
+    """Load everything after the tensors; returns the failure as text."""
     try:
         loader.finish()
     except Exception as error:
         kind = "" if isinstance(error, StateTornError) else f"{type(error).__name__}: "
         return (
-            f"{kind}{error}. Model and optimizer are of that version already. Give the objects "
-            "that it was made with, or leave out the one that is named (and restore with "
-            "strict=False), and start again"
+            f"{kind}{error}. Model and optimizer already have that version. Pass the objects "
+            "that the checkpoint was made with, or leave out the named one (and restore with "
+            "strict=False), and restart the job"
         )
     return ""
 
 
 def all_finished(version: VerifiedVersion, group: Group) -> None:
-    """StateTornError on all ranks if any had trouble at the end of `load`: one that raised alone
-    would leave the others to train without it. When all books agree with what was loaded: a rank
-    that is lost meanwhile leaves the others with a state that is whole."""
+    """Raise StateTornError on all ranks if any had trouble at the end of `load`: a rank that raised
+    alone would leave the others to train without it. Call it when all records agree with the loaded
+    version, so that a rank lost during the call leaves the others with a complete state."""
     id_ = version.plan.id
     raise_any(
         group.all_gather_object(version.trouble),
         lambda ranks, why: StateTornError(
-            f"{id_} could not be loaded to its end: rank {ranks[0]}: {why}"
+            f"{id_} could not be loaded completely: rank {ranks[0]}: {why}"
         ),
         group.rank,
     )

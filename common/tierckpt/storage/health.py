@@ -1,12 +1,12 @@
-"""Node health: can a node do what checkpoints need of it? Found out before a start, and quickly.
+"""Node health: checks before a start that a node can hold checkpoints. Takes seconds.
 
-A directory is well when a file that is written there, flushed to the device and read back from it
-is what was written, and when there is room. Each is looked at by a process of its own, since a file
-system that is dead holds on to whoever touches it. Standard library only.
+A directory is healthy if a file that is written there, flushed to the device and read back has the
+same bytes, and if there is enough free space. A process of its own checks each directory, because a
+dead file system blocks any process that touches it. Standard library only.
 
     python -m tierckpt.storage.health '{"path": "/local/ckpts", "needed_bytes": 0, "make": false}'
 
-prints what is wrong with one directory, or nothing.
+prints the problem of one directory, or nothing.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from tierckpt.errors import ConfigError
 from .files import durable
 
 PROBE_BYTES = 1024 * 1024
-"""Written to each directory: enough for the device to have to do something."""
+"""Bytes written to each directory: enough to make the device work."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a directory has to offer."""
+    """Requirements for a directory."""
 
     path: str
     needed_bytes: int = 0
-    """Room, besides what is written here to try it out."""
+    """Free space, besides the bytes that the check itself writes."""
     make: bool = False
-    """Make it if it is not there, as the job would."""
+    """Create the directory if it is missing, as the job would."""
     parents: bool = True
-    """And what it is in; not where a file system has to be mounted."""
+    """Create missing parents too; False if a file system must be mounted there."""
 
 
 def examine(
@@ -54,13 +54,13 @@ def examine(
     timeout_seconds: float = 20.0,
     processes: bool = True,
 ) -> list[str]:
-    """What is wrong with this node, a sentence each; empty when it is well.
+    """Problems of this node, a sentence each; empty if it is healthy.
 
     Args:
-        needs: directories, looked at all at once.
-        memory_bytes: memory that has to be available.
-        timeout_seconds: a directory that has not answered by then is not well.
-        processes: look from processes of their own; else from here, for as long as it takes.
+        needs: directories; all are checked at once.
+        memory_bytes: memory that must be available.
+        timeout_seconds: a directory that does not answer in this time is a problem.
+        processes: check in child processes; else in this process, without a time limit.
     """
     found = [check_memory(memory_bytes)]
     if processes:
@@ -79,16 +79,16 @@ def examine(
 
 
 def check_memory(needed_bytes: int) -> str:
-    """In words, that less memory is available than needed; empty when there is enough."""
+    """The problem if less memory is available than needed; empty if there is enough."""
     room = memory_room()
-    if room is None or room.nbytes >= needed_bytes:  # None: nothing is known to be wrong
+    if room is None or room.nbytes >= needed_bytes:  # None: no problem is known
         return ""
     have, needed = size_text(room.nbytes), size_text(needed_bytes)
     return f"{room.where}: {have} of memory are available and {needed} needed"
 
 
 def check_directory(need: Need) -> str:
-    """In words, what is wrong with a directory; empty when it is well. May hang as it does."""
+    """The problem of a directory; empty if it is healthy. Hangs if the file system hangs."""
     path = need.path
     try:
         if need.make:
@@ -98,19 +98,19 @@ def check_directory(need: Need) -> str:
         free = found.f_bavail * found.f_frsize
         needed = need.needed_bytes + PROBE_BYTES
         if free < needed:
-            return f"{path}: {size_text(free)} are free and {size_text(needed)} needed; make room"
+            return f"{path}: {size_text(free)} are free and {size_text(needed)} needed; free space"
         return _write_and_read(path)
     except OSError as error:
         return f"{path}: {_in_words(error, need)}"
 
 
 def _in_words(error: OSError, need: Need) -> str:
-    """Without the name of a file that was made only to try."""
+    """The error without the name of the temporary file."""
     above = os.path.dirname(os.path.abspath(need.path))
     kinds = {
         errno.ENOENT: f"there is no directory {above if need.make else need.path}",
-        errno.ENOTDIR: "this is no directory",
-        errno.EACCES: "nothing may be written there",
+        errno.ENOTDIR: "this is not a directory",
+        errno.EACCES: "this user may not write there",
         errno.EROFS: "it is mounted read-only",
     }
     return kinds.get(error.errno or 0, str(error))
@@ -118,13 +118,13 @@ def _in_words(error: OSError, need: Need) -> str:
 
 def _write_and_read(folder: str) -> str:
     written = os.urandom(PROBE_BYTES)
-    # Without a name: nothing of it stays, though the check may be killed where it hangs.
+    # Without a name: no file remains, even if the check is killed while it hangs.
     with tempfile.TemporaryFile(dir=folder) as file:
         _faults.point("health", op="write")
         file.write(written)
         file.flush()
         os.fsync(file.fileno())
-        # What is clean and not wanted leaves the page cache: the device has to be asked.
+        # Clean pages leave the page cache, so that the read comes from the device.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         _faults.point("health", op="read")
         read = os.pread(file.fileno(), PROBE_BYTES, 0)
@@ -147,29 +147,29 @@ def _start(need: Need) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         cwd="/",
-        process_group=0,  # Ctrl-C is for whoever waits for it
+        process_group=0,  # the waiting process handles Ctrl-C
     )
 
 
 def _outcome(path: str, process: subprocess.Popen[str], timeout_seconds: float, hangs: str) -> str:
-    """What it found; `hangs` when it was still at it, and is killed."""
+    """The output of the check; `hangs` if it did not end in time, and then it is killed."""
     try:
-        # One that is waited for when the time is over has perhaps answered long ago.
-        said, _ = process.communicate(timeout=max(timeout_seconds, 0.5))
+        # A process that is checked late may have answered long ago.
+        output, _ = process.communicate(timeout=max(timeout_seconds, 0.5))
     except subprocess.TimeoutExpired:
         process.kill()
         assert process.stdout is not None
         process.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1)  # one that the kernel holds on to ends later, when nobody asks
+            process.wait(1)  # a process stuck in the kernel ends later
         return hangs
     if process.returncode:
-        return f"{path}: the check itself ended with status {process.returncode}"
-    return said.strip()
+        return f"{path}: the check ended with status {process.returncode}"
+    return output.strip()
 
 
 def main(argument: str) -> None:
-    """Be the process that looks at one directory."""
+    """Check one directory in this process."""
     print(check_directory(Need(**json.loads(argument))))
 
 
@@ -182,7 +182,7 @@ def parse_size(text: str) -> int:
     """Bytes from `800`, `64M`, `1.5G`; units are powers of 1024. Raises ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ConfigError(f"{text!r} is no size; give bytes, or a number with K, M, G or T")
+        raise ConfigError(f"{text!r} is not a size; give bytes, or a number with K, M, G or T")
     return int(float(found[1]) * 1024 ** UNITS.index(found[2].upper()))
 
 
@@ -201,7 +201,8 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Room:
-    """Available bytes, and whose limit that is: `this node`, or a control group by its folder."""
+    """Available bytes, and the source of the limit: `this node`, or the folder of a control
+    group."""
 
     nbytes: int
     where: str
@@ -209,10 +210,10 @@ class Room:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the two generations of control groups, and how each calls things."""
+    """One of the two versions of control groups, with its file names."""
 
     line: str
-    """What begins its line of /proc/self/cgroup."""
+    """Prefix of its line in /proc/self/cgroup."""
     mount: str
     limit: str
     used: str
@@ -233,7 +234,8 @@ _KINDS = (
 
 
 def memory_room(root: Path = Path("/")) -> Room | None:
-    """The tightest of all limits; None where the kernel does not tell. `root`: of /proc, /sys."""
+    """The lowest of all limits; None if the kernel reports none. `root` is the root of /proc and
+    /sys."""
     return min([*_machine(root), *_groups(root)], key=lambda room: room.nbytes, default=None)
 
 
@@ -244,7 +246,8 @@ def _machine(root: Path) -> Iterator[Room]:
 
 
 def _groups(root: Path) -> Iterator[Room]:
-    """Of every group around us that is seen from here: a container's view begins at its own."""
+    """Limits of all enclosing groups visible from here: a container sees its own group and those in
+    it."""
     groups = _text(root / "proc/self/cgroup")
     for kind in _KINDS:
         found = re.search(rf"^{kind.line}/(.*)$", groups, re.MULTILINE)

@@ -1,4 +1,5 @@
-"""Inventory before a restart: what is left, and where. `restore_plan` says which of it to use."""
+"""Inventory before a restart: the stored copies and their locations. `restore_plan` chooses among
+them."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from .suspects import SuspectMarks, persistent_suspects
 def take_inventory(
     job: JobDirectory, store: LocalStore, host: str, persistent: PersistentConfig | None = None
 ) -> Inventory:
-    """Look at memory and disk of this machine, and at the persistent level if it is given (one
-    rank's look is enough). Reads manifests only. What fails is told in `unseen`, whatever it is:
-    the other ranks wait for what this one saw."""
+    """Inventory of memory and disk of this machine, and of the persistent level if it is given (it
+    is enough that one rank reads that). Reads manifests only. Any failure is reported in `unseen`
+    and raises nothing, because the other ranks wait for this rank's inventory."""
     found: list[Found] = []
     problems: list[Problem] = []
     unseen: list[Problem] = []
@@ -34,19 +35,19 @@ def take_inventory(
     parities: list[FoundParity] = []
     pins: tuple[Pin, ...] = ()
     suspects = dict[VersionId, str]()
-    with _told(Location("memory", host, str(job.path)), unseen):
+    with _noting_errors(Location("memory", host, str(job.path)), unseen):
         look_at_memory(job, host, found, problems, unseen)
         suspects |= SuspectMarks(job.path).all()
     disk = Location("local", host, str(store.directory))
-    with _told(disk, unseen):
+    with _noting_errors(disk, unseen):
         disk = replace(disk, where=str(store.directory.resolve()))
         keys = look_at_local(store, disk, found, problems, unseen)
-    with _told(disk, unseen):
+    with _noting_errors(disk, unseen):
         parities = look_at_parities(store, disk, problems, unseen)
         pins = LocalPins(store.directory).pins()
         suspects |= SuspectMarks(store.directory).all()
     if persistent is not None and persistent.path:
-        with _told(Location("persistent", EVERYWHERE, persistent.path), unseen):
+        with _noting_errors(Location("persistent", EVERYWHERE, persistent.path), unseen):
             look_at_persistent(persistent, found, problems, unseen)
     there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
     return Inventory(
@@ -63,15 +64,16 @@ def take_inventory(
 
 
 def nothing_seen(host: str, error: Exception) -> Inventory:
-    """Of a rank that could not look at all."""
+    """Inventory of a rank that could not read any location."""
     why = f"{type(error).__name__}: {error}"
     unseen = Problem(Location("memory", host, f"node {host}"), why)
     return Inventory((), (), (unseen,), 0, host, secrets.token_hex(24))
 
 
 @contextlib.contextmanager
-def _told(place: Location, unseen: list[Problem]) -> Iterator[None]:
-    """What is raised is one place that could not be seen; what was found there before counts."""
+def _noting_errors(place: Location, unseen: list[Problem]) -> Iterator[None]:
+    """Turn an error into one location that could not be read; copies found there before it
+    count."""
     try:
         yield
     except Exception as error:
@@ -90,8 +92,8 @@ def look_at_memory(
         place = Location("memory", host, str(path))
         found.append(Found(m.key, place, m.facts, m.created_seconds))
     for path, error in job.damaged():
-        told = unseen if isinstance(error, OSError) else problems
-        told.append(Problem.of(Location("memory", host, str(path)), error))
+        target = unseen if isinstance(error, OSError) else problems
+        target.append(Problem.of(Location("memory", host, str(path)), error))
 
 
 def look_at_local(
@@ -101,11 +103,11 @@ def look_at_local(
     problems: list[Problem],
     unseen: list[Problem],
 ) -> list[ShardKey]:
-    """Add the files of this machine; returns all that are named, readable or not."""
+    """Add the files of this machine; returns the keys of all manifests, readable or not."""
     try:
         keys = store.keys()
     except NotADirectoryError:
-        return []  # said at attach; there is nothing in there
+        return []  # attach has reported it; the level is empty
     except OSError as error:
         unseen.append(Problem.of(disk, error))
         return []
@@ -115,9 +117,9 @@ def look_at_local(
             if manifest.key != key:
                 raise FormatError(f"the manifest of {key} says it is {manifest.key}")
             if manifest.encoding and (base := manifest.encoding.base_of(key)) not in (None, *keys):
-                raise FormatError(f"{key} refers to {base}, which is not there")
+                raise FormatError(f"{key} refers to {base}, which does not exist")
         except FileNotFoundError:
-            continue  # retired by an agent of the run before while we looked
+            continue  # retired by an agent of the run before, after the listing
         except OSError as error:
             unseen.append(Problem.of(replace(disk, where=f"{disk.where}/{key.stem}"), error))
         except (CorruptShardError, FormatError) as error:
@@ -132,12 +134,12 @@ def look_at_local(
 def look_at_parities(
     store: LocalStore, place: Location, problems: list[Problem], unseen: list[Problem]
 ) -> list[FoundParity]:
-    """What this node keeps for the shards of others."""
+    """Add the parities that this node keeps for other nodes' shards."""
     found = []
     try:
         keys = store.parities()
     except OSError:
-        return []  # said of the shards already
+        return []  # already reported for the shards
     if keys:
         from tierckpt.erasure.parity_manifest import ParityManifest
     for key in keys:
@@ -163,18 +165,18 @@ def look_at_persistent(
     problems: list[Problem],
     unseen: list[Problem],
 ) -> None:
-    """Add what the persistent level has. A version's manifest is there only when all shards are."""
+    """Add the versions of the persistent level. A manifest there means that all shards exist."""
     place = Location("persistent", EVERYWHERE, persistent.path)
     root = Path(persistent.path)
     try:
         former_nodes = (
             "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
         )
-    except OSError as error:  # a mount that is dead
+    except OSError as error:  # a dead mount
         unseen.append(Problem.of(place, error))
         return
     if former_nodes:
-        why = f"{root.parent} is not there; make it, unless it should have been mounted"
+        why = f"{root.parent} does not exist; create it, unless it should have been mounted"
         unseen.append(Problem(place, why))
         return
     try:
@@ -189,8 +191,8 @@ def look_at_persistent(
             try:
                 manifest = store.read_manifest(name)
                 if lacking := [base for base in manifest.bases if not store.exists(base)]:
-                    raise FormatError(f"it refers to {lacking[0]}, which is not there")
-            except FileNotFoundError as error:  # retired meanwhile
+                    raise FormatError(f"it refers to {lacking[0]}, which does not exist")
+            except FileNotFoundError as error:  # retired after the listing
                 problems.append(Problem.of(place, error, f"{name}: "))
             except OSError as error:
                 unseen.append(Problem.of(place, error, f"{name}: "))
@@ -202,11 +204,11 @@ def look_at_persistent(
                     facts = replace(facts, suspect=suspects[name])
                 found += [Found(key, place, facts) for key in keys]
         for name in store.obstructed():
-            why = f"{name}: a directory is in the place of its manifest"
+            why = f"{name}: a directory has the name of its manifest"
             unseen.append(Problem(place, why))
     except FileNotFoundError:
         pass  # nothing was ever flushed
-    except Exception as error:  # also a client's own: the other ranks wait for what is told here
+    except Exception as error:  # also a client's own errors: the other ranks wait for this report
         unseen.append(Problem.of(place, error, _kind_of(error)))
     finally:
         with contextlib.suppress(Exception):
@@ -214,6 +216,6 @@ def look_at_persistent(
 
 
 def _kind_of(error: Exception) -> str:
-    """Its name, where the text says too little without."""
-    told = isinstance(error, (OSError, ImportError, TierckptError))
-    return "" if told else f"{type(error).__name__}: "
+    """The error's type, if its message says too little without it."""
+    clear = isinstance(error, (OSError, ImportError, TierckptError))
+    return "" if clear else f"{type(error).__name__}: "

@@ -1,10 +1,10 @@
-"""Suspects: marks beside versions that were taken while replicas differed, or may have.
+"""Suspects: marks beside versions that were, or may have been, taken while replicas differed.
 
-A version with a manifest that says so (`VersionFacts.suspect`) needs no mark: it was taken after
-the difference had been found. Those between the last round in which all were alike and that moment
-get one, as pins are set: a file beside the version, on each level by itself. Its content says what
-differs. Light: the agent takes marks along to the persistent level, and removes those of versions
-that it retires.
+A version whose manifest says so (`VersionFacts.suspect`) needs no mark: it was taken after the
+difference had been found. Versions between the last round in which all replicas were the same and
+that moment get a mark, like a pin: a file beside the version, on each level separately. Its content
+describes the difference. Imports little: the agent copies marks to the persistent level, and
+removes those of versions that it retires.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .persistent import PersistentStore, VersionName
 
 _MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.suspect")
 MOST_BYTES = 4096
-"""Of a mark's text."""
+"""Limit of a mark's text."""
 
 
 class SuspectMarks:
-    """Those in one folder: a node's local level, or the job's in memory. Any thread or process.
+    """Marks in one folder: a node's local level, or the job's in memory. Any thread or process.
     Methods raise OSError."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
     def all(self) -> dict[VersionId, str]:
-        """What is marked, and what each mark says; empty without the folder."""
+        """The marked versions with the text of each mark; empty if the folder is missing."""
         found: dict[VersionId, str] = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for match in filter(None, map(_MARK.fullmatch, os.listdir(self.folder))):
@@ -44,7 +44,7 @@ class SuspectMarks:
         return found
 
     def add(self, ids: Iterable[VersionId], text: str) -> None:
-        """Mark these, be they there yet or not, if the folder is."""
+        """Mark these versions, whether they exist yet or not; nothing if the folder is missing."""
         if not self.folder.is_dir():
             return
         for id_ in ids:
@@ -53,7 +53,7 @@ class SuspectMarks:
             temp.replace(self.folder / _name(id_))
 
     def remove(self, ids: Iterable[VersionId]) -> None:
-        """Take marks away that are there."""
+        """Remove the marks of these versions, if any."""
         for id_ in ids:
             (self.folder / _name(id_)).unlink(missing_ok=True)
 
@@ -67,29 +67,29 @@ def _bytes_of(text: str) -> bytes:
 
 
 def text_of(content: bytes) -> str:
-    """What a mark says."""
+    """Text of a mark."""
     return content[:MOST_BYTES].decode(errors="replace").strip() or "replicas differ"
 
 
 def local_suspicion(directory: str | os.PathLike[str], id_: VersionId) -> str:
-    """What is said of a version on a node's local level, by a mark or by a manifest; empty where
-    nothing is. Raises OSError."""
+    """Why a version on a node's local level is suspect, by its mark or its manifest; empty if it is
+    not. Raises OSError."""
     if text := SuspectMarks(directory).all().get(id_):
         return text
     store = LocalStore(directory)
     keys = store.keys()
     for key in keys:
         if key.id == id_:
-            with contextlib.suppress(Exception):  # damaged: that is said elsewhere
+            with contextlib.suppress(Exception):  # damage is reported elsewhere
                 return Manifest.decode(store.read_manifest(key)).facts.suspect
     return ""
 
 
 def persistent_suspects(store: PersistentStore) -> dict[VersionName, str]:
-    """Versions of the persistent level that are marked, and what each mark says."""
+    """The marked versions of the persistent level, with the text of each mark."""
     found = {}
     for name in store.suspects():
-        with contextlib.suppress(FileNotFoundError):  # retired meanwhile
+        with contextlib.suppress(FileNotFoundError):  # retired after the listing
             found[name] = text_of(store.suspicion(name))
     return found
 

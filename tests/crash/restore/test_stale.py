@@ -1,5 +1,8 @@
-"""After a resume the same version numbers come again: what an earlier run left is never mixed
-with what this one made. The middle life trains with another weight decay, so a mix would show."""
+"""Reuse of version numbers after a restart: shards of an earlier run are never mixed with the new
+run's.
+
+The middle run trains with another weight decay, so a mix would show.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ OTHER = {"decay": 0.5}
 
 
 def test_a_stale_version_is_not_combined_with_a_new_one_of_the_same_number(job: Job) -> None:
-    """Rank 0 has v12 of the first run, rank 1 that of the second: v11 is the newest there is."""
+    """Rank 0 has v12 of the first run, rank 1 that of the second: v11 is the newest complete
+    version."""
     job.settings.update(slots=2, local_every_steps=0, release="forward")
     hold = "stop@seal:version=12"
     life = job.start({1: hold})
@@ -33,7 +37,7 @@ def test_a_stale_version_is_not_combined_with_a_new_one_of_the_same_number(job: 
 
 
 def test_a_life_that_was_overtaken_on_disk_is_not_its_successors_past(job: Job) -> None:
-    """v12 and v16 of the first run are on disk; the job is taken back to v9, and killed at v14."""
+    """v12 and v16 of the first run are on disk; the job goes back to v9, and is killed at v14."""
     job.settings.update(local_every_steps=4, local_keep_last=9, when_busy="wait")
     life = job.start(gates={"stand": 18}).waiting("stand")
     job.wait_for(lambda: job.both_have(lambda r: versions(job, r)) == 16, "v16 on disk")
@@ -56,8 +60,8 @@ def test_a_life_that_was_overtaken_on_disk_is_not_its_successors_past(job: Job) 
 
 
 def test_what_an_agent_of_a_forgotten_life_writes_is_not_taken_for_new(job: Job) -> None:
-    """Slots did not survive (no room in shared memory), and the agent of the second run is slow:
-    when the third begins, nothing tells that there was a second."""
+    """Slots did not survive (no space in shared memory), and the agent of the second run is slow:
+    when the third begins, nothing shows that there was a second."""
     volatile = "enospc@call:what=create_slot"
     job.settings.update(local_every_steps=4, when_busy="wait")
     rules = {0: f"{volatile};kill@script:step=9,phase=begin", 1: volatile}
@@ -88,7 +92,7 @@ def test_what_an_agent_of_a_forgotten_life_writes_is_not_taken_for_new(job: Job)
 
 
 def versions(job: Job, rank: int) -> list[int]:
-    """On disk."""
+    """The versions on disk."""
     return [k.id.version for k in job.on_disk(rank)]
 
 

@@ -68,6 +68,6 @@ def test_a_key_that_one_rank_lacks_at_a_restore_ends_it_on_all(
     place = Place.under(tmp_path, shm_dir)
     own_ranks([{KEY_VARIABLE: KEY}] * 2).run(train_and_close, place)
     for text in own_ranks([{KEY_VARIABLE: KEY}, {KEY_VARIABLE: ""}]).run(cannot_come_back, place):
-        assert "v3 is there and cannot be decoded" in text
+        assert "v3 exists and cannot be decoded" in text
         assert f"encrypted with the key whose id is {key_id(KEY)}, and no key is given" in text
         assert "as rank 1 found" in text

@@ -195,7 +195,7 @@ def unseen(place: Place) -> None:
     lose(place.shm, place.path)
 
     script = Script(place, seed=1, persistent_path=str(persistent))
-    with pytest.raises(tierckpt.RestoreError, match="could not be seen"):
+    with pytest.raises(tierckpt.RestoreError, match="could not be read"):
         script.start()  # where nothing is live, that is no fresh start
 
 

@@ -208,7 +208,7 @@ def test_more_than_that_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) ->
     place = place_of(tmp_path, shm_dir)
     ranks(3).run(leave_behind, place, "xor")
     lose(place, tmp_path, 0, 2)
-    said = f"has none any more: what was found: 1 of 3 shards of v{STEPS}, shards 0, 2 missing"
+    said = f"has none now: found: 1 of 3 shards of v{STEPS}, shards 0, 2 missing"
     with pytest.raises(AssertionError, match=said):
         ranks(3).run(come_back, place, "xor")
 

@@ -1,5 +1,5 @@
-"""One rank of several cannot read what the others can, or fails by itself: nobody waits for it,
-and no sound version is given up for it."""
+"""One rank cannot read copies that the others can, or fails by itself: no rank waits for it, and no
+sound version is given up."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refuse(patch: pytest.MonkeyPatch, asked: list[str]) -> None:
 
 
 def hide(patch: pytest.MonkeyPatch, asked: list[str]) -> None:
-    """The mount is missing: its mount point is there, and empty."""
+    """The mount is missing: its mount point exists, and is empty."""
 
     def read(backend: PosixBackend, name: str, *rest: Any) -> bytes:
         asked.append(name)
@@ -66,7 +66,7 @@ def hide(patch: pytest.MonkeyPatch, asked: list[str]) -> None:
 
 
 def hide_data(patch: pytest.MonkeyPatch, asked: list[str]) -> None:
-    """What says where a shard is can be read still, the shard cannot."""
+    """The record of the shard's location can still be read, the shard cannot."""
 
     def refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
         def read(backend: PosixBackend, name: str, *rest: Any) -> Any:
@@ -110,7 +110,8 @@ def with_a_view(place: Place, shared: str, view: str, blind: int) -> dict[str, A
 def test_what_one_rank_cannot_see_is_read_by_the_others(
     now: int, blind: int, view: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Every copy of every version would fall with it: all of them are on the one level."""
+    """If a rank's blindness counted as damage, every copy of every version would be rejected: all
+    are on that level."""
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
     before = ranks(3).run(persistent.train_and_close, place, shared, {})
     persistent.lose_the_nodes(place)
@@ -126,8 +127,8 @@ def test_what_one_rank_cannot_see_is_read_by_the_others(
 
 
 def test_a_part_that_nobody_sees_is_damage(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """The newest version's manifest is there, a file that it names is not: the one before is
-    taken, and still no rank is thought to be blind."""
+    """The newest version's manifest exists, but a file that it names does not: the version before
+    is restored, and no rank is taken for blind."""
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
     before = ranks(2).run(persistent.train_and_close, place, shared, {})
     persistent.lose_the_nodes(place)
@@ -147,8 +148,8 @@ def test_a_part_that_nobody_sees_is_damage(ranks: Any, tmp_path: Path, shm_dir: 
 def come_back_while_it_is_retired(
     place: Place, shared: str, comes: str, goes: str
 ) -> dict[str, Any]:
-    """An agent of the run before is still at work: after the plan was made, one version comes to
-    the persistent level, for which another is retired."""
+    """An agent of the run before still works: after the plan was made, one version reaches the
+    persistent level, and another is retired for it."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **persistent.settings(shared))
     plain, opened = tierckpt.restore.shard_reader.Reads.open, list[Any]()
@@ -170,7 +171,7 @@ def come_back_while_it_is_retired(
 
 
 def move(shared: Path, stem: str, back: bool = False) -> None:
-    """A version out of the level's sight, manifest first; or back, manifest last."""
+    """Move a version out of the level's sight, manifest first; or back, manifest last."""
     aside = shared.parent / "aside"
     aside.mkdir(exist_ok=True)
     names = sorted(p.name for p in (aside if back else shared).glob(f"{stem}*")) if stem else []
@@ -182,7 +183,8 @@ def move(shared: Path, stem: str, back: bool = False) -> None:
 def test_what_was_retired_since_the_look_is_looked_for_once_more(
     newer: bool, version: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """What it was retired for is restored; or what is left, where it was simply deleted."""
+    """The newer version is restored; or the remaining one, if the retired one was simply
+    deleted."""
     place, shared = Place.under(tmp_path, shm_dir), tmp_path / "shared"
     keep = {"persistent_keep_last": 3}
     before = ranks(2).run(persistent.train_and_close, place, str(shared), keep)
@@ -253,7 +255,7 @@ def fail_and_try_again(
 def test_a_rank_that_cannot_read_at_all_ends_the_restore_on_all(
     fault: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """It is no copy's fault: nothing older is taken, and afterwards all of it is there."""
+    """No copy is at fault: no older version is restored, and afterwards all copies still exist."""
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
     before = ranks(2).run(persistent.train_and_close, place, shared, {})
     persistent.lose_the_nodes(place)
@@ -305,7 +307,7 @@ def test_a_client_that_fails_on_rank_0_leaves_nobody_waiting(
     ranks(2).run(persistent.train_and_close, place, shared, {})
     persistent.lose_the_nodes(place)
     for text in ranks(2).run(look_with_a_client_that_fails, place, shared):
-        assert f"could not be seen in {shared}: RuntimeError: ticket has expired" in text
+        assert f"could not be read: {shared}: RuntimeError: ticket has expired" in text
 
 
 # --- what was verified and cannot be read again --------------------------------------------------
@@ -367,14 +369,14 @@ def load_from_a_failing_disk(root: Path, machines: bool, crash: bool) -> dict[st
 def test_a_disk_that_fails_after_the_check_is_an_error_on_all_ranks(
     machines: bool, torn: list[bool], ranks: Any, tmp_path: Path
 ) -> None:
-    """Bytes were verified, and are read again where they left memory. Who was sent what could not
-    be read is torn like who could not read it; a rank of which all is sound is not."""
+    """Verified bytes are read again if they left memory. A rank that was sent the unreadable bytes
+    is torn like the rank that could not read them; a rank with only sound bytes is not."""
     ranks(2).run(load_from_a_failing_disk, tmp_path, machines, True)
     for memory in tmp_path.glob("host*/memory"):
         shutil.rmtree(memory, ignore_errors=True)
     told = ranks(2).run(load_from_a_failing_disk, tmp_path, machines, False)
     for each in told:
-        assert "cannot be read again (rank 1): " in each["error"]
+        assert "can no longer be read (rank 1): " in each["error"]
         assert "the disk fails" in each["error"]
         assert each["restored"] == 2
         assert each["levels"] == {"local": 2}

@@ -1,4 +1,4 @@
-"""Ranks fill what is not live of all shards that they see, while others still verify them."""
+"""Ranks fill new tensors from all shards that they see, while others still verify them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 4
 
 
 class Wide(nn.Module):
-    """With one tensor that all ranks have a part of."""
+    """With one tensor that has a part on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def come_back(place: Place) -> dict[str, Any]:
 
 
 def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
-    """This rank's own share is not there before what the other one reads has been filled."""
+    """This rank's own share is read only after the other rank's share was filled in."""
     the_others = threading.Event()
     seen, sound = verification._seen_of_others, verification.Reads.sound
 
@@ -101,14 +101,14 @@ def test_new_optimizer_state_is_in_place_when_all_is_verified(
         assert told["restored"] == (STEPS, {level: 2})
         if now == 2:
             assert told["digest"] == left[told["rank"]][STEPS]
-        if told["rank"] < 2:  # a third one reads nothing, and knows no header before it loads
+        if told["rank"] < 2:  # a third rank reads nothing, and knows no header before it loads
             assert min(told["ready"][shard] for shard in (0, 1)) > 0, "its own share and the other"
 
 
 def test_what_another_rank_finds_damaged_is_not_kept(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Rank 0 has filled its new tensors by then, also from what rank 1 reads."""
+    """Rank 0 has already filled its new tensors, also from rank 1's shards."""
     place = Place.under(tmp_path, shm_dir)
     left = ranks(2).run(leave_behind, place)
     shutil.rmtree(next(shm_dir.iterdir()))

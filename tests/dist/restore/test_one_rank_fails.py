@@ -1,4 +1,4 @@
-"""One rank raises on its way back, anywhere: all know it, nobody waits, and nothing is lost."""
+"""One rank raises anywhere during a restore: all ranks know it, none waits, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ BETWEEN_BROADCASTS = {
     *("read_together", "broadcast", "run", "_outputs", "rebuild"),
     *("visit", "show", "nbytes", "_wants", "_window", "_room", "_visit", "trouble_of_any"),
 }
-"""Entered where others wait in a broadcast; what these call in their turn may fail."""
+"""Functions where other ranks wait in a broadcast; calls inside these may fail."""
 FIRST = {"RestoreSession.__init__", "RestoreSession.find", "RestoreSession.load", "load"}
-"""Entered before anything is done."""
+"""Functions that are entered before anything is done."""
 AFTERWARDS = {"close", "forget", "drop_kept", "touch", "<lambda>"}
 FAILING = 1
 
 
 class Calls:
-    """Counts calls of the restart path's functions in the training thread; the one with number `at`
-    fails, as it does when memory is short."""
+    """Counts calls of the restart path's functions in the training thread; call number `at` fails,
+    as it does if memory is short."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at, self.count, self.failed = at, 0, ""
@@ -63,7 +63,7 @@ class Calls:
 
     @contextmanager
     def on_the_way_back(self) -> Iterator[None]:
-        """From the inventory to the last byte; what follows is another story."""
+        """From the inventory to the last byte; the rest is tested elsewhere."""
         with pytest.MonkeyPatch.context() as patch:
             for name in ("__init__", "find", "load"):
                 patch.setattr(RestoreSession, name, self._counted(getattr(RestoreSession, name)))
@@ -104,7 +104,7 @@ def calls_of_one(attached: Attached) -> int:
 
 
 def fail_at(job: Job, attached: Attached, at: int | None) -> tuple[str, str, str]:
-    """What failed; and what came of it, on this rank."""
+    """The failed call and its result, on this rank."""
     calls = Calls(at)
     try:
         with calls.on_the_way_back():

@@ -1,4 +1,5 @@
-"""What is restored is one version, the same on all ranks, wherever they run and however many."""
+"""A restore gives one version, the same on all ranks, wherever they run and however many there
+are."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ VERSION = 4
 
 
 class Position:
-    """A data loader's place, each rank's own."""
+    """Position of a data loader, different on each rank."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -48,7 +49,7 @@ class Position:
 
 
 def leave_behind(place: Place, local: bool) -> tuple[str, list[str]]:
-    """Train, crash, and tell what was at the last boundary: all of it, and each rank's own."""
+    """Train, crash, and return the state at the last boundary: the common and the per-rank part."""
     job = make_job(net=normed, broadcast_buffers=False)
     position = Position()
     extra = {"position": position}
@@ -78,7 +79,7 @@ def take_up(place: Place) -> dict[str, Any]:
         "position": position.at,
         "notices": [e.message for e in attached.events if e.name == "notice"],
     }
-    # Life goes on, with another number of shards.
+    # The training continues, with another number of shards.
     train(job, attached.ckpt, range(restored, restored + 3))
     told["course"] = exact.digest(job.replicated())
     attached.ckpt.close()
@@ -120,7 +121,7 @@ def test_any_number_of_ranks_can_go_on(
 def on_hosts(root: Path, hosts: list[int], crash: bool) -> dict[str, Any]:
     """Rank r runs on machine `hosts[r]`, which has its own disk, memory and name.
 
-    Settings are alike on all ranks, so the paths are relative, and machines are folders.
+    Settings are the same on all ranks, so the paths are relative, and machines are folders.
     """
     host = hosts[rank()]
     with working_in(root / f"host{host}"), pytest.MonkeyPatch.context() as patch:
@@ -164,7 +165,7 @@ def test_machines_that_share_nothing_send_each_other_their_shards(
 
 
 def test_a_rank_may_come_back_on_another_machine(ranks: Any, tmp_path: Path) -> None:
-    """Shards are named by what they hold, not by where or by whom they were written."""
+    """Shards are named by their content, not by the place or the rank that wrote them."""
     left = ranks(2).run(on_hosts, tmp_path, [0, 1], True)
     for number, told in enumerate(ranks(2).run(on_hosts, tmp_path, [1, 0], False)):
         assert told["restored"] == (3, {"memory": 2})
@@ -174,7 +175,7 @@ def test_a_rank_may_come_back_on_another_machine(ranks: Any, tmp_path: Path) -> 
 def test_a_machine_that_was_rebooted_has_its_disk(ranks: Any, tmp_path: Path) -> None:
     """Version 3 was in memory only; version 2 is complete: on disk there, anywhere here."""
     left = ranks(2).run(on_hosts, tmp_path, [0, 1], True)
-    # Its agent may be about to leave, and remove its own things meanwhile.
+    # Its agent may be about to end, and remove its own files at this moment.
     shutil.rmtree(tmp_path / "host1" / "memory", ignore_errors=True)
     for number, told in enumerate(ranks(2).run(on_hosts, tmp_path, [0, 1], False)):
         assert told["restored"][0] == 2
@@ -196,14 +197,12 @@ def test_without_one_of_the_machines_nothing_is_made_up(ranks: Any, tmp_path: Pa
     shutil.rmtree(tmp_path / "host1", ignore_errors=True)  # an agent that ends tidies up there
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
     assert [t["restored"] for t in told] == [(0, {}), (0, {})]
-    said = (
-        "what was found: 1 of 2 shards of v3, shard 1 missing; 1 of 2 shards of v2, shard 1 missing"
-    )
+    said = "found: 1 of 2 shards of v3, shard 1 missing; 1 of 2 shards of v2, shard 1 missing"
     assert [sum(said in text for text in t["complaints"]) for t in told] == [1, 1]
 
 
 def test_shards_of_two_runs_are_counted_apart(ranks: Any, tmp_path: Path) -> None:
-    """Two jobs of one path, on machines that saw nothing of each other; then one of each comes."""
+    """Two jobs of one path, on machines that did not see each other; then one of each restarts."""
     for hosts in ([0, 2], [3, 1]):
         ranks(2).run(on_hosts, tmp_path, hosts, True)
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
@@ -335,7 +334,7 @@ def restore_into_another(what: str, place: Place) -> tuple[str, bool, bool]:
 
 
 class Choosy(Position):
-    """Does not take what it gave."""
+    """Does not accept its own saved state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("nope")
@@ -388,7 +387,7 @@ def test_another_structure_is_an_error_on_all_ranks(
 
 
 def go_back_and_on(place: Place) -> tuple[Any, ...]:
-    """A loss that exploded: back to version 2, in the same process, and on from there."""
+    """A loss that exploded: back to version 2 in the same process, and on from there."""
     job = make_job()
     attached = attach(job, place, local_every_steps=1000, local_keep_last=9)
     course = {}

@@ -1,4 +1,4 @@
-"""Every byte is read from storage once a job, however many ranks want it."""
+"""Every byte is read from storage once per job, however many ranks need it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierckpt.storage.persistent.shard_reader import ShardReader
 
 
 def volume(place: Place, settings: dict[str, Any], host: int | None = None) -> dict[str, Any]:
-    """Restore, and tell how many bytes went where; also those that storage was asked for."""
+    """Restore, and return the bytes by target, and the bytes requested from storage."""
     asked: list[int] = []
     read, read_into = ShardReader.read, ShardReader.read_into
 
@@ -108,7 +108,7 @@ def test_the_persistent_level_is_read_once_a_job(
 
 
 def rebuilt(place: Place, scheme: str = "xor") -> dict[str, Any]:
-    """Restore, and tell which shards this rank held of what was rebuilt, too."""
+    """Restore, and return also the rebuilt shards that this rank held."""
     held: list[int] = []
     plain = tierckpt.restore.rebuild.in_memory
 
@@ -149,7 +149,7 @@ def test_a_rebuild_reads_what_is_left_once(ranks: Any, tmp_path: Path, shm_dir: 
 def test_what_was_fetched_is_not_fetched_again_for_another_shards_damage(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Shard 0 is far away only. Shard 1 is here, and damaged, which comes out meanwhile."""
+    """Shard 0 is remote only. Shard 1 is here, and damaged, which is found during the read."""
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
     ranks(2).run(persistent.train_and_close, place, shared, {})
     folder = Path(place.path)

@@ -1,4 +1,4 @@
-"""A job whose nodes share a directory has it as one; another one is refused on all of its ranks."""
+"""The nodes of one job share a directory; another job there is refused on all of its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODES = "ab"
 
 
 def refusal(place: Place) -> tuple[str, list[str]]:
-    """What is said, and whose claims are there then."""
+    """The notices, and the claims that exist then."""
     directory_claim.HERE_SECONDS = 0.2
     with pytest.raises(JobBusyError) as caught:
         attach(make_job(), place, node=NODES[rank()], local_every_steps=1)
@@ -48,7 +48,7 @@ def test_a_job_of_two_nodes_is_refused_where_another_one_is(
     finally:
         other.release()
     assert [text for text, _ in told] == [told[0][0]] * len(NODES)
-    assert "another job is at work" in told[0][0]
+    assert "another job uses" in told[0][0]
     assert [there for _, there in told] == [[f"{PREFIX}0ther.0"]] * len(NODES)
     for there in pool.run(stay, place):
         tokens = {name.split(".")[2] for name in there}

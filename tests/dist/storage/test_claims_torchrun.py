@@ -1,4 +1,4 @@
-"""Real torchruns at one shared path: two launches of one name, and one that lost a node."""
+"""Real torchruns at one shared path: two launches with one name, and one that lost a node."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_two_torchruns_of_one_name_are_two_jobs(
     second = torchrun("b", 29612, "--nnodes=1")
     until(lambda: second.said("REFUSED"))
     (why,) = second.said("REFUSED")
-    assert f"another job is at work in {tmp_path / 'ckpts'} (process {first.pid()} on" in why
+    assert f"another job uses {tmp_path / 'ckpts'} (process {first.pid()} on" in why
     assert "started by torchrun same" in why
     steps = len(first.said("STEP"))
     until(lambda: len(first.said("STEP")) > steps)
@@ -109,7 +109,7 @@ def test_two_torchruns_of_one_name_are_two_jobs(
 def test_a_node_that_hangs_keeps_the_next_round_of_its_agents_not_out(
     torchrun: Callable[..., Torchrun], tmp_path: Path
 ) -> None:
-    """The rank that hangs has its lock; the agent of the other one has begun the next round."""
+    """The hanging rank has its lock; the agent of the other one has begun the next round."""
     conf = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=3,is_host="
     options = ("--nnodes=1:2", "--max-restarts=3")
     first, second = (torchrun(n, 29613, f"{conf}{n == 'a'}", *options) for n in "ab")

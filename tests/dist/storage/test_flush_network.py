@@ -1,6 +1,6 @@
-"""Three nodes flush a version to an S3 server over networks of their own; one has trouble with it.
+"""Three nodes flush a version to an S3 server over networks of their own; one network is faulty.
 
-Real network namespaces (root) and a real server (`make s3-for-tests`); without, skipped by name.
+Real network namespaces (root) and a real server (`make s3-for-tests`); otherwise skipped by name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Site:
         )
 
     def begin_and_stop(self) -> None:
-        """All flush v1; the victim stands still in the middle of its upload."""
+        """All flush v1; the victim stops in the middle of its upload."""
         self.nodes += [self.start(n, IN_MID_UPLOAD if n == VICTIM else "") for n in range(NODES)]
         assert [node.heard() for node in self.nodes] == ["ready"] * NODES
         for node in self.nodes:
@@ -72,7 +72,7 @@ class Site:
         return [name.id.version for name in self.store().versions()]
 
     def check(self, version: int) -> None:
-        """It is there, to the byte."""
+        """The version exists, to the byte."""
         name, store = name_of(version, NODES), self.store()
         assert name in store.versions()
         for shard in range(NODES):

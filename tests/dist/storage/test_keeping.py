@@ -19,7 +19,7 @@ LOSSES = [
     {1: -3.0, 2: -7.5, 3: -1.0, 4: 2.0, 5: 0.0, 6: -2.0},
     {1: -3.0, 2: -1.0, 3: -9.0, 4: -8.0, 5: -7.0, 6: -6.0},
 ]
-"""Of each rank. Rank 0's count, and it likes v2 best; rank 1 would rather have v3."""
+"""Metrics of each rank. Rank 0's count, and v2 is its best; v3 would be rank 1's."""
 
 
 def place_of(tmp_path: Path, shm_dir: Path) -> Place:
@@ -75,7 +75,7 @@ def test_rank_zeros_metric_decides_on_all_nodes(
     place = place_of(tmp_path, shm_dir)
     before = ranks(2, kind).run(train_and_close, kind, place, local_keep_best=1)
     assert [kept for _, kept in before] == [[2, STEPS]] * 2
-    # A run that finds nothing but the files knows what is best, too.
+    # A run that finds only the files knows the best version, too.
     shutil.rmtree(shm_dir)
     shm_dir.mkdir()
     assert ranks(2, kind).run(go_on, kind, place, local_keep_best=1) == [[2, LATER]] * 2
@@ -83,7 +83,7 @@ def test_rank_zeros_metric_decides_on_all_nodes(
 
 
 def pin_one(place: Place) -> tuple[Any, ...]:
-    # Else v1 would stay until a newer one is known to be alike on all ranks.
+    # Otherwise v1 would stay until a newer version is known to be the same on all ranks.
     job, attached = start(GLOO, place, replica_check_steps=0)
     course = train(job, attached.ckpt, range(3))
     attached.ckpt.save(now=True)

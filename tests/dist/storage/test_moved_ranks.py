@@ -1,4 +1,4 @@
-"""Ranks move between nodes from run to run; what they leave on a disk goes all the same."""
+"""Ranks move between nodes from run to run; files that they leave on a disk are still removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEEP = 2
 
 
 def one_life(place: Place, nodes: list[str], steps: range) -> dict[str, Any]:
-    """Restore, train with a version to disk at every step, and end as a crash would."""
+    """Restore, train with a version to disk at every step, and end as after a crash."""
     job = make_job(seed=1 + steps.start)
     attached = attach(
         job,
@@ -31,7 +31,7 @@ def one_life(place: Place, nodes: list[str], steps: range) -> dict[str, Any]:
     told = restored_into(job, attached)
     for step in steps:
         train(job, attached.ckpt, [step])
-        attached.ckpt.wait()  # so that the next vote can say what is there
+        attached.ckpt.wait()  # so that the next vote can report it
         attached.ckpt._agent.wait(None, everything=True)
     attached.ckpt.close()
     store = LocalStore(attached.ckpt.config.directory)
@@ -44,7 +44,7 @@ def one_life(place: Place, nodes: list[str], steps: range) -> dict[str, Any]:
     ("first", "then"),
     [
         (["a", "a", "b", "b"], ["a", "b"]),  # fewer, so rank 0's old shard 2 of 4 is on b
-        (["a", "b"], ["b", "a"]),  # as many, dealt out otherwise
+        (["a", "b"], ["b", "a"]),  # as many, distributed differently
     ],
 )
 def test_nothing_of_the_life_before_stays_when_it_is_not_needed_any_more(

@@ -1,4 +1,4 @@
-"""The persistent level: flushed behind the training's back, and enough by itself to come back."""
+"""The persistent level: flushed in the background, and sufficient for a restore."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def with_an_agent_killed_in_mid_flush(place: Place, shared: str) -> dict[str, An
         assert ckpt._agent.behind() == ["persistent"]
         assert ckpt._agent.pid is not None
         os.kill(ckpt._agent.pid, signal.SIGKILL)
-        # The one that follows has more bandwidth, or this test would take hours.
+        # The next one has more bandwidth, or this test would take hours.
         assert ckpt._agent.session.persistent is not None
         fast = replace(ckpt._agent.session.persistent, bytes_per_second=0)
         object.__setattr__(ckpt._agent.session, "persistent", fast)
@@ -170,7 +170,7 @@ GROUPS_OF_TWO = {
 def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
     layout: str, now: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Three shards, two a file; the first file is of two nodes, and each has a disk of its own."""
+    """Three shards, two in a file; the first file is of two nodes, and each has its own disk."""
     shares, files = GROUPS_OF_TWO[layout]
     options = {"shared_writes": shares}
     more = {"persistent_shards_per_file": 2, "persistent_storage_options": options}
@@ -223,7 +223,7 @@ def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str
                 until("committed", version, attached)
             dist.barrier()
         assert attached.versions("committed", "persistent") == ([] if waiting else [1, 2, 3])
-    until("committed", 3, attached)  # the end orders what waits, whatever is under way
+    until("committed", 3, attached)  # close orders the waiting version, whatever is under way
     ckpt.close()
     return {
         "flushed": attached.versions("committed", "persistent"),

@@ -609,7 +609,7 @@ def test_what_a_place_is_in_is_not_made(node: MakeNode, tmp_path: Path) -> None:
     zero = node(place=tmp_path / "lustre" / "us" / "job")
     said = zero.flush(order(1))
     assert type(said) is FlushFailed
-    assert f"{tmp_path / 'lustre' / 'us'} is not there: is it mounted?" in said.error
+    assert f"{tmp_path / 'lustre' / 'us'} does not exist: is it mounted?" in said.error
     assert not (tmp_path / "lustre").exists()
 
 
@@ -624,7 +624,7 @@ def test_a_node_that_sees_another_place_writes_nothing_there(
     assert not zero.flush(order(1, 0)).complete
     said = one.flush(order(1, 1))
     assert type(said) is FlushFailed
-    assert "not mounted?" in said.error
+    assert "is it mounted?" in said.error
     assert list(unmounted.iterdir()) == []
     assert part_of(place, order(1, 0), 0) == 4096
 
@@ -640,7 +640,7 @@ def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back
     place.mkdir()
     said = zero.flush(order(2))
     assert type(said) is FlushFailed
-    assert "has nothing in it, and had this job's lease: is it not mounted" in said.error
+    assert "is empty now and had this job's lease: is it not mounted" in said.error
     assert list(place.iterdir()) == []
     place.rmdir()
     mounted.rename(place)

@@ -358,7 +358,7 @@ def test_a_directory_that_was_removed_is_no_fresh_start_and_it_is_said_what_is_i
         assert second.restore() == STEPS
         (said,) = [e.message for e in second.heard("notice") if e.severity == logging.WARNING]
         memory = second.checkpointer._resources.job.path
-    assert f"v{STEPS} was taken from memory" in said
+    assert f"v{STEPS} was restored from memory" in said
     assert f"rm -r {path} {memory}" in said
 
 
@@ -376,8 +376,8 @@ def test_what_is_in_memory_beside_a_directory_that_was_removed_is_also_said_to_a
             second.restore()
         (said,) = [e.message for e in second.heard("notice") if e.severity == logging.WARNING]
         second.checkpointer.abandon()
-    assert f"v{STEPS} was taken from memory" in said
-    assert "If that was to begin afresh" in said
+    assert f"v{STEPS} was restored from memory" in said
+    assert "If it was emptied for a fresh start" in said
 
 
 OFF = {"local_every_steps": 0, "local_every_seconds": 0.0}
@@ -422,7 +422,7 @@ def test_a_version_of_a_newer_format_ends_the_restart(
     with TinyJob(path, local_keep_last=8, **settings) as job:
         before = job.fingerprint()
         with pytest.raises(
-            RestoreError, match=r"newer tierckpt was here: .*/v0*3\..*format version 2"
+            RestoreError, match=r"newer tierckpt wrote here: .*/v0*3\..*format version 2"
         ):
             job.restore()
         assert job.fingerprint() == before

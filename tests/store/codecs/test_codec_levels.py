@@ -189,7 +189,7 @@ def test_with_another_key_or_none_nothing_starts_and_it_is_said(
     monkeypatch.setenv(KEY_VARIABLE, key)
     second = job(local_every_steps=0)
     before = second.fingerprint()
-    with pytest.raises(RestoreError, match="v3 is there and cannot be decoded") as refused:
+    with pytest.raises(RestoreError, match="v3 exists and cannot be decoded") as refused:
         second.restore()
     text = str(refused.value)
     assert f"encrypted with the key whose id is {key_id(KEY)}" in text

@@ -172,7 +172,7 @@ def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
     (version, told), (other, _) = ranks.run(again)
     assert version == other <= 2
     assert "rank 0 and rank 1 differ" in told[-1]
-    (text,) = [each for each in told[:-1] if "is restored, and is suspect" in each]
+    (text,) = [each for each in told[:-1] if "was restored and is suspect" in each]
     assert "there is no older one that is not" in text
 
 
@@ -290,7 +290,7 @@ def test_a_drift_marks_what_may_be_a_mosaic_and_keeps_what_is_none(ranks: Ranks)
     (version, suspect, loud), _ = ranks.run(restore)
     assert version == clean + 3 * ROUND
     assert "model/2.weight" in suspect
-    (text,) = [each for each in loud if "is restored, and is suspect" in each]
+    (text,) = [each for each in loud if "was restored and is suspect" in each]
     assert f"is the newest that is not. To take that: restore(version={kept})" in text
     (version, suspect, loud), _ = ranks.run(lambda rank: restore(rank, kept))
     assert (version, suspect) == (kept, "")
@@ -566,7 +566,7 @@ def test_a_job_that_stopped_goes_on_from_what_is_no_suspect(ranks: Ranks) -> Non
     newest, suspect, (text,) = ranks.run(again)[0]
     assert newest > clean
     assert suspect
-    assert f"v{newest} is restored, and is suspect" in text
+    assert f"v{newest} was restored and is suspect" in text
     assert 'on_drift="stop"' in text
     (version, suspect, (text,)), (other, *_) = ranks.run(again, on_drift="stop")
     assert version == other

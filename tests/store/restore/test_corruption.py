@@ -1,4 +1,4 @@
-"""Damaged bytes are never loaded: the next copy is, then the next older version, and it is said."""
+"""Damaged bytes are never loaded: another copy or an older version is, and an event says so."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from tierckpt.testing import TinyJob
 
 STEPS = 4
 ROUNDS = 150
-"""Damages in all, spread over the targets."""
+"""Number of damages in all, distributed over the targets."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a job left behind: v3 and v4 on disk, v4 (and v3) in memory."""
+    """Files and slots of an ended job: v3 and v4 on disk, v4 (and v3) in memory."""
 
     path: Path
     shm: Path
     prints: dict[int, str]
 
     def copy_to(self, folder: Path) -> Left:
-        """A copy to be damaged. Its job id is set by hand: it would follow from the path."""
+        """A copy to be damaged. Its job id is set explicitly: it would otherwise follow from the
+        path."""
         shutil.copytree(self.path, folder / "ckpts")
         shutil.copytree(self.shm, folder / "shm", ignore=shutil.ignore_patterns("*.lock"))
         return Left(folder / "ckpts", folder / "shm", self.prints)
@@ -94,7 +95,7 @@ def truncate(chance: random.Random, path: Path) -> None:
 
 
 def swap(chance: random.Random, path: Path) -> None:
-    """Bytes that are sound, and another version's."""
+    """Sound bytes, of another version."""
     other = path.with_name(path.name.replace(f"v{STEPS:010d}", f"v{STEPS - 1:010d}"))
     path.write_bytes(other.read_bytes())
 
@@ -116,7 +117,7 @@ LOCAL: dict[str, tuple[str, Damage]] = {
 
 
 def restored_after(damaged: Left) -> tuple[Any, list[str], str]:
-    # Nothing is to be written: without an agent it is sooner done.
+    # Nothing needs to be written: without an agent this is faster.
     with TinyJob(damaged.path, seed=99, local_every_steps=0, **damaged.settings()) as job:
         restored = job.restore()
         said = [e.message for e in job.heard("rejected")]
@@ -147,8 +148,8 @@ def test_damage_on_disk_falls_back_to_the_version_before(
 
 
 def test_damage_in_every_seal_is_no_fresh_start(left: Left, tmp_path: Path) -> None:
-    """Of a job that has its versions in memory alone. A seal is there only where a version was
-    complete on its rank, whatever is in it now; where one can be read, its version is taken."""
+    """A job with versions in memory alone. A seal exists only if a version was complete on its
+    rank, whatever its content is now; if a seal can be read, its version is restored."""
     copy = left.copy_to(tmp_path)
     shutil.rmtree(copy.path)
     slots = [copy.slot(version) for version in (STEPS, STEPS - 1)]
@@ -159,7 +160,9 @@ def test_damage_in_every_seal_is_no_fresh_start(left: Left, tmp_path: Path) -> N
                 assert job.restore().version == STEPS - 1
                 assert job.fingerprint() == left.prints[STEPS - 1]
             else:
-                with pytest.raises(RestoreError, match="does not start afresh") as raised:
+                with pytest.raises(
+                    RestoreError, match="does not start from the beginning"
+                ) as raised:
                     job.restore()
                 assert all(str(each) in str(raised.value) for each in slots)
             job.checkpointer.abandon()
@@ -193,7 +196,7 @@ def test_damage_in_memory_falls_back_to_the_disk(what: str, left: Left, tmp_path
 
 @pytest.mark.parametrize("position", range(24))
 def test_a_damaged_slot_head_makes_it_no_slot(position: int, left: Left, tmp_path: Path) -> None:
-    """Magic and lengths carry no checksum of their own; what they lead to does."""
+    """Magic and lengths have no checksum of their own; the bytes they lead to do."""
     damaged = left.copy_to(tmp_path)
     slot = damaged.slot(STEPS)
     content = bytearray(slot.read_bytes())
@@ -224,7 +227,7 @@ def test_nothing_sound_is_no_fresh_start_beside_what_is_left(left: Left, tmp_pat
     for version in (STEPS - 1, STEPS):
         truncate(random.Random(version), damaged.data(version))
     with TinyJob(damaged.path, **damaged.settings()) as job:
-        with pytest.raises(RestoreError, match=rf"\(v{STEPS} was one\), and has none") as caught:
+        with pytest.raises(RestoreError, match=rf"\(v{STEPS} was one\) and has none") as caught:
             job.restore()
         assert str(caught.value).count("truncated") == 2
         assert "moving away what is left" in str(caught.value)
@@ -234,7 +237,7 @@ def test_nothing_sound_is_no_fresh_start_beside_what_is_left(left: Left, tmp_pat
 def test_a_disk_that_fails_is_a_damaged_copy(
     left: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind the header. A mapped page that cannot be read would end the process instead."""
+    """Also after the header. An unreadable mapped page would end the process instead."""
     damaged = left.copy_to(tmp_path)
     damaged.forget_memory()
     check_header = shard_reader.check_header

@@ -1,4 +1,4 @@
-"""What is not live is filled while a version is verified still, and not kept of a damaged one."""
+"""New tensors are filled while a version is still being verified, and dropped if it is damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wide() -> torch.nn.Module:
 
 @pytest.fixture
 def saved_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of pieces that the loading found in their place already. Every block is a run."""
+    """Names of pieces that the loader found in place already. Every block is a run."""
     monkeypatch.setattr(shard_reader, "RUN_BYTES", 1)
     found: list[str] = []
     has = TensorPreallocator.has
@@ -50,7 +50,7 @@ def settings(shm_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def prints(tmp_path: Path, settings: dict[str, Any]) -> dict[int, str]:
-    """What a job left, whose process died: versions 2 and 3 on disk and in memory."""
+    """Versions 2 and 3 on disk and in memory, left by a job whose process died."""
     found: dict[int, str] = {}
 
     def note(job: TinyJob) -> None:
@@ -100,14 +100,14 @@ def test_what_was_filled_from_a_damaged_version_is_not_taken_for_the_next(
     shm_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The damage is in the last block: all before it had been filled."""
+    """The damage is in the last block: all blocks before it had been filled."""
     forget_memory(shm_dir)
     (file,) = (tmp_path / "ckpts").glob(f"v{STEPS:010d}.*.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     filled: list[dict[int, int]] = []
-    """When each try begins, by the one before."""
+    """The time when each attempt begins, by the attempt before it."""
     begin = TensorPreallocator.begin
 
     def note(new: TensorPreallocator, wanted: bool) -> None:
@@ -128,7 +128,7 @@ def test_trouble_with_filling_is_not_the_restores(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is alone with that: the loading does all by itself."""
+    """The failure stays on this rank: the loader does all the work itself."""
     asked: list[int] = []
 
     class Failing(tensor_fill.PieceWriter):

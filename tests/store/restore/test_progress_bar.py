@@ -1,4 +1,4 @@
-"""A restore shows its bar, and moves it as far as it got."""
+"""A restore shows its bar, and moves it with its progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST = 3
 
 
 class Impatient(Progress):
-    """The one of a restore that takes long; it notes how far each phase got."""
+    """The bar of a long restore; it records the progress of each phase."""
 
     reached: dict[str, tuple[int, int]]
 
@@ -33,7 +33,8 @@ class Impatient(Progress):
 
 @pytest.fixture
 def restored_with(path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`restored_with(progress)`: what a terminal gets of the restore, and how many bytes it is."""
+    """`restored_with(progress)`: the terminal's output during the restore, and the restored
+    bytes."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(checkpointer, "Progress", Impatient)
     with TinyJob(path, **settings) as job:

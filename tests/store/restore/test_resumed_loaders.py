@@ -16,7 +16,7 @@ LENGTH, EPOCHS = 5 * BATCH, 3
 
 
 class Script:
-    """What a user's script does, with a checkpointer if it has a path."""
+    """A user's script, with a checkpointer if it has a path."""
 
     def __init__(self, seed: int, path: Path | None, **settings: Any) -> None:
         seed_everything(seed)
@@ -41,7 +41,7 @@ class Script:
             )
 
     def run(self, steps: int, explicit: bool = True) -> None:
-        """Train until there were so many steps, an evaluation first."""
+        """Train up to the given number of steps, after an evaluation."""
         self.evaluate()
         for epoch in range(self.data.epoch, EPOCHS):
             self.data.set_epoch(epoch)
@@ -59,7 +59,7 @@ class Script:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Draws, as its loader is made."""
+        """Draws random numbers when its loader is made."""
         for _ in DataLoader([0, 1], shuffle=True):
             pass
 
@@ -72,7 +72,7 @@ def test_losses_go_on_as_if_nothing_had_happened(
 ) -> None:
     undisturbed = Script(1, None)
     undisturbed.run(-1)
-    # Without step(), a step is a version when the next one begins.
+    # Without step(), a step becomes a version when the next one begins.
     boundary = {"boundary": "explicit" if explicit else "forward", "agent": "inline", **settings}
     first = Script(1, path, **boundary)
     assert first.ckpt is not None

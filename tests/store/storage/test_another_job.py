@@ -1,4 +1,4 @@
-"""A persistent place that has another job's versions: they are taken, and it is said whose."""
+"""A persistent path with another job's versions: they are restored, and a notice names the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 60.0
 
 @pytest.fixture
 def job(tmp_path: Path, shm_dir: Path) -> Any:
-    """`job(path, **settings)`: all of them have one persistent place."""
+    """`job(path, **settings)`: all of them have one persistent path."""
 
     def start(path: str, **settings: Any) -> TinyJob:
         given = {
@@ -42,17 +42,17 @@ def warnings(found: TinyJob) -> list[str]:
 def test_a_version_of_another_job_is_told_of_and_who_has_the_place(job: Any) -> None:
     with job("a", job_id="one") as one:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not one.heard("committed", "persistent"):  # which only a boundary hears
+        while not one.heard("committed", "persistent"):  # which arrives only at a boundary
             assert time.monotonic() < deadline
             time.sleep(0.01)
             one.run(one.iteration + 1)
         with job("b", job_id="two", seed=99) as two:
             assert two.restore() > 0
             (warning,) = warnings(two)
-            assert "was written by job 'one'; this one is called 'two'" in warning
+            assert "was written by job 'one'; this job is called 'two'" in warning
             assert "give it one job_id" in warning
-            assert "two jobs need two places" in warning
-            assert "The place is in use by one on " in warning
+            assert "each job needs its own" in warning
+            assert "The path is in use by one on " in warning
             two.checkpointer.abandon()
         one.checkpointer.abandon()
 
@@ -99,7 +99,7 @@ def test_memory_that_a_moved_directory_left_behind_is_told_of(
         for text in found:
             name = job_id_of(tmp_path / "here")
             assert f"v2 was written by job {name!r}, which has v3 in memory here" in text
-            assert f"start it again with job_id={name!r}" in text
+            assert f"restart it with job_id={name!r}" in text
         second.checkpointer.abandon()
     with job("moved", seed=99, job_id=job_id_of(tmp_path / "here"), **alone) as third:
         assert third.restore() == 3, "as it was told"
@@ -110,7 +110,7 @@ def test_memory_that_a_moved_directory_left_behind_is_told_of(
 def test_memory_that_a_killed_life_had_in_another_place_is_told_of(
     setting: str, on_disk: bool, job: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Its claim says where: each of these settings names another folder."""
+    """Its claim names the folder: each of these settings names another folder."""
     (other := shm_dir / "other").mkdir()
     alone = {"persistent_path": "", "persistent_every_steps": 0}
     alone["local_every_steps"] = 2 if on_disk else 1000
@@ -133,8 +133,8 @@ def test_memory_that_a_killed_life_had_in_another_place_is_told_of(
         return
     (text,) = said
     assert text.startswith(f"v3 is in memory in {first.checkpointer._resources.job.path}, ")
-    assert (f"goes on from v{found}" if found else "has found nothing") in text
-    assert text.endswith(f"start it again with {setting}={changed[setting]!r}")
+    assert (f"continues from v{found}" if found else "found nothing") in text
+    assert text.endswith(f"restart it with {setting}={changed[setting]!r}")
     with job("ckpts", seed=99, **alone, **before) as third:
         assert third.restore() == 3, "as it was told"
 

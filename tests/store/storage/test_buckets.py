@@ -1,4 +1,4 @@
-"""A bucket that is not there, mistyped perhaps, is no fresh start; an empty prefix is one."""
+"""A missing (perhaps mistyped) bucket is no fresh start; an empty prefix is one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Bucket:
-    """One that is not there until it is made, by the server: that remembers what it saw."""
+    """A bucket that does not exist until the server makes it: the server caches its listings."""
 
     def __init__(self, endpoint: str) -> None:
         self.name, self._options = f"bucket-{uuid.uuid4().hex[:8]}", s3_options(endpoint)
@@ -73,9 +73,9 @@ def test_a_bucket_that_is_not_there_is_an_error_until_it_is_made(
     with start(url, **options) as job:
         with pytest.raises(RestoreError, match=f"{told}.*create the bucket") as refused:
             job.restore()
-        assert "does not start afresh" in str(refused.value)
+        assert "does not start from the beginning" in str(refused.value)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not job.heard("failed", "persistent"):  # one that does not restore is told so
+        while not job.heard("failed", "persistent"):  # a job that does not restore gets the notice
             assert time.monotonic() < deadline
             time.sleep(0.01)
             job.run(job.iteration + 1)
@@ -137,7 +137,8 @@ def test_a_store_without_buckets_has_fresh_starts(start: Any) -> None:
 
 
 def test_of_other_stores_the_container_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Google's and Azure's clients say the same of both: what they list then tells them apart."""
+    """Google's and Azure's clients raise the same error for both: a listing then shows which it
+    is."""
     backend = ObjectBackend("memory://there/job")
     asked: list[str] = []
 

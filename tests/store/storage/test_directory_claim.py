@@ -1,4 +1,4 @@
-"""Two jobs at one path on two machines: told apart, and a dead one's claim is nobody's."""
+"""Two jobs at one path on two machines exclude each other, and a dead job's claim is free."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def mine(tmp_path: Path, notices: list[str]) -> Iterator[Any]:
     made = []
 
     def claim(
-        node: int = 0, token: str = TOKEN, everyone: Any = (), **launch: Any
+        node: int = 0, token: str = TOKEN, run_starters: Any = (), **launch: Any
     ) -> DirectoryClaim:
         tell = lambda text, _: notices.append(text)  # noqa: E731
-        made.append(DirectoryClaim(tmp_path, token, node, tell, Launch(**launch), "", everyone))
+        made.append(DirectoryClaim(tmp_path, token, node, tell, Launch(**launch), "", run_starters))
         return made[-1]
 
     yield claim
@@ -77,11 +77,11 @@ def mine(tmp_path: Path, notices: list[str]) -> Iterator[Any]:
 
 @pytest.fixture
 def living(tmp_path: Path) -> Iterator[Any]:
-    """`living(**launch)`: another job, in a process of its own, that has claimed the place."""
+    """`living(**launch)`: another job, in a process of its own, that has claimed the path."""
     made = []
 
-    def start(node: int = 0, everyone: Any = (), **launch: Any) -> subprocess.Popen[str]:
-        told = (json.dumps(launch), json.dumps(everyone))
+    def start(node: int = 0, run_starters: Any = (), **launch: Any) -> subprocess.Popen[str]:
+        told = (json.dumps(launch), json.dumps(run_starters))
         process = python(HOLD, tmp_path, OTHERS, node, *told)
         made.append(process)
         assert process.stdout is not None
@@ -112,8 +112,8 @@ def test_a_job_that_lives_is_named_and_left_alone(
 ) -> None:
     other = living()
     why = mine().stake()
-    assert f"another job is at work in {tmp_path} (process {other.pid} on " in why
-    assert "give this one another path" in why
+    assert f"another job uses {tmp_path} (process {other.pid} on " in why
+    assert "give this job another path" in why
     assert f"remove {tmp_path}/.claim.{OTHERS}.0" in why
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
     (text,) = notices
@@ -160,7 +160,7 @@ def test_a_job_that_copies_its_directory_keeps_its_claim_and_its_orphans_do_not(
 def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_one(
     mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that is slow: what died meanwhile is in nobody's way."""
+    """A slow file system: a claim whose job died meanwhile blocks nobody."""
     other = living()
     look, monotonic = DirectoryClaim._others, time.monotonic
     late = [0.0]
@@ -205,10 +205,10 @@ SLURM = "cluster/1000/7"
     ("before", "now"),
     [
         ({"job": SLURM}, {"job": SLURM, "attempt": 1}),
-        ({"starters": ["x"], "everyone": ["agent", "x"]}, {"starters": ["agent"]}),
+        ({"starters": ["x"], "run_starters": ["agent", "x"]}, {"starters": ["agent"]}),
         (
-            {"starters": ["x"], "everyone": ["agent", "x"]},
-            {"starters": ["new"], "everyone": ["agent", "new"]},
+            {"starters": ["x"], "run_starters": ["agent", "x"]},
+            {"starters": ["new"], "run_starters": ["agent", "new"]},
         ),
     ],
     ids=["an earlier attempt", "an agent's", "told by another node"],
@@ -236,14 +236,14 @@ def test_a_job_that_lives_is_left_alone_whatever_its_launch_is_called(
     before: dict[str, Any], now: dict[str, Any], mine: Any, living: Any
 ) -> None:
     living(**before)
-    assert "another job is at work" in mine(**now).stake()
+    assert "another job uses" in mine(**now).stake()
 
 
 def test_an_agents_ranks_of_both_lives_must_be_gone_on_its_node(mine: Any, living: Any) -> None:
-    everyone = ["agent", "x"]
-    first = living(0, everyone, starters=["agent"])
-    living(1, everyone, starters=["x"])
-    assert "another job is at work" in mine(starters=["agent"]).stake()
+    run_starters = ["agent", "x"]
+    first = living(0, run_starters, starters=["agent"])
+    living(1, run_starters, starters=["x"])
+    assert "another job uses" in mine(starters=["agent"]).stake()
     first.kill()
     first.wait()
     assert mine(starters=["agent"]).stake() == ""
@@ -277,7 +277,7 @@ def test_what_launchers_tell(environment: dict[str, str], told: tuple[str, str, 
 
 
 def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
-    """A rank of torchrun's, here one that this process plays the agent for."""
+    """A rank of torchrun; this process plays its agent."""
     tell = "import os; from tierckpt.storage.local.launch import launch_of; "
     tell += "print(launch_of(os.environ).starters)"
     names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
@@ -300,7 +300,7 @@ def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
 def test_where_proc_is_of_another_namespace_no_agent_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The number of the parent is that of any process there."""
+    """The parent's number is that of any process there."""
     names = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_PORT": "1"}
     assert len(launch_of(names).starters) == 2
     monkeypatch.setattr(os, "getpid", lambda: 7)
@@ -314,15 +314,15 @@ def test_of_many_starters_two_lives_tell_the_same() -> None:
 
 
 def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -> None:
-    """Its own locks do not keep a process out."""
+    """Its own locks do not exclude a process."""
     assert mine(token=OTHERS).stake() == ""
     assert f"process {os.getpid()} on " in mine().stake()
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
 
 
 def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, mine: Any) -> None:
-    """Its lock would be gone with the first look into the file."""
-    assert mine(token=OTHERS, everyone=["another rank's"]).stake() == ""
+    """Its lock would be gone after the first read of the file."""
+    assert mine(token=OTHERS, run_starters=["another rank's"]).stake() == ""
     (link := tmp_path.parent / f"{tmp_path.name}.link").symlink_to(tmp_path)
     by_link = DirectoryClaim(link, TOKEN, 0, lambda *_: None, Launch(starters=("another rank's",)))
     why = by_link.stake()
@@ -343,7 +343,7 @@ def test_what_cannot_be_opened_is_somebodys(
     path = tmp_path / f".claim.{OTHERS}.0"
     make(path)
     why = mine().stake()
-    assert "another job is at work" in why
+    assert "another job uses" in why
     assert f"remove {path}" in why
     path.rmdir() if path.is_dir() else path.unlink()
     assert mine().stake() == ""
@@ -366,7 +366,7 @@ def test_a_claim_that_says_nothing_of_its_holder_counts(tmp_path: Path, mine: An
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "locked\n"
-    assert "another job is at work" in mine().stake()
+    assert "another job uses" in mine().stake()
     holder.kill()
     end(holder)
     assert mine().stake() == ""
@@ -390,14 +390,14 @@ def test_without_locks_the_job_goes_on_and_is_told(
     monkeypatch.setattr(fcntl, "lockf", none_here)
     assert mine().stake() == ""
     (text,) = notices
-    assert "a job on another machine that has the same path would not be found" in text
+    assert "a job on another machine with the same path would not be noticed" in text
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"], "and touches nobody's"
 
 
 def test_where_locks_are_a_machines_own_nobodys_claim_is_taken_for_a_dead_ones(
     tmp_path: Path, mine: Any, notices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS with `nolock`: what nobody holds here may be held on another machine."""
+    """NFS with `nolock`: a claim that no process here holds may be held on another machine."""
     monkeypatch.setattr(
         directory_claim, "locks_are_local", lambda directory: "/shared is mounted (nfs)"
     )
@@ -441,7 +441,7 @@ def test_mounts_tell_whose_locks_are_seen(path: str, why: str) -> None:
 def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
     tmp_path: Path, mine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one looks between the making of the file and its lock."""
+    """Another process looks between the creation of the file and its lock."""
     removed = []
     lock = file_lock.lock_for_good
 
@@ -469,7 +469,7 @@ JOB = (
 def test_a_second_job_is_refused_until_the_first_one_has_ended(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On another machine: its memory has nothing of this one's. The launchers call it the same."""
+    """On another machine: its memory has nothing of this one's. The launchers use the same name."""
     for name in ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
     for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
@@ -480,7 +480,7 @@ def test_a_second_job_is_refused_until_the_first_one_has_ended(
     first = python(JOB, path, memory)
     assert first.stdout is not None
     assert first.stdout.readline() == "running\n"
-    with pytest.raises(JobBusyError, match=f"another job is at work in {path}.*{first.pid}"):
+    with pytest.raises(JobBusyError, match=f"another job uses {path}.*{first.pid}"):
         TinyJob(path, **settings)
     first.kill()
     end(first)

@@ -1,4 +1,4 @@
-"""Files are there after a loss of power: nothing gets its name before its bytes are durable."""
+"""Files survive a loss of power: no file gets its name before its bytes are durable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Renames = list[tuple[str, list[str]]]
 
 
 class Device:
-    """Remembers what was synced, and looks, whenever a file gets its name, at what was not."""
+    """Records the syncs and, whenever a file gets its name, the bytes that are not yet durable."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -47,15 +47,15 @@ class Device:
 
     def _look(self, _: Any, name: Any) -> None:
         self._synced.discard(Path(name).parent.stat().st_ino)
-        if not Path(name).name.startswith("."):  # else it is no name for good
+        if not Path(name).name.startswith("."):  # otherwise it is a temporary name
             self.named.append((Path(name).name, self.behind()))
 
     def has_names(self) -> bool:
-        """Whether those in the folder outlast a loss of power."""
+        """Whether the names in the folder survive a loss of power."""
         return self.folder.stat().st_ino in self._synced
 
     def behind(self) -> list[str]:
-        """Files that a loss of power might take away."""
+        """Files that a loss of power might remove."""
         files = (path for path in self.folder.rglob("*") if path.is_file())
         return [path.name for path in files if path.stat().st_ino not in self._synced]
 
@@ -68,13 +68,13 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def names_of(version: int) -> Renames:
-    """A shard's of the local level and its manifest's, with nothing behind."""
+    """The names of a shard of the local level and of its manifest, in order."""
     stem = key_of(version).stem
     return [(f"{stem}{suffix}", []) for suffix in (key_of(version).SUFFIX, ".manifest")]
 
 
 def test_a_local_shard_is_durable_before_it_has_its_name(device: Device) -> None:
-    """Written anew, and into a file that is there."""
+    """Into a new file, and into an existing one."""
     store = LocalStore(device.folder)
     commit_one(store, key_of(1))
     assert device.named == names_of(1)

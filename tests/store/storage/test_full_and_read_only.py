@@ -1,4 +1,4 @@
-"""A level that cannot be written costs checkpoints, loudly, and never a step of the training."""
+"""A level that cannot be written costs checkpoints, with errors, and never a training step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 6
 
 @pytest.fixture
 def settings(shm_dir: Path) -> dict[str, Any]:
-    # Nothing is retired: the room that it would give back keeps a job going on a full disk.
+    # Nothing is retired: the freed space would let a job continue on a full disk.
     return {"shm_dir": str(shm_dir), "local_keep_last": 100}
 
 
@@ -105,7 +105,7 @@ def test_a_disk_that_turns_read_only(
 def test_a_path_through_a_file(
     tmp_path: Path, shm_dir: Path, settings: Any, course: dict[int, str]
 ) -> None:
-    """Not even the directory can be made; the memory level is what is left."""
+    """Not even the directory can be created; only the memory level remains."""
     obstacle = tmp_path / "file"
     obstacle.write_text("in the way")
     path = obstacle / "ckpts"
@@ -141,7 +141,7 @@ def test_a_directory_that_is_removed_under_the_job_is_made_again(
     with TinyJob(path, **settings) as job:
         job.run(STEPS)
         job.settle()
-        while path.exists():  # the agent may be at its retention still
+        while path.exists():  # the agent's retention may still be running
             shutil.rmtree(path, ignore_errors=True)
         job.run(2 * STEPS)
     check_restores(path, shm_dir / "elsewhere", 2 * STEPS, course)

@@ -1,4 +1,4 @@
-"""Keep-best: what a job's metric decides, on both levels and over restarts."""
+"""Keep-best: the job's metric decides, on both levels and over restarts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_the_setting_metrics_change_nothing(job: Any, tmp_path: Path) ->
 
 
 def test_a_restarted_job_knows_what_is_best(job: Any, tmp_path: Path) -> None:
-    """From the manifests; also of encoded shards, and without what was in memory."""
+    """From the manifests; also of encoded shards, and without the slots in memory."""
     for until, modules in ((3, ""), (6, "zstd"), (8, "")):
         with job(local_keep_best=2, local_codecs=modules) as each:
             each.restore()
@@ -75,7 +75,7 @@ def test_a_restarted_job_knows_what_is_best(job: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_no_ancestor_any_more_is_not_best(job: Any, tmp_path: Path) -> None:
-    """v2 had the best loss, and the job went on from v1."""
+    """v2 had the best loss, and the job continued from v1."""
     with job(local_keep_best=1, local_keep_every=1) as first:
         train(first, 3)
     with job(local_keep_best=1) as second:
@@ -117,7 +117,7 @@ def test_the_best_stay_on_the_persistent_level(
 
 
 def test_a_metric_is_of_the_state_that_it_was_measured_of(job: Any, tmp_path: Path) -> None:
-    """The next step clears it; a number that is none is left out."""
+    """The next step clears it; a value that is not a number is left out."""
     with job(local_keep_every=1) as first:
         train(first, 2)
         first.run(3)

@@ -1,4 +1,4 @@
-"""Leases of a persistent place: one run at a time may write there, and takes it from dead ones."""
+"""Leases of a persistent path: one run at a time may write there, and takes over from dead ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def made(place: Path) -> PersistentStore:
 
 
 class FakeClock:
-    """Stands still until told. `wrong_seconds`: what its machine's time of day is ahead."""
+    """A clock that stands still until it is advanced. `wrong_seconds` is the error of its time of
+    day."""
 
     def __init__(self, wrong_seconds: float = 0.0) -> None:
         self.seconds, self.wrong_seconds = 1e9, wrong_seconds
@@ -88,7 +89,7 @@ def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
 def test_where_a_store_overwrites_who_came_first_finds_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both saw nobody's lease, and the store takes no notice of `exclusive`."""
+    """Both saw a free lease, and the store ignores `exclusive`."""
     clock = FakeClock()
     first, second = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", clock)
     put = first._backend.put
@@ -104,7 +105,7 @@ def test_where_a_store_overwrites_who_came_first_finds_out(
 
 
 def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -> None:
-    """It lives yet, and has something to flush: its successor is no dead one's."""
+    """It is still alive, and has a version to flush: its successor does not follow a dead run."""
     clock = FakeClock()
     before, now = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
     before.ensure()
@@ -118,7 +119,7 @@ def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -
     with pytest.raises(LeaseHeldError):
         before.ensure()
     clock.seconds += LEASE_SECONDS
-    before.ensure()  # it is nobody's by now
+    before.ensure()  # it has no holder now
     assert before.held()
 
 
@@ -206,7 +207,7 @@ def test_the_command_that_takes_a_place_over(
 
 
 def test_a_lease_is_renewed_while_it_is_had_and_not_taken_again(tmp_path: Path) -> None:
-    """A thread that renews the lease of a run that is over must not take it from the next."""
+    """A thread that renews the lease of an ended run must not take it from the next one."""
     clock = FakeClock()
     old, new = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
     assert not old.renew()

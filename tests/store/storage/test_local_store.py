@@ -1,4 +1,4 @@
-"""The local level's store: the suite that every store must pass, and what is its own."""
+"""The local level's store: the conformance suite of all stores, and its own tests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_one_retired_file_is_kept_and_a_restart_does_not_take_it_for_rubbish(
 
 
 def test_what_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path) -> None:
-    """The agent of a trainer that was just killed may still be at its last version."""
+    """The agent of a trainer that was just killed may still be writing its last version."""
     temp = tmp_path / f".{key_of(7).stem}.tmp"
     writer = python(
         "import sys; from pathlib import Path; "
@@ -81,8 +81,8 @@ commit_one(LocalStore(sys.argv[1]), key_of(7), edition=1)
 def test_what_a_living_writer_is_at_is_not_begun_by_another(
     spare: bool, phase: str, tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent whose disk hangs is passed over, and its successor is handed the same slot. Each
-    would rename or remove what the other wrote, and a manifest would stand for other bytes."""
+    """An agent whose disk hangs is passed over, and its successor is given the same slot. Each
+    would rename or remove the other's files, and a manifest would stand for other bytes."""
     store = made(tmp_path / "ckpts")
     with monkeypatch.context() as patch:
         patch.setenv(_faults.FAULTS_VARIABLE, f"stop@file:op={phase}")
@@ -109,7 +109,8 @@ def test_what_a_living_writer_is_at_is_not_begun_by_another(
 def test_a_file_that_a_hung_writer_has_open_is_not_kept_for_reuse(
     tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier run that hangs, and wakes: what it just committed its successor has retired."""
+    """An earlier run that hangs, and wakes: its successor has retired the version it just
+    committed."""
     store = made(tmp_path / "ckpts")
     with monkeypatch.context() as patch:
         patch.setenv(_faults.FAULTS_VARIABLE, "stop@file:op=fsync_directory,hit=2")

@@ -1,5 +1,5 @@
-"""What checkpoints take of memory: as many slots as are asked for, and no copy of the state; and
-what a restart takes, which is no second copy either."""
+"""Memory use: as many slots as are asked for, and no copy of the state; and no second copy during a
+restart."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ ALLOWANCE_BYTES = 40_000_000
 """Code that is touched for the first time, threads' stacks, seal areas, Python's objects: 8 to 11
 MB were measured, 28 once on a busy machine; a slot more, or a copy, would be 63."""
 RESTART_BYTES = 30_000_000
-"""Beside what is fetched: windows and code. Memory for all optimizer state would be 42 MB more."""
+"""Besides the fetched shards: windows and code. Memory for all optimizer state would be 42 MB
+more."""
 AGENT_BYTES = 40_000_000
 """The agent's Python without torch: 23 MB. It has mapped the slots, too: the same memory."""
 
 
 def deep_model() -> torch.nn.Module:
-    """Of many layers: what the optimizer needs for one of them at a time is little."""
+    """Many layers: the optimizer needs little memory for each of them at a time."""
     inner = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     return torch.nn.Sequential(torch.nn.Linear(12, WIDTH), *inner, torch.nn.Linear(WIDTH, 4))
 
@@ -42,7 +43,7 @@ VOLATILE_BYTES = 2 * 40_000_000
 
 
 class Averaged(torch.nn.Module):
-    """Has state as large as a model's beside parameters and buffers, as an `extra` object may."""
+    """Has state as large as a model's besides parameters and buffers, as an `extra` object may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +66,8 @@ def averaged_model() -> torch.nn.Module:
 def measure(
     report: Path, path: Path, settings: dict[str, Any], make: Callable[[], torch.nn.Module]
 ) -> None:
-    """In a process of its own: what is resident at the most with checkpoints at every step, here
-    beyond what the training takes, and in the agent."""
+    """In a process of its own: peak resident memory with checkpoints at every step, here beyond the
+    training's, and in the agent."""
     job = TinyJob(None, model=make()).run(2)
     forget_peak()
     job.run(5)
@@ -95,7 +96,7 @@ def forget_peak() -> None:
 
 
 def peak_bytes(pid: int | str = "self") -> int:
-    """The most that was resident: mapped slots, and everything else."""
+    """Peak resident memory: mapped slots, and everything else."""
     found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
     assert found
     return int(found[1]) * 1024
@@ -134,11 +135,11 @@ def test_what_is_copied_aside_at_the_boundary_is_there_once_and_not_for_long(
 # --- restarts ------------------------------------------------------------------------------------
 
 WINDOW_BYTES = 2**20
-"""Of what a rank shows the others, and of what each thread reads: smaller here, as the state is."""
+"""Window sizes for broadcasts and for each reader thread: smaller here, as the state is."""
 
 
 def far_away(tmp_path: Path, shm_dir: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """Places for a report and for checkpoints, and settings with a persistent level."""
+    """Paths for a report and for checkpoints, and settings with a persistent level."""
     settings = {
         "shm_dir": str(shm_dir),
         "persistent_path": str(tmp_path / "shared"),
@@ -154,8 +155,8 @@ def leave_far_away(path: Path, settings: dict[str, Any]) -> None:
 
 
 def come_back(report: Path, path: Path, settings: dict[str, Any]) -> None:
-    """In a process of its own: what is resident at the most while a version is fetched and loaded,
-    beyond the model as it was made."""
+    """In a process of its own: peak resident memory while a version is fetched and loaded, beyond
+    the new model."""
     broadcast.BROADCAST_BYTES = shard_reader.RUN_BYTES = WINDOW_BYTES
     with TinyJob(path, model=deep_model(), **settings) as job:
         forget_peak()
@@ -171,7 +172,7 @@ def come_back(report: Path, path: Path, settings: dict[str, Any]) -> None:
 
 PLAIN_LAYERS = 4 * LAYERS
 PLAIN_BYTES = 4 * PLAIN_LAYERS * WIDTH * (WIDTH + 1)
-"""84 MB, and no optimizer state: what is live is as much as what is fetched."""
+"""84 MB, and no optimizer state: the live state is as large as the fetched shards."""
 
 
 def plain_model() -> torch.nn.Module:
@@ -216,8 +217,8 @@ def no_room(*args: Any) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_plain_sgd_is_never_in_memory_twice(full: bool, tmp_path: Path, shm_dir: Path) -> None:
-    """What is live stays until all that was fetched is sound, and nothing is fetched twice. So it
-    is put aside on the local disk, or in memory where that is full."""
+    """The live state stays until all fetched shards are sound, and nothing is fetched twice. So
+    they are spilled to the local disk, or kept in memory if that is full."""
     report, path, settings = far_away(tmp_path, shm_dir)
     assert run_in_child(leave_plain_far_away, path, settings) == 0
     shutil.rmtree(path)
@@ -230,7 +231,7 @@ def test_plain_sgd_is_never_in_memory_twice(full: bool, tmp_path: Path, shm_dir:
 
 
 def test_one_rank_that_fetches_all_never_has_it_twice(tmp_path: Path, shm_dir: Path) -> None:
-    """Optimizer state, two thirds of it, takes memory as what was fetched gives it back."""
+    """Optimizer state, two thirds of it, takes memory as the fetched shards free theirs."""
     report, path, settings = far_away(tmp_path, shm_dir)
     assert run_in_child(leave_far_away, path, settings) == 0
     shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""A node of another name than before: its folder is another one, and that is said."""
+"""A node with another name than before: its folder is another one, and a notice says so."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_a_pod_of_a_new_name_is_told_what_the_old_one_has(
         assert second.restore() == 0
         (text,) = said(second)
         assert text.startswith(f"{folders / 'pod-a'} has v3 of this job, and no node of this run")
-        assert "stands for 'pod-b', and this run begins afresh" in text
+        assert "stands for 'pod-b', and this run starts from the beginning" in text
         second.run(1)
     assert main(["list", str(folders / "pod-b")]) == 0
     assert f"{folders / 'pod-a'} has v3 of the same job" in capsys.readouterr().out
     with start("pod-b", seed=1) as again:
         assert again.restore() == 1
         (text,) = said(again)
-        assert "this run goes on from v1" in text
+        assert "this run continues from v1" in text
         assert text.count("node='pod-a'") == 1
     with start("pod-a", seed=1) as found:
         assert found.restore() == 3, "as it was told"

@@ -1,4 +1,4 @@
-"""Two users of a group who share a directory: never both at once, and one after the other."""
+"""Two users of a group share a directory: never both at once, and one after the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierckpt.testing import TinyJob, run_in_child
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 
 GROUP, ANNA, BEN = 54321, 54322, 54323
-"""Numbers that nobody has: what is said then names the number."""
+"""Numbers without a name: messages then contain the number."""
 KILLED = 3
 
 
@@ -58,22 +58,24 @@ def become(user: int, umask: int) -> None:
 
 
 def run_id(user: int, umask: int, place: Path, memory: Path, until: int, kill: bool) -> None:
-    """One run of the job; what it says is in a file of its user's. Ends with status KILLED where
-    it is to leave all as a killed one does."""
+    """One run of the job; its report is in a file of its user. Ends with status KILLED if it is to
+    leave everything as a killed process does."""
     with TinyJob(memory / f"warm{user}", shm_dir=str(memory), agent="inline") as warm:
-        warm.run(1)  # all that is imported on the way: another user may not be let to it
+        warm.run(1)  # imports everything first: another user may not read the modules
     become(user, umask)
     job = TinyJob(place / "made" / "ckpts", shm_dir=str(memory), agent="inline")
     begun = int(job.restore())
     job.run(until)
     job.settle()
     wrong = [f"{e.name}: {e.message}" for e in job.events if e.name in ("failed", "rejected")]
-    hidden = [e for e in job.heard("notice") if "may not look into" in e.message]
+    hidden = [e for e in job.heard("notice") if "which this user cannot read" in e.message]
     told = {
         "begun": begun,
         "committed": len(job.heard("committed", "local")),
         "wrong": wrong,
-        "hidden": [e.message.partition(", had its slots")[0] for e in hidden],
+        "hidden": [
+            e.message.partition(", which belongs to ")[2].partition(" and ")[0] for e in hidden
+        ],
     }
     (memory / f"told{user}").write_text(json.dumps(told))
     if kill:
@@ -90,7 +92,7 @@ def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memo
         return told["begun"], told["committed"], told["wrong"], told["hidden"]
 
     def after(user: int) -> list[str]:
-        return [f"a killed run of this job, of user {user}"]
+        return [f"user {user}"]
 
     assert run(ANNA, 4, True) == (0, 4, [], [])
     listing = memory / "listing"
@@ -109,7 +111,7 @@ def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memo
 
 
 def list_as_ben(place: Path, out: Path, shm: Path) -> None:
-    """There may be more than Ben can see: an error, behind all that he can."""
+    """There may be more than Ben can see: an error, after everything that he can."""
     become(BEN, 0o022)
     os.environ["TIERCKPT_SHM_DIR"] = str(shm)
     with out.open("w") as file, contextlib.redirect_stdout(file):
@@ -136,7 +138,7 @@ def test_a_living_claim_counts_whoever_may_open_it(mode: int, shared: Path, memo
     claim.chmod(mode)
     try:
         assert run_in_child(ask, shared, answer) == 0
-        assert "another job is at work" in (said := answer.read_text())
+        assert "another job uses" in (said := answer.read_text())
         assert "of user root" in said
         assert f"remove {claim}" in said
         assert claim.exists()
@@ -152,7 +154,7 @@ def test_who_may_not_write_there_is_refused_all_the_same(shared: Path, memory: P
     assert other.stake() == ""
     try:
         assert run_in_child(ask, shared, answer) == 0
-        assert "another job is at work" in answer.read_text()
+        assert "another job uses" in answer.read_text()
     finally:
         other.release()
 

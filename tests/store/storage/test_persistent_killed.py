@@ -1,6 +1,6 @@
-"""Writers of a persistent place are killed at every kind of operation on its file system.
+"""Writers of a persistent path are killed at every kind of operation on its file system.
 
-What was there stays sound, and whoever comes next finishes what was begun.
+Existing versions stay sound, and the next writer finishes the unfinished ones.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 def killed(does: str, at: str, place: Path, layout: str) -> PersistentStore:
-    """Returns the place of another process that was killed while it did that."""
+    """Return the path after another process was killed during that operation."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM + does, str(place), json.dumps(LAYOUTS[layout])],
         env={**os.environ, FAULTS_VARIABLE: f"kill@file:{at}"},

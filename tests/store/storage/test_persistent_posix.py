@@ -1,4 +1,4 @@
-"""The persistent level's store on a file system: both ways to lay out shards, one suite."""
+"""The persistent level's store on a file system: both layouts of shards, one suite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPS = Groups(1)
 
 
 class PersistentConformance(StoreConformance):
-    """What is different when versions, not shards, come and go."""
+    """Differences when versions, not shards, are added and removed."""
 
     failed_commit_may_exist = True
 
@@ -49,7 +49,8 @@ class PersistentConformance(StoreConformance):
         return {*super().files_of(directory, key), record}
 
     def test_a_shard_committed_again_is_the_new_one(self, store: Any) -> None:
-        """Not here: a version of one run has one content, and what exists is not written again."""
+        """Not here: a version of one run has one content, and an existing one is not written
+        again."""
         commit_one(store, key_of(1))
         commit_one(store, key_of(1), pages=5, edition=1)
         assert store.read_manifest(key_of(1)) == manifest_of(key_of(1))
@@ -102,8 +103,8 @@ class TestPosixBackend(BackendConformance):
 
 
 def test_what_a_place_is_in_is_not_made(tmp_path: Path) -> None:
-    """It is where a file system should be mounted."""
-    with pytest.raises(FileNotFoundError, match=r"lustre is not there: is it mounted\?"):
+    """A file system should be mounted there."""
+    with pytest.raises(FileNotFoundError, match=r"lustre does not exist: is it mounted\?"):
         PosixBackend(str(tmp_path / "lustre" / "job")).create()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "lustre").mkdir()
@@ -135,7 +136,7 @@ def test_only_what_is_busy_for_a_reader_may_stay(tmp_path: Path) -> None:
         PosixBackend(str(tmp_path)).delete_folder("v1")
 
 
-# A process of this machine that is no more: no system gives numbers so large.
+# A process of this machine that has ended: no system gives numbers so large.
 DEAD = 1 << 30
 
 

@@ -57,7 +57,7 @@ def through_proxy(proxy: Proxy, url: str) -> Iterator[ObjectBackend]:
 
 
 class TestS3Backend(BackendConformance):
-    """As rclone has it: without conditional puts."""
+    """As rclone does: without conditional puts."""
 
 
 class TestS3BackendWithConditions(BackendConformance):
@@ -74,7 +74,7 @@ class TestS3Store(PersistentConformance):
     def test_a_shard_without_manifest_is_no_shard_and_is_cleaned(
         self, store: Any, tmp_path: Path
     ) -> None:
-        """Removed through the server, which remembers for a while what it saw in a directory."""
+        """Removed through the server, which caches the listing of a directory for a while."""
         commit_one(store, key_of(1))
         commit_one(store, key_of(2))
         store.store.backend.delete(name_of(key_of(2)).stem + MANIFEST)
@@ -100,22 +100,22 @@ def large(key: ShardKey) -> ShardSource:
 
 
 def uploads(backend: ObjectBackend) -> list[str]:
-    """Keys of all unfinished multipart uploads below the backend's place."""
+    """Keys of all unfinished multipart uploads below the backend's prefix."""
     bucket, prefix, _ = backend._fs.split_path(backend._root)
     try:
         page = backend._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
     except FileNotFoundError:
-        return []  # so the server says it
+        return []  # the server's error for it
     return [str(u["Key"]) for u in page.get("Uploads") or ()]
 
 
 UPLOAD_KILLS = ["op=open", "op=write,hit=2", "op=close", "op=complete", "op=put"]
-"""The upload is of the shard; what is put is the record behind it."""
+"""The upload is of the shard; the put is its record."""
 OBJECT_REMOVAL_KILLS = ["op=put", "op=delete,hit=1", "op=abort", "op=delete,hit=2"]
 
 
 def killed(does: str, at: str, folder: Path) -> None:
-    """Another process is killed there while it does that."""
+    """Another process is killed during that operation."""
     program = (
         "import sys; from pathlib import Path\n"
         "from tests.support import persistent_shards as p\nfrom tests.store.storage import "
@@ -138,7 +138,7 @@ def test_a_flush_killed_in_an_upload_is_done_again_and_leaves_no_upload_behind(
     killed("store.flush(p.name_of(key), p.facts_of(key, 1 << 25), [t.large(key)])", at, tmp_path)
     other = f"{url}/{name_of(key_of(2)).stem}/00000of00001/s00000-00000.shards"
     bucket, key, _ = backend._fs.split_path(other.removeprefix("s3://"))
-    backend._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)  # somebody else's
+    backend._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)  # another writer's
     begun, complete = at not in ("op=open", "op=put"), at == "op=put"
     assert len(uploads(backend)) == 1 + begun
 
@@ -213,7 +213,7 @@ def test_a_throttling_server_is_asked_again_and_a_forbidding_one_is_not(
 def test_a_bucket_that_is_not_there_is_named(endpoint: str) -> None:
     store = PersistentStore("s3://nobody-made-this/x", **s3_options(endpoint))
     with pytest.raises(PersistentError, match=r"no bucket 'nobody-made-this'.*create the bucket"):
-        store.versions()  # else a mistyped one would be a fresh start
+        store.versions()  # otherwise a mistyped one would be a fresh start
     key = key_of(1)
     source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
     with pytest.raises(PersistentError, match=r"s3://nobody-made-this/x.*create the bucket"):

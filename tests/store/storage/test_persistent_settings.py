@@ -1,4 +1,4 @@
-"""Settings of the persistent level do in a job what the level's own tests show of them."""
+"""Settings of the persistent level have the same effect in a job as in the level's own tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_a_device_stored_wrong_is_noticed_where_it_is_read_back(
 
     def write_and_rot(backend: PosixBackend, name: str, offset: int, content: Content) -> None:
         write_at(backend, name, offset, content)
-        if name not in rotten:  # the shard's bytes; its record comes behind them
+        if name not in rotten:  # the shard's bytes; its record comes after them
             rotten.add(name)
             with (backend.root / name).open("r+b") as file:
                 file.seek(offset)
@@ -83,7 +83,7 @@ def test_a_level_that_nobody_said_the_place_of_is_missed(tmp_path: Path, shm_dir
 
 
 def test_an_agent_is_told_which_of_the_nodes_it_is_on(tmp_path: Path) -> None:
-    """Else all would flush in one turn."""
+    """Otherwise all would flush in one turn."""
     shared = {"persistent_path": "/shared", "persistent_nodes_at_once": 1}
     config = load_config({"path": str(tmp_path), **shared}, {})
     hosts = ("a", "b", "a", "c")

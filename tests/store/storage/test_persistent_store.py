@@ -57,7 +57,7 @@ def facts(
 
 
 def source(version: int, shard: int) -> ShardSource:
-    """Shards differ in length, as they do."""
+    """Shards of different lengths, as in a job."""
     key = key_of(version, shard, SHARDS)
     pages = 1 + shard
     return ShardSource(shard, memoryview(content_of(key, pages)), manifest_of(key, pages))
@@ -86,7 +86,7 @@ def made(place: Path, options: dict[str, bool]) -> PersistentStore:
 
 
 def check(store: PersistentStore, version: int) -> None:
-    """Every shard is there, to the byte."""
+    """Every shard exists, to the byte."""
     assert name(version) in store.versions()
     for shard in range(SHARDS):
         reader, wanted = store.open_shard(name(version), shard), source(version, shard)
@@ -137,7 +137,7 @@ def test_ranges_are_read_without_the_rest(store: PersistentStore) -> None:
 def test_two_that_commit_at_once_write_the_same(
     store: PersistentStore, tmp_path: Path, options: dict[str, bool]
 ) -> None:
-    """The other one does all of it between this one's last look and its manifest."""
+    """The other writer does all of it between this one's last look and its manifest."""
     other, content = made(tmp_path, options), []
     put = store._put
 
@@ -258,7 +258,7 @@ def test_a_corrupted_byte_is_found_wherever_it_is(store: PersistentStore, tmp_pa
 
 
 def test_a_truncated_file_is_no_whole_group(store: PersistentStore, tmp_path: Path) -> None:
-    """Its record is there, its bytes are not: no manifest."""
+    """Its record exists, its bytes do not: no manifest."""
     store.flush(facts(1), LARGEST_BYTES, sources(1, [0, 2, 3, 4]))
     (file,) = (p for p in tmp_path.rglob("*.shards") if bytes(source(1, 4).image) in p.read_bytes())
     group = next(tmp_path.rglob("00002of00003.group"))
@@ -284,7 +284,8 @@ def test_retention_keeps_what_the_policy_says(store: PersistentStore, tmp_path: 
     assert store.versions() == [name(v) for v in (1, 2, 4, 6)]
     for version in (1, 2, 4, 6):
         check(store, version)
-    # Other runs' unfinished versions go only when the lease says that they are no more.
+    # Other runs' unfinished versions are removed only if the lease shows that those runs have
+    # ended.
     left = [name(3, run_id="dead"), name(5, generation=2)]
     assert store.incomplete() == left
     lease = store.lease(LIFE, "us")
@@ -294,7 +295,7 @@ def test_retention_keeps_what_the_policy_says(store: PersistentStore, tmp_path: 
 
 
 def test_an_ancestors_versions_go_only_while_the_lease_is_ours(store: PersistentStore) -> None:
-    """Another living life may take itself for their heir, too."""
+    """Another living run may take itself for their successor, too."""
     lineage = ((1, 2), (2, 2))
     for version in (1, 2):
         store.flush(facts(version, run_id="01d"), LARGEST_BYTES, sources(version))
@@ -310,7 +311,7 @@ def test_an_ancestors_versions_go_only_while_the_lease_is_ours(store: Persistent
 
 
 def test_two_experiments_in_one_place_leave_each_others_versions(store: PersistentStore) -> None:
-    """Of the same name, and each in its first generation: it never saw the other."""
+    """Same name, and each in its first generation: it never saw the other."""
     for run_id in ("aaaa", "bbbb"):
         for version in (1, 2):
             store.flush(facts(version, run_id), LARGEST_BYTES, sources(version))
@@ -321,7 +322,7 @@ def test_two_experiments_in_one_place_leave_each_others_versions(store: Persiste
 
 
 def test_what_a_reader_keeps_of_a_removed_version_is_removed_later(tmp_path: Path) -> None:
-    """As NFS has it: the file is busy, and its folder not empty."""
+    """As on NFS: the file is busy, and its folder not empty."""
     store = made(tmp_path, {})
     for version in (1, 2):
         store.flush(facts(version), LARGEST_BYTES, sources(version))
@@ -452,7 +453,7 @@ def test_a_read_only_file_system_says_so(small_tmpfs: Path) -> None:
 
 
 def test_a_place_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
-    """A file system that is not mounted must not be written to where it should be."""
+    """Nothing may be written to the mount point of an unmounted file system."""
     store = made(tmp_path / "unmounted", {})
     with pytest.raises(PersistentError, match="mount it"):
         store.flush(facts(1), LARGEST_BYTES, sources(1))

@@ -1,4 +1,4 @@
-"""Pins: marks that retention heeds, set by a job or from the command line."""
+"""Pins: marks for retention, set by a job or from the command line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def commit(store: LocalStore, version: int) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path, shm_dir: Path) -> Any:
-    """`job(**settings)`: the same job again, in the same places."""
+    """`job(**settings)`: the same job again, with the same paths."""
 
     def start(**settings: Any) -> TinyJob:
         given = {
@@ -88,7 +88,7 @@ def test_a_pinned_version_stays_on_both_levels_until_it_is_unpinned(
 
 
 def test_pin_waits_for_what_is_under_way(job: Any) -> None:
-    """A version that was taken, and is not on the persistent level yet, is not lost from there."""
+    """A sealed version that is not on the persistent level yet is not lost from there."""
     with job(persistent_bytes_per_second=2_000_000) as first:
         first.run(2)
         first.checkpointer.save(now=True)
@@ -99,7 +99,7 @@ def test_pin_waits_for_what_is_under_way(job: Any) -> None:
 def test_a_version_is_pinned_before_it_goes_on_to_the_persistent_level(
     agent: str, job: Any, tmp_path: Path
 ) -> None:
-    """Only the next boundary has it flushed; the one behind that would have it removed."""
+    """Only the next boundary has it flushed; the one after that would have it removed."""
     with job(agent=agent) as first:
         first.run(2)
         first.settle()
@@ -120,7 +120,7 @@ A_MOMENT_SECONDS = 0.3
 def test_all_nodes_are_marked_before_anybody_looks_on_the_persistent_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a slow node could complete a version that has been looked for in vain, unmarked."""
+    """Otherwise a slow node could complete, unmarked, a version that was not found before."""
     nodes, shared = ("node0", "node1"), str(tmp_path / "shared")
     order: list[str] = []
     looked, pin, named = threading.Event(), LocalPins.pin, PersistentPins.named
@@ -255,7 +255,7 @@ def test_the_command_says_what_is_there_instead(
 
 
 def test_no_versions_are_marked_without_making_a_directory(tmp_path: Path) -> None:
-    """A persistent place that is not mounted must not look like one that is there."""
+    """An unmounted persistent path must not look like a mounted one."""
     assert LocalPins(tmp_path / "not" / "mounted").pin([]) == set()
     assert os.listdir(tmp_path) == []
 

@@ -1,4 +1,4 @@
-"""On a local level that is memory a commit copies nothing, and no committed byte ever changes."""
+"""On a local level in memory a commit copies nothing, and no committed byte ever changes."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_retired_file_that_somebody_linked_is_left_to_them(
 
 
 def test_a_state_of_another_size_gets_another_file(pool: SlotPool, store: LocalStore) -> None:
-    """The file is the shard's: exactly as long, or readers of safetensors refuse it."""
+    """The file has exactly the shard's length, or readers of safetensors refuse it."""
     commit(store, fill(pool, 1), 1)
     fill(pool, 2)
     for version, nbytes in ((3, 3 * PAGE_BYTES), (4, PAGE_BYTES)):
@@ -286,7 +286,7 @@ def test_files_of_ranks_that_are_no_more_are_removed_with_their_slots(
 def test_after_a_reboot_files_without_slots_are_removed_but_not_a_living_ranks(
     pool: SlotPool, store: LocalStore
 ) -> None:
-    """Persistent memory outlives a reboot, and what the seal areas are in does not."""
+    """Persistent memory outlives a reboot; the memory of the seal areas does not."""
     commit(store, fill(pool, 1), 1)
     gone = SlotPool(pool.job, 7, 2, lambda *_: None, store)
     fill(gone, 1)
@@ -326,7 +326,7 @@ def settings(shm_dir: Path) -> dict[str, Any]:
 
 
 def bytes_in(*folders: Path) -> int:
-    """Of all files there, each counted once however many names it has."""
+    """Bytes of all files there, each counted once however many names it has."""
     found = {}
     for folder in folders:
         for path in folder.rglob("*"):
@@ -452,7 +452,7 @@ def test_an_image_that_was_cut_is_not_trusted(small_tmpfs: Path, settings: dict[
     with TinyJob(path, seed=9, **settings) as job:
         restored = job.restore()
         assert int(restored) == STEPS - 1
-        assert any("cut short" in text for text in restored.rejected)
+        assert any("truncated" in text for text in restored.rejected)
         job.run(2 * STEPS)
         assert job.fingerprint() == TinyJob(None).run(2 * STEPS).fingerprint()
 
@@ -496,7 +496,8 @@ def test_a_tmpfs_is_memory_also_behind_a_symbolic_link(small_tmpfs: Path, tmp_pa
 def test_only_a_file_that_may_be_mapped_in_sync_is_dax(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel refuses MAP_SYNC for any other. There is no such device here: half is played."""
+    """The kernel refuses MAP_SYNC for any other. There is no such device here: half is
+    simulated."""
     monkeypatch.setattr(image_file, "filesystem_of", lambda path: "ext4")
     assert memory_kind(tmp_path) == ""
     asked = []
@@ -514,7 +515,7 @@ def test_only_a_file_that_may_be_mapped_in_sync_is_dax(
 
 
 def test_this_kernel_grants_it_for_no_other_file(small_tmpfs: Path, tmp_path: Path) -> None:
-    """Nothing is played here: tmpfs is memory, and does not last."""
+    """Nothing is simulated here: tmpfs is memory, and does not last."""
     for directory in (small_tmpfs, tmp_path):
         with (directory / "file").open("w+b") as file:
             file.truncate(PAGE_BYTES)
@@ -556,7 +557,7 @@ def test_too_little_room_for_slots_and_versions_is_said_at_the_start(
 def test_a_nodes_health_asks_for_room_where_the_slots_will_be(
     small_tmpfs: Path, settings: dict[str, Any]
 ) -> None:
-    """The disk is too small for either; what is missing tells what was asked for."""
+    """The disk is too small for either; the size of the shortage shows which one was requested."""
     needed = {}
     for in_place in (True, False):
         told = {**settings, "local_in_place": in_place, "health": "refuse"}

@@ -1,4 +1,4 @@
-"""The pool: a slot with something in it that is still needed is never chosen."""
+"""The pool never chooses a slot whose version is still needed."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_slot_of_the_wrong_size_is_made_anew(pool: SlotPool) -> None:
     st.lists(st.tuples(st.sampled_from(["none", "first", "second"]), st.booleans()), max_size=12)
 )
 def test_room_is_promised_only_when_there_is_some(turns: list[tuple[str, bool]]) -> None:
-    """What `has_room` says of the needed versions, `choose` keeps."""
+    """`choose` keeps the promises of `has_room` about the needed versions."""
     folder = Path(os.environ["TIERCKPT_SHM_DIR"])
     pool = SlotPool(JobDirectory.at(folder, "room"), 0, 2, lambda *_: None)
     pool.job.create()
@@ -245,12 +245,12 @@ def test_a_job_without_room_in_shared_memory_still_checkpoints_to_local(
 def test_the_slots_of_all_ranks_of_a_node_need_room(
     free_kilobytes: int, enough: bool, small_tmpfs: Path, tmp_path: Path
 ) -> None:
-    """One rank's would fit into 280 kB, and the two ranks' do not."""
+    """One rank's would fit into 280 kB, and the two ranks' would not."""
     filler = small_tmpfs / "somebody else's"
     filler.write_bytes(bytes(small_tmpfs_free(small_tmpfs) - free_kilobytes * 1000))
 
     def attach(group: ThreadGroup) -> list[str]:
-        """What is said before the first slot is made."""
+        """The notice before the first slot is made."""
         model = torch.nn.Linear(100, 150)  # 61 kB, and twice that for Adam
         said: list[str] = []
         said: list[str] = []
@@ -278,7 +278,7 @@ def test_the_slots_of_all_ranks_of_a_node_need_room(
 
 
 def test_what_the_nodes_ranks_hold_already_needs_no_room(pool: SlotPool, shm_dir: Path) -> None:
-    """Of ranks that were here before and are not now it does."""
+    """Slots of ranks that were here before and are not now."""
     config = Config(shm_dir=str(shm_dir))
     others = [SlotPool(pool.job, rank, 2, lambda *_: None) for rank in (1, 2)]
     slot = fill(pool, 1)
@@ -293,7 +293,7 @@ def test_what_the_nodes_ranks_hold_already_needs_no_room(pool: SlotPool, shm_dir
 
 
 def small_tmpfs_free(folder: Path) -> int:
-    """All but what the folders and lock files of a job need."""
+    """All but the space for a job's folders and lock files."""
     found = os.statvfs(folder)
     return max(0, found.f_bavail * found.f_frsize - 4 * PAGE_BYTES)
 

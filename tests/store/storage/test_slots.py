@@ -1,4 +1,4 @@
-"""Slots: sealed or not, at every instruction; whose they are; and when they are removed."""
+"""Slots: sealed or not, at every instruction; their owner; and their removal."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ OBSTACLES: dict[str, Callable[[Path], object]] = {
     "a link that leads nowhere": lambda path: path.symlink_to("/nowhere/at/all"),
     "a FIFO": os.mkfifo,
 }
-"""What may be where a file should be."""
+"""Obstacles that may exist in place of a file."""
 LENGTH = slice(16, 24)
-"""Where a slot keeps the length of its manifest, which seals it."""
+"""Position of the manifest's length in a slot, which seals it."""
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_successor_opens_what_was_left(slot: Slot) -> None:
 
 
 def test_a_writer_killed_while_sealing_leaves_a_seal_or_none(slot: Slot) -> None:
-    """Its memory operations, in their order; any prefix of them may be all that was done."""
+    """Its memory operations in order; a process may end after any prefix of them."""
     encoded = manifest(5).encode()
     assert slot.path is not None
     with slot.path.open("r+b") as raw:
@@ -300,7 +300,7 @@ def test_job_ids_are_told_apart_by_the_place_not_by_its_spelling(tmp_path: Path)
 
 @pytest.fixture
 def other(shm_dir: Path) -> JobDirectory:
-    """Another job's folder, with a sealed slot in it, last heard of an hour ago by the clock."""
+    """Another job's folder, with a sealed slot in it, last used an hour ago by the clock."""
     made = JobDirectory.at(shm_dir, "other")
     made.create()
     left = Slot.create(made.slot_path(0, 0), "r0", SEAL_BYTES, IMAGE_BYTES)
@@ -312,7 +312,7 @@ def other(shm_dir: Path) -> JobDirectory:
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`wait(seconds)`: the clock that nobody can set goes on."""
+    """`wait(seconds)` advances the clock that nobody can set."""
     passed = [0.0]
     monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e6 + passed[0])
 
@@ -350,7 +350,7 @@ def test_a_clock_that_is_wrong_removes_nobodys_only_copy(
 def test_a_job_that_was_back_meanwhile_is_waited_for_anew(
     job: JobDirectory, other: JobDirectory, wait: Any
 ) -> None:
-    """Also where nobody looked while it lived."""
+    """Also if no process looked while it lived."""
     assert job.remove_dead_jobs(linger_seconds=3000) == []
     other.unlock_rank(other.lock_rank(0))
     wait(4000)
@@ -395,7 +395,8 @@ def test_a_living_job_is_never_removed(
 def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
     look: str, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes right after the look that found nobody, and must not be removed with its lock."""
+    """It arrives right after the check that found no process, and must not be removed with its
+    lock."""
     taken = other.lock_path(0)
     taken.touch()
     looked = getattr(JobDirectory, look)
@@ -434,7 +435,7 @@ def waits_for_a_lock(pid: int) -> bool:
 def test_a_place_whose_folder_is_just_being_removed_is_made_anew(
     job: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the end of the run before: between making the folder and locking a file in it."""
+    """By the end of the run before: between creating the folder and locking a file in it."""
     create = JobDirectory.create
     left = ["once"]
 
@@ -481,7 +482,8 @@ def test_a_job_of_the_same_process_stays_locked_when_another_one_is_made(
 
 
 def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirectory) -> None:
-    """Locks of ranks that are elsewhere now, and of an agent; another one lives, as does rank 0."""
+    """Locks of ranks that are elsewhere now, and of an agent; another one is alive, as is rank
+    0."""
     job.create()
     first, agent = job.lock_rank(0), "agent0.lock"
     for name in ("r00003.lock", "agent1.lock", "agent1.socket", "agent0.socket"):
@@ -504,7 +506,7 @@ HOLD = "fd = take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.
 
 
 def test_surplus_is_what_no_rank_of_this_life_will_use(job: JobDirectory) -> None:
-    """Ranks 0 and 1 are here, with two slots each; none of them lives just now."""
+    """Ranks 0 and 1 are here, with two slots each; none of them is alive now."""
     for rank, index in itertools.product(range(4), range(3)):
         Slot.create(job.slot_path(rank, index), "r", SEAL_BYTES, IMAGE_BYTES).close()
     assert job.remove_surplus((0, 1), slots=2)

@@ -1,4 +1,4 @@
-"""Something cleans up the memory file system under a running job (a scheduler's epilogue, say)."""
+"""The memory file system is cleaned up under a running job (by a scheduler's epilogue, say)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_was_sealed_behind_it_survives_a_kill(path: Path, shm_dir: Path) ->
 
 
 def test_the_newest_is_taken_again_at_the_end(path: Path, shm_dir: Path) -> None:
-    """It was in memory alone, and nowhere when the job came to its end."""
+    """It was in memory alone, and nowhere when the job ended."""
     settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_every_steps": 100}
     with TinyJob(path, **settings) as job:
         job.run(STEPS).settle()

@@ -1,4 +1,4 @@
-"""Storage options: what is given reaches the store, and nobody else."""
+"""Storage options: the given options reach the store, and nothing else does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def url(tmp_path: Path, served: Path) -> str:
 
 @pytest.fixture
 def job(url: str, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`job(**settings)`; nothing in the environment or at home helps the client."""
+    """`job(**settings)`; neither the environment nor the home directory helps the client."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "FSSPEC_S3_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
@@ -49,7 +49,7 @@ def job(url: str, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def given_as(how: str, options: dict[str, Any], folder: Path, patch: pytest.MonkeyPatch) -> Any:
-    """Settings that give the options in one of the ways that there are."""
+    """Settings that pass the options in each of the possible ways."""
     if how == "arguments":
         return {STORAGE_OPTIONS: options}
     if how == "environment":
@@ -92,7 +92,8 @@ def test_they_reach_the_store_for_writing_and_for_reading(
 def test_a_wrong_one_is_an_error_that_does_not_repeat_it(
     job: Any, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """The options decide: the server refuses the job, which goes on, and says where to look."""
+    """The options decide: the server refuses the job, which continues, and names the place to
+    look."""
     options = {**s3_options(proxy.url), "secret": WRONG}
     with job(agent="inline", **{STORAGE_OPTIONS: options}) as first:
         first.run(STEPS)
@@ -120,13 +121,14 @@ def test_a_job_does_not_start_afresh_beside_what_it_is_not_let_see(
             shut_out.restore()
         with pytest.raises(RestoreError, match=r"v2 was found on any level, and .* not be seen"):
             shut_out.restore(version=2)
-    assert "does not start afresh" in str(refused.value)
+    assert "does not start from the beginning" in str(refused.value)
     assert "s3://" in str(refused.value)
     assert WRONG not in str(refused.value)
     with job(agent="inline", **{STORAGE_OPTIONS: right}) as second:
         assert second.restore().levels == {"persistent": 1}
         assert second.fingerprint() == fingerprint
-    # Where another level has a version, the job goes on from it and says what it could not see.
+    # If another level has a version, the job continues from it and reports the unreadable
+    # locations.
     shutil.rmtree(tmp_path / "ckpts")
     shutil.move(tmp_path / "copy", tmp_path / "ckpts")
     with job(agent="inline", **{STORAGE_OPTIONS: {**right, "secret": WRONG}}) as third:
@@ -157,7 +159,7 @@ def test_a_directory_takes_some_of_its_own(job: Any, tmp_path: Path) -> None:
         second.restore()
         second.run(2)
     (failed, *_) = second.heard("failed", "persistent")
-    assert "a directory, whose storage options are direct and shared_writes" in failed.text()
+    assert "a directory: its storage options are direct and shared_writes" in failed.text()
     assert WRONG not in failed.text()
 
 

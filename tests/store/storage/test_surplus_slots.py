@@ -1,4 +1,4 @@
-"""Slots of earlier runs that this one has no use for: gone once all ranks have something newer."""
+"""Slots of earlier runs that this one does not use: removed once all ranks have a newer version."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_successor_with_fewer_slots_comes_back_from_and_then_removes_them(
         job.run(newest + 2)
         assert "r00000.2" in segments(job)  # the only one that all ranks are known to have
         job.checkpointer.wait()
-        job.run(newest + 3)  # what was voted on at the boundary before is known at this one
+        job.run(newest + 3)  # the vote at the boundary before is known at this one
         assert segments(job) == ["r00000.0", "r00000.1"]
 
 
@@ -75,7 +75,7 @@ def test_slots_of_ranks_that_are_not_here_any_more(settings: dict[str, Any]) -> 
 
 
 def held(path: Path, is_lock: bool, told: Connection) -> None:
-    """Another process: a living trainer, or an agent at work on a slot."""
+    """Another process: a living trainer, or an agent that is using a slot."""
     if is_lock:
         assert take_lock(path) is not None
     else:

@@ -1,4 +1,4 @@
-"""What cannot be read is not nothing: no fresh start beside it, and nothing of it is removed."""
+"""Unreadable records are no fresh start, and none of them is removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OBSTACLES: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(autouse=True)
 def no_hang() -> Iterator[None]:
-    """Who opens a FIFO waits for its writer."""
+    """Opening a FIFO waits for its writer."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError("it hangs")
@@ -50,7 +50,7 @@ def no_hang() -> Iterator[None]:
 
 
 class Left:
-    """What a job left on one level alone, and a job that comes after it."""
+    """Records that a job left on one level alone, and a later job."""
 
     def __init__(self, level: str, folder: Path, shm_dir: Path) -> None:
         self._level, self._folder = level, folder
@@ -106,7 +106,7 @@ def test_no_fresh_start_beside_records_that_cannot_be_read(obstacle: str, left: 
         path.unlink()
         OBSTACLES[obstacle](path)
     text = left.refusal()
-    assert f"could not be seen in {left.where}" in text
+    assert f"could not be read: {left.where}" in text
     assert f"v{STEPS}" in text or f"v{STEPS:010d}" in text
 
 
@@ -126,7 +126,7 @@ def test_one_record_that_cannot_be_read_is_said_and_the_version_before_is_taken(
 
 
 def test_damage_in_every_record_is_no_fresh_start(left: Left) -> None:
-    """Records are written last: even a damaged one tells that its version was complete."""
+    """Records are written last: even a damaged one proves that its version was complete."""
     for path in left.records():
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
@@ -134,7 +134,7 @@ def test_damage_in_every_record_is_no_fresh_start(left: Left) -> None:
     text = left.refusal()
     assert f"this job had complete checkpoints (v{STEPS} was one)" in text
     assert text.count("truncated or damaged") == 2
-    assert "To give it up: another path, or moving away what is left" in text
+    assert "To give them up: another path, or moving the remaining files away" in text
 
 
 MANY = 300
@@ -154,7 +154,7 @@ def newer(path: Path) -> object:
 def test_what_is_wrong_with_many_shards_is_told_of_a_few(
     spoil: Callable[[Path], object], tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Every rank of a job of thousands says it."""
+    """Every rank of a job of thousands reports it."""
     for shard in range(MANY):
         spoil(tmp_path / f"v0000000100.g000001.s{shard:05d}of{MANY:05d}.manifest")
     with TinyJob(tmp_path, shm_dir=str(shm_dir), agent="inline") as job:

@@ -129,7 +129,7 @@ def test_a_place_that_is_not_mounted_is_not_an_empty_one(
     assert [p.why for p in unseen] == (
         []
         if seen
-        else [f"{tmp_path}/scratch is not there; make it, unless it should have been mounted"]
+        else [f"{tmp_path}/scratch does not exist; create it, unless it should have been mounted"]
     )
 
 

@@ -368,7 +368,7 @@ def test_a_fifo_is_no_request(often: None, tmp_path: Path) -> None:
         until(lambda: watcher.problems)
     finally:
         watcher.close()
-    assert "no regular file in the place of a file" in watcher.problems[0]
+    assert "no regular file instead of a file" in watcher.problems[0]
 
 
 def test_who_looks_where() -> None:

@@ -1,4 +1,5 @@
-"""Rejected copies are out of the next plan: on all ranks, on one, or all of one agent."""
+"""Rejected copies are not in the next plan: on all ranks, on one rank, or all copies of one
+agent."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def found(version: int, shard: int, place: Location | None = None) -> Found:
 
 
 def candidates(*more: Found) -> Candidates:
-    """v1 and v2 on all ranks' disks, and more, which rank 0 sees."""
+    """v1 and v2 on all ranks' disks, and other copies that rank 0 sees."""
     inventories = [[found(v, rank) for v in (1, 2)] for rank in range(RANKS)]
     inventories[0] += more
     return Candidates(inventories)
@@ -86,9 +87,9 @@ def test_an_agent_that_was_silent_to_two_ranks_has_nothing_any_more() -> None:
 def test_nothing_older_is_planned_where_a_version_lacks_a_key() -> None:
     each = candidates()
     each.reject([(0, failure(found(2, 0), undecodable=True))])
-    with pytest.raises(RestoreError, match="v2 is there and cannot be decoded"):
+    with pytest.raises(RestoreError, match="v2 exists and cannot be decoded"):
         each.plan()
-    with pytest.raises(RestoreError, match="v2 is there and cannot be decoded"):
+    with pytest.raises(RestoreError, match="v2 exists and cannot be decoded"):
         each.plan(1)
 
 

@@ -1,4 +1,4 @@
-"""Filling: what of a shard's windows goes where."""
+"""PieceWriter copies each piece from the windows of a shard to its target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierckpt.format.shard_file import decode_header, encode_header
 from tierckpt.restore.tensor_fill import PieceWriter
 
 LENGTHS = [0, 1000, 0, 0, 24, 1024, 0]
-"""In fours of bytes; empty ones lie at borders of windows, and at the end."""
+"""Sizes in units of four bytes; empty pieces lie at borders of windows, and at the end."""
 
 
 @pytest.mark.parametrize("window_bytes", [4, 96, 1000, 4096, 1 << 20])

@@ -35,7 +35,7 @@ def test_who_shows_one(
 
 
 def shown_by(progress: Progress) -> str:
-    """What a terminal gets of a restore."""
+    """The terminal's output during a restore."""
     terminal = Terminal()
     with redirect_stderr(terminal):
         progress.begin("verifying v7")
@@ -68,7 +68,7 @@ class Gone(Terminal):
 def test_a_terminal_that_is_gone_takes_the_bar_along_and_not_the_restore(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its rank alone would raise, and the others would wait for it."""
+    """An error here would be raised on this rank alone, and the others would wait for it."""
     monkeypatch.setenv("TERM", "xterm")
     progress = Progress(True, patience_seconds=0.0)
     with redirect_stderr(Gone()):

@@ -1,4 +1,4 @@
-"""A rank's share of a restart's reading: every byte brought once, checked, and damage named."""
+"""A rank's reads of a restart: every byte is read once and checked, and damage is reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHARDS = 3
 
 
 class Disk:
-    """Shards that are brought range by range, from what may be damaged, into what was empty."""
+    """Shards that are read range by range, from possibly damaged bytes, into an empty image."""
 
     def __init__(self) -> None:
         self.stored: dict[int, bytearray] = {}
@@ -164,7 +164,7 @@ def test_what_is_short_or_cannot_be_opened_is_lost(disk: Disk, pool: ThreadPoolE
 
 
 def test_a_mistake_of_ours_is_no_damage(disk: Disk, pool: ThreadPoolExecutor) -> None:
-    """Nor is it raised: the other ranks wait to be told."""
+    """It is not raised either: the other ranks wait for the report."""
     disk.manifests[0] = replace(disk.manifests[0], digests=None)  # type: ignore[arg-type]
     images: dict[int, ShardImage] = {}
     reads = Reads(pool, images)
@@ -228,7 +228,8 @@ def wrapped(cause: Exception) -> PersistentError:
     ids=str,
 )
 def test_what_is_to_blame(error: Exception, near: FaultScope, far: FaultScope) -> None:
-    """What lies on a node is the same for all who see it; the way to what is far is each rank's."""
+    """All ranks that see a node's copy see the same bytes; each rank has its own path to a remote
+    copy."""
     assert FaultScope.of(Location("local", "node", "/disk"), error) is near
     assert FaultScope.of(Location("persistent", "*", "/far"), error) is far
 
@@ -249,7 +250,7 @@ def test_runs_are_all_blocks_in_order(block_bytes: list[int]) -> None:
 
 
 class Other(SingleGroup):
-    """Rank 1 of two; what rank 0 broadcasts is `said`."""
+    """Rank 1 of two; rank 0 broadcasts the given bytes."""
 
     rank, size = 1, 2
 
@@ -293,7 +294,7 @@ def test_the_first_window_has_the_whole_header(monkeypatch: pytest.MonkeyPatch) 
 def test_what_was_mapped_is_brought_again_before_it_is_shown(
     direct: bool, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have left memory meanwhile; to look at a page that cannot come back is SIGBUS."""
+    """It may have left memory since then; access to a page that cannot be read again is SIGBUS."""
     monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
     touched: list[tuple[int, int]] = []
@@ -353,7 +354,7 @@ def test_what_is_mapped_and_not_wanted_is_not_touched(
 
 
 def test_what_is_sent_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank may want it."""
+    """Another rank may need it."""
     monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     group = Other(bytes(2500))
     broadcaster, source = ShardBroadcaster(group, TransferStats()), sources([0, 1])[0]
@@ -362,7 +363,7 @@ def test_what_is_sent_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sender(SingleGroup):
-    """Rank 0, and how much it sent each time."""
+    """Rank 0, and the bytes it sent in each call."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""Optimizer state that a restore has to make: foreseen from headers, its memory there in time."""
+"""New optimizer state of a restore: allocated early, from the headers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState, label_optimizers
 
 WIDTH = 512  # a square of float32 is four times LARGE_BYTES
-WIDEST = 3072  # and of this, more than the allocator ever takes out of its heap
+WIDEST = 3072  # larger than any allocation from the allocator's heap
 
 
 def live(width: int = WIDTH, steps: int = 0) -> TrainingState:
@@ -41,7 +41,7 @@ def header_of(state: TrainingState, rank: int = 1) -> ShardHeader:
 
 
 def pages_there(tensor: torch.Tensor) -> int:
-    """How many whole pages of a tensor's memory the kernel has given."""
+    """The number of whole pages of a tensor's memory that the kernel has allocated."""
     low = -(-tensor.data_ptr() // mmap.PAGESIZE)
     high = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb") as pagemap:
@@ -51,7 +51,7 @@ def pages_there(tensor: torch.Tensor) -> int:
 
 
 def foresee(new: TensorPreallocator, *headers: ShardHeader) -> None:
-    """As a restore does for each try."""
+    """As a restore does for each attempt."""
     new.begin(wanted=True)
     for header in headers:
         new.foresee(header)
@@ -123,7 +123,7 @@ def test_what_was_made_for_one_try_serves_the_next_and_goes_where_that_has_no_us
 
 
 def parts_of(state: TrainingState) -> tuple[ShardHeader, list[Part]]:
-    """The one shard of a version, in parts of a page."""
+    """The only shard of a version, in parts of a page."""
     entries = {name: tensor for name, tensor, _ in state.entries(state.walk())}
     layout = plan_layout(list(specs_of(state).values()), [], 0, 1)
     encoded, data_bytes = encode_header(layout, 0, state.structure())
@@ -178,6 +178,6 @@ def test_what_was_filled_of_one_version_is_not_of_the_next() -> None:
     for piece in large:
         new.make(piece.spec, "cpu")
         assert not new.has(0, piece)
-    new.begin(wanted=False)  # a rank that has no room for them beside what it fetches
+    new.begin(wanted=False)  # no memory for them beside the fetched shards
     new.foresee(header)
     assert new._made == {}

@@ -1,4 +1,4 @@
-"""What is left of memory: of the machine, and under the limits of control groups."""
+"""Available memory: of the machine, and under the limits of control groups."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_groups_of_the_first_generation(tmp_path: Path) -> None:
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A real one, where this machine lets us make it."""
+    """A real control group, if this machine allows it."""
     for mount, limit in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
         folder = Path("/sys/fs/cgroup", mount, "tierckpt-test")
         try:

@@ -1,4 +1,4 @@
-"""Folders are there after a loss of power: what is synced, and in which order."""
+"""Folders survive a loss of power: the syncs and their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Calls = list[tuple[str, str]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What was done to folders, in order, by their last names."""
+    """The operations on folders, in order, with the folders' last names."""
     found: Calls = []
 
     def record(what: str, name: str, path_of: Callable[[Any], str]) -> None:
@@ -84,7 +84,7 @@ def test_the_persistent_level_makes_its_own_folder_durable_and_no_other(
 
 
 def test_so_does_the_check_of_a_nodes_health_that_comes_before(root: Path, calls: Calls) -> None:
-    """It would leave the level a folder that is there."""
+    """It would give the level an existing folder that is not its own."""
     assert check_directory(Need(str(root / "a" / "b"), make=True)) == ""
     assert calls == MADE
 

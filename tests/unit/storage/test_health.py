@@ -1,4 +1,4 @@
-"""A node that is not well is found out, by name, and in bounded time."""
+"""An unhealthy node is reported by name, and in bounded time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINTS = ["room", "write", "read"]
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """`fault("eio@health:op=write")`: here, and in the processes that look."""
+    """`fault("eio@health:op=write")`: here, and in the checking processes."""
     marks = tmp_path / "marks"
     marks.mkdir()
 
@@ -81,7 +81,7 @@ def test_bytes_that_come_back_wrong_are_found(place: Path, monkeypatch: Any) -> 
 
 
 def test_what_hangs_is_named_and_the_others_are_heard(fault: Any, place: Path) -> None:
-    """The first of the two to write is stopped, as a dead file system would stop it."""
+    """The first of the two to write is stopped, like a process on a dead file system."""
     other = place / "other"
     other.mkdir()
     marks = fault("stop@health:op=write")
@@ -98,7 +98,7 @@ def test_room_is_counted(place: Path) -> None:
     everything = found.f_blocks * found.f_frsize
     assert check_directory(Need(str(place), needed_bytes=everything // 10**6)) == ""
     said = check_directory(Need(str(place), needed_bytes=everything))
-    assert re.fullmatch(rf"{place}: [\d.]+ \wiB are free and [\d.]+ \wiB needed; make room", said)
+    assert re.fullmatch(rf"{place}: [\d.]+ \wiB are free and [\d.]+ \wiB needed; free space", said)
 
 
 def test_memory_is_counted() -> None:
@@ -110,7 +110,7 @@ def test_memory_is_counted() -> None:
 def test_a_check_that_crashes_is_a_problem(place: Path, fault: Any) -> None:
     fault("kill@health:op=read")
     (problem,) = examine([Need(str(place))])
-    assert problem == f"{place}: the check itself ended with status -9"
+    assert problem == f"{place}: the check ended with status -9"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_check_that_crashes_is_a_problem(place: Path, fault: Any) -> None:
 )
 def test_sizes(text: str, nbytes: int | None) -> None:
     if nbytes is None:
-        with pytest.raises(ConfigError, match="is no size"):
+        with pytest.raises(ConfigError, match="is not a size"):
             health.parse_size(text)
     else:
         assert health.parse_size(text) == nbytes
@@ -142,7 +142,7 @@ def test_the_command_is_for_prologue_scripts(
     assert said.startswith(f"tierckpt: node node17: {place}: ")
     assert f"\nnode node17: {place / 'gone'}: there is no directory " in said
     assert main(["health", str(place), "--free", "plenty"]) == 1
-    assert "'plenty' is no size" in capsys.readouterr().err
+    assert "'plenty' is not a size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-5"])
@@ -154,11 +154,11 @@ def test_the_command_refuses_what_is_no_time(
 
 
 def test_ctrl_c_is_an_exit_status(place: Path, fault: Any) -> None:
-    """The terminal sends it to the command and to all that it has started."""
+    """The terminal sends it to the command and all its child processes."""
     script = (
         "import signal, sys; from tierckpt.storage import health; "
         "from tierckpt.cli import main as cli; "
-        # In the background of a shell it is ignored, and so it is in what is started there.
+        # A shell ignores it for background commands, and their child processes inherit that.
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "wait = health._outcome; "
         "health._outcome = lambda *a: print('here', flush=True) or wait(*a); "
@@ -177,7 +177,7 @@ def test_ctrl_c_is_an_exit_status(place: Path, fault: Any) -> None:
 
 
 def test_what_is_read_back_is_the_devices(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the page cache's: it is there to be dropped only when the device has it."""
+    """Not the page cache's bytes: they can be dropped only once the device has them."""
     calls: list[str] = []
     for name in ("fsync", "posix_fadvise", "pread"):
         real = getattr(os, name)

@@ -1,4 +1,4 @@
-"""What the disk cannot give is an error, and not the end of the process."""
+"""Bytes that the disk cannot read cause an error, not the end of the process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_there_is_brought(low: int, high: int, file: MappedFile, path: P
 
 
 def test_what_cannot_be_read_is_an_error_and_the_rest_is_not(file: MappedFile, path: Path) -> None:
-    """To touch it instead would end this process."""
+    """Touching the page instead would end this process."""
     whole = path.read_bytes()
     os.truncate(path, 100 * mmap.PAGESIZE)
     file.bring(0, 100 * mmap.PAGESIZE)
@@ -53,7 +53,7 @@ def test_what_cannot_be_read_is_an_error_and_the_rest_is_not(file: MappedFile, p
 
 
 def test_to_touch_it_would_end_the_process(path: Path) -> None:
-    """The proof that the test before proves something."""
+    """Shows that the test before proves something."""
     child = os.fork()
     if child == 0:
         faulthandler.disable()

@@ -39,7 +39,7 @@ per_group = st.integers(1, 200)
 
 
 class FakeClock:
-    """Time passes when somebody sleeps."""
+    """A clock that advances only when someone sleeps."""
 
     def __init__(self) -> None:
         self.seconds = 1.7e9
@@ -187,7 +187,7 @@ def test_every_node_has_its_turn_before_long(
 def windows_of(
     turns: TimeSlots, begin: float, seconds: float, window_seconds: float
 ) -> list[float]:
-    """When a node begins each of its windows."""
+    """The times when a node begins each of its windows."""
     now, begun = begin, []
     for _ in range(math.ceil(seconds / window_seconds)):
         while wait := turns.wait_seconds(now):
@@ -274,7 +274,7 @@ def test_a_superseded_flush_ends_while_it_waits() -> None:
 
 
 def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
-    """The agent stays small; whoever names a directory needs no client of object stores."""
+    """The agent stays small; a directory needs no client for object stores."""
     program = (
         "import sys, tierckpt.storage.persistent.store as s; "
         "s.PersistentStore('/nowhere').versions()\n"

@@ -1,4 +1,4 @@
-"""What is tried again, how often and when; and what the user is told of the rest."""
+"""Which calls are retried, how often and when; and the advice to the user for other errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierckpt.storage.persistent.retry import RetryingBackend, advice, is_transi
 
 
 class AnswerError(Exception):
-    """As S3 clients raise them."""
+    """Errors as S3 clients raise them."""
 
     def __init__(self, status: int, code: str = "") -> None:
         self.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code}}
@@ -104,7 +104,7 @@ def test_waits_grow_to_a_limit_and_differ(failures: int, uniform: float) -> None
 
 
 class Failing(PosixBackend):
-    """Fails so many times, in a way."""
+    """Fails `times` times with `error`."""
 
     def __init__(self, error: Exception, times: int) -> None:
         super().__init__("/nowhere")
@@ -129,7 +129,7 @@ def test_it_goes_on_when_the_trouble_is_over() -> None:
 
 
 def test_waits_leave_the_training_s_random_stream_alone() -> None:
-    """An inline agent is in the trainer's process."""
+    """An inline agent runs in the trainer's process."""
     before = random.getstate()
     backend = RetryingBackend(Failing(OSError(errno.EIO, "eio"), 3), RetryPolicy(), lambda s: None)
     assert backend.size("x") == 42

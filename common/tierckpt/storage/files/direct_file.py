@@ -1,6 +1,7 @@
-"""A file that is being written, past the page cache where the file system takes that, and locked
-from the first byte on: who cleans up knows a living writer by it, as the kernel drops the locks of
-a process that was killed. Standard library only.
+"""A locked file for writing, past the page cache if the file system supports it.
+
+The lock is held from the first byte on, and the kernel drops it when the process is killed:
+cleaners recognize a living writer by it. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ WRITE_BYTES = 8 * 1024 * 1024
 
 
 class DirectFile:
-    """See the module's text. For one thread at a time; every method may raise OSError."""
+    """A file that is being written. For one thread at a time; every method may raise OSError."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BlockingIOError where another process is at it: one that hangs would be waited for
-        as long as it lives."""
+        """Raises BlockingIOError if another process has the file locked: waiting for one that hangs
+        could take forever."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
             self._fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o644), True
@@ -67,11 +68,11 @@ class DirectFile:
                     self._leave_direct()  # a short write; the rest is no longer aligned
 
     def sync(self, nbytes: int) -> None:
-        """Make the file `nbytes` long, and durable."""
+        """Give the file exactly `nbytes`, and make it durable."""
         if os.fstat(self._fd).st_size != nbytes:
             os.ftruncate(self._fd, nbytes)
         _faults.point("file", op="fsync")
-        os.fdatasync(self._fd)  # its length, too; its name is for `commit`
+        os.fdatasync(self._fd)  # its length is durable too; `commit` makes its name durable
 
     def _leave_direct(self) -> None:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)

@@ -1,4 +1,4 @@
-"""Whether a directory's locks are known to other machines, as far as its mount tells. Standard
+"""Whether other machines see a directory's locks, as far as the mount options show. Standard
 library only."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _OF_ONE_MACHINE = {
     "cifs": {"nobrl", "nolock"},
     "smb3": {"nobrl", "nolock"},
 }
-"""Options with which a client keeps record locks to itself."""
+"""Mount options with which a client keeps record locks to itself."""
 _ALWAYS = frozenset({"fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.mount-s3"})
-"""Kinds whose locks the kernel keeps for them."""
+"""Kinds of file systems whose locks the kernel keeps locally."""
 
 
 def locks_are_local(directory: str | os.PathLike[str]) -> str:
-    """Why locks in `directory` are this machine's own although others may see it: the mount, for
-    people. Empty where it is not known to be so."""
+    """Why locks in `directory` are seen only on this machine although others may see the directory:
+    its mount, as text for messages. Empty if that is not known."""
     try:
         table = Path("/proc/self/mountinfo").read_text()
     except OSError:
@@ -30,7 +30,7 @@ def locks_are_local(directory: str | os.PathLike[str]) -> str:
 
 
 def local_by(table: str, path: str) -> str:
-    """The same, by what /proc/self/mountinfo has. Pure."""
+    """The same, from the text of /proc/self/mountinfo. Pure."""
     found = ("", "", "")
     for line in table.splitlines():
         before, _, after = line.partition(" - ")

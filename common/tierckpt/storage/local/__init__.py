@@ -1,1 +1,1 @@
-"""Local: the node-local level, its folder and its files."""
+"""The node-local level: its folder and its files."""

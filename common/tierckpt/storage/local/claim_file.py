@@ -1,5 +1,4 @@
-"""What a claim's file says (see `claims`), and how it is looked at, whoever's it is. Standard
-library only."""
+"""Claim files: their content, and how to read those of any job or user. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,57 +17,57 @@ from tierckpt.storage.files.durable import open_plain
 
 PREFIX = ".claim."
 MOST_BYTES = 1 << 16
-UNKNOWN = "a machine that it does not tell"
+UNKNOWN = "an unknown machine"
 GONE = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a claim's file says. What a later tierckpt adds is passed over."""
+    """Content of a claim's file. Unknown fields of a later tierckpt are ignored."""
 
     host: str = UNKNOWN
     pid: int = 0
     since_seconds: float = field(default_factory=time.time)
     """Unix time."""
     machine: str = ""
-    """And boot: where the kernel that keeps the lock is the same."""
+    """Id of the machine and its boot: the kernel that keeps the lock."""
     launch: str = ""
-    """What the launcher calls what it started, for people; or empty."""
+    """The launcher's name for this launch, for messages; may be empty."""
     memory: str = ""
-    """Folder that has the job's slots on that machine."""
+    """Folder of the job's slots on that machine."""
     user: str = ""
     job: str = ""
     attempt: int = 0
     starters: tuple[str, ...] = ()
-    """See `launch.Launch`: of the process that made the claim."""
-    everyone: tuple[str, ...] = ()
-    """Those of all ranks of its run."""
+    """Starters of the process that made the claim, see `launch.Launch`."""
+    run_starters: tuple[str, ...] = ()
+    """Starters of all ranks of its run."""
 
     def encode(self) -> bytes:
-        """As the file has it."""
+        """The content as bytes."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def decode(content: bytes) -> Claim:
-        """Raises ValueError, TypeError for what is none."""
+        """Raises ValueError or TypeError for other content."""
         values = json.loads(content)
-        known = {each.name: values[each.name] for each in fields(Claim) if each.name in values}
-        for name in ("starters", "everyone"):
-            known[name] = tuple(known.get(name, ()))
-        return Claim(**known)
+        given = {each.name: values[each.name] for each in fields(Claim) if each.name in values}
+        for name in ("starters", "run_starters"):
+            given[name] = tuple(given.get(name, ()))
+        return Claim(**given)
 
     def text(self) -> str:
-        """For people."""
+        """The claim, for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_seconds))
         process = f"process {self.pid} on {self.host}" if self.pid else self.host
-        whose = f", of user {self.user}" if self.user else ""
-        return f"{process}{whose}, since {since}" + (
+        owner = f", of user {self.user}" if self.user else ""
+        return f"{process}{owner}, since {since}" + (
             f", started by {self.launch}" if self.launch else ""
         )
 
 
 def opened(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it may be written to: another user's may perhaps only be read."""
+    """A descriptor, and whether it may be written to: another user's claim may be readable only."""
     how = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, os.O_RDWR | how), True
@@ -79,7 +78,8 @@ def opened(path: Path) -> tuple[int, bool]:
 
 
 def unreadable(path: Path) -> Claim | None:
-    """Somebody's, of whom no more is known than whose file it is; None where it is just gone."""
+    """A claim of which only the owner of the file is known; None if the file has just
+    disappeared."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -97,8 +97,8 @@ def user_name(user: int) -> str:
 
 
 def is_claimed(directory: str | os.PathLike[str]) -> bool:
-    """Whether a living process has a claim there, as far as locks tell. Raises OSError. Not for the
-    directory that this process has claimed."""
+    """Whether a living process has a claim there, as far as locks show. Raises OSError. Do not call
+    it for the directory that this process has claimed: closing the file would drop the lock."""
     for name in os.listdir(directory):
         if name.startswith(PREFIX):
             with contextlib.suppress(FileNotFoundError):
@@ -111,9 +111,10 @@ def is_claimed(directory: str | os.PathLike[str]) -> bool:
     return False
 
 
-def memory_told(directory: str | os.PathLike[str]) -> set[Path]:
-    """Folders in this machine's memory of the jobs whose claims are here, dead ones' too. None in a
-    trainer's own process: the kernel drops its lock when it closes a claim that it has read."""
+def memory_folders(directory: str | os.PathLike[str]) -> set[Path]:
+    """Folders in this machine's memory of the jobs that have claims here, dead jobs included. Empty
+    in a trainer's own process: the kernel drops its lock when it closes a claim that it has read.
+    """
     found = set()
     with contextlib.suppress(OSError):
         for name in [] if file_lock.any_held() else os.listdir(directory):
@@ -124,11 +125,19 @@ def memory_told(directory: str | os.PathLike[str]) -> set[Path]:
 
 
 def memory_of(content: bytes) -> set[Path]:
-    """The folder that a claim's file tells of, if that is in this machine's memory."""
+    """The memory folder named in a claim's content, if it is on this machine."""
     with contextlib.suppress(ValueError, TypeError):
         claim = Claim.decode(content)
         return {Path(claim.memory)} if claim.memory and claim.machine == host_id() else set()
     return set()
 
 
-__all__ = ["Claim", "is_claimed", "memory_of", "memory_told", "opened", "unreadable", "user_name"]
+__all__ = [
+    "Claim",
+    "is_claimed",
+    "memory_folders",
+    "memory_of",
+    "opened",
+    "unreadable",
+    "user_name",
+]

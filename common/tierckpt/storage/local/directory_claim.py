@@ -1,23 +1,24 @@
-"""Claims: one job at a time writes to a directory of the local level, whichever machine it is on.
+"""Claims: only one job at a time writes to a directory of the local level, on any machine.
 
-Ranks of one number keep each other out on one machine (`job_directory`). A directory that several
-machines see needs more: two jobs there would go on from each other's versions. So each node's first
-rank leaves a file in it and keeps that locked while it lives:
+On one machine, ranks of the same number exclude each other (`job_directory`). A directory that
+several machines see needs more: two jobs there would continue from each other's versions. So the
+first rank of each node creates a file in it and keeps the file locked for the whole run:
 
-    .claim.<token>.<node>      the token is drawn for each attach, and alike on all ranks
+    .claim.<token>.<node>      the token is drawn at each attach; all ranks have the same one
 
-Then it looks at the others. A file of another token that nobody has locked is a dead run's, and
-goes. One that is locked is another job's, or a dying life's of this one: it is waited for, and
-then this job is refused. Of two that come at once each sees the other, as both make their file
-before they look. (Both are refused then, and the mistake is found at once.) One that cannot be
-opened is somebody's. One of another user may be looked at only: whether it is locked is asked with
-a lock that readers may have.
+Then it reads the other claims. An unlocked claim with another token belongs to a dead run, and is
+removed. A locked one belongs to another job, or to a run of this job that is still ending: this job
+waits for it, and is refused if it stays. If two jobs start at once, each sees the other's claim,
+because both create their file before they look, and both are refused. (The mistake is then found at
+once.) A claim that cannot be opened counts as held. Of another user's claim only the lock is
+tested, with a lock that needs no write access.
 
-A run that hangs somewhere must not keep its own successor out. It is passed over when it is proved
-to be over (`launch`): something that started, or was, a rank of that run has started, or is, one
-of this run, and what it had there is gone; or the scheduler counts attempts, and that run is of
-an earlier one. A name alone proves nothing. Where a file system knows no locks nothing is told
-apart, as nothing could be told of the dead; the job goes on.
+A hanging run must not exclude its own successor. It is ignored if it is proved to have ended
+(`launch`): a process that was in that run, or started one of its ranks, is in this run or started
+one of its ranks, and that process's claims of the old run are gone; or the scheduler counts
+attempts, and that run belongs to an earlier one. A name alone proves nothing. If the file system
+has no locks, dead and living claims cannot be distinguished, and the job continues without the
+check.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from .claim_file import (
     MOST_BYTES,
     PREFIX,
     Claim,
+    memory_folders,
     memory_of,
-    memory_told,
     opened,
     unreadable,
     user_name,
@@ -51,16 +52,16 @@ from .launch import Launch
 
 NEW_SUFFIX = ".new"
 HERE_SECONDS, ELSEWHERE_SECONDS = 15.0, 100.0
-"""So long a claim is waited for that is held on this machine, where the kernel takes its time to
-tear down a process, and on another one: NFS keeps the locks of a machine that is gone for 90 s."""
+"""How long to wait for a claim held on this machine, whose kernel needs time to end a process, and
+for one held on another machine: NFS keeps the locks of a lost machine for 90 s."""
 NAP_SECONDS = 0.1
 
 Notice = Callable[[str, int], None]
-"""Takes text and severity."""
+"""Called with a text and a severity."""
 
 
 class DirectoryClaim:
-    """One process's claim on a directory. Training thread; `release` is for any, once."""
+    """One process's claim on a directory. Training thread; any thread may call `release`, once."""
 
     def __init__(
         self,
@@ -70,16 +71,16 @@ class DirectoryClaim:
         notice: Notice,
         launch: Launch = Launch(),  # noqa: B008 (frozen)
         memory: str | os.PathLike[str] = "",
-        everyone: Iterable[str] = (),
+        run_starters: Iterable[str] = (),
     ) -> None:
-        """`token` is alike in all of the job; `node` says which of its nodes this one is; `launch`
-        is this process's; `memory` is told to those who look for the job's slots; `everyone`: the
-        starters of all ranks."""
+        """`token` is the same in the whole job; `node` is the number of this node in it; `launch`
+        is that of this process; `memory` is the folder of the job's slots, recorded for other runs;
+        `run_starters` are the starters of all ranks."""
         self._notice = notice
         self._directory, self._token = Path(directory), token
         self._path = self._directory / f"{PREFIX}{token}.{node}"
         self._launch = launch
-        self._mine = Claim(
+        self._own = Claim(
             socket.gethostname(),
             os.getpid(),
             time.time(),
@@ -90,31 +91,30 @@ class DirectoryClaim:
             launch.job,
             launch.attempt,
             launch.starters,
-            tuple(everyone) or launch.starters,
+            tuple(run_starters) or launch.starters,
         )
         self._fd: int | None = None
         self._local_locks = ""
-        """Why others' locks cannot be seen; empty where they can."""
+        """Why locks of other machines cannot be seen; empty if they can."""
         self._unknown: dict[Path, Claim] = {}
-        """Claims of other machines of which nobody here can tell whether they are held."""
-        self.told: set[Path] = set()
-        """Folders in this machine's memory of which claims of dead runs told, gone by now."""
+        """Claims of other machines of which this machine cannot see whether they are held."""
+        self.found_memory: set[Path] = set()
+        """Memory folders on this machine that were named in removed claims of dead runs."""
 
     def stake(self) -> str:
-        """Claim the directory, and wait until nobody else has; returns "" or why it is not to be
-        had, and then it is not claimed. Nor is it where nothing can be written, or locked, there,
-        which is said.
-        """
+        """Claim the directory, after waiting for other claims to end. Returns "" or the reason for
+        a refusal; after a refusal the directory is not claimed. It is also unclaimed, with a
+        notice, if the claim cannot be written or locked."""
         try:
             return self._stake()
         except OSError as error:
             self.release()
-            self._tell_unclaimed(error)
+            self._report_unclaimed(error)
             return ""
 
-    def _tell_unclaimed(self, error: OSError) -> None:
-        text = f"{self._directory} cannot be claimed ({error}): a job on another machine that"
-        self._notice(f"{text} has the same path would not be found", logging.INFO)
+    def _report_unclaimed(self, error: OSError) -> None:
+        text = f"{self._directory} cannot be claimed ({error}): a job on another machine with"
+        self._notice(f"{text} the same path would not be noticed", logging.INFO)
 
     def _stake(self) -> str:
         try:
@@ -123,38 +123,38 @@ class DirectoryClaim:
         except OSError as error:
             if error.errno not in durable.NO_RIGHT:
                 raise
-            self._tell_unclaimed(error)  # who has it can be seen all the same
+            self._report_unclaimed(error)  # another holder can be seen all the same
         self._local_locks = locks_are_local(self._directory)
-        begin, told = float("inf"), False
+        begin, reported = float("inf"), False
         while others := self._others():
             begin = min(
                 begin, time.monotonic()
-            )  # a look may take longer than anybody is waited for
+            )  # reading the claims may take longer than the limit
             path, claim = next(iter(others.items()))
             seconds = max(self._patience_seconds(each) for each in others.values())
             if time.monotonic() - begin >= seconds:
                 self.release()
                 return self._refusal(path, claim)
-            if not told:
-                told = True
-                text = f"{self._directory} is in use by {claim.text()}: waiting {seconds:.0f} s"
-                self._notice(f"{text} for its end, at most", logging.WARNING)
+            if not reported:
+                reported = True
+                text = f"{self._directory} is in use by {claim.text()}: waiting at most"
+                self._notice(f"{text} {seconds:.0f} s for its end", logging.WARNING)
             time.sleep(NAP_SECONDS)
         if self._local_locks:
-            self._tell_unknown()
+            self._report_unknown()
         return ""
 
-    def _tell_unknown(self) -> None:
+    def _report_unknown(self) -> None:
         left = some([claim.text() for claim in self._unknown.values()], 2, "; ")
-        those = f". There are claims of other machines: {left}" if left else ""
+        those = f". Other machines have claims there: {left}" if left else ""
         self._notice(
-            f"{self._local_locks}: a job on another machine that has {self._directory}, too, is "
-            f"not found{those}. Give each job a path of its own, or share locks when you mount it",
+            f"{self._local_locks}: a job on another machine that also uses {self._directory} is "
+            f"not noticed{those}. Give each job its own path, or mount it with shared locks",
             logging.WARNING,
         )
 
     def release(self) -> None:
-        """The directory is free; nothing of this claim is left."""
+        """Free the directory: removes the claim."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with contextlib.suppress(OSError):
@@ -162,18 +162,19 @@ class DirectoryClaim:
             file_lock.close(fd)
 
     def _make(self) -> None:
-        """Locked before it can be seen: whoever sees it without a lock may remove it."""
+        """Create the claim. It is locked before it becomes visible, as unlocked claims may be
+        removed."""
         new = self._path.with_name(self._path.name + NEW_SUFFIX)
         while True:
             fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
                 durable.share(fd, self._directory)
-                os.pwrite(fd, self._mine.encode(), 0)
+                os.pwrite(fd, self._own.encode(), 0)
                 if file_lock.lock_for_good(fd, self._path):
                     os.rename(new, self._path)
                     self._fd = fd
                     return
-            except FileNotFoundError:  # somebody took it for a dead one's
+            except FileNotFoundError:  # another process took it for a dead run's
                 pass
             except BaseException:
                 new.unlink(missing_ok=True)
@@ -183,36 +184,36 @@ class DirectoryClaim:
             file_lock.close(fd)
 
     def _others(self) -> dict[Path, Claim]:
-        """Claims that other jobs hold; those that nobody holds any more are removed."""
+        """Claims that other jobs hold. Removes claims that are not held any more."""
         found = {}
         for name in os.listdir(self._directory):
             if name.startswith(PREFIX) and not name.startswith(f"{PREFIX}{self._token}."):
                 claim = self._look(self._directory / name)
                 if claim is not None:
                     found[self._directory / name] = claim
-        over = self._lives_that_are_over(found)
-        return {path: claim for path, claim in found.items() if _token_of(path) not in over}
+        ended = self._ended_runs(found)
+        return {path: claim for path, claim in found.items() if _token_of(path) not in ended}
 
-    def _lives_that_are_over(self, held: dict[Path, Claim]) -> set[str]:
-        """Tokens of runs of this very launch, or of an earlier attempt of it, of which this claim
-        is the successor's. See the module's text."""
+    def _ended_runs(self, held: dict[Path, Claim]) -> set[str]:
+        """Tokens of ended runs: those of this launch, or of an earlier attempt of it, that this run
+        succeeds. See the module's docstring."""
         runs: dict[str, list[Claim]] = {}
         for path, claim in held.items():
             runs.setdefault(_token_of(path), []).append(claim)
-        mine = set(self._mine.everyone)
-        over = set()
+        own_starters = set(self._own.run_starters)
+        ended = set()
         for token, claims in runs.items():
             at_work = {starter for claim in claims for starter in claim.starters}
-            shared = mine.intersection(*(claim.everyone for claim in claims))
+            shared = own_starters.intersection(*(claim.run_starters for claim in claims))
             attempts = [Launch(job=claim.job, attempt=claim.attempt) for claim in claims]
             if shared - at_work or all(map(self._launch.supersedes, attempts)):
-                over.add(token)
-        return over
+                ended.add(token)
+        return ended
 
     def _look(self, path: Path) -> Claim | None:
-        """None where it is nobody's any more."""
+        """The claim in the file; None if it is not held any more."""
         if file_lock.held_here(path):  # another checkpointer of this process has it
-            return replace(self._mine, job="", starters=(), everyone=())
+            return replace(self._own, job="", starters=(), run_starters=())
         try:
             fd, may_write = opened(path)
         except OSError as error:
@@ -222,8 +223,8 @@ class DirectoryClaim:
                 content = os.pread(fd, MOST_BYTES, 0)
                 if self._may_be_held_elsewhere(path, content):
                     return None
-                self.told |= memory_of(content)
-                with contextlib.suppress(OSError):  # not ours to remove: it stays
+                self.found_memory |= memory_of(content)
+                with contextlib.suppress(OSError):  # another user's file stays
                     path.unlink(missing_ok=True)
                 return None
             return Claim.decode(os.pread(fd, MOST_BYTES, 0))
@@ -233,22 +234,23 @@ class DirectoryClaim:
             os.close(fd)
 
     def _may_be_held_elsewhere(self, path: Path, content: bytes) -> bool:
-        """Though nobody here holds it. It stays: its job may live."""
+        """True if a machine whose locks are not visible here may hold the claim. It stays: its job
+        may be alive."""
         with contextlib.suppress(ValueError, TypeError):
             claim = Claim.decode(content)
-            if self._local_locks and claim.machine != self._mine.machine:
+            if self._local_locks and claim.machine != self._own.machine:
                 self._unknown[path] = claim
                 return True
         return False
 
     def _patience_seconds(self, claim: Claim) -> float:
-        return HERE_SECONDS if claim.machine == self._mine.machine else ELSEWHERE_SECONDS
+        return HERE_SECONDS if claim.machine == self._own.machine else ELSEWHERE_SECONDS
 
     def _refusal(self, path: Path, claim: Claim) -> str:
         return (
-            f"another job is at work in {self._directory} ({claim.text()}). Two jobs cannot write "
-            "to one path: give this one another path. If the other one is this job's own past and "
-            f"hangs there, end it; if that cannot be, remove {path}"
+            f"another job uses {self._directory} ({claim.text()}). Two jobs cannot write to one "
+            "path: give this job another path. If the other one is an earlier run of this job "
+            f"that hangs, end it; if it cannot be ended, remove {path}"
         )
 
 
@@ -256,4 +258,4 @@ def _token_of(path: Path) -> str:
     return path.name.removeprefix(PREFIX).partition(".")[0]
 
 
-__all__ = ["PREFIX", "DirectoryClaim", "memory_told"]
+__all__ = ["PREFIX", "DirectoryClaim", "memory_folders"]

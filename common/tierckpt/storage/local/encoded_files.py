@@ -32,10 +32,10 @@ def commit_encoded(
     chain: Chain,
     still_sealed: Callable[[], bool] = lambda: True,
 ) -> tuple[CommitTimes, int]:
-    """As `LocalStore.commit`, through the codecs; also returns how many bytes were written.
+    """As `LocalStore.commit`, through the codecs; also returns the number of bytes written.
 
-    What it may refer to is told by `chain`, which learns of it. Buffers WRITE_BYTES and a block.
-    Raises OSError, after which the shard does not exist; CodecError likewise.
+    `chain` names the version that the shard may refer to, and records the new one. Buffers
+    WRITE_BYTES and a block. Raises OSError or CodecError, after which the shard does not exist.
     """
     begin = time.perf_counter()
     base = chain.base_for_next(pipeline.full_every)
@@ -52,16 +52,16 @@ def commit_encoded(
         draft.commit(encoder.manifest.encode())
     made = encoder.made
     if made is None and base is not None and not store.has(base.manifest.key):
-        store.retire(key)  # another agent, which did not know of us, was at work here
-        raise FileNotFoundError(f"{base.manifest.key} was retired while {key} came to refer to it")
+        store.retire(key)  # another agent, which did not know of this one, was working here
+        raise FileNotFoundError(f"{base.manifest.key} was retired while {key} still referred to it")
     chain.wrote(made)
     return CommitTimes(written - begin, time.perf_counter() - written, draft.direct), nbytes
 
 
 def _write_all(draft: Draft, stored: Iterable[Buffer]) -> int:
-    """Put blocks of any length into the file by large, aligned writes; returns their length.
+    """Write blocks of any length to the file with large, aligned writes; returns their length.
 
-    The last write is padded to a page, so that it too can go past the page cache.
+    The last write is padded to a page, so that it can bypass the page cache too.
     """
     offset = used = 0
     with contextlib.closing(mmap.mmap(-1, WRITE_BYTES)) as memory, memoryview(memory) as room:
@@ -83,7 +83,7 @@ def _write_all(draft: Draft, stored: Iterable[Buffer]) -> int:
 
 
 def open_encoded(store: LocalStore, manifest: Manifest) -> Decoder:
-    """A shard that is stored encoded. Raises as `Decoder`, and OSError."""
+    """An encoded shard. Raises the errors of `Decoder`, and OSError."""
 
     def other(key: ShardKey) -> tuple[Manifest, Read]:
         found = Manifest.decode(store.read_manifest(key))
@@ -94,12 +94,12 @@ def open_encoded(store: LocalStore, manifest: Manifest) -> Decoder:
 
 @contextlib.contextmanager
 def unfolded(store: LocalStore, decoder: Decoder) -> Iterator[memoryview]:
-    """The whole image, in a file without a name beside the others, so that memory stays bounded.
+    """The whole image, in a file without a name beside the others, so that memory use is bounded.
 
-    Raises CodecError for what is encrypted: it would be on the device in the clear.
+    Raises CodecError for an encrypted shard: the device would have it in plain text.
     """
     if decoder.hides:
-        raise CodecError(f"{decoder.sealed.key} is encrypted, and must not be unfolded on a disk")
+        raise CodecError(f"{decoder.sealed.key} is encrypted, and must not be decoded to a disk")
     with tempfile.TemporaryFile(dir=store.directory) as file:
         for block in decoder.blocks():
             file.write(block)
@@ -112,15 +112,15 @@ def unfolded(store: LocalStore, decoder: Decoder) -> Iterator[memoryview]:
 
 
 class References:
-    """Which shards of a store others refer to. One thread."""
+    """The shards of a store that other shards refer to. One thread."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._known: dict[ShardKey, ShardKey | None] = {}
 
     def of(self, keys: Iterable[ShardKey]) -> set[ShardKey]:
-        """What the shards `keys` refer to. Those that cannot be read refer to nothing, as they
-        cannot be restored."""
+        """The shards that `keys` refer to. Unreadable ones refer to nothing, as they cannot be
+        restored."""
         keys = set(keys)
         self._known = {key: base for key, base in self._known.items() if key in keys}
         for key in keys - self._known.keys():

@@ -1,12 +1,12 @@
-"""Pins: marks that say which versions retention must leave alone, until they are taken away.
+"""Pins: marks that keep versions from being removed by retention, until the marks are removed.
 
-A mark lies beside the version, on each level by itself: on every node's local disk, and on the
-persistent level. A version is named by its number; what earlier runs left under the same number
-is pinned with it (`pinning` has what users call).
+A mark lies beside the version, on each level separately: on every node's local disk, and on the
+persistent level. It names a version by its number, so versions of earlier runs with the same number
+are pinned with it (`pinning` has the user's functions).
 
-Whoever removes a local version looks for its mark, and then removes, under a lock; whoever marks
-one does that, and then looks whether it is still there, under the same lock. So a pin that was not
-refused holds.
+A remover of a local version looks for its mark and then removes the version, under a lock. A user
+who pins a version sets the mark and then looks whether the version still exists, under the same
+lock. So an accepted pin holds.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from .store import LocalStore
 
 _MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.pin")
 _EVERYWHERE = "everywhere\n"
-"""Content of a mark on the local level that goes on to the persistent one with the version."""
+"""Content of a local mark that is copied to the persistent level with the version."""
 
 
 class LocalPins:
-    """Those of one node. Any thread or process. Methods raise OSError."""
+    """Pins of one node. Any thread or process. Methods raise OSError."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._store = LocalStore(directory)
 
     @property
     def directory(self) -> Path:
-        """The level's, on this node."""
+        """The pins of this node's local level."""
         return self._store.directory
 
     def versions(self) -> set[VersionId]:
-        """What is there, also in part; empty without the directory."""
+        """The versions here, complete or in part; empty if the directory is missing."""
         keys = [*self._store.keys(), *self._store.parities()]
         return {key.id for key in keys}
 
     def named(self, number: int) -> set[VersionId]:
-        """What of that number is there, or pinned."""
+        """Versions with that number that exist here or are pinned."""
         return {v for v in self.versions() | self.pinned() if v.version == number}
 
     def pinned(self) -> set[VersionId]:
@@ -57,16 +57,17 @@ class LocalPins:
         return set()
 
     def pins(self) -> tuple[Pin, ...]:
-        """All marks, and what each says."""
+        """All marks, with the content of each."""
         return tuple(Pin(version, self.everywhere(version)) for version in sorted(self.pinned()))
 
     def pin(self, versions: Iterable[VersionId], everywhere: bool = False) -> set[VersionId]:
-        """Mark them; returns those that are here. A mark of what is elsewhere does no harm.
+        """Mark these versions; returns those that exist here. A mark of a version elsewhere does no
+        harm.
 
-        `everywhere`: what is still to come to the persistent level is to be pinned there, too.
+        With `everywhere`, copies that reach the persistent level later are pinned there, too.
         """
         if not (versions := set(versions)):
-            return set()  # and no directory is made for it
+            return set()  # and no directory is created for the mark
         self._store.create()
         with _locked(self._store.directory):
             for version in versions:
@@ -77,28 +78,28 @@ class LocalPins:
     def _set(self, mark: Path, everywhere: bool) -> None:
         if mark.exists() and not everywhere:
             return
-        if everywhere and not os.access(mark, os.W_OK):  # another user's: a new one in its place
+        if everywhere and not os.access(mark, os.W_OK):  # another user's mark: replace it
             mark.unlink(missing_ok=True)
         with mark.open("w") as file:
             durable.share(file.fileno(), self._store.directory)
             file.write(_EVERYWHERE if everywhere else "")
 
     def unpin(self, versions: Iterable[VersionId]) -> set[VersionId]:
-        """Take marks away; returns those that were there."""
+        """Remove marks; returns the versions that had one."""
         there = self.pinned() & set(versions)
         for version in there:
             self._mark(version).unlink(missing_ok=True)
         return there
 
     def everywhere(self, version: VersionId) -> bool:
-        """Whether it has a mark that is meant for the persistent level, too."""
+        """Whether the version has a mark that also applies to the persistent level."""
         with contextlib.suppress(FileNotFoundError):
             return self._mark(version).read_text() == _EVERYWHERE
         return False
 
     @contextlib.contextmanager
     def spared(self, version: VersionId) -> Iterator[bool]:
-        """Whether the version is pinned; it does not become so while this is open."""
+        """Whether the version is pinned; this does not change while the context is open."""
         with _locked(self._store.directory):
             yield self._mark(version).exists()
 
@@ -109,8 +110,8 @@ class LocalPins:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """One thread of one process at a time, where the file system can lock a directory (NFS cannot:
-    there a pin that comes in the very moment of a removal may be too late)."""
+    """Lock for one thread of one process at a time, if the file system can lock a directory. (NFS
+    cannot: a pin that is set in the very moment of a removal may be too late there.)"""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):

@@ -1,6 +1,9 @@
-"""Folders of other nodes beside this one's: `{node}` in `path` stands for a name, and a pod that is
-started again may have another one. Then its folder is another, too, and what the old one has is not
-found by a restart. Here it is seen, so that it can be said."""
+"""Folders of other nodes beside this node's.
+
+`{node}` in `path` stands for the node's name, and a restarted pod may have another name. Its folder
+is then another one too, and a restart does not find the versions in the old one. This module finds
+them, so that a notice can name them.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from .store import LocalStore
 
 NODE = "{node}"
 MOST_FOLDERS = 256
-"""Are looked into: one listing each."""
+"""Limit of folders that are looked into; each takes one listing."""
 
 
 @dataclass(frozen=True)
 class Sibling:
-    """What a folder of a node has that this run does not have."""
+    """A folder of another node with a version that this run does not have."""
 
     node: str
     directory: Path
@@ -37,8 +40,8 @@ def parent_of(template: str) -> Path:
 
 
 def named(template: str, names: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """Which node each of these names in `parent_of` is of, and that node's directory. What `{node}`
-    can stand for is told by names: it is the same wherever the path has it. Pure."""
+    """The node and its directory, for each of these names in `parent_of`. The node's name is read
+    from the folder's name; it is the same wherever the path has `{node}`. Pure."""
     before, _, after = template.partition(NODE)
     parent, prefix = os.path.split(before)
     suffix, slash, rest = after.partition("/")
@@ -52,8 +55,8 @@ def named(template: str, names: Iterable[str]) -> Iterator[tuple[str, Path]]:
 def siblings_of(
     template: str, job: str, but: Collection[str], most: int = MOST_FOLDERS
 ) -> list[Sibling]:
-    """What nodes `but` these have of `job`, the newest first, where no job runs; as far as can be
-    seen, in `most` folders."""
+    """Folders of other nodes, not in `but`, that have versions of `job` and no running job, newest
+    first; those that can be read, of at most `most` folders."""
     if NODE not in template:
         return []
     names: list[str] = []
@@ -62,27 +65,27 @@ def siblings_of(
     others = [(node, path) for node, path in named(template, names) if node not in but]
     found = []
     for node, directory in others[:most]:
-        with contextlib.suppress(Exception):  # what cannot be read is said where it is wanted
+        with contextlib.suppress(Exception):  # errors are reported where the folder is used
             store = LocalStore(directory)
             newest = max(store.keys(), key=lambda key: key.id)
-            theirs = Manifest.decode(store.read_manifest(newest)).facts.job
-            if theirs == job and not is_claimed(directory):
+            owner = Manifest.decode(store.read_manifest(newest)).facts.job
+            if owner == job and not is_claimed(directory):
                 found.append(Sibling(node, directory, newest.id))
     return sorted(found, key=lambda each: (each.newest, each.node), reverse=True)
 
 
 def words_for(newer: Sequence[Sibling], here: str, found: VersionId | None) -> str:
-    """That a run which goes on from `found`, or begins, leaves these behind, and what to do. Pure.
-    `here`: what `{node}` stands for."""
+    """Text of the notice that this run, which continues from `found` or starts from the beginning,
+    leaves these versions unused, with advice. Pure. `here` is the value of `{node}`."""
     first, more = newer[0], len(newer) - 1
-    others = f" ({more} more folders there have newer ones than this run)" if more else ""
-    goes_on = f"goes on from {found}" if found else "begins afresh"
+    others = f" ({more} more folders there have newer versions than this run)" if more else ""
+    goes_on = f"continues from {found}" if found else "starts from the beginning"
     return (
         f"{first.directory} has {first.newest} of this job{others}, and no node of this run is "
         f"called {first.node!r}: here {NODE} in path stands for {here!r}, and this run {goes_on}. "
-        f"To go on from {first.newest}: end this job, and start it again with node={first.node!r} "
-        "(TIERCKPT_NODE), or under names that stay. With peer_redundancy a node of a new name has "
-        "what a lost one had"
+        f"To continue from {first.newest}: end this job and restart it with node={first.node!r} "
+        "(TIERCKPT_NODE), or give nodes permanent names. With peer_redundancy a node with a new "
+        "name can rebuild the shards of a lost node"
     )
 
 

@@ -1,11 +1,11 @@
 """The `local` level's store: shard and parity files in one directory of a node-local file system.
 
 `<stem>.safetensors` is a shard, `<stem>.encoded` one that codecs have changed, `<stem>.parity`
-parity; `<stem>.manifest` makes any of them exist. Every method that takes a key takes a ShardKey or
-a ParityKey, and does the same for both. What is true at every instant, also when the process is
-killed or the machine loses power:
+parity; `<stem>.manifest` makes any of them exist. Every method with a key takes a ShardKey or a
+ParityKey, and treats both the same. These statements hold at every instant, also after the process
+is killed or the machine loses power:
 
-- a manifest is there only when its shard is complete and on the device;
+- a manifest exists only if its shard is complete and on the device;
 - names beginning with a dot are work in progress and are never data.
 
 Files retired by retention are kept for reuse (one of each kind), since overwriting an allocated
@@ -34,32 +34,33 @@ from tierckpt.storage.files.durable import open_plain
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"
 ENCODED_SUFFIX = ".encoded"
-"""In place of ShardKey's, when codecs have changed the shard."""
+"""Suffix instead of ShardKey's if codecs have changed the shard."""
 _NAMED = re.compile(rf"\.[{''.join(kind.LETTER for kind in KINDS)}](\d{{5,}})of")
 
 
 @dataclass(frozen=True)
 class CommitTimes:
-    """Where a commit's time went."""
+    """Durations of a commit."""
 
     write_seconds: float
     """Opening, writing and fsync of the shard."""
     commit_seconds: float
     """Renames and the manifest."""
     direct: bool
-    """True when the page cache was bypassed."""
+    """True if the page cache was bypassed."""
 
 
 class LocalStore:
-    """See the codec's text. Every method may raise OSError; nothing committed is then lost."""
+    """Store of one directory. Every method may raise OSError; committed shards are not lost
+    then."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._created = False
 
     def create(self) -> None:
-        """Make the directory, durably, and what it is in; nothing when it was made, or found, and
-        is still there."""
+        """Create the directory and its parents, durably. Does nothing if this object created or
+        found it before and it still exists."""
         if not self._created or not self.directory.is_dir():
             durable.make(self.directory)
             self._created = True
@@ -73,10 +74,11 @@ class LocalStore:
         manifest: bytes,
         still_sealed: Callable[[], bool] = lambda: True,
     ) -> CommitTimes:
-        """Make the shard exist, durably. After an OSError it does not, and older ones still do.
+        """Commit the shard, durably. After an OSError it does not exist, and older ones still do.
 
-        `image` must not change meanwhile; its length is a multiple of PAGE_BYTES. `still_sealed` is
-        asked after the last byte was read: False means it did change, and is an OSError.
+        `image` must not change during the call; its length is a multiple of PAGE_BYTES.
+        `still_sealed` is called after the last byte was read: False means that `image` did change,
+        and raises OSError.
         """
         begin = time.perf_counter()
         with self.draft(key, len(image)) as draft:
@@ -90,13 +92,13 @@ class LocalStore:
         manifest: bytes,
         still_sealed: Callable[[], bool] = lambda: True,
     ) -> CommitTimes:
-        """As `commit`, where the bytes are those of a file in this directory: it gets the shard's
-        name besides its own, and nothing is copied.
+        """As `commit`, for bytes that are a file in this directory already: the file gets the
+        shard's name as a second name, and nothing is copied.
 
-        What other processes wrote to mappings of the file is made durable by fsync: nothing to do
-        on tmpfs; on DAX the kernel writes back the lines of the CPU's cache. That holds however
-        the file was mapped; flushing from user space, as libpmem does, would want the writer's
-        mapping to have been made with MAP_SYNC, and would save this process one system call.
+        fsync makes durable the writes of other processes to mappings of the file: on tmpfs it has
+        nothing to do; on DAX the kernel writes back the lines of the CPU's cache, however the file
+        was mapped. Flushing from user space, as libpmem does, would require that the writer mapped
+        it with MAP_SYNC, and would save this process one system call.
         """
         begin = time.perf_counter()
         with self.draft(key, image.stat().st_size, file=image) as draft:
@@ -105,25 +107,25 @@ class LocalStore:
     def draft(
         self, key: ShardKey, nbytes: int = 0, encoded: bool = False, file: Path | None = None
     ) -> Draft:
-        """Begin what `commit` does in one go: a file of `nbytes` that is written piece by piece.
+        """Begin a commit in steps: a file of `nbytes` that is written piece by piece.
 
-        An earlier one of this very key stops existing now: it could only be a try of ours. One that
-        a living process is at (an agent that was passed over, whose disk hangs) is left alone, and
-        is an OSError: two at once would take each other's files.
-        `encoded`: codecs have changed the bytes; their number is told to `Draft.sync`. `file`: it
-        has the bytes already, and must not be written to.
+        An earlier file with this key stops existing now: it could only be an earlier attempt of
+        this node. If a living process is writing it (an agent that was passed over, whose disk
+        hangs), it is left alone and OSError is raised: two writers would take each other's files.
+        `encoded`: codecs have changed the bytes, and `Draft.sync` receives their number. `file`
+        already has the bytes, and must not be written to.
         """
         return Draft(self, key, nbytes, encoded, file)
 
     def retire(self, key: ShardKey, reuse: bool = True) -> None:
-        """Make the shard not exist; with `reuse`, its file is kept for that if none is yet."""
+        """Remove the shard; with `reuse`, its file is kept for reuse unless one is kept already."""
         self._unlink(self._manifest(key))
         self.sync_directory()  # before the data changes its name: never a manifest without data
         spare, data = self._spare(key), self._data(key)
-        if data.exists():  # else it is somebody's: by a hard link, or another user's altogether
+        if data.exists():  # otherwise the file is in use by a hard link, or another user's
             found = data.stat()
             reuse = reuse and found.st_nlink == 1 and found.st_uid == os.geteuid()
-            reuse = reuse and unlocked(data)  # a run that hangs may have it open still
+            reuse = reuse and unlocked(data)  # a hanging run may still have it open
         if not reuse or spare.exists():
             self._unlink(data)
         else:
@@ -136,28 +138,28 @@ class LocalStore:
             self._spare_of(kind, shard).unlink(missing_ok=True)
 
     def clean(self, shard: int) -> list[str]:
-        """Remove what writers of `shard` and its parity left half-done when they were killed.
+        """Remove unfinished files that killed writers of `shard` and its parity have left.
 
-        Returns the names. Files that a living writer (the agent of a trainer that was just killed)
-        still has open are locked, and left alone.
+        Returns their names. Files that a living writer still has open (the agent of a trainer that
+        was just killed) are locked, and left alone.
         """
         return [name for kind in KINDS for name in self._clean(kind, shard)]
 
     def _clean(self, kind: type[ShardKey], shard: int) -> list[str]:
         removed = []
-        mine = f"*.{kind.LETTER}{shard:05d}of*"
-        for path in self.directory.glob(f".{mine}"):
+        pattern = f"*.{kind.LETTER}{shard:05d}of*"
+        for path in self.directory.glob(f".{pattern}"):
             stem = path.name.removeprefix(".").removesuffix(".manifest.tmp")
             if _has_writer(self._files(stem, kind)):
-                continue  # it is about to rename this manifest
+                continue  # the writer is about to rename this manifest
             if path != self._spare_of(kind, shard) and unlocked(path):
                 with contextlib.suppress(FileNotFoundError, PermissionError):
                     path.unlink()
                     removed.append(path.name)
-        found = [p for suffix in _suffixes(kind) for p in self.directory.glob(f"{mine}{suffix}")]
+        found = [p for suffix in _suffixes(kind) for p in self.directory.glob(f"{pattern}{suffix}")]
         for path in found:
             key = kind.parse(path.stem)
-            # In this order: a writer that lets go of the lock has made its manifest before.
+            # In this order: a writer makes its manifest before it releases the lock.
             if key and unlocked(path) and not os.path.lexists(self._manifest(key)):
                 with contextlib.suppress(FileNotFoundError, PermissionError):
                     path.unlink()
@@ -167,11 +169,11 @@ class LocalStore:
     # --- reading -------------------------------------------------------------------------------
 
     def keys(self) -> list[ShardKey]:
-        """Every shard that exists here; an empty list when the directory does not."""
+        """Every shard that exists here; an empty list if the directory does not exist."""
         return self._keys(ShardKey)
 
     def parities(self) -> list[ParityKey]:
-        """Every parity that exists here; an empty list when the directory does not."""
+        """Every parity that exists here; an empty list if the directory does not exist."""
         return self._keys(ParityKey)
 
     def _keys(self, kind: type[Key]) -> list[Key]:
@@ -192,7 +194,7 @@ class LocalStore:
             return file.read()
 
     def open_image(self, key: ShardKey) -> mmap.mmap:
-        """The bytes, mapped, unchecked; writes to the map stay private. Close it.
+        """The bytes, mapped, unchecked; writes to the map stay private. The caller closes it.
 
         Raises CorruptShardError for an empty file, which cannot be mapped.
         """
@@ -202,7 +204,8 @@ class LocalStore:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def shards_named(self) -> set[int]:
-        """Numbers of all shards that something here is of, be it half-done or kept for reuse."""
+        """Numbers of all shards that any file here belongs to, unfinished and spare files
+        included."""
         try:
             found = map(_NAMED.search, os.listdir(self.directory))
         except FileNotFoundError:
@@ -210,27 +213,27 @@ class LocalStore:
         return {int(match[1]) for match in found if match is not None}
 
     def has(self, key: ShardKey) -> bool:
-        """True when it exists here."""
+        """True if the shard exists here."""
         return self._manifest(key).exists()
 
     def is_bare(self, key: ShardKey) -> bool:
-        """True when the manifest is here without the bytes: no operation of ours leaves that."""
+        """True if the manifest exists without the bytes: no operation of the store leaves that."""
         return not self._data(key).exists() and self.has(key)
 
     def read(self, key: ShardKey, offset: int, nbytes: int) -> bytes:
-        """A range of the bytes, unchecked; less where the file ends."""
+        """A range of the bytes, unchecked; shorter where the file ends."""
         with open_plain(self._data(key), buffering=0) as file:
             return os.pread(file.fileno(), nbytes, offset)
 
     # --- file operations, each with its fault point --------------------------------------------
 
     def _data(self, key: ShardKey) -> Path:
-        """The bytes' file: the one that is there, or the one that would be."""
+        """File of the bytes: the existing one, or the one that would be created."""
         plain, *others = self._files(key.stem, type(key))
         return next((path for path in others if path.exists()), plain)
 
     def _files(self, stem: str, kind: type[ShardKey]) -> list[Path]:
-        """What the bytes' file may be called, `kind`'s own name first."""
+        """Possible files of the bytes, `kind`'s own name first."""
         return [self.directory / f"{stem}{suffix}" for suffix in _suffixes(kind)]
 
     def _manifest(self, key: ShardKey) -> Path:
@@ -243,9 +246,9 @@ class LocalStore:
         return self.directory / f".spare.{kind.LETTER}{shard:05d}of"
 
     def take_spare(self, shard: int, path: Path, kind: type[ShardKey] = ShardKey) -> None:
-        """Have a file that was kept for reuse, if there is one, at `path`, which is in here. One of
-        another user, who had the job before, is removed, where it can be: it is that one's room,
-        and may not be ours to write to."""
+        """Rename the spare file, if there is one, to `path`, which is in this directory. A spare
+        file of another user, from a former run of the job, is removed if possible: this user may
+        not write to it."""
         _faults.point("file", op="take_spare")
         spare = self._spare_of(kind, shard)
         with contextlib.suppress(FileNotFoundError):
@@ -256,10 +259,10 @@ class LocalStore:
                     spare.unlink()
 
     def _write_manifest(self, temp: Path, final: Path, content: bytes) -> None:
-        """Atomically and durably create `final`, after all names that were changed before.
+        """Atomically and durably create `final`, after all earlier name changes.
 
-        A journal that makes the manifest's bytes durable makes those names so on the way: then the
-        folder's first sync finds nothing to do. In the other order it would be one commit more.
+        A journal that makes the manifest's bytes durable makes those names durable too, so the
+        folder's first sync has nothing to do. The other order would need one more journal commit.
         """
         try:
             _faults.point("file", op="open_manifest")
@@ -295,8 +298,8 @@ class LocalStore:
 class Draft:
     """A shard or parity that is being written; it exists once `commit` has returned.
 
-    Use it in a `with`: leaving that without a commit, or with a failed one, leaves nothing of it.
-    For one thread at a time. Every method may raise OSError.
+    Use it in a `with` statement: leaving that without a successful commit leaves no files. For one
+    thread at a time. Every method may raise OSError.
     """
 
     def __init__(
@@ -319,7 +322,7 @@ class Draft:
             if file is None:
                 store.take_spare(key.shard, self._temp, type(key))
             else:
-                # Renaming a name of a file to another name of it would do nothing.
+                # Renaming one name of a file to another name of it would do nothing.
                 self._data.unlink(missing_ok=True)
                 self._temp.unlink(missing_ok=True)
                 os.link(file, self._temp)
@@ -345,17 +348,18 @@ class Draft:
             self._file.close()
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Put `data` at `offset`. Goes past the page cache if both, and the memory, are aligned."""
+        """Write `data` at `offset`. Bypasses the page cache if both, and the memory, are
+        aligned."""
         self._file.write(data, offset)
 
     def sync(self, nbytes: int | None = None) -> None:
-        """Make durable what was written: exactly `nbytes` (as told at the beginning, if not now),
-        whatever a reused file had more."""
+        """Make the written bytes durable: exactly `nbytes` (default: the size given at the start),
+        however long a reused file was."""
         self._file.sync(self._nbytes if nbytes is None else nbytes)
         self._durable = True
 
     def commit(self, manifest: bytes) -> None:
-        """Make it exist, durably."""
+        """Make the shard exist, durably."""
         if not self._durable:
             self.sync()
         store = self._store
@@ -367,7 +371,8 @@ class Draft:
     def finish(
         self, manifest: bytes, still_sealed: Callable[[], bool], begin: float
     ) -> CommitTimes:
-        """Sync and commit what is written; `begin` is when that was begun. See `LocalStore`."""
+        """Sync and commit the written bytes; `begin` is the time when writing began. See
+        `LocalStore.commit`."""
         self.sync()
         written = time.perf_counter()
         if not still_sealed():
@@ -376,25 +381,25 @@ class Draft:
         return CommitTimes(written - begin, time.perf_counter() - written, self.direct)
 
     def _remove(self) -> None:
-        # The manifest goes first (it is there when the last fsync failed). The space is given back
-        # at once: the device may be full.
+        # The manifest goes first (it exists if the last fsync failed). The space is freed at once:
+        # the device may be full.
         for path in (self._record, self._temp, self._data):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
 def unlocked(path: Path) -> bool:
-    """True when no process, this one included, is writing the file, as far as that can be told."""
+    """True if no process, this one included, is known to be writing the file; False if unknown."""
     with contextlib.suppress(OSError):
         return file_lock.unlocked(path)
     return False
 
 
 def _has_writer(files: Iterable[Path]) -> bool:
-    """Whether a living process is at one of them."""
+    """Whether a living process is writing one of the files."""
     return any(file.exists() and not unlocked(file) for file in files)
 
 
 def _suffixes(kind: type[ShardKey]) -> tuple[str, ...]:
-    """Extensions that the bytes' file may have."""
+    """Possible extensions of the bytes' file."""
     return (kind.SUFFIX, ENCODED_SUFFIX) if kind is ShardKey else (kind.SUFFIX,)

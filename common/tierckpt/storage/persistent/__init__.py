@@ -2,7 +2,7 @@
 
     store = PersistentStore("s3://bucket/prefix")            # or a directory
     store.flush(facts, largest_bytes, sources, FlushPacer(...))  # each node's agent, its own shards
-    store.versions(); store.read_manifest(name)              # anybody, anywhere
+    store.versions(); store.read_manifest(name)              # any process
     store.open_shard(name, 3).read(offset, nbytes)
 
 Standard library and xxhash only; fsspec is imported for URLs. docs/internals/persistent.md has the

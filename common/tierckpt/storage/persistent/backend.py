@@ -1,12 +1,12 @@
-"""The seam to storage: named bytes in folders, nothing of checkpoints.
+"""Storage backends: named bytes in folders; backends know nothing about checkpoints.
 
-Names are paths with slashes, relative to the place. What holds of every backend:
+Names are paths with slashes, relative to the backend's root. Every backend guarantees:
 
-- `put` is atomic: readers see the old content or the whole new one, also when the writer dies;
+- `put` is atomic: readers see the old content or the whole new one, also if the writer dies;
 - when `put` or `write_at` returns, the bytes are durable;
 - names that begin with a dot are work in progress and are never listed.
 
-`testing.BackendConformance` checks it. Before each operation that changes something,
+`testing.BackendConformance` checks this. Before each operation that changes something,
 `faults.point("file", op=...)` is called, so that tests can fail or kill there.
 """
 
@@ -16,31 +16,33 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 Content = Callable[[], Iterator[memoryview]]
-"""Makes the windows of what is to be written, in order; called anew for every try. A window is
-valid until the next one is asked for, and is at most WINDOW_BYTES long."""
+"""Yields the windows to write, in order; called again for every attempt. A window is valid until
+the next one is requested, and is at most WINDOW_BYTES long."""
 
 WINDOW_BYTES = 8 << 20
 
 
 class Backend(Protocol):
-    """See the module's text. Methods raise OSError, and FileNotFoundError for what is missing."""
+    """Interface of a backend; the module's docstring has its guarantees. Methods raise OSError, and
+    FileNotFoundError for missing names."""
 
     url: str
-    """For messages; carries no credentials."""
+    """Address for messages; contains no credentials."""
     shared_writes: bool
     """Several writers may write disjoint ranges of one file (`write_at`)."""
 
     def create(self) -> None:
-        """Make the place if it can be made."""
+        """Create the root if it can be created."""
         ...
 
     def put(self, name: str, content: Content, nbytes: int, exclusive: bool = False) -> None:
-        """Make `content`, about `nbytes` long, the file's. `exclusive`: FileExistsError if it is
-        there, and of several at once exactly one succeeds, where the store can do that."""
+        """Write `content`, about `nbytes` long, as the whole file. With `exclusive`, raises
+        FileExistsError if the file exists, and of several concurrent calls exactly one succeeds, if
+        the store supports that."""
         ...
 
     def write_at(self, name: str, offset: int, content: Content) -> None:
-        """Overwrite a range of a file that others may be writing elsewhere; makes the file."""
+        """Overwrite a range of a file, creating it if necessary; others may write other ranges."""
         ...
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -48,8 +50,7 @@ class Backend(Protocol):
         ...
 
     def read_into(self, name: str, offset: int, into: memoryview) -> int:
-        """The range that fills `into`, put there; how many bytes of it there were. Threads may read
-        at once."""
+        """Read a range into `into`; returns the number of bytes read. Threads may read at once."""
         ...
 
     def size(self, name: str) -> int:
@@ -57,24 +58,26 @@ class Backend(Protocol):
         ...
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Length of every file directly in `folder`; folders are called `name/` and have 0.
-        Empty for a folder that is not there."""
+        """Length of every file directly in `folder`; folders are named `name/` and have length 0.
+        Empty for a missing folder."""
         ...
 
     def delete(self, *names: str) -> None:
-        """Remove files; those that are not there are passed over."""
+        """Remove files; missing ones are ignored."""
         ...
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder, all that is in it, and all unfinished writes to it."""
+        """Remove a folder, its contents, and all unfinished writes to it."""
         ...
 
     def discard(self, name: str) -> None:
-        """Remove what dead writers of `name` left unfinished, never what a living one has.
+        """Remove unfinished writes of `name` by dead writers, never those of living ones.
 
-        `folder/`, or nothing for the root: of any file in it, as far as that can be told."""
+        `folder/`, or an empty name for the root, stands for all files in it, as far as their
+        writers are known to be dead.
+        """
         ...
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close connections."""
         ...

@@ -1,4 +1,4 @@
-"""Backends: which one serves an address; others come by entry points."""
+"""Selection of the backend for an address; packages add backends by entry points."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tierckpt.errors import ConfigError
 from .backend import Backend
 
 GROUP = "tierckpt.backends"
-"""Of entry points."""
+"""Name of the group of entry points."""
 
 
 def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backend:
-    """The backend of a directory, of a URL of somebody's own, or of any that fsspec knows.
+    """The backend of a directory, of a URL with its own entry point, or of a URL that fsspec knows.
 
     An entry point of the group `tierckpt.backends`, named as the URL's scheme, is called with the
-    URL and `storage_options`; else these go to fsspec (keys, endpoint). Raises ConfigError when
-    fsspec, or what it needs for this kind of URL, is not installed, or the entry point is broken.
+    URL and `storage_options`; else the options go to fsspec (keys, endpoint). Raises ConfigError if
+    fsspec, or a package it needs for this kind of URL, is not installed, or the entry point fails.
     """
     if is_url(path):
-        theirs = _entry_point(os.fspath(path))
-        if theirs is not None:
-            return theirs(os.fspath(path), **storage_options)
+        make_backend = _entry_point(os.fspath(path))
+        if make_backend is not None:
+            return make_backend(os.fspath(path), **storage_options)
         from .fsspec_backend import ObjectBackend
 
         return ObjectBackend(os.fspath(path), **storage_options)
@@ -36,19 +36,18 @@ def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backen
     except TypeError:
         names = ", ".join(sorted(storage_options))
         raise ConfigError(
-            f"{path} is a directory, whose storage options are direct and shared_writes; given "
-            f"are: {names}"
+            f"{path} is a directory: its storage options are direct and shared_writes, not {names}"
         ) from None
 
 
 def _entry_point(url: str) -> Callable[..., Backend] | None:
-    from importlib.metadata import entry_points  # which is slow to import
+    from importlib.metadata import entry_points  # slow to import
 
     scheme = url.partition("://")[0]
     for point in entry_points(group=GROUP, name=scheme):
         try:
             return point.load()  # type: ignore[no-any-return]
-        except Exception as error:  # whatever somebody else's package does when it is imported
+        except Exception as error:  # any error of another package's import
             raise ConfigError(
                 f"{url}: the backend for {scheme}:// ({point.value}) cannot be loaded: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""Time, handed in, so that tests of waiting do not wait."""
+"""Clocks as arguments, so that tests of waiting do not wait."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Both times and sleep of one clock."""
+    """Time and sleep of one clock."""
 
     def now(self) -> float:
-        """Unix time in seconds: for what several machines compare."""
+        """Unix time in seconds, to compare between machines."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds since some moment; never goes back."""
+        """Seconds since an arbitrary moment; never goes back."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for `seconds`."""
         ...
 
 
 class SystemClock:
-    """The machine's."""
+    """The clock of this machine."""
 
     now = staticmethod(time.time)
     monotonic = staticmethod(time.monotonic)

@@ -1,7 +1,7 @@
-"""An object store, or whatever else fsspec has a URL for, as a backend.
+"""Backend for object stores and all other URLs of fsspec.
 
-An object appears when its upload is complete, so `put` needs neither temporary name nor rename.
-fsspec is imported here and only here (`pip install 'tierckpt[s3]'` brings it, with S3's part).
+An object appears when its upload is complete, so `put` needs neither a temporary name nor a rename.
+Only this module imports fsspec (`pip install 'tierckpt[s3]'` installs it, with its part for S3).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tierckpt.errors import ConfigError
 from .backend import WINDOW_BYTES, Content
 
 MOST_PARTS = 9_000
-"""S3 takes 10,000 parts an upload; parts grow where that would not do."""
+"""S3 accepts 10,000 parts for an upload; larger objects get larger parts."""
 STALL_SECONDS = 30.0
-"""So long what was sent to S3 may stay unacknowledged. The client's own time-outs do not cover
-sending, and the kernel would try for a quarter of an hour."""
+"""Limit for the time that data sent to S3 may stay unacknowledged. The client's own time-outs do
+not cover sending, and the kernel would retry for a quarter of an hour."""
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Kinds of stores in which a prefix need not be there, and what is before it must."""
+"""Kinds of stores in which a prefix need not exist, but its bucket must."""
 
 
 class ObjectBackend:
-    """See `backend.Backend`. One per thread that writes; threads may read at once.
+    """Backend on fsspec, see `backend.Backend`. One per writing thread; threads may read at once.
 
-    Memory: two windows, which fsspec copies into its buffer. An upload is sent part after part.
+    Memory: two windows, which fsspec copies into its buffer. Uploads are sent one part at a time.
     """
 
     shared_writes = False
@@ -49,17 +49,17 @@ class ObjectBackend:
                 f"the persistent path {url} needs a package that is not installed ({error}); for "
                 "s3:// run: pip install 'tierckpt[s3]'"
             ) from error
-        except (TypeError, ValueError) as error:  # for protocols and options that are not known
+        except (TypeError, ValueError) as error:  # for unknown protocols and options
             raise ConfigError(f"the persistent path {url} cannot be opened: {error}") from error
         self._s3 = "s3" in _protocols(self._fs)
         self._bucket_seen = BUCKETS.isdisjoint(_protocols(self._fs))
-        """The bucket is there, or this store has none."""
+        """True if the bucket was seen, or this store has no buckets."""
 
     def create(self) -> None:
-        """Nothing: prefixes are not made, and buckets are not ours to make."""
+        """Does nothing: prefixes need no creation, and creating buckets is the user's decision."""
 
     def close(self) -> None:
-        """Close the connections, where the file system has a way to."""
+        """Close the connections, if the file system supports it."""
         client = getattr(self._fs, "_s3", None)
         if self._s3 and client is not None:
             self._fs.close_session(self._fs.loop, client)
@@ -67,10 +67,11 @@ class ObjectBackend:
     # --- writing -------------------------------------------------------------------------------
 
     def put(self, name: str, content: Content, nbytes: int, exclusive: bool = False) -> None:
-        """See `Backend.put`. What fits into a window is one request, the rest a multipart upload.
+        """See `Backend.put`. Content that fits into a window is one request, longer content a
+        multipart upload.
 
-        `exclusive` is a conditional request where the store takes one. Some take no notice of the
-        condition: hence the look before, which is all there is then.
+        `exclusive` uses a conditional request if the store supports it. Some stores ignore the
+        condition; for those, only the check before the request helps.
         """
         if nbytes <= WINDOW_BYTES:
             self._put_small(name, content, exclusive)
@@ -108,14 +109,14 @@ class ObjectBackend:
             _faults.point("file", op="complete")
             file.commit()
         except BaseException:
-            # Never `close` alone: some file systems would complete the upload as it is.
+            # Never only `close`: some file systems would complete the upload as it is.
             with contextlib.suppress(Exception):
                 file.discard()
             file.closed = True
             raise
 
     def write_at(self, name: str, offset: int, content: Content) -> None:
-        """Objects cannot be written in part."""
+        """Raises NotImplementedError: objects cannot be written in part."""
         raise NotImplementedError(f"{self.url}: objects are written whole")
 
     # --- reading -------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class ObjectBackend:
         return data
 
     def read_into(self, name: str, offset: int, into: memoryview) -> int:
-        """See `Backend.read_into`; clients have no way of their own to do this."""
+        """See `Backend.read_into`. Copies: clients cannot read into a buffer."""
         data = self.read(name, offset, len(into))
         into[: len(data)] = data
         return len(data)
@@ -140,8 +141,8 @@ class ObjectBackend:
         return int(self._fs.size(self._path(name)))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """See `Backend.sizes`. Raises FileNotFoundError where there is no such bucket: it may be
-        mistyped, or another account's, and what is there cannot be seen."""
+        """See `Backend.sizes`. Raises FileNotFoundError if the bucket does not exist: its name may
+        be wrong, or it may belong to another account, whose contents cannot be seen."""
         self._fs.invalidate_cache()
         top = self._path(folder)
         try:
@@ -160,8 +161,8 @@ class ObjectBackend:
         return found
 
     def _check_bucket(self, error: FileNotFoundError) -> None:
-        """Nothing was found: raise FileNotFoundError unless that is because of the prefix. What is
-        not to be had of a bucket, though it is there, is for whoever asks for that."""
+        """Raise FileNotFoundError if the bucket is missing, and not only the prefix. Other errors
+        of an existing bucket are left to the caller that meets them."""
         if error_code(error) != "NoSuchBucket":
             if self._bucket_seen:
                 return
@@ -169,7 +170,7 @@ class ObjectBackend:
                 self._look_for_bucket()
             except FileNotFoundError as gone:
                 error = gone
-            except PermissionError:  # what is in it was to be listed, so that it is there
+            except PermissionError:  # the bucket exists: its contents were to be listed
                 return
             else:
                 self._bucket_seen = True
@@ -199,7 +200,8 @@ class ObjectBackend:
                 self._fs.rm_file(self._path(name))
 
     def delete_folder(self, folder: str) -> None:
-        """See `Backend.delete_folder`. Many objects go with one request, where the store can."""
+        """See `Backend.delete_folder`. One request removes many objects, if the store supports
+        it."""
         self._fs.invalidate_cache()
         _faults.point("file", op="abort", target=folder)
         self._abort_uploads(folder, exact=False)
@@ -210,11 +212,12 @@ class ObjectBackend:
                 self._fs.rm(paths)
 
     def discard(self, name: str) -> None:
-        """See `Backend.discard`: multipart uploads to this very name, which has one writer.
+        """See `Backend.discard`: aborts multipart uploads to exactly this name, which has one
+        writer.
 
-        Other stores than S3 let unfinished uploads expire by themselves.
+        Stores other than S3 expire unfinished uploads by themselves.
         """
-        if name and not name.endswith("/"):  # of others nobody knows whether they live
+        if name and not name.endswith("/"):  # writers of other uploads may be alive
             _faults.point("file", op="abort", target=name)
             self._abort_uploads(name, exact=True)
 
@@ -229,7 +232,7 @@ class ObjectBackend:
                 page = self._fs.call_s3(
                     "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker
                 )
-            except FileNotFoundError:  # so some servers say that there are none
+            except FileNotFoundError:  # some servers report "no uploads" by this error
                 return
             for upload in page.get("Uploads") or ():
                 key = str(upload["Key"])
@@ -247,7 +250,7 @@ class ObjectBackend:
 
 
 def http_status(error: BaseException | None) -> int | None:
-    """The status that a server answered with, from anywhere in the chain of causes."""
+    """HTTP status of the server's answer, from anywhere in the chain of causes."""
     for each in _chain(error):
         response = getattr(each, "response", None)
         if isinstance(response, dict):
@@ -260,7 +263,7 @@ def http_status(error: BaseException | None) -> int | None:
 
 
 def error_code(error: BaseException | None) -> str:
-    """What an S3 server calls the error, `NoSuchBucket` for one; empty where none says."""
+    """The S3 server's error code, such as `NoSuchBucket`; empty if there is none."""
     for each in _chain(error):
         response = getattr(each, "response", None)
         if isinstance(response, dict) and (code := response.get("Error", {}).get("Code")):
@@ -280,14 +283,14 @@ def _protocols(fs: Any) -> tuple[str, ...]:
 
 
 def _client_config() -> dict[str, Any]:
-    """Of S3's client: what we need otherwise than it is."""
-    # Our own checksums are compared; and some servers answer a range with the checksum of the
-    # whole object, which the client would then take for damage.
+    """Options of S3's client that differ from its defaults."""
+    # This package compares its own checksums; and some servers answer a range with the checksum of
+    # the whole object, which the client would then take for damage.
     config = {"response_checksum_validation": "when_required"}
     impatience = {"connector_args": {"socket_factory": _impatient}}
     try:
         importlib.import_module("aiobotocore.config").AioConfig(**impatience)
-    except Exception:  # an older one; or none at all, which is said when it is wanted
+    except Exception:  # an older version; or none, reported when it is used
         return config
     return {**config, **impatience}
 

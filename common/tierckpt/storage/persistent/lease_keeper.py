@@ -1,7 +1,7 @@
-"""A lease is kept between flushes, too: else another job takes the place of one that lives.
+"""Renewal of a lease between flushes, so that no other job takes the path of a living one.
 
-Where no trainer lives any more on the node that keeps it, it is not kept: a flush that goes on then
-renews it as any flush does.
+If no trainer is alive on the node that renews it, renewal stops; a flush that continues then renews
+the lease like any flush.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 5.0
 RENEWALS = 3
-"""In the time of a lease: one or two may fail."""
+"""Renewals per duration of a lease: one or two may fail."""
 
 
 class LeaseKeeper:
     """Renews a lease from a thread of its own: one listing, one read and one write each time.
 
-    For one node of a job only; the flushes of the others see that the lease is kept.
+    Only one node of a job has one; the flushes of the other nodes see that the lease is renewed.
     """
 
     def __init__(
@@ -36,48 +36,49 @@ class LeaseKeeper:
         open_store: Callable[[], PersistentStore],
         every_seconds: float = LEASE_SECONDS / RENEWALS,
     ) -> None:
-        """`open_store` is called by the thread, which closes what it gets."""
+        """The renewal thread calls `open_store`, and closes the store."""
         self._open_store, self._every_seconds = open_store, every_seconds
         self._lock = threading.Lock()
-        self._whose = ("", "")
-        """Life and owner; empty where nobody's lease is to be seen to."""
+        self._lease_of = ("", "")
+        """Run and owner; empty if there is no lease to renew."""
         self._thread: threading.Thread | None = None
-        """The one that renews."""
+        """The renewal thread."""
         self._over = threading.Event()
-        """For that thread."""
+        """Tells that thread to end."""
         self._shutdown: threading.Thread | None = None
-        """The one that ended last, or gives the lease back."""
+        """The thread that ended last, or that gives the lease back."""
         self._closed = False
 
     def keep(self, run_id: str, owner: str) -> None:
-        """Renew the lease of `run_id` and `owner` from now on, until they have it no more.
+        """Renew the lease of `run_id` and `owner` from now on, until it is lost.
 
-        Where there may be no more threads it is not; to be asked for again at the next flush.
+        Without effect if no more threads can be started; the next flush calls it again.
         """
         with self._lock:
-            self._whose = (run_id, owner)
+            self._lease_of = (run_id, owner)
             if self._thread is None and not self._closed:
                 self._over = threading.Event()
                 self._thread = _started(self._renew, self._over)
 
     def rest(self, last: VersionName | None = None) -> None:
-        """Renew no more, until `keep` is called again. Waits for nothing.
+        """Stop renewing until `keep` is called again. Does not wait.
 
-        `last`: what this node flushed last, and it has no more to flush. Where that exists, all
-        nodes are through, and the lease is given back: the next job, on whatever nodes, need not
-        wait for its end.
+        `last` is given if this node has nothing more to flush: its last flushed version. If that
+        version exists, all nodes have finished, and the lease is given back: the next job, on any
+        nodes, need not wait until it expires.
         """
         with self._lock:
             self._over.set()
             if self._thread is not None:
                 self._shutdown, self._thread = self._thread, None
-            if last is not None and self._whose != ("", ""):
-                what = (self._whose, last, self._shutdown)
-                self._whose = ("", "")
-                self._shutdown = _started(self._give_back, *what) or self._shutdown
+            if last is not None and self._lease_of != ("", ""):
+                arguments = (self._lease_of, last, self._shutdown)
+                self._lease_of = ("", "")
+                self._shutdown = _started(self._give_back, *arguments) or self._shutdown
 
     def close(self, last: VersionName | None = None) -> None:
-        """`rest` for good; a call under way is waited for, but not for long: its store may hang."""
+        """`rest` for good; waits for a running call, but only for a few seconds: its store may
+        hang."""
         self.rest(last)
         with self._lock:
             self._closed = True
@@ -89,27 +90,27 @@ class LeaseKeeper:
         with contextlib.closing(self._open_store()) as store:
             while not over.wait(self._every_seconds):
                 with self._lock:
-                    whose = self._whose
-                if not _renewed(store, *whose):
+                    lease_of = self._lease_of
+                if not _renewed(store, *lease_of):
                     with self._lock:
-                        # Else another run has begun meanwhile, or it is over.
-                        if whose == self._whose and not over.is_set():
+                        # Otherwise `keep` has begun another run, or `rest` was called.
+                        if lease_of == self._lease_of and not over.is_set():
                             self._thread = None
                             return
 
     def _give_back(
-        self, whose: tuple[str, str], last: VersionName, renewing: threading.Thread | None
+        self, lease_of: tuple[str, str], last: VersionName, renewing: threading.Thread | None
     ) -> None:
         if renewing is not None:
-            renewing.join()  # or it might write once more what is removed here
-        # Whatever fails: it ends by itself, later.
+            renewing.join()  # or it might write again after the removal below
+        # Errors are ignored: the lease expires by itself, later.
         with contextlib.suppress(Exception), contextlib.closing(self._open_store()) as store:
             if store.exists(last):
-                store.lease(*whose).release()
+                store.lease(*lease_of).release()
 
 
 def _started(target: Callable[..., None], *arguments: object) -> threading.Thread | None:
-    """None where there may be no more threads."""
+    """The started thread; None if no more threads can be started."""
     name = "tierckpt-lease"
     thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
     with contextlib.suppress(RuntimeError):
@@ -119,7 +120,7 @@ def _started(target: Callable[..., None], *arguments: object) -> threading.Threa
 
 
 def _renewed(store: PersistentStore, run_id: str, owner: str) -> bool:
-    """False when the lease is lost; a renewal that failed is tried again."""
+    """False if the lease is lost; a failed renewal is tried again."""
     try:
         return store.lease(run_id, owner).renew()
     except LeaseHeldError:

@@ -1,4 +1,4 @@
-"""Pins on the persistent level: versions that no retention removes."""
+"""Pins on the persistent level: versions that retention never removes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from . import PersistentStore, VersionName
 
 
 class PersistentPins:
-    """Those of the persistent level. One thread. Methods raise PersistentError and OSError."""
+    """Pins of the persistent level. One thread. Methods raise PersistentError and OSError."""
 
     def __init__(self, store: PersistentStore) -> None:
         self._store = store
 
     def versions(self) -> set[VersionName]:
-        """What is there."""
+        """Versions that exist."""
         return set(self._store.versions())
 
     def named(self, number: int) -> set[VersionName]:
-        """What of that number is there, or pinned."""
+        """Versions with that number that exist or are pinned."""
         return {v for v in self.versions() | self.pinned() if v.id.version == number}
 
     def pinned(self) -> set[VersionName]:
@@ -31,7 +31,7 @@ class PersistentPins:
         return set(self._store.pinned())
 
     def pin(self, versions: Iterable[VersionName]) -> set[VersionName]:
-        """Mark them; returns those that are there, and stay."""
+        """Mark versions; returns those that exist, and stay."""
         done = set()
         for version in versions:
             with contextlib.suppress(FileNotFoundError):
@@ -40,7 +40,7 @@ class PersistentPins:
         return done
 
     def unpin(self, versions: Iterable[VersionName]) -> set[VersionName]:
-        """Take marks away; returns those that were there."""
+        """Remove marks; returns the versions that had one."""
         there = self.pinned() & set(versions)
         for version in there:
             self._store.unpin(version)
@@ -48,31 +48,32 @@ class PersistentPins:
 
 
 class NewPins:
-    """Versions that came to the persistent level, each to be pinned there if its mark on the local
-    level says so, and marked as suspect if it is one. One thread.
+    """Versions new on the persistent level, to be pinned there if their local mark says so, and
+    marked as suspect if they are. One thread.
 
-    Who pins a version marks it on local, and then looks on the persistent level; here it is there
-    first, and then its mark is looked for. So one of the two finds the other.
+    A user who pins a version sets the local mark first and then looks on the persistent level; here
+    the version exists there first, and then its local mark is read. So one of the two finds the
+    other.
     """
 
     def __init__(self) -> None:
         self._unseen: list[tuple[LocalPins, VersionName]] = []
-        """To be looked at, oldest first."""
+        """Versions still to be processed, oldest first."""
 
     def add(self, directory: str, name: VersionName) -> None:
-        """A version is complete whose local level `directory` is."""
+        """Add a version that is complete; `directory` is its local level."""
         self._unseen.append((LocalPins(directory), name))
 
     def pin(self, store: PersistentStore) -> None:
-        """See to all that were added. Raises PinError where that fails for one: before it is tried
-        again nothing must be removed there."""
+        """Process all added versions. Raises PinError if one fails: nothing may be removed from the
+        persistent level before a later call succeeds."""
         while self._unseen:
             local, name = self._unseen[0]
             try:
                 _pin_as(local, name, store)
             except OSError as error:
                 raise PinError(
-                    f"v{name.id.version} could not be pinned as it is on local: {error}"
+                    f"v{name.id.version} could not be pinned as on the local level: {error}"
                 ) from error
             self._unseen.pop(0)
 
@@ -82,7 +83,7 @@ def _pin_as(local: LocalPins, name: VersionName, store: PersistentStore) -> None
         store.mark_suspect(name, text.encode())
     if local.everywhere(name.id):
         PersistentPins(store).pin([name])
-        if not local.everywhere(name.id):  # unpinned meanwhile, before it was here
+        if not local.everywhere(name.id):  # unpinned before it came here
             store.unpin(name)
 
 

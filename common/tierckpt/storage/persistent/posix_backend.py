@@ -1,7 +1,8 @@
 """A directory of a parallel (or any) file system as a backend. Standard library only.
 
-The order temp, write, fsync, rename, fsync of the directory is in `put`; `write_at` needs no
-temporary name, because no file that is shared counts before a record elsewhere says so.
+`put` writes a temporary file, syncs it, renames it, and syncs the directory, in this order.
+`write_at` needs no temporary name, because a shared file counts only after a record elsewhere says
+so.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from tierckpt.storage.files.durable import open_plain
 from .backend import Content
 
 STILL_READ = ".nfs"
-"""So NFS's client names a file that was removed while it was open."""
+"""Prefix of NFS clients for files that were removed while open."""
 
 _serial = itertools.count()
 
 
 class PosixBackend:
-    """See `backend.Backend`. Threads may use one, and any number of processes one directory.
+    """Backend on a directory, see `backend.Backend`. Threads may share one, and any number of
+    processes a directory.
 
-    `direct` bypasses the page cache for shards: worth a try where the clients' caches are small;
-    not every parallel file system gains from it. Where it is refused, the cache is used.
-    `shared_writes=False` is for file systems whose clients do not see each other's writes at once
-    (NFS): every writer then has files of its own.
+    `direct` bypasses the page cache for shards: worth a try if the clients' caches are small; not
+    every parallel file system gains from it. If the file system refuses it, the cache is used. Set
+    `shared_writes=False` for file systems whose clients do not see each other's writes at once
+    (NFS): every writer then has its own files.
     """
 
     def __init__(self, path: str, direct: bool = False, shared_writes: bool = True) -> None:
@@ -43,22 +45,22 @@ class PosixBackend:
         self.direct, self.shared_writes = direct, shared_writes
 
     def create(self) -> None:
-        """Make the directory, durably, but not what it is in: where a file system is not mounted,
-        that would be made on the node's own disk."""
+        """Create the directory durably, but not its parents: an unmounted file system would
+        otherwise be created on the node's own disk."""
         try:
             durable.make(self.root, parents=False)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                errno.ENOENT, f"{self.root.parent} is not there: is it mounted?"
+                errno.ENOENT, f"{self.root.parent} does not exist: is it mounted?"
             ) from error
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
     # --- writing -------------------------------------------------------------------------------
 
     def put(self, name: str, content: Content, nbytes: int, exclusive: bool = False) -> None:
-        """See `Backend.put`. A link, which must not exist before, makes it exclusive."""
+        """See `Backend.put`. `exclusive` creates a hard link, which fails if the name exists."""
         path = self._with_folder(name)
         temp = path.parent / f".{path.name}.{_writer_tag()}.{next(_serial)}.tmp"
         try:
@@ -92,8 +94,8 @@ class PosixBackend:
         self._sync_directory(path.parent)
 
     def _with_folder(self, name: str) -> Path:
-        """The file's path; its folders are made, the root is not: a file system that is not
-        mounted must not be written to where it should be."""
+        """Path of the file. Creates its folders, but not the root: an unmounted file system must
+        not be created on the node's disk."""
         path = self.root / name
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
             if not (self.root / folder).is_dir():
@@ -110,7 +112,7 @@ class PosixBackend:
             left = os.fstat(file.fileno()).st_size - offset
             left = max(0, left if nbytes is None else min(left, nbytes))
             data = b""
-            while len(data) < left:  # once, but for gigabytes
+            while len(data) < left:  # one call, except for gigabytes
                 more = os.pread(file.fileno(), left - len(data), offset + len(data))
                 if not more:
                     break
@@ -140,7 +142,7 @@ class PosixBackend:
                 for entry in entries:
                     if entry.name.startswith("."):
                         continue
-                    with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
+                    with contextlib.suppress(FileNotFoundError):  # removed after the listing
                         is_folder, nbytes = _look_at(entry)
                         found[f"{entry.name}/" if is_folder else entry.name] = nbytes
         except FileNotFoundError:
@@ -159,8 +161,8 @@ class PosixBackend:
                 self._sync_directory(parent)
 
     def delete_folder(self, folder: str) -> None:
-        """See `Backend.delete_folder`. NFS keeps what somebody reads, under a name of its own: that
-        file and its folder stay until then."""
+        """See `Backend.delete_folder`. NFS keeps a file that is being read, under another name:
+        that file and its folder stay until it is closed."""
         path = self.root / folder
         with contextlib.suppress(FileNotFoundError):
             for entry in sorted(os.scandir(path), key=lambda e: e.name):
@@ -185,9 +187,9 @@ class PosixBackend:
                 raise
 
     def discard(self, name: str) -> None:
-        """See `Backend.discard`: temporary files of this machine's processes that are no more.
+        """See `Backend.discard`: removes temporary files of dead processes of this machine.
 
-        Of another machine's processes nothing can be known; theirs go with the folder.
+        Other machines' processes cannot be checked; their files go with the folder.
         """
         folder, _, file = name.rpartition("/")
         for temp in _listdir(self.root / folder):
@@ -201,7 +203,7 @@ class PosixBackend:
 
 
 def _write(fd: int, offset: int, content: Content) -> None:
-    """Write all windows from `offset` on, durably, and leave the page cache to others."""
+    """Write all windows from `offset` on, durably, and drop them from the page cache."""
     begin = offset
     for window in content():
         done = 0
@@ -233,8 +235,8 @@ def _listdir(path: Path) -> list[str]:
 
 
 def _look_at(entry: os.DirEntry[str]) -> tuple[bool, int]:
-    """Whether it is a folder, and its length. FileNotFoundError when it was removed meanwhile; a
-    link that leads nowhere is there, and an empty file."""
+    """Whether the entry is a folder, and its length. FileNotFoundError if it was removed meanwhile;
+    a broken link counts as an empty file."""
     try:
         is_folder = entry.is_dir()
         return is_folder, 0 if is_folder else entry.stat().st_size
@@ -245,14 +247,16 @@ def _look_at(entry: os.DirEntry[str]) -> tuple[bool, int]:
 
 
 def _writer_tag() -> str:
-    """Machine and process: names nobody else's temporary files, and tells later whose they were."""
+    """Tag of machine and process: makes temporary names unique, and identifies their writers
+    later."""
     return f"{_machine()}.{os.getpid()}"
 
 
 @functools.cache
 def _machine() -> str:
-    """Where this process's number means something: a boot of a host, and a namespace of processes
-    there, as containers may share a host's name. No dots: those part it from the rest."""
+    """The scope in which this process's number is unique: the boot of a host, and a namespace of
+    processes there, as containers may share a host's name. Contains no dots, which separate the
+    parts of a name."""
     boot, space = "", ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
@@ -261,8 +265,8 @@ def _machine() -> str:
 
 
 def _writer_is_dead(temp: str) -> bool:
-    """True when `temp` is of a process of this machine that is no more. A process number that was
-    given out again delays the cleaning, nothing worse."""
+    """True if a process of this machine wrote `temp` and has ended. A reused process number only
+    delays the cleaning."""
     *_, machine, pid, serial = ["", "", *temp.removesuffix(".tmp").split(".")]
     if not (serial.isdigit() and pid.isdigit() and machine == _machine()):
         return False

@@ -1,4 +1,4 @@
-"""Failures of a store: which may pass, trying again, and what to tell the user of the others."""
+"""Failures of a store: which ones are transient, retries, and advice to the user for the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .fsspec_backend import error_code, http_status
 Result = TypeVar("Result")
 
 _chance = random.Random()
-"""The global one is the training's, where the agent is in its process."""
+"""A generator of its own: the global one is the training's if the agent runs in its process."""
 
 _TRANSIENT_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _TRANSIENT_ERRNO = {
@@ -45,8 +45,9 @@ _TRANSIENT_ERRNO = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""ESHUTDOWN, ENOTCONN: a file system's client that its servers threw out comes back by itself."""
-# Clients have errors of their own, which are no OSError; told by name, so as not to import them.
+"""ESHUTDOWN, ENOTCONN: a file system's client that was evicted by its servers reconnects by
+itself."""
+# Clients have errors of their own, which are no OSError; recognized by name, to import no client.
 _TRANSIENT_NAMES = (
     "ClientConnectionError",
     "ClientPayloadError",
@@ -62,31 +63,31 @@ _TRANSIENT_NAMES = (
 _NO_ROOM = {errno.EDQUOT, errno.ENOSPC}
 _INSUFFICIENT_STORAGE = 507
 _USED_UP = re.compile(r"(?!.*Throttle).*(QuotaExceeded|StorageFull)")
-"""What S3 servers call it, with any status: Ceph and others say QuotaExceeded, with 403; MinIO puts
-its own name before that, or before StorageFull."""
+"""Error codes of S3 servers for a full store, with any status: Ceph and others use QuotaExceeded,
+with 403; MinIO puts its own name before that, or before StorageFull."""
 _LESS = "keep fewer versions (one more than persistent_keep_last must fit)"
 _ADVICE = {
     errno.EACCES: "give this user the right to write there",
     errno.EPERM: "give this user the right to write there",
     errno.EDQUOT: f"the quota is used up: free space, raise it, or {_LESS}",
-    errno.ENOENT: "the place is not there: create the bucket or directory, or mount it",
+    errno.ENOENT: "it does not exist: create the bucket or directory, or mount it",
     errno.ENOSPC: f"the device is full: free space, or {_LESS}",
-    errno.ENOTDIR: "name a directory",
-    errno.EROFS: "the file system is mounted read-only: remount it, or name another place",
+    errno.ENOTDIR: "use the path of a directory",
+    errno.EROFS: "the file system is mounted read-only: remount it, or use another path",
 }
 _STATUS_ADVICE = {
     400: "the store did not understand the request: check the endpoint and region",
     401: "check the credentials (AWS_ACCESS_KEY_ID and the like)",
-    403: "check the credentials, and that they may write there",
+    403: "check the credentials, and their right to write there",
     404: _ADVICE[errno.ENOENT],
     _INSUFFICIENT_STORAGE: _ADVICE[errno.ENOSPC],
 }
 
 
 def is_transient(error: BaseException) -> bool:
-    """True when the same call may succeed a little later.
+    """True if the same call may succeed a little later.
 
-    A status of the server decides before an errno: clients translate the former roughly.
+    A status of the server takes precedence over an errno: clients translate statuses imprecisely.
     """
     status = http_status(error)
     if status is not None:
@@ -94,14 +95,14 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, TimeoutError | ConnectionError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        # Below zero: no errno, but what a look-up of a host's name ended with.
+        # Below zero: not an errno, but the result of a host name lookup.
         return error.errno in _TRANSIENT_ERRNO or error.errno < 0
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_TRANSIENT_NAMES)
 
 
 def lacks_room(error: BaseException) -> bool:
-    """True for a PersistentError that ends when something there is removed."""
+    """True for a PersistentError that ends when files there are removed."""
     cause = error.__cause__
     if not isinstance(error, PersistentError) or cause is None:
         return False
@@ -115,11 +116,11 @@ def _used_up(error: BaseException) -> bool:
 
 
 def advice(error: BaseException) -> str:
-    """What to do about a permanent error."""
+    """Advice for a permanent error."""
     if _used_up(error):
         return _ADVICE[errno.EDQUOT]
     if error_code(error) == "RequestTimeTooSkewed":
-        return "set this machine's clock: signatures are good for minutes around the store's time"
+        return "set this machine's clock: the store rejects signatures minutes off its own time"
     status = http_status(error)
     if status in _STATUS_ADVICE:
         return _STATUS_ADVICE[status]
@@ -134,7 +135,7 @@ def advice(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with jitter: thousands of nodes must not come back all at once.
+    """Exponential backoff with jitter: thousands of nodes must not retry at the same moment.
 
     The k-th wait is uniform in [d/2, d), d = min(first_seconds * 2**k, most_seconds).
     """
@@ -144,18 +145,18 @@ class RetryPolicy:
     most_seconds: float = 30.0
 
     def wait_seconds(self, failures: int, uniform: float) -> float:
-        """How long to wait after so many failures; `uniform` is in [0, 1)."""
+        """Seconds to wait after `failures` failures; `uniform` is in [0, 1)."""
         longest = min(self.first_seconds * 2.0 ** (failures - 1), self.most_seconds)
         return longest * (0.5 + uniform / 2)
 
 
 class RetryingBackend:
-    """A backend that tries again what may pass, and says of the rest what to do.
+    """A backend that retries transient failures, and gives advice for the others.
 
-    Raises PersistentError, and FileNotFoundError or FileExistsError where they are answers. Every
-    operation of a backend may be repeated: a put starts anew and is atomic, a range is written
-    again. An exclusive put may find what an earlier try of its own left there; the caller tells by
-    the content. `sleep` may raise, to give up (see `pacer.FlushPacer.sleep`).
+    Raises PersistentError, and FileNotFoundError or FileExistsError if they answer the call. Every
+    operation of a backend may be repeated: a put starts from the beginning and is atomic, a range
+    is written again. An exclusive put may find the file of its own earlier attempt; the caller
+    recognizes it by the content. `sleep` may raise, to give up (see `pacer.FlushPacer.sleep`).
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class RetryingBackend:
 
 
 def _of_the_store(error: Exception) -> bool:
-    """True for what storage and its clients raise; our own errors and bugs are not retried."""
+    """True for errors of storage and its clients; other errors and bugs are not retried."""
     if isinstance(error, OSError):
         return not isinstance(error, PersistentError)
     return http_status(error) is not None or type(error).__module__.split(".")[0] in (

@@ -1,7 +1,7 @@
-"""How the shards of a version lie in files: shared ones, or one per writer and group.
+"""Layout of a version's shards in files: shared files, or one per writer and group.
 
-Both leave, with every shard, a record that is durable only after the shard is; whoever sees valid
-records of a whole group knows that the group is durable, whoever wrote it.
+In both layouts every shard has a record that is durable only after the shard. So valid records of a
+whole group prove that the group is durable, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tierckpt.format.version_records import ShardRecord, decode_shards, encode_s
 from .backend import WINDOW_BYTES, Backend
 
 FOOTER_BYTES = 1 << 16
-"""So much of a file's end is read at first, in the hope that all records are in it."""
+"""Bytes of a file's end that are read first; usually they contain all records."""
 
 _TAIL = b"TCKPPART"
 
@@ -36,42 +36,43 @@ class Source(Protocol):
 
     @property
     def shard(self) -> int:
-        """Its number."""
+        """Number of the shard."""
         ...
 
     @property
     def most_bytes(self) -> int:
-        """A bound on its length."""
+        """Upper bound of its length."""
         ...
 
     def windows(self) -> Iterator[memoryview]:
-        """All of it, from the beginning at every call; each window is at most WINDOW_BYTES long and
-        valid until the next is asked for."""
+        """The windows of the shard, from the beginning at every call; each is at most WINDOW_BYTES
+        long and valid until the next one is requested."""
         ...
 
     @property
     def still_sealed(self) -> Callable[[], bool]:
-        """Asked after the last window; False means that what was read had changed."""
+        """Called after the last window; False means that the bytes changed while they were read."""
         ...
 
     @property
     def manifest(self) -> bytes:
-        """What is stored with it; asked for after the last window."""
+        """The manifest stored with the shard; valid after the last window."""
         ...
 
     @property
     def base(self) -> VersionName | None:
-        """The version that it refers to, which must not go while it is there; as `manifest`."""
+        """The version that the shard refers to, which must not be removed before it; valid after
+        the last window."""
         ...
 
     def is_stored_as(self, record: ShardRecord) -> bool:
-        """True when what an earlier try left is the same."""
+        """True if the record of an earlier attempt describes the same shard."""
         ...
 
 
 @dataclass(frozen=True)
 class ShardSource:
-    """A shard in memory. That belongs to the caller and must not change meanwhile."""
+    """A shard in memory. The caller owns the memory, which must not change during a flush."""
 
     shard: int
     image: memoryview
@@ -79,11 +80,11 @@ class ShardSource:
     still_sealed: Callable[[], bool] = lambda: True
     """See `Source.still_sealed`."""
     base: VersionName | None = None
-    """None: it refers to nothing."""
+    """None: the shard refers to no other version."""
 
     @property
     def most_bytes(self) -> int:
-        """Its length."""
+        """Length of the shard."""
         return len(self.image)
 
     def windows(self) -> Iterator[memoryview]:
@@ -98,10 +99,10 @@ class ShardSource:
 
 
 class GroupFiles(Protocol):
-    """Where a version's shards are, while it is being made."""
+    """Files of a version's shards, while it is being made."""
 
     def runs(self, shards: Sequence[int]) -> Iterator[range]:
-        """Cut a writer's shards into what `write` takes at once."""
+        """Divide a writer's shards into the portions of `write`."""
         ...
 
     def write(self, sources: Sequence[Source], pacer: Callable[[int], None]) -> int:
@@ -109,40 +110,41 @@ class GroupFiles(Protocol):
         ...
 
     def stored(self, run: range) -> dict[int, ShardRecord]:
-        """What is durable of a run, by shard: what an earlier try of its writer left."""
+        """Records of a run's durable shards, by shard, left by an earlier attempt of its writer."""
         ...
 
     def whole(self, group: int) -> dict[int, ShardRecord] | None:
-        """Every shard's record, in files that are as long as these say; None when any lacks."""
+        """Records of all shards of the group, if the files are as long as the records say; None if
+        any is missing."""
         ...
 
 
 def parts_of(
     backend: Backend, name: VersionName, groups: Groups, largest_bytes: int, read_back: bool
 ) -> GroupFiles:
-    """Shared files where the backend has them, else one part per writer and group."""
+    """Shared files if the backend supports them, else one part per writer and group."""
     if backend.shared_writes:
         return SharedGroupFile(backend, name, groups, largest_bytes, read_back)
     return WriterGroupFiles(backend, name, groups, read_back)
 
 
 class Stream:
-    """One pass over a shard's bytes: paced, and hashed on the way."""
+    """One pass over a shard's bytes, with rate limit and hashing."""
 
     def __init__(self, source: Source, pacer: Callable[[int], None]) -> None:
         self.source, self._pacer = source, pacer
         self.nbytes, self.digest = 0, ""
-        """Of all windows, once they were all asked for."""
+        """Digest of all windows, after the last one was requested."""
 
     def windows(self) -> Iterator[memoryview]:
-        """The shard, window by window; from the beginning at every call."""
+        """The windows of the shard; from the beginning at every call."""
         found, nbytes = xxhash.xxh3_128(), 0
         for window in self.source.windows():
             self._pacer(len(window))
             found.update(window)
             nbytes += len(window)
-            if nbytes > self.source.most_bytes:  # the next place is another writer's
-                raise RuntimeError(f"shard {self.source.shard} is longer than was announced")
+            if nbytes > self.source.most_bytes:  # the next range belongs to another writer
+                raise RuntimeError(f"shard {self.source.shard} is longer than announced")
             yield window
         if not self.source.still_sealed():
             raise FlushCancelledError(
@@ -151,14 +153,14 @@ class Stream:
         self.nbytes, self.digest = nbytes, found.hexdigest()
 
     def record(self, file: str, offset: int) -> ShardRecord:
-        """Says that all that was asked for is there."""
+        """Record of the complete stream."""
         s = self.source
         base = s.base.stem if s.base else ""
         return ShardRecord(s.shard, file, offset, self.nbytes, self.digest, s.manifest, base)
 
 
 def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: str) -> None:
-    """Read stored bytes back. Raises CorruptShardError when they are not those of `digest`."""
+    """Read stored bytes back. Raises CorruptShardError if they do not match `digest`."""
     found, end = xxhash.xxh3_128(), offset + nbytes
     for begin in range(offset, end, WINDOW_BYTES):
         found.update(backend.read(path, begin, min(WINDOW_BYTES, end - begin)))
@@ -169,9 +171,9 @@ def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: 
 
 
 class SharedGroupFile:
-    """One file per group, which all its writers fill at once, each its own shards' places.
+    """One file per group, filled by all its writers at once, each in the ranges of its own shards.
 
-    (That places follow from a rule, and files are fewer than tasks, is SIONlib's idea.)
+    (Ranges that follow from a rule, and fewer files than tasks, are ideas of SIONlib.)
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class SharedGroupFile:
         self._largest_bytes, self._read_back = largest_bytes, read_back
 
     def runs(self, shards: Sequence[int]) -> Iterator[range]:
-        """Shard by shard: each has a place and a record of its own."""
+        """Shard by shard: each has a range and a record of its own."""
         return (range(s, s + 1) for s in sorted(set(shards)))
 
     def write(self, sources: Sequence[Source], pacer: Callable[[int], None]) -> int:
@@ -245,16 +247,16 @@ class SharedGroupFile:
         return found
 
     def _place(self, shard: int) -> tuple[str, int, SharedPlaces]:
-        """File, index in it, and the file's arithmetic."""
+        """File, index in it, and the file's layout."""
         group = self._groups.of(shard)
         members = self._groups.members(group)
         places = SharedPlaces(len(members), self._largest_bytes)
         return f"{self._groups.label(group)}{SHARDS}", members.index(shard), places
 
 
-def _no_room(url: str, source: Source, what: str, places: SharedPlaces) -> PersistentError:
+def _no_room(url: str, source: Source, size: str, places: SharedPlaces) -> PersistentError:
     return PersistentError(
-        f"{url}: shard {source.shard} has {what}; its place was made for {places.largest_bytes}: "
+        f"{url}: shard {source.shard} has {size}; its range was made for {places.largest_bytes}: "
         "largest_bytes must be the maximum over all ranks for this very version",
         url,
         transient=False,
@@ -262,7 +264,7 @@ def _no_room(url: str, source: Source, what: str, places: SharedPlaces) -> Persi
 
 
 def _only(area: bytes) -> ShardRecord | None:
-    """The record in its area of the table; None when it was not, or not wholly, written."""
+    """The record in its slot of the table; None if it was not, or not completely, written."""
     try:
         (record,) = decode_shards("shard", area).values()
     except (CorruptShardError, FormatError, ValueError):
@@ -273,7 +275,7 @@ def _only(area: bytes) -> ShardRecord | None:
 class WriterGroupFiles:
     """One object per writer and group: its shards one after the other, their records at the end.
 
-    An object that is there is complete, so it needs no other sign.
+    An existing object is complete, so it needs no other mark.
     """
 
     def __init__(
@@ -303,7 +305,7 @@ class WriterGroupFiles:
                 offset += stream.nbytes
             yield memoryview(_footer(records))
 
-        self._backend.discard(path)  # an upload of ours that was cut short by a kill
+        self._backend.discard(path)  # own upload, interrupted by a kill
         about = sum(s.most_bytes + s.most_bytes // 8192 + 4096 for s in ordered)
         self._backend.put(path, content, about)
         if self._read_back:
@@ -323,8 +325,8 @@ class WriterGroupFiles:
             return {}
 
     def whole(self, group: int) -> dict[int, ShardRecord] | None:
-        """See `GroupFiles.whole`. The names in the group's folder say whether anything lacks; only
-        then are the objects' ends read."""
+        """See `GroupFiles.whole`. The names in the group's folder show whether an object is
+        missing; the objects' ends are read only if none is."""
         label, members = self._groups.label(group), set(self._groups.members(group))
         runs = [parse_run(n) for n in self._backend.sizes(f"{self._name.stem}/{label}")]
         if not members <= {shard for run in runs if run for shard in run}:
@@ -338,7 +340,7 @@ class WriterGroupFiles:
         return f"{self._groups.label(self._groups.of(run[0]))}/{run_name(run)}"
 
     def _records(self, file: str) -> dict[int, ShardRecord] | None:
-        """What the end of an object says; None when that is not what it should be."""
+        """Records at the end of an object; None if the end is not valid."""
         path = f"{self._name.stem}/{file}"
         size = self._backend.size(path)
         guess = min(size, FOOTER_BYTES)

@@ -1,4 +1,4 @@
-"""Reading one stored shard, in ranges."""
+"""Ranged reads of one stored shard."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .shard_groups import check_stored
 
 
 class ShardReader:
-    """One shard's bytes, wherever they lie. Threads may read at once.
+    """Bytes of one stored shard. Threads may read at once.
 
-    Nothing is checked while reading ranges: the shard's own manifest has a checksum for every
-    block, and whoever uses a range compares those. `verify` checks all bytes as stored.
+    Reads are unchecked: the shard's own manifest has a checksum for every block, and the user of a
+    range compares those. `verify` checks all stored bytes.
     """
 
     def __init__(self, backend: Backend, path: str, record: ShardRecord) -> None:
@@ -20,7 +20,7 @@ class ShardReader:
 
     @property
     def manifest(self) -> bytes:
-        """The shard's own manifest, unchecked but for the record it came in."""
+        """The shard's own manifest; its only check is that of the record that contains it."""
         return self._record.manifest
 
     @property
@@ -30,12 +30,12 @@ class ShardReader:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Location, for messages."""
         first = self._record.offset
         return f"{self._backend.url}/{self._path}, bytes {first} to {first + self.nbytes}"
 
     def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """A range of the shard. Raises EOFError when the file is shorter than it was."""
+        """Read a range of the shard. Raises EOFError if the file has become shorter."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         begin = self._begin_of(offset, nbytes)
         data = self._backend.read(self._path, begin, nbytes)
@@ -48,7 +48,7 @@ class ShardReader:
         self._see_that_all_came(self._backend.read_into(self._path, begin, into), len(into))
 
     def _begin_of(self, offset: int, nbytes: int) -> int:
-        """In the file."""
+        """Offset in the file."""
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} of {self.nbytes}")
         return self._record.offset + offset

@@ -1,19 +1,19 @@
 """The `persistent` level's store: whole versions on a parallel file system or an object store.
 
-There is no coordinator and no collective. Every writer (a node's agent) stores its own shards;
-each leaves a record when it is durable. Who then sees the records of a whole group writes the
-group's record; who then sees all groups' writes the version's manifest, which alone makes the
-version exist. Two that see it at once write the same bytes. Whoever writes last sees everything,
-so if nobody dies the manifest comes; and if the last one dies, any later `flush` of the same
-version, also with no shards, finishes it.
+There is no coordinator and no collective call. Every writer (a node's agent) stores its own shards
+and writes a record when they are durable. A writer that sees the records of a whole group writes
+the group's record; a writer that sees all groups' records writes the version's manifest, which
+alone makes the version exist. Two writers that see this at once write the same bytes. The last
+writer sees everything, so if no writer dies the manifest is written; and if the last one dies, any
+later `flush` of the same version, also without shards, finishes it.
 
-A version that is being removed has a `.retired` mark from before its manifest goes until after its
-folder has. A writer that made a manifest looks for the mark, and then for the folder. Without a
-mark there the remover is through, and the folder is gone, or has not begun, and will remove the
-manifest itself. So no manifest outlives its shards (but that of a writer killed at this very point:
-its readers find no shards, and go on to the next version). Pins and removers look for each other in
-the same way, each after having set its own mark; and so do removers and versions that refer to what
-is being removed, whose mark is their manifest.
+A version that is being removed has a `.retired` mark from before its manifest is removed until its
+folder is gone. A writer that made a manifest looks for the mark, and then for the folder. If there
+is no mark, either the remover has finished, and the folder is gone; or it has not begun, and will
+remove the manifest itself. So no manifest outlives its shards (except that of a writer killed at
+this very point: its readers find no shards, and try the next version). Pins and removers look for
+each other in the same way, each after having set its own mark; and so do removers and versions that
+refer to the version being removed, whose mark is their manifest.
 """
 
 from __future__ import annotations
@@ -55,22 +55,24 @@ from .shard_reader import ShardReader
 
 @dataclass(frozen=True)
 class FlushResult:
-    """What a flush did."""
+    """Result of a flush."""
 
     committed: bool
-    """The version exists now; False while other writers' shards are missing."""
+    """The version exists now; False if other writers' shards are missing."""
     written_bytes: int
     reused_bytes: int
-    """Durable already, by an earlier flush that was cut short."""
+    """Bytes that an earlier, interrupted flush had already made durable."""
     seconds: float
 
 
 class PersistentStore:
-    """See the module's text. One thread per instance; any number of instances, anywhere.
+    """Store of one persistent path. One thread per instance; any number of instances, on any
+    machine.
 
-    `path` is a directory or any URL that fsspec knows; `storage_options` go there. All writers of
-    a job must give the same `shards_per_group`. `sleep` waits between tries and may raise to give
-    up. Errors are PersistentError; FileNotFoundError is the answer for what does not exist.
+    `path` is a directory or any URL that fsspec knows, which receives `storage_options`. All
+    writers of a job must give the same `shards_per_group`. `sleep` waits between attempts and may
+    raise to give up. Errors are PersistentError; FileNotFoundError is raised for things that do not
+    exist.
     """
 
     def __init__(
@@ -92,15 +94,15 @@ class PersistentStore:
 
     @property
     def url(self) -> str:
-        """The place, for messages."""
+        """Address of the store, for messages."""
         return self.backend.url
 
     def create(self) -> None:
-        """Make the directory; on an object store nothing."""
+        """Create the directory; does nothing on an object store."""
         self.backend.create()
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close connections."""
         self.backend.close()
 
     def lease(
@@ -110,16 +112,17 @@ class PersistentStore:
         return Lease(self.backend, run_id, owner, clock or SystemClock(), begins=begins)
 
     def take_over(self) -> str | None:
-        """Free the place from the job that holds it, and tell who that was; None when nobody did.
+        """Free the path from the job that holds its lease; returns the owner, or None if there was
+        none.
 
-        For one that hangs and cannot be ended. It loses nothing: what it has there stays.
+        For a job that hangs and cannot be ended. It loses no data: its versions stay.
         """
         taken = self._nobody().take_away()
         return taken.owner if taken else None
 
     def owner(self) -> str:
-        """Which job has the place's lease, and where that is; empty when none does. It may be dead:
-        that takes the lease's time to be seen."""
+        """Job and node that hold the lease; empty if there is no lease. The job may be dead: that
+        is known only after the lease's duration."""
         newest = self._nobody().newest()
         return newest.owner if newest and newest.run_id else ""
 
@@ -137,11 +140,11 @@ class PersistentStore:
     ) -> FlushResult:
         """Make this writer's shards durable, and the version, if they were the last ones.
 
-        After an error or a kill: what is durable is not written again by the next flush of the
-        same version; nothing else was changed, and if the error came last, the version exists.
-        `pacer` is called with the size of each window before it is read, and may wait or raise (see
-        `pacer.FlushPacer`); FlushCancelledError is also raised when somebody has retired the
-        version. Without `sources`, only what others left to be finished is.
+        After an error or a kill, the next flush of the same version does not write durable shards
+        again; nothing else was changed, and if the error came last, the version exists. `pacer` is
+        called with the size of each window before it is read, and may wait or raise (see
+        `pacer.FlushPacer`). Raises FlushCancelledError also if the version was retired meanwhile.
+        Without `sources`, only unfinished work of other writers is finished.
         """
         begin = time.perf_counter()
         name = facts.name
@@ -167,7 +170,7 @@ class PersistentStore:
     def _close_group(
         self, name: VersionName, parts: GroupFiles, groups: Groups, group: int
     ) -> bool:
-        """Write the group's record if the group is whole; False if it is not."""
+        """Write the group's record if the group is complete; False if it is not."""
         path = _group_path(name, groups, group)
         try:
             self.backend.size(path)
@@ -198,7 +201,8 @@ class PersistentStore:
         )
         self._check_not_retired(name)
         self._put(name.stem + MANIFEST, manifest.encode())
-        # Whatever fails from here on, the version exists, unless this says that it must not.
+        # If anything fails from here on, the version exists, unless the check says that it must
+        # not.
         why = self._why_void(name, set(files), bases)
         if why:
             self.backend.delete(name.stem + MANIFEST)
@@ -206,7 +210,8 @@ class PersistentStore:
         return True
 
     def _why_void(self, name: VersionName, files: set[str], bases: Sequence[VersionName]) -> str:
-        """Who removes it may not have seen the manifest; in this order, see the module's text."""
+        """Why the new version must not exist: its remover may not have seen the manifest. The order
+        of the checks matters, see the module's docstring."""
         if self._there(name.stem + RETIRED):
             return f"{name} was retired while it was being flushed"
         if not self.backend.sizes(name.stem).keys() >= files:
@@ -220,7 +225,7 @@ class PersistentStore:
         self.backend.put(path, lambda: iter([memoryview(data)]), len(data))
 
     def exists(self, name: VersionName) -> bool:
-        """True when the version's manifest is there."""
+        """True if the version's manifest exists."""
         return self._there(name.stem + MANIFEST)
 
     def _there(self, path: str) -> bool:
@@ -241,8 +246,8 @@ class PersistentStore:
         return self._with_suffix(MANIFEST)
 
     def obstructed(self) -> list[VersionName]:
-        """Versions that may exist, as there is a folder where the manifest would be. One listing.
-        None is made by us."""
+        """Versions that may exist, as there is a folder with the name of the manifest. One listing.
+        This package never makes such folders."""
         return self._with_suffix(f"{MANIFEST}/")
 
     def pinned(self) -> list[VersionName]:
@@ -250,19 +255,19 @@ class PersistentStore:
         return self._with_suffix(PIN)
 
     def suspects(self) -> list[VersionName]:
-        """Versions with a mark that says that replicas differed."""
+        """Versions with a mark that replicas differed."""
         return self._with_suffix(SUSPECT)
 
     def suspicion(self, name: VersionName) -> bytes:
-        """What the mark says; FileNotFoundError without one."""
+        """Content of the mark; FileNotFoundError without one."""
         return self.backend.read(name.stem + SUSPECT)
 
     def mark_suspect(self, name: VersionName, text: bytes) -> None:
-        """Mark a version, be it there yet or not."""
+        """Mark a version, whether it exists yet or not."""
         self._put(name.stem + SUSPECT, text)
 
     def incomplete(self) -> list[VersionName]:
-        """Versions that somebody began to write or to remove and that do not exist."""
+        """Versions whose writing or removal began and that do not exist."""
         names = self.backend.sizes()
         stems = {n.rstrip("/") for n in names if n.endswith("/")}
         stems |= {n.removesuffix(RETIRED) for n in names if n.endswith(RETIRED)}
@@ -276,17 +281,18 @@ class PersistentStore:
         return bool(versions or self._nobody().numbers())
 
     def read_manifest(self, name: VersionName) -> VersionManifest:
-        """The version's manifest, checked. Raises CorruptShardError or FormatError if it isn't."""
+        """The version's manifest, checked. Raises CorruptShardError or FormatError if the check
+        fails."""
         manifest = VersionManifest.decode(self.backend.read(name.stem + MANIFEST))
         if manifest.name != name:
             raise FormatError(f"{self.url}: the manifest of {name} says it is {manifest.name}")
         return manifest
 
     def open_shard(self, name: VersionName, shard: int) -> ShardReader:
-        """Ranged reads of one shard. Reads the manifest and the group's record when needed first.
+        """Open one shard for ranged reads. Reads the manifest, and the group's record if needed.
 
-        Raises FileNotFoundError when there is no such version or shard, CorruptShardError and
-        FormatError when what says where it is is damaged.
+        Raises FileNotFoundError if there is no such version or shard, CorruptShardError and
+        FormatError if the manifest or the record is damaged.
         """
         if not 0 <= shard < name.shards:
             raise FileNotFoundError(f"{name} has {name.shards} shards, and no shard {shard}")
@@ -299,7 +305,7 @@ class PersistentStore:
             if fingerprint(data) != expected:
                 raise CorruptShardError(f"{self.url}/{name.stem}/{file} differs from its checksum")
             if any(n != name for n, _ in self._groups_read):
-                self._groups_read.clear()  # of one version at a time: that is all a restart needs
+                self._groups_read.clear()  # of one version at a time: a restart needs no more
             records = self._groups_read[name, group] = decode_shards("group", data)
         return ShardReader(self.backend, f"{name.stem}/{records[shard].file}", records[shard])
 
@@ -310,7 +316,8 @@ class PersistentStore:
     # --- removing ------------------------------------------------------------------------------
 
     def pin(self, name: VersionName) -> None:
-        """Keep a version for good. FileNotFoundError when it is not there, or about to go."""
+        """Keep a version until it is unpinned. FileNotFoundError if it does not exist, or is being
+        removed."""
         self._put(name.stem + PIN, b"")
         if not self.exists(name) or self._there(name.stem + RETIRED):
             self.unpin(name)
@@ -321,22 +328,22 @@ class PersistentStore:
         self.backend.delete(name.stem + PIN)
 
     def retire(self, name: VersionName) -> bool:
-        """Make a version not exist, or never come to exist; False when a pin, or a version that
+        """Remove a version, or prevent it from being completed; False if a pin, or a version that
         refers to it, came in between.
 
-        Mark, manifest, shards, mark: in this order. Readers that have its files open read on from
-        a file system; on an object store they get FileNotFoundError. Where something of the folder
-        cannot go yet (NFS), the mark stays, and the next retention tries again.
+        The order is: mark, manifest, shards, mark. Readers with open files continue to read on a
+        file system; on an object store they get FileNotFoundError. If a part of the folder cannot
+        be removed yet (NFS), the mark stays, and the next retention tries again.
         """
         return self._retire(name, lambda: self._there(name.stem + PIN) or self._is_base(name))
 
     def give_up(self, name: VersionName) -> bool:
-        """The same for a version of which a part will never come; False when it exists."""
+        """As `retire`, for a version that will never be complete; False if it exists."""
         return self._retire(name, lambda: self.exists(name))
 
     def _retire(self, name: VersionName, stays: Callable[[], bool]) -> bool:
         self._put(name.stem + RETIRED, b"")
-        if stays():  # asked with the mark there: who makes it stay looks for that
+        if stays():  # checked after the mark is set: a process that pins looks for the mark
             self.backend.delete(name.stem + RETIRED)
             return False
         self.backend.delete(name.stem + MANIFEST, name.stem + SUSPECT)
@@ -346,7 +353,7 @@ class PersistentStore:
         return True
 
     def _is_base(self, name: VersionName) -> bool:
-        """True when a version that exists refers to this one. Manifests do not change: each is read
+        """True if an existing version refers to this one. Manifests do not change: each is read
         once."""
         there = [n for n in self.versions() if n.run_id == name.run_id and n.id > name.id]
         for other in there:
@@ -361,13 +368,14 @@ class PersistentStore:
     def retain(
         self, policy: RetentionPolicy, name: VersionName, lease: Lease | None = None
     ) -> list[VersionName]:
-        """Apply retention after `name`, of the asking life, was committed; returns what went.
+        """Apply retention after `name`, a version of this run, was committed; returns the removed
+        versions.
 
-        Called by the writer whose flush committed (`FlushResult.committed`); several at once are
-        harmless. Removals that were cut short are finished, and what was begun and never completed
-        goes too: of this run what is older than `name` (every writer flushes in order, so all are
-        through with it). What other runs have goes only while `lease` says that they are no more.
-        Raises the first error, after all was tried.
+        Called by the writer whose flush committed (`FlushResult.committed`); concurrent calls are
+        harmless. Interrupted removals are finished, and unfinished versions are removed too: of
+        this run those older than `name` (every writer flushes in order, so all have finished with
+        them). Other runs' versions are removed only while `lease` shows that those runs have ended.
+        Raises the first error, after everything was tried.
         """
         asking = self.read_manifest(name).facts
         dead = [n for n in self.incomplete() if n.id < name.id or n.run_id != name.run_id]
@@ -376,10 +384,9 @@ class PersistentStore:
     def make_room(
         self, policy: RetentionPolicy, asking: VersionFacts, lease: Lease | None = None
     ) -> list[VersionName]:
-        """Apply retention although the version `asking` could not be stored, as it is after the
-        newest one of its run that could; otherwise as `retain`. Of what this run has begun nothing
-        goes: other writers may still be at it.
-        """
+        """Apply retention although the version `asking` could not be stored, as it will be after
+        the newest stored version of its run; otherwise as `retain`. No unfinished version of this
+        run is removed: other writers may still be writing it."""
         dead = [n for n in self.incomplete() if n.run_id != asking.run_id]
         return self._retain(policy, asking, dead, lease)
 
@@ -396,7 +403,7 @@ class PersistentStore:
             try:
                 manifest = self.read_manifest(found)
             except (FileNotFoundError, CorruptShardError, FormatError):
-                continue  # gone meanwhile; or damaged: that is for people to look at
+                continue  # gone meanwhile; or damaged: left for people to inspect
             suspect = found in suspects or bool(manifest.facts.suspect)
             held.append(HeldVersion(manifest.facts, found in pins, manifest.bases, suspect))
         gone = retirable_names(held, policy, asking)
@@ -408,7 +415,7 @@ class PersistentStore:
 
     def _retire_all(self, going: set[VersionName]) -> list[VersionName]:
         went, failed = [], None
-        # The newest first: what another refers to goes after that one, never before it.
+        # Newest first: a version is removed after those that refer to it, never before.
         for name in sorted(going, reverse=True):
             try:
                 if self.retire(name):
@@ -420,11 +427,11 @@ class PersistentStore:
         return sorted(went)
 
     def retired(self) -> list[VersionName]:
-        """Versions with the mark: they are being removed, or somebody was killed at it."""
+        """Versions with the mark: their removal is running, or was interrupted."""
         return self._with_suffix(RETIRED)
 
     def clean(self) -> None:
-        """Remove what killed processes of this machine left half-written, in every version."""
+        """Remove unfinished writes of killed processes of this machine, in every version."""
         for folder in ("", *(f"{n.stem}/" for n in [*self.versions(), *self.incomplete()])):
             self.backend.discard(folder)
 
@@ -434,7 +441,7 @@ def _group_path(name: VersionName, groups: Groups, group: int) -> str:
 
 
 def _all_stored(stored: dict[int, ShardRecord], wanted: Sequence[Source]) -> bool:
-    """True when what is stored is what is wanted, by the shards' own manifests."""
+    """True if the stored shards are the wanted ones, by the shards' own manifests."""
     return all(
         (record := stored.get(s.shard)) is not None and s.is_stored_as(record) for s in wanted
     )
