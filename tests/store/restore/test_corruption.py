@@ -244,7 +244,7 @@ def test_a_disk_that_fails_is_a_damaged_copy(
 
     def cut_short_then(image: Any) -> Any:
         header = check_header(image)
-        if image.manifest.version == STEPS:
+        if image.manifest.id.version == STEPS:
             os.truncate(damaged.data(STEPS), header.header_bytes)
         return header
 
