@@ -275,7 +275,7 @@ def test_a_pin_that_cannot_be_set_yet_costs_no_version_and_none_is_removed_for_i
             said = zero.flush(pinned_on_local(tmp_path, version))
             assert (type(said), said.complete) == (Flushed, True)
     assert len(zero.warnings()) == 2
-    assert "v1 could not be pinned as it is on local: no right to pin" in zero.warnings()[0]
+    assert "v1 could not be pinned as on the local level: no right to pin" in zero.warnings()[0]
     assert (versions(place), pins(place)) == ([1, 2], [])
     zero.flush(order(3))
     assert (versions(place), pins(place)) == ([1, 2, 3], [1, 2])

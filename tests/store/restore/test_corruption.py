@@ -230,7 +230,7 @@ def test_nothing_sound_is_no_fresh_start_beside_what_is_left(left: Left, tmp_pat
         with pytest.raises(RestoreError, match=rf"\(v{STEPS} was one\) and has none") as caught:
             job.restore()
         assert str(caught.value).count("truncated") == 2
-        assert "moving away what is left" in str(caught.value)
+        assert "moving the remaining files away" in str(caught.value)
         job.checkpointer.abandon()
 
 
@@ -244,7 +244,7 @@ def test_a_disk_that_fails_is_a_damaged_copy(
 
     def cut_short_then(image: Any) -> Any:
         header = check_header(image)
-        if image.manifest.version == STEPS:
+        if image.manifest.id.version == STEPS:
             os.truncate(damaged.data(STEPS), header.header_bytes)
         return header
 

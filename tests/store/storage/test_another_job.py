@@ -64,7 +64,7 @@ def test_a_job_that_moved_under_another_name_is_told_how_to_keep_its_own(job: An
         assert second.restore() == STEPS
         (warning,) = warnings(second)
         assert "written by job 'here-" in warning
-        assert "this one is called 'there-" in warning
+        assert "this job is called 'there-" in warning
         assert "in use by" not in warning, "it ended, and gave the place back"
         second.run(STEPS + 1)
     with job("there") as third:

@@ -198,7 +198,7 @@ def test_the_command_that_takes_a_place_over(
 ) -> None:
     made(tmp_path).lease("1111", "job on node1").ensure()
     assert main.main(["takeover", str(tmp_path)]) == 0
-    assert "it was job on node1's; the next job" in capsys.readouterr().out
+    assert "taken from job on node1; the next job" in capsys.readouterr().out
     assert main.main(["takeover", str(tmp_path)]) == 0
     assert "no job holds it" in capsys.readouterr().out
     assert main.main(["takeover", str(tmp_path / "jbo")]) == 1
@@ -258,7 +258,7 @@ def test_only_the_member_that_begins_takes_the_first_lease(tmp_path: Path) -> No
     clock = FakeClock()
     first = lease(tmp_path, "1111", clock)
     second = made(tmp_path).lease("1111", "job of 1111", clock, begins=False)
-    with pytest.raises(FileNotFoundError, match="another place"):
+    with pytest.raises(FileNotFoundError, match="is it mounted"):
         second.ensure()
     assert list(tmp_path.iterdir()) == []
     assert first.ensure() == second.ensure() == 1

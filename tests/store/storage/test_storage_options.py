@@ -119,7 +119,7 @@ def test_a_job_does_not_start_afresh_beside_what_it_is_not_let_see(
     with job(agent="inline", **{STORAGE_OPTIONS: {**right, "secret": WRONG}}) as shut_out:
         with pytest.raises(RestoreError, match="credentials") as refused:
             shut_out.restore()
-        with pytest.raises(RestoreError, match=r"v2 was found on any level, and .* not be seen"):
+        with pytest.raises(RestoreError, match=r"v2 was found on any level; .* could not be read"):
             shut_out.restore(version=2)
     assert "does not start from the beginning" in str(refused.value)
     assert "s3://" in str(refused.value)
