@@ -37,7 +37,7 @@ BUILT_IN = {
 
 class ReleaseHook:
     """The hook of one DDP module. A module accepts only one hook, ever; consecutive checkpointers
-    share it. `release` runs on autograd's thread."""
+    share it. `release` is called in `backward()`, on the training thread or autograd's."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.inner: tuple[Any, CommHook] | None = None

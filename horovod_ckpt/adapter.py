@@ -187,7 +187,7 @@ class HorovodAdapter(PlainAdapter):
         return VOID if self._between else 0
 
     def newly_unreduced(self) -> Iterable[torch.Tensor]:
-        """The parameters that are trained now, but were frozen or in no optimizer before."""
+        """Those of `untrained_parameters` that are trained now; Horovod does not reduce them."""
         thawed = [p for p in self._untrained if p.requires_grad]
         if not thawed:
             return ()

@@ -54,7 +54,7 @@ def repair(
     if lacking != frozenset() and not was_lost(attempt.plan, levels.history.damaged):
         return True  # it never was on all disks, or has another number of ranks
     if any(source.rebuilt for source in attempt.plan.sources) and not levels.peers.ready:
-        return True  # the shards and parity it was rebuilt from still protect it, but no new one
+        return True  # the parity it was rebuilt from still protects it; a new version has none
     if lacking is None:
         return False
     parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.history.parities)
@@ -76,7 +76,7 @@ def repair(
             slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
     except (OSError, NoSlotError) as error:
         agreement.tell(LOCAL, id_, BROKEN)
-        reports.not_committed_later(id_, f"the repaired shard has no room in memory: {error}")
+        reports.not_committed_later(id_, f"the shard to repair cannot be kept in memory: {error}")
     else:
         levels.slot_handoff.commit_sealed(id_, slot)
     return True

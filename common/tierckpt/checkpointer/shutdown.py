@@ -118,45 +118,48 @@ class Shutdown:
         self.disk_answers = done = wait(max(self.last_call - time.monotonic(), 0.0))
         for id_ in () if done else self._agent.committing():
             why = f"{self._config.directory} has not stored it in {self.granted_seconds:.0f} s"
-            self._reports.not_committed_later(id_, f"{why}, and the job ends; {self._heir()}")
+            self._reports.not_committed_later(id_, f"{why}, and the job ends; {self._successor()}")
         self._reports.say()
         return done
 
-    def await_others(self, hear: Callable[[], None]) -> None:
+    def await_others(self, collect: Callable[[], None]) -> None:
         """Wait for other nodes and the persistent level: after the job the scheduler may take the
         node away.
 
         Waits only while there is progress, so that a hanging store does not keep the job from
         ending, and no longer than `HaltController` grants. Emits an event about the wait, and one
-        for each version that is incomplete at the end; `hear` reports failures during the wait."""
+        for each version that is incomplete at the end; `collect` reports failures during the
+        wait."""
         granted = self._halt.seconds_for_others
         if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True):
             return
-        self._reports.notice(f"waiting until everything is with {self._farther()}", logging.INFO)
-        if self._agent.outlast(self._patience_seconds, granted, hear):
+        self._reports.notice(
+            f"waiting until all versions are stored on {self._targets()}", logging.INFO
+        )
+        if self._agent.outlast(self._patience_seconds, granted, collect):
             return
-        hear()
+        collect()
         if not (incomplete := self._agent.under_way()):  # completed at the last moment
             return
         if granted() <= 0:
-            why = f"the job has to end, and not everything is with {self._farther()} yet"
+            why = f"the job has to end, and not all versions are stored on {self._targets()} yet"
         else:
             quiet = f"for {self._patience_seconds:.0f} s"
-            why = f"nothing has moved to {self._farther()} {quiet}, and the job ends"
-        text = f"{why}. This node's part stays in {self._config.directory}, and {self._heir()}"
+            why = f"nothing has moved to {self._targets()} {quiet}, and the job ends"
+        text = f"{why}. This node's part stays in {self._config.directory}, and {self._successor()}"
         for level, versions in incomplete.items():
             for id_ in versions:
                 self._reports.left_behind(level, id_, text)
 
-    def _farther(self) -> str:
+    def _targets(self) -> str:
         """The levels that versions are on their way to, in words."""
         return " and ".join(place_of(level, self._config) for level in self._agent.behind())
 
-    def _heir(self) -> str:
+    def _successor(self) -> str:
         """The process that continues with the incomplete versions, in words."""
         if self._config.agent == "inline":
-            return "the next run goes on from there"
-        return f"the node's agent (process {self._agent.pid}) goes on with it as long as it lives"
+            return "the next run continues from there"
+        return f"the node's agent (process {self._agent.pid}) continues as long as it runs"
 
 
 __all__ = ["Shutdown", "at_exit", "no_moment", "script_failed"]

@@ -1,8 +1,8 @@
-"""SIGKILL at every point of a checkpoint, and at points nobody chose: the course stays the same.
+"""SIGKILL at every point of a checkpoint, and at random points: the course stays the same.
 
 After each kill: the mark proves that it happened; the next run resumes no older version than
-promised (see `Life.promised`), and no version that the killed rank never sealed; and all losses,
-in whichever life, and the final state are those of the undisturbed job.
+promised (see `Life.promised`), and no version that the killed rank never sealed; and all losses, in
+every run, and the final state are those of the undisturbed job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.thorough import points, swept_points
 
 VERSION = 12
 BLOCKS = 9
-"""How many blocks a rank copies for a version, which is also how often `copy` is passed."""
+"""Number of blocks that a rank copies for a version, and of passes of the point `copy`."""
 
 TRAINER_POINTS = {
     "barrier": "kill@barrier:version=12",
@@ -30,7 +30,8 @@ TRAINER_POINTS = {
     "sealed": "kill@sealed:version=12",
 }
 
-# The second commit is that of v8. Retention keeps one version here: v4 goes when v8 is complete.
+# The second commit is that of v8. Retention keeps one version here: v4 is removed when v8 is
+# complete.
 AGENT_POINTS = {
     "agent": "kill@agent:version=8",
     "take spare": "kill@file:op=take_spare,hit=2",
@@ -58,13 +59,13 @@ IN_TURN = [f"{point}-{number % RANKS}" for number, point in enumerate(TRAINER_PO
 def test_a_trainer_is_killed(where: str, job: Job) -> None:
     point, _, number = where.rpartition("-")
     rank = int(number)
-    if rank == 1:  # in turn, the least that is allowed and what a job usually has
+    if rank == 1:  # in turn, the smallest allowed number and the usual one
         job.settings.update(slots=2, local_every_steps=0)
     rule = TRAINER_POINTS[point]
     killed = job.live({rank: rule})
     assert job.fired(rank, rule)
     resumed = job.live()
-    # Nothing is left to copy at many a barrier: the copier sealed already.
+    # At many barriers nothing is left to copy: the copier has sealed already.
     newest = VERSION if point in ("barrier", "sealed") else VERSION - 1
     assert max(killed.promised(), VERSION - 2) <= resumed.start <= newest
     assert resumed.resumed()["levels"] == {"memory": 2}
@@ -72,7 +73,7 @@ def test_a_trainer_is_killed(where: str, job: Job) -> None:
     assert job.journal(rank, blocks=BLOCKS), [x for x in job.journal(rank) if "blocks" in x]
 
 
-# Each of an agent's points, by default, in one of the two tests, and some in both.
+# By default each point of an agent is in one of the two tests, and some are in both.
 AGENT_ALONE = [
     "agent",
     "write",

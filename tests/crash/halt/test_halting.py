@@ -113,7 +113,7 @@ def test_other_nodes_that_cannot_be_reached_do_not_keep_it_from_ending_in_time(j
         assert job.committed(rank, 0)[-1] == LAST
         assert job.journal(rank, 0, event="closed")
     (failed,) = job.journal(0, 0, event="failed", level="peer", version=LAST)
-    assert "not everything is with other nodes yet" in failed["message"]
+    assert "not all versions are stored on other nodes yet" in failed["message"]
     assert f"stays in {job.folder}/node0/ckpts, and the node's agent" in failed["message"]
 
 

@@ -1,4 +1,5 @@
-"""The seam for adapters: a third one, which knows the protocol alone, is exact after a kill."""
+"""The adapter protocol: a third adapter, written against the protocol alone, is exact after a
+kill."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SETTINGS: dict[str, Any] = {"release": "backward", "agent": "inline"}
 
 
 class Launches(Callbacks):
-    """Counts the parameters whose reduction was launched."""
+    """An adapter that counts the parameters with a launched reduction."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -31,7 +32,7 @@ class Launches(Callbacks):
 
 
 def the_course() -> dict[int, str]:
-    """Without checkpoints."""
+    """The course without checkpoints."""
     job = make_manual_job()
     course = {}
     for iteration in range(END):

@@ -15,7 +15,7 @@ STEPS = 5
 
 
 class Interrupted:
-    """State that takes its time, so that Ctrl-C meets it on one rank."""
+    """State that takes some time, so that Ctrl-C interrupts it on one rank."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -31,8 +31,8 @@ class Interrupted:
 
 
 def cut(place: Place, behind: int, end: str, inside: bool) -> dict[str, Any]:
-    """All have made the same steps, and only rank `behind` has not passed the last boundary, or is
-    inside it."""
+    """All ranks have made the same steps, and only rank `behind` has not passed the last boundary,
+    or is inside it."""
 
     def make(seed: int) -> Any:
         return make_horovod_job(seed=seed) if under_horovod() else make_job(seed=seed)

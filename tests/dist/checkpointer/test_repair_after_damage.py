@@ -1,4 +1,5 @@
-"""What was damaged or lost on one disk, and came from elsewhere, is whole on disks again soon."""
+"""A shard that was damaged or lost on one disk, and restored from elsewhere, is soon on disk
+again."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ def second_shard(place: Place) -> Path:
 
 
 def come_back_and_crash(place: Place, **more: Any) -> dict[str, Any]:
-    """Nothing is due by itself."""
+    """No checkpoint is due by itself."""
     job = make_job(seed=2)
     attached = attach(job, place, **{"memory_every_steps": 0, **more})
     told = restored_into(job, attached)
     begun = told["restored"][0]
     for step in range(begun, begun + 4):
-        attached.ckpt.wait()  # so that the next vote can say that it is there
+        attached.ckpt.wait()  # so that the next vote can report it
         train(job, attached.ckpt, [step])
     told["committed"] = attached.versions("committed", "local")
     told["failed"] = attached.versions("failed", "memory")

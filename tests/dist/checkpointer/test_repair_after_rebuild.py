@@ -1,4 +1,5 @@
-"""After a rebuild the redundancy is restored: what was rebuilt survives the next failure, too."""
+"""After a rebuild the redundancy is restored: the rebuilt version survives the next failure,
+too."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tierckpt.storage.local.pins import LocalPins
 def come_back_and_crash(
     place: Place, scheme: str, steps: int = 4, times: int = 1
 ) -> dict[str, Any]:
-    """Restore, go on for some steps without a checkpoint to disk, and crash when protected."""
+    """Restore, run some steps without a checkpoint to disk, and crash when the version is
+    protected."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **settings(scheme))
     ckpt = attached.ckpt
@@ -33,7 +35,7 @@ def come_back_and_crash(
     told = restored_into(job, attached)
     told["course"] = {}
     for step in range(STEPS, STEPS + steps):
-        ckpt.wait()  # so that the next vote can say that it is there
+        ckpt.wait()  # so that the next vote can report it
         told["course"] |= train(job, ckpt, [step])
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not attached.versions("committed", "peer"):
@@ -65,7 +67,7 @@ def test_one_failure_after_the_other(
 
 
 def pin_and_crash(place: Place) -> None:
-    """What was left behind, on all nodes."""
+    """The marks and versions that are left on all nodes."""
     attached = attach(make_job(seed=2), place, memory_every_steps=0, **settings("xor"))
     attached.ckpt.restore()
     attached.ckpt.pin(STEPS)
@@ -76,14 +78,14 @@ def pin_and_crash(place: Place) -> None:
 def test_what_is_pinned_is_pinned_on_the_node_that_takes_a_lost_ones_place(
     everywhere: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Else its part of a version that the others keep would go."""
+    """Otherwise its part of a version that the others keep would be removed."""
     place = place_of(tmp_path, shm_dir)
     ranks(3).run(leave_behind, place, "xor")
     ranks(3).run(pin_and_crash, place)
     nodes = [LocalPins(path) for path in sorted(tmp_path.glob("node*/ckpts"))]
     (pin,) = nodes[0].pins()
     assert [node.pins() for node in nodes] == [(pin,)] * 3
-    if not everywhere:  # as a person makes it
+    if not everywhere:  # as a user makes it
         for node in nodes:
             node.unpin([pin.version])
             node.pin([pin.version])
@@ -93,7 +95,7 @@ def test_what_is_pinned_is_pinned_on_the_node_that_takes_a_lost_ones_place(
 
 
 def come_back_and_crash_at_once(place: Place, scheme: str) -> dict[str, int]:
-    """What was rebuilt gets to disk, and nobody hears of it."""
+    """The rebuilt shard gets to disk, and no rank receives the message."""
     attached = attach(make_job(seed=2), place, memory_every_steps=0, **settings(scheme))
     found = attached.ckpt.restore()
     attached.ckpt.wait()
@@ -136,7 +138,7 @@ def test_on_fewer_ranks_a_new_version_is_protected(
 def test_a_shard_that_is_damaged_beside_parity_that_is_lost(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Its file is still there, and yet the version is complete on all disks only when mended."""
+    """Its file still exists, but the version is complete on all disks only after the repair."""
     place = place_of(tmp_path, shm_dir)
     ranks(3).run(leave_behind, place, "partner")
     lose(place, tmp_path)

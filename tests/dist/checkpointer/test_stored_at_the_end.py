@@ -1,4 +1,4 @@
-"""Equal runs end with equal versions, whatever was in memory of the last boundary's, and where."""
+"""Equal runs end with equal versions, independent of the last boundary's version in memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TIMINGS: dict[str, dict[str, Any]] = {
 
 
 def epochs_at(timing: str, place: Place) -> int:
-    """Two epochs of three steps, and their ends, after which the job is closed; the versions that
-    were taken at boundaries."""
+    """Two epochs of three steps, after which the job is closed; returns the versions that were
+    taken at boundaries."""
     job = make_job()
     dataset = TensorDataset(torch.arange(2 * 3 * ROWS).float())
     loader = DataLoader(dataset, ROWS, sampler=DistributedSampler(dataset))

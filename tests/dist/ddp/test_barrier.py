@@ -1,4 +1,5 @@
-"""The barrier keeps the optimizer off what is being copied, while gradients are reduced."""
+"""The barrier keeps the optimizer from tensors that are being copied, while gradients are
+reduced."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SILENT = {"fused SGD": partial(sgd, fused=True), "fused AdamW": fused_adamw}
 
 @only_layers_release()
 def restored_from_slow_copies(kind: str, barrier: bool, place: Place) -> tuple[int, list[str]]:
-    """Every block is copied late; without the barrier, when the optimizer has made its step."""
+    """Every block is copied late; without the barrier, only after the optimizer's step."""
     options = {"optimizer": SILENT[kind], "net": partial(Net, layers=8)}
     with pytest.MonkeyPatch.context() as patch:
         copy_block = Binding.copy_block
@@ -90,7 +91,7 @@ def test_a_copy_that_is_evidently_torn_is_never_sealed(
 
 @only_layers_release()
 def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
-    """How many blocks are free to be copied after the boundary, after backward, and in all."""
+    """The number of blocks that may be copied after the boundary, after backward, and in all."""
     job = make_job(**many_buckets)
     attached = attach(job, place, release="backward")
     train(job, attached.ckpt, range(3))

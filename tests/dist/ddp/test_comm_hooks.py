@@ -1,4 +1,4 @@
-"""DDP's communication hooks: they compute what they do alone, and go on where they were."""
+"""DDP's communication hooks: they give the same results as without us, and resume exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOOKS: dict[str, Hook] = {
     "allreduce": (lambda: None, default_hooks.allreduce_hook, many_buckets),
     "fp16 compression": (lambda: None, default_hooks.fp16_compress_hook, many_buckets),
     "bf16 compression": (lambda: None, comm_hooks.in_bfloat16, many_buckets),
-    # One bucket: with more, its callbacks talk over one gloo group in any order, and collide.
+    # One bucket: with more, their callbacks use one gloo group in any order, and collide.
     "PowerSGD": (power, powerSGD_hook.powerSGD_hook, {}),
     "PowerSGD in fp16": (
         power,
@@ -43,7 +43,7 @@ HOOKS: dict[str, Hook] = {
 
 
 def trained_with_hook(name: str, place: Place) -> dict[str, Any]:
-    """By plain DDP, and in the three ways to have a hook and checkpoints."""
+    """Train with plain DDP, and in the three ways to combine a hook and checkpoints."""
     make_state, hook, options = HOOKS[name]
     told = {}
     for way in ("plain", "given", "registered later", "registered before"):
@@ -73,7 +73,7 @@ def trained_with_hook(name: str, place: Place) -> dict[str, Any]:
 
 
 def resumed_with_error_feedback(kept: bool, place: Place) -> dict[str, Any]:
-    """PowerSGD's course undisturbed, and as resumed in new objects."""
+    """PowerSGD's undisturbed course, and the course of new objects that resume it."""
 
     def begin(seed: int) -> tuple[Job, Any, dict[str, Any]]:
         state = power()
@@ -135,7 +135,7 @@ def test_what_a_hook_remembers_of_buckets_wants_the_same_buckets(
 
 
 def what_is_stored_of_buckets(place: Place) -> dict[str, list[Any]]:
-    """Of each kind of module, after each of the first passes."""
+    """For each kind of module, after each of the first passes."""
     stored = {}
     for name in ("plain", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
         job = make_job(**many_buckets, **({} if name == "plain" else {name: True}))
@@ -153,7 +153,7 @@ def what_is_stored_of_buckets(place: Place) -> dict[str, list[Any]]:
 def test_what_is_stored_of_buckets_is_not_how_many_passes_there_were(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Else `tierckpt prove` says of an exact script that it is not."""
+    """Otherwise `tierckpt prove` would report an exact script as not exact."""
     (told, _) = ranks(2).run(what_is_stored_of_buckets, Place.under(tmp_path, shm_dir))
     for name, orders in told.items():
         assert orders == [orders[0]] * 4, name
@@ -206,7 +206,8 @@ def hook_that_fails_once(place: Place) -> tuple[int, list[str]]:
 def test_an_error_in_the_users_hook_comes_out_of_backward_as_it_is(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Nothing was released then, and nothing has changed: version 1 is completed at the end."""
+    """Nothing was released at that time, and nothing has changed: version 1 is completed at the
+    end."""
     for version, repeated_errors in ranks(2).run(
         hook_that_fails_once, Place.under(tmp_path, shm_dir)
     ):
@@ -215,16 +216,16 @@ def test_an_error_in_the_users_hook_comes_out_of_backward_as_it_is(
 
 
 def wrong_annotation(state: Any, bucket: int) -> None:
-    """Not what DDP takes."""
+    """A hook that DDP refuses."""
 
 
 def wrong_return(state: Any, bucket: Any) -> int:
-    """Nor this."""
+    """Another hook that DDP refuses."""
     return 0
 
 
 def no_bucket(state: Any, gradients: Any) -> Any:
-    """Nor this: DDP looks for the argument by its name."""
+    """A hook that DDP refuses, because it looks for the argument by its name."""
 
 
 def two(model: Any) -> None:
@@ -262,7 +263,8 @@ REGISTERED: dict[str, Callable[[Any], None]] = {
 
 
 def registered_in_both(place: Place) -> dict[str, list[Any]]:
-    """What plain DDP says of each, and DDP with a checkpointer: an error, and the name it logs."""
+    """For each hook, the errors of plain DDP and of DDP with a checkpointer, and the name in its
+    log."""
 
     def outcome(job: Job, register: Callable[[Any], None]) -> Any:
         try:
@@ -284,7 +286,8 @@ def registered_in_both(place: Place) -> dict[str, list[Any]]:
 def test_it_registers_what_ddp_registers_and_refuses_what_it_refuses(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """With the same error at the same moment, a second hook too; and its log has the user's."""
+    """The error comes at the same moment, also for a second hook; and the log has the user's
+    hook."""
     for told in ranks(2).run(registered_in_both, Place.under(tmp_path, shm_dir)):
         assert {name for name, (plain, ours) in told.items() if plain != ours} == set()
         assert told["nothing"] == ["", ""]
@@ -293,8 +296,8 @@ def test_it_registers_what_ddp_registers_and_refuses_what_it_refuses(
 
 
 def given_beside_a_registered_one(place: Place) -> list[Any]:
-    """To a second checkpointer, when the user, or only the first one, had set one before; and one
-    that DDP does not take."""
+    """Give a hook to a second checkpointer, when the user, or only the first checkpointer, had set
+    one before; and a hook that DDP refuses."""
     outcomes: list[Any] = []
     for given_before in (False, True):
         job = make_job()

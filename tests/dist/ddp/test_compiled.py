@@ -27,11 +27,11 @@ from tests.support.training import (
 
 CRASH = 3
 END = 5
-wrap = partial(DistributedDataParallel, bucket_cap_mb=1)  # torch.compile wants no smaller ones
+wrap = partial(DistributedDataParallel, bucket_cap_mb=1)  # the smallest that torch.compile accepts
 
 
 class Wide(nn.Module):
-    """Enough for several buckets of that size, normalizations and dropout."""
+    """A model with several buckets of that size, normalizations and dropout."""
 
     def __init__(self, width: int = 400) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def make_job(way: str, seed: int = 1) -> Job:
-    torch._dynamo.reset()  # it keeps few compiled versions of one function, then it gives up
+    torch._dynamo.reset()  # torch keeps few compiled versions of a function
     torch.manual_seed(seed)
     model = WAYS[way](Wide())
     torch.manual_seed(1000 * seed + rank())
@@ -110,7 +110,7 @@ def test_every_iteration_is_bit_for_bit_as_without(
 
 @only_layers_release()
 def layers_released_by_backward(way: str, place: Place) -> tuple[int, int, int]:
-    """How many blocks are free to be copied after the boundary, after backward, and in all."""
+    """The number of blocks that may be copied after the boundary, after backward, and in all."""
     job = make_job(way)
     attached = attach(job, place, release="backward")
     train(job, attached.ckpt, range(3))
@@ -137,13 +137,13 @@ def test_layers_are_copied_while_their_gradients_are_reduced(
 
 
 def values_of(job: Job) -> str:
-    """Whatever the wrappers make of names."""
+    """The values by name, independent of the wrappers."""
     image = {**job.replicated(), **exact.buffers(job.bare)}
     return exact.digest(list(image.values()))
 
 
 def crossed(way: str, place: Place) -> tuple[int, bool, list[str]]:
-    """From a compiled job to one that is not."""
+    """Restore the checkpoint of a compiled job in one that is not compiled."""
     job = make_job(way)
     attached = attach(job, place)
     train(job, attached.ckpt, range(CRASH))

@@ -1,4 +1,5 @@
-"""Copies of a DDP module that is checkpointed: they train as copies of any, and are nobody's."""
+"""Copies of a DDP module with a checkpointer: they train as other copies, without a
+checkpointer."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def copied(way: str, boundary: str, place: Place) -> dict[str, Any]:
         gradients.append(each.bare.head.weight.grad)
     told: dict[str, Any] = {"same": torch.equal(*gradients)}
     attached.ckpt.abandon()
-    # It has room for a checkpointer of its own, and for a hook behind that.
+    # It can have a checkpointer of its own, and after that a hook.
     again = attach(other, Place(f"{place.path} copy", place.shm))
     told["by layer"] = again.ckpt.adapter.releases_by_layer
     model.register_comm_hook(None, default_hooks.allreduce_hook)

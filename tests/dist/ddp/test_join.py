@@ -1,4 +1,4 @@
-"""DDP's `join()`: ranks with different numbers of batches, which no checkpoint can follow."""
+"""DDP's `join()`: ranks with different numbers of batches, which checkpoints do not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.support.training import Job, Place, attach, make_job
 
 
 def train_joined(job: Job, step: Any, **settings: Any) -> int:
-    """A batch more on each rank than on the one before; returns how many were trained on."""
+    """Train one batch more on each rank than on the previous rank; returns the number of trained
+    batches."""
     made = 0
     with job.model.join(**settings):
         for iteration in range(3 + dist.get_rank()):
@@ -30,7 +31,7 @@ def refused_and_not(place: Place) -> dict[str, Any]:
     told: dict[str, Any] = {}
     with pytest.raises(tierckpt.UnsupportedStateError, match="join"):
         train_joined(job, ckpt.step)
-    # The ways out that the error names. The loops of all ranks end with the shortest ...
+    # The solutions that the error names. The loops of all ranks end with the shortest ...
     job, beside = make_job(), Place(f"{place.path} 2", place.shm)
     ckpt.abandon()
     ckpt = attach(job, beside).ckpt

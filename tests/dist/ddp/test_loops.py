@@ -1,4 +1,4 @@
-"""Loops may be written in many ways, and compute the same bits with checkpoints as without."""
+"""Different kinds of loops give the same bits with checkpoints as without."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def accumulate(job: Job, iteration: int) -> None:
 
 
 def accumulate_over_iterations(job: Job, iteration: int) -> None:
-    """Every iteration synchronises, every third one makes a step."""
+    """Every iteration synchronizes, every third one makes a step."""
     job.loss(iteration).backward()
     if iteration % 3 == 2:
         job.optimizer.step()
@@ -49,7 +49,8 @@ def two_forwards(job: Job, iteration: int) -> None:
 
 
 def evaluate_between(job: Job, iteration: int) -> None:
-    """In evaluation mode, and in training mode without gradients, which moves BatchNorm."""
+    """Evaluate in evaluation mode, and in training mode without gradients, which changes
+    BatchNorm."""
     job.iterate(iteration)
     with torch.no_grad():
         job.model.eval()
@@ -83,7 +84,8 @@ def rewrite_gradients(job: Job, iteration: int) -> None:
 
 
 def accumulate_into_what_is_kept(job: Job, iteration: int) -> None:
-    """Views of buckets in every pass; only the first iteration begins with new gradients."""
+    """Gradients are views of buckets in every pass; only the first iteration starts with new
+    ones."""
     job.optimizer.zero_grad(set_to_none=False)
     for part in range(2):
         job.loss(iteration, part).backward()
@@ -91,7 +93,7 @@ def accumulate_into_what_is_kept(job: Job, iteration: int) -> None:
 
 
 def keep_some(job: Job, iteration: int) -> None:
-    """In one bucket, gradients that are views from the start beside new ones."""
+    """In one bucket, some gradients are views from the start and others are new."""
     for number, param in enumerate(job.bare.parameters()):
         if param.grad is not None and number % 2:
             param.grad.zero_()
@@ -114,7 +116,7 @@ LOOPS: Loops = {
     "errors caught by the loop": (fail_and_go_on, many_buckets),
     "gradients rewritten": (rewrite_gradients, many_buckets),
 }
-# DDP computes the mean in two ways, which differ where the world size is no power of two.
+# DDP computes the mean in two ways, which differ if the world size is no power of two.
 LOOPS_OF_THREE: Loops = {
     "accumulation under no_sync": (accumulate, views),
     "accumulation over iterations": (accumulate_over_iterations, views),
@@ -139,7 +141,7 @@ def looped_with_and_without(name: str, size: int, place: Place) -> tuple[Any, ..
         iterate(job, iteration)
         attached.ckpt.step()
         course[iteration + 1] = job.digest()
-    # As far as the next step of the optimizer, which completes the last snapshot.
+    # Up to the next step of the optimizer, which completes the last snapshot.
     for iteration in range(6, 9):
         iterate(job, iteration)
     version = attached.ckpt.version

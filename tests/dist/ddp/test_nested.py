@@ -1,4 +1,4 @@
-"""DDP modules inside the model that is given: a GAN's two, a wrapped backbone."""
+"""DDP modules inside the given model: the two of a GAN, a wrapped backbone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ many_buckets = {"bucket_cap_mb": 0.003}
 
 
 class Generator(nn.Module):
-    """With normalizations, and a part that is called as DDP's own attribute is."""
+    """A generator with normalizations, and a part with the name of an attribute of DDP."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ class Generator(nn.Module):
 
 @dataclass
 class Gan(Job):
-    """Two networks that take turns; `optimizers` are the generator's and the discriminator's."""
+    """Two networks that are trained in turns; `optimizers` are those of generator and
+    discriminator."""
 
     freezes: bool = True
     """The discriminator while the generator is trained: its gradients are neither computed nor
@@ -86,7 +87,7 @@ class Gan(Job):
         self.d.requires_grad_(True)
 
     def _zero_grad(self, which: int) -> None:
-        kept = {"set_to_none": False} if self.keeps_gradients else {}  # Horovod's takes none
+        kept = {"set_to_none": False} if self.keeps_gradients else {}  # not accepted by Horovod
         self.optimizers[which].zero_grad(**kept)
 
     def iterate(self, iteration: int) -> str:
@@ -105,7 +106,7 @@ def make_gan(seed: int = 1, freezes: bool = True, keeps: bool = False, **ddp: An
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in nets.values()]
     if under_horovod():
         hvd = horovod()
-        # As docs/loops.md has it.
+        # As in docs/loops.md.
         optimizers = [
             hvd.DistributedOptimizer(each, nets[name].named_parameters(name))
             for name, each in zip("gd", optimizers, strict=True)
@@ -172,7 +173,8 @@ def trained_with_and_without(variant: str, place: Place) -> dict[str, Any]:
 def test_two_networks_that_take_turns_resume_to_the_bit(
     variant: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """On three ranks that takes each one's buckets, and means that are computed as before."""
+    """With three ranks that needs the buckets of each network, and the same way to compute
+    means."""
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(size).run(trained_with_and_without, variant, place):
         assert told["complaints"] == []
@@ -183,7 +185,7 @@ def test_two_networks_that_take_turns_resume_to_the_bit(
 
 
 class Wide(Generator):
-    """Each rank's part of a weight fills a block of its own."""
+    """A network in which each rank's part of a weight fills a block of its own."""
 
     def __init__(self) -> None:
         super().__init__(width=640)
@@ -191,8 +193,8 @@ class Wide(Generator):
 
 @only_layers_release()
 def released_by_each_backward(place: Place) -> list[dict[str, bool]]:
-    """By network: are all of its blocks free to be copied? At the boundary, after the one's
-    backward pass, and after the other's."""
+    """For each network: may all of its blocks be copied? At the boundary, after its own backward
+    pass, and after that of the other."""
     both = nn.ModuleDict({name: DistributedDataParallel(Wide()) for name in "gd"})
     optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in both.values()]
     gan = Gan(both, list(optimizers))
@@ -232,7 +234,7 @@ def test_layers_of_each_are_copied_while_its_gradients_are_reduced(
 
 
 def values(gan: Gan) -> str:
-    """What is alike on all ranks, whatever the wrappers make of names."""
+    """The values that are equal on all ranks, independent of the names that wrappers give."""
     return exact.digest(list(gan.replicated().values()))
 
 
@@ -274,7 +276,7 @@ def test_a_gan_crosses_from_one_library_to_the_other(
 
 
 class Named(nn.Module):
-    """Calls its network as DDP does."""
+    """A wrapper that calls its network as DDP does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +284,8 @@ class Named(nn.Module):
 
 
 def names_here() -> list[list[str]]:
-    """Of what is saved, however the network is wrapped; and of one that only looks like it."""
+    """The saved names, independent of the wrappers; and those of a module that only looks like
+    DDP."""
     wrap = DistributedDataParallel
     plain = wrap(Net(norm=nn.BatchNorm1d))
     nested = nn.ModuleDict({"net": wrap(Net(norm=nn.BatchNorm1d))})
@@ -306,7 +309,7 @@ def test_names_are_those_without_ddp_wherever_it_is(ranks: Any) -> None:
 
 
 def restored_under_another_name(place: Place) -> str:
-    """The network was in a module of the user's that calls it `module`, and is in DDP now."""
+    """The network was in the user's module as `module`, and is now in DDP."""
     job = Job(nn.ModuleDict({"net": Named()}), [])
     job.optimizers = [torch.optim.SGD(job.model.parameters(), lr=0.1)]
     attached = attach(job, place)
@@ -337,7 +340,7 @@ def power() -> powerSGD_hook.PowerSGDState:
 
 
 def with_hooks(place: Place | None, seed: int) -> tuple[Gan, Attached | None]:
-    """Each network's own, registered after the checkpointer is made."""
+    """The hook of each network, registered after the checkpointer is made."""
     gan, states = make_gan(seed=seed), {name: power() for name in "gd"}
     saved = {name: ddp_ckpt.HookState(state) for name, state in states.items()}
     attached = attach_gan(gan, place, extra_per_rank=saved) if place else None
@@ -368,7 +371,7 @@ def test_each_may_have_a_hook_that_remembers_something(
 
 
 def refused(place: Place) -> tuple[str, str, list[Path]]:
-    """One hook for both; ranks that are not those of the other; and the files that are left."""
+    """One hook for both; a module with other ranks; and the files that are left."""
     gan = make_gan()
     with pytest.raises(tierckpt.ConfigError) as one_hook:
         attach_gan(gan, place, comm_hook=(power(), powerSGD_hook.powerSGD_hook))

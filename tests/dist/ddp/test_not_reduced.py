@@ -1,4 +1,4 @@
-"""Parameters that DDP does not make alike on all ranks come back to each as they were there."""
+"""Parameters that DDP does not make equal on all ranks are restored to each rank's own values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ many_buckets = {"bucket_cap_mb": 0.003}
 
 
 class Centres(nn.Module):
-    """A criterion that learns, and counts how often it was asked."""
+    """A criterion with parameters that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Centres(nn.Module):
 
 @dataclass
 class WithCentres(Job):
-    """The criterion's gradients are reduced by nobody, or by the loop."""
+    """The criterion's gradients are reduced by the loop, or not at all."""
 
     centres: nn.Module | None = None
     by_hand: bool = False
@@ -62,7 +62,7 @@ class WithCentres(Job):
 
 
 def criterion_outside(seed: int) -> Job:
-    """Given to the optimizer alone."""
+    """Parameters that only the optimizer has."""
     torch.manual_seed(seed)
     net, centres = DistributedDataParallel(Net(), **many_buckets), Centres()
     params = [{"params": net.parameters()}, {"params": centres.parameters(), "lr": 0.1}]
@@ -84,7 +84,7 @@ def reduced_by_hand(seed: int) -> Job:
 
 
 def ignored(seed: int) -> Job:
-    """The head is each rank's own, and so are the statistics in front of it."""
+    """The head is each rank's own, and so are the statistics before it."""
     torch.manual_seed(seed)
     net = Net(norm=nn.BatchNorm1d)
     names = ["head.weight", "head.bias", "body.3.running_mean", "body.3.running_var"]
@@ -148,7 +148,7 @@ def test_each_rank_gets_its_own_back(
 
 
 def leave_behind(place: Place) -> tuple[str, str]:
-    """What ranks have alike, and what is this one's own."""
+    """The values that are equal on all ranks, and this rank's own ones."""
     job = criterion_in_the_model(1)
     attached = attach(job, place)
     train(job, attached.ckpt, range(CRASH))
@@ -159,7 +159,7 @@ def leave_behind(place: Place) -> tuple[str, str]:
 
 
 def parts_of(job: Job, parts: Any) -> tuple[str, str]:
-    """Of net and centres: parameters, and what the optimizer keeps for them."""
+    """Parameters and optimizer state of net and centres."""
     states = [
         [(p, sorted(job.optimizer.state[p].items())) for p in parts[name].parameters()]
         for name in ("net", "centres")
@@ -189,7 +189,7 @@ def test_another_number_of_ranks_takes_them_in_turn(
 
 
 class Whole(nn.Module):
-    """The criterion beside the net, to be reduced by one DDP module."""
+    """The criterion and the net in one module, for one DDP module to reduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,8 +211,8 @@ def take_up_alike(place: Place) -> tuple[str, str]:
 def test_where_they_are_alike_now_all_ranks_take_the_first_ones(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """The criterion went into the DDP module: ranks that began with different ones would never
-    be alike again."""
+    """The criterion was moved into the DDP module: ranks with different values would stay
+    different."""
     place = Place.under(tmp_path, shm_dir)
     left = ranks(2).run(leave_behind, place)
     assert left[0][1] != left[1][1]
@@ -243,7 +243,7 @@ def make_thawing() -> Thawing:
 
 
 def thawed(place: Place) -> dict[str, Any]:
-    """A run that ends in its middle, another one, and training without us."""
+    """A run that ends in the middle, a second run, and training without checkpoints."""
     plain = make_thawing()
     for iteration in range(END):
         plain.iterate(iteration)
@@ -268,7 +268,7 @@ def thawed(place: Place) -> dict[str, Any]:
 def test_what_ddp_leaves_out_is_each_ranks_own_once_it_is_trained(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Nothing tells DDP that a frozen parameter is frozen no more."""
+    """DDP is not notified when a frozen parameter is unfrozen."""
     told = ranks(2).run(thawed, Place.under(tmp_path, shm_dir))
     assert told[0]["head"] != told[1]["head"]
     for found in told:
@@ -288,8 +288,8 @@ def assumed(ckpt: Any) -> list[Any]:
 
 
 def refused(place: Place) -> list[int]:
-    """How many parameters count as alike: before a restore that is refused, behind it, and behind
-    one that is not."""
+    """The number of parameters that count as equal: before a restore that is refused, after it, and
+    after a successful one."""
     first = make_thawing()
     attached = attach(first, place)
     train(first, attached.ckpt, range(CRASH))

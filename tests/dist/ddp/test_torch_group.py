@@ -1,4 +1,4 @@
-"""The Group over torch.distributed is a Group like any other."""
+"""The Group over torch.distributed fulfils the contract of Group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierckpt.testing.group_conformance import GroupConformance, Program
 
 def with_group(program: Program) -> Any:
     group = TorchGroup()
-    group.barrier()  # or a rank that has nothing to say hangs up on one that is still connecting
+    group.barrier()  # or a rank hangs up while another connects
     try:
         return program(group)
     finally:
@@ -36,7 +36,7 @@ class TestTorchGroup(GroupConformance):
 
 
 def limits(hours: float) -> list[float]:
-    """In hours: of a group of the user's, and of ours over its members."""
+    """In hours: the timeouts of a user's group, and of ours over its members."""
     users = dist.new_group(timeout=timedelta(hours=hours))
     ours = TorchGroup(users)
     dist.barrier(users)
@@ -51,12 +51,12 @@ def limits(hours: float) -> list[float]:
 
 @pytest.mark.parametrize(("given", "ours"), [(3, 3), (0.01, 0.5)])
 def test_it_is_as_patient_as_the_training(given: float, ours: float, ranks: Any) -> None:
-    """While rank 0 evaluates for an hour, the others' votes are under way."""
+    """While rank 0 evaluates for an hour, the votes of the others are in progress."""
     assert ranks(2).run(limits, given) == [[given, ours]] * 2
 
 
 def one_has_much_to_say() -> tuple[bool, int]:
-    """Whether all was understood, and how many bytes this rank gathered."""
+    """Whether all objects arrived, and the number of bytes that this rank gathered."""
     group = TorchGroup()
     gathered, plain = [0], dist.all_gather
 
@@ -76,14 +76,15 @@ def one_has_much_to_say() -> tuple[bool, int]:
 
 
 def test_what_one_rank_says_is_not_multiplied_by_the_ranks(ranks: Any) -> None:
-    """gloo pads all to the longest: at 10,000 ranks 100 KB would become a gigabyte on each."""
+    """gloo pads all objects to the longest: with 10,000 ranks 100 KB would become a gigabyte on
+    each."""
     for understood, nbytes in ranks(3).run(one_has_much_to_say):
         assert understood
         assert nbytes < 3 * (2 * 300_000 // 3 + GATHER_BYTES)
 
 
 def told_at_attach(place: Place, restarts: str) -> list[str]:
-    """Of how torchrun started the job; on which rank."""
+    """The warnings about torchrun's options, and their rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         patch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)

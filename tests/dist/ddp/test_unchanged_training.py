@@ -73,7 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def plainly_restarted(options: dict[str, Any], job: Job) -> Job:
-    """A new job that got its state from `job` by nothing but torch."""
+    """A new job that received its state from `job` by torch alone."""
     model, optimizer = job.bare.state_dict(), job.optimizer.state_dict()
     stream = torch.get_rng_state()
     again = make_job(**options, seed=3)
@@ -119,10 +119,11 @@ def trained_with_and_without(variant: str, crash: int, place: Place) -> dict[str
 def test_every_iteration_is_bit_for_bit_as_without(
     variant: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """As plain DDP that was never disturbed, from the first iteration to the last.
+    """Compare with plain DDP without a disturbance, from the first iteration to the last.
 
-    Where DDP cannot be shown its buckets before the first pass: as plain DDP, whose state was
-    copied to new objects where ours crashed. On three ranks it sums in another order then.
+    If DDP cannot get its buckets before the first pass: compare with plain DDP whose state was
+    copied to new objects at the point of our crash. With three ranks it sums in another order from
+    there.
     """
     primed = variant not in ("static graph", "unused parameters") and "sparse" not in variant
     place = Place.under(tmp_path, shm_dir)
@@ -141,7 +142,7 @@ FIRST = ["many buckets, rebuilt after the first iteration", "BatchNorm"]
 def test_also_from_the_first_version_on(
     variant: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """When DDP has not made its final buckets yet."""
+    """DDP has not made its final buckets yet at that time."""
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(3).run(trained_with_and_without, variant, 1, place):
         assert told["restored"] == (1, {"memory": 3})

@@ -1,4 +1,4 @@
-"""Hooks of the user's beside ours: those on parameters, and what is built into DDP."""
+"""The user's hooks beside ours: hooks on parameters, and DDP's built-in ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ many_buckets = {"bucket_cap_mb": 0.003}
 
 
 def noisy_job(seed: int = 1) -> tuple[Job, Counter[str]]:
-    """With hooks that draw from every stream, and count their calls."""
+    """A job with hooks that draw from every random stream, and count their calls."""
     calls: Counter[str] = Counter()
     job = make_job(seed=seed, **many_buckets)
 
@@ -39,7 +39,7 @@ def noisy_job(seed: int = 1) -> tuple[Job, Counter[str]]:
         param.register_hook(lambda gradient: gradient.clamp(-1, 1)).remove()
         param.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
         param.register_post_accumulate_grad_hook(shrink)
-        # On what torch keeps behind the parameter: nothing of Python's can hold this one off.
+        # On autograd's node of the parameter: Python cannot suspend this one.
         node = param.view_as(param).grad_fn.next_functions[0][0]
         node.register_prehook(lambda gradients: torch.rand(1) and None)
     random.seed(1000 * seed + dist.get_rank())
@@ -66,7 +66,7 @@ def trained_with_noise(place: Place) -> dict[str, Any]:
 def test_hooks_on_parameters_hear_of_no_gradients_but_the_trainings(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Three ranks: DDP is shown its buckets by a pass that is played."""
+    """Three ranks: DDP gets its buckets by a simulated pass."""
     for told in ranks(3).run(trained_with_noise, Place.under(tmp_path, shm_dir)):
         assert told["restored"] == CRASH
         assert told["heard"] == {}

@@ -1,4 +1,5 @@
-"""When layers are copied under Horovod: not before their reduction, and never after the step."""
+"""The times at which layers are copied under Horovod: after their reduction, and before the
+step."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from tierckpt.snapshot.copy_plan import Binding
 from tierckpt.snapshot.snapshot import Phase, Snapshot
 
 PATIENCE_SECONDS = 30.0
-silent = partial(sgd, fused=True)  # which moves no version counter: only the barrier can help
+silent = partial(sgd, fused=True)  # this changes no version counter: only the barrier can help
 
 
 # --- released by layer ---------------------------------------------------------------------------
@@ -42,7 +43,8 @@ silent = partial(sgd, fused=True)  # which moves no version counter: only the ba
 
 @only_layers_release()
 def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]]:
-    """Blocks that are held back at the boundary, and after each backward pass of the iteration."""
+    """The number of blocks that are held back at the boundary, and after each backward pass of the
+    iteration."""
     job = VARIANTS[name].job(1)
     ckpt = attach(job, place, release="backward", extra=job.extra).ckpt
     train(job, ckpt, range(3))
@@ -54,7 +56,7 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
         job.loss(3, part).backward()
         held.append(len(snapshot._held))
     if not held[-1]:
-        # Nobody is at the barrier: the copier alone completes it, beside the reductions.
+        # No thread is at the barrier: the copier completes the version alone, beside the reductions
         snapshot.wait_done()
         assert snapshot.phase is Phase.SEALED
         assert snapshot.clock.barrier == 0
@@ -71,7 +73,7 @@ WHOLLY = ["default", "groups", "lists of groups", "fp16 compression", "several o
 def test_layers_are_copied_while_their_gradients_are_reduced(
     name: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """And sealed then, with the step still to come; with accumulation in the last pass."""
+    """The version is sealed before the step; with accumulation, in the last pass."""
     place = Place.under(tmp_path, shm_dir)
     check_released(name, ranks(2, HOROVODRUN).run(layers_released_by_backward, name, place))
 
@@ -89,7 +91,7 @@ def check_released(name: str, told: list[list[tuple[int, int]]]) -> None:
 
 @contextmanager
 def copies_held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Nothing is copied before the training thread comes to the barrier, or the event is set."""
+    """Nothing is copied before the training thread is at the barrier, or the event is set."""
     may_copy = threading.Event()
     copy_block, barrier = Binding.copy_block, Snapshot.barrier
 
@@ -112,7 +114,7 @@ def no_barrier(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_the_last_chance(patch: pytest.MonkeyPatch) -> None:
-    """As if every step had another one inside."""
+    """Treat every step as if it contained another one."""
     reductions = importlib.import_module("horovod_ckpt.adapter").Reductions
     step_begins = reductions.step_begins
     patch.setattr(reductions, "step_begins", lambda self: step_begins(self) or True)
@@ -170,7 +172,7 @@ LOOPS = {
 
 
 def overlaps_in_a_closure(place: Place) -> list[bool]:
-    """Whether copies were under way after each closure's backward pass."""
+    """Whether copies were in progress after each closure's backward pass."""
     job = make_horovod_job(optimizer=silent)
     ckpt = attach(job, place).ckpt
     overlaps: list[bool] = []
@@ -244,22 +246,22 @@ def test_hooks_of_others_come_behind_the_barrier(
     assert ranks(2, HOROVODRUN).run(hook_before_the_step, place, release) == [(3, [])] * 2
 
 
-# --- iterations cut short ------------------------------------------------------------------------
+# --- interrupted iterations ----------------------------------------------------------------------
 
 
 class CutShortError(Exception):
-    """What goes wrong in the tests below."""
+    """The failure in the tests below."""
 
 
 def before_the_step(job: HorovodJob, iteration: int) -> None:
-    """On all ranks; with unused parameters each has launched other reductions."""
+    """Fail on all ranks; with unused parameters each has launched other reductions."""
     job.zero_grad()
     job.backward(iteration)
     raise CutShortError
 
 
 def before_the_step_of_rank_0(job: HorovodJob, iteration: int) -> None:
-    """The others complete the iteration, and vote at its boundary."""
+    """Fail on rank 0; the others complete the iteration, and vote at its boundary."""
     job.zero_grad()
     job.backward(iteration)
     if rank() == 0:
@@ -268,7 +270,7 @@ def before_the_step_of_rank_0(job: HorovodJob, iteration: int) -> None:
 
 
 def in_the_backward_of_rank_0(job: HorovodJob, iteration: int) -> None:
-    """The others have launched everything, rank 0 only the last layer."""
+    """Fail on rank 0 after the last layer's launch; the others have launched all reductions."""
 
     def fail(*_: Any) -> None:
         raise CutShortError
@@ -288,7 +290,7 @@ def before_the_forward_of_rank_0(job: HorovodJob, iteration: int) -> None:
 
 
 def inside_the_step(job: HorovodJob, iteration: int) -> None:
-    """After the reductions, before the weights."""
+    """Fail after the reductions and before the change of weights."""
 
     def fail(*_: Any) -> None:
         handle.remove()
@@ -314,8 +316,8 @@ FAILS_AT, LAST = 4, 9
 
 
 def held_by_horovod() -> list[tuple[int, ...]]:
-    """Shapes of the floating tensors of operations whose results nobody asked for; votes are whole
-    numbers."""
+    """Shapes of the float tensors of operations with results that were not taken; votes are
+    integers."""
 
     def flat(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
@@ -330,7 +332,7 @@ def held_by_horovod() -> list[tuple[int, ...]]:
 
 
 def gone_on_after(cut: str, name: str, place: Place) -> dict[str, Any]:
-    """Fail in the middle, restore in the same process, and go on with the same objects."""
+    """Fail in the middle, restore in the same process, and continue with the same objects."""
     variant = VARIANTS[name]
     plain = variant.job(1)
     expected = {}
@@ -387,10 +389,10 @@ def check_gone_on(told: list[dict[str, Any]]) -> None:
 def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
     name: str, cut: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """From the version that was being copied, where the copier was quick; else the one before.
+    """From the version that was being copied, if the copier was fast; else from the one before.
 
-    Whatever each rank had launched when it was cut short, Horovod holds on to none of it, and no
-    gradient of it is left on any.
+    Horovod keeps none of the reductions that a rank had launched in the interrupted iteration, and
+    no rank keeps gradients of it.
     """
     pool = ranks(2, HOROVODRUN)
     check_gone_on(pool.run(gone_on_after, cut, name, Place.under(tmp_path, shm_dir)))
@@ -399,8 +401,8 @@ def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
 def gone_on_with_another_checkpointer(
     place: Place, cut: Callable[[HorovodJob, int], None], anew: bool
 ) -> tuple[int, str]:
-    """As a `with` block does, whose exception is caught; the script keeps model and optimizer, and
-    starts Horovod `anew`, or does not."""
+    """As after a `with` block whose exception is caught; the script keeps model and optimizer, and
+    with `anew` it restarts Horovod."""
     job = make_horovod_job()
     first = attach(job, place).ckpt
     train(job, first, range(3))
@@ -431,7 +433,7 @@ def gone_on_with_another_checkpointer(
 def test_another_checkpointer_may_take_up_what_was_cut_short(
     cut: Any, anew: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """In another run a rank waits for none of what others had launched in the one before."""
+    """After a restart of Horovod no rank waits for reductions of the earlier run."""
     place = Place.under(tmp_path, shm_dir)
     one, other = ranks(2, HOROVODRUN).run(gone_on_with_another_checkpointer, place, cut, anew)
     assert one == other
@@ -458,6 +460,6 @@ def closed_after_a_step_cut_short(place: Place) -> tuple[int, list[str], int]:
 def test_a_restore_ends_the_step_that_an_exception_left(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Or no final checkpoint could be taken any more."""
+    """Otherwise no final checkpoint could be taken any more."""
     told = ranks(2, HOROVODRUN).run(closed_after_a_step_cut_short, Place.under(tmp_path, shm_dir))
     assert told == [(4, [], 5)] * 2

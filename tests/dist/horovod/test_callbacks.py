@@ -1,4 +1,4 @@
-"""Users' callbacks hear the same from both adapters, and cannot disturb a training."""
+"""Users' callbacks receive the same calls from both adapters, and cannot disturb a training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("kind", [GLOO, HOROVODRUN])
 
 
 class Diary(tierckpt.Callbacks):
-    """Writes down all it hears."""
+    """Callbacks that record all calls."""
 
     def __init__(self) -> None:
         self.launched: list[int] = []
@@ -49,7 +49,7 @@ class Diary(tierckpt.Callbacks):
 
 
 class Trouble(tierckpt.Callbacks):
-    """Raises whatever it is told."""
+    """Callbacks that raise in every call."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("on_"):
@@ -160,7 +160,8 @@ def _note(line: list[str], *_: Any) -> None:
 def test_the_order_is_that_of_the_iteration(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Launches, the barrier with what it sealed, the step, the boundary; the last at the end."""
+    """Launches, the barrier with the sealed version, the step, the boundary; the last at the
+    end."""
     for line in ranks(2, kind).run(heard_in_order, Place.under(tmp_path, shm_dir)):
         assert line == [
             *("launched", "stepped", "boundary 1"),

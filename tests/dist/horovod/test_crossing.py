@@ -32,7 +32,7 @@ JOBS: list[Job] = [(HOROVODRUN, 1), (HOROVODRUN, 2), (HOROVODRUN, 3), (GLOO, 3),
 
 
 def new_job(seed: int) -> tuple[Any, dict[str, Any]]:
-    """By the library of the ranks, with a schedule as something in `extra`."""
+    """A job with the library of the ranks, and a schedule in `extra`."""
     make = make_horovod_job if under_horovod() else make_job
     ddp = {} if under_horovod() else {"broadcast_buffers": False}
     job = make(net=normed, seed=seed, **ddp)
@@ -45,7 +45,7 @@ def whole(job: Any, extra: dict[str, Any]) -> str:
 
 
 def leave_behind(place: Place) -> tuple[str, str]:
-    """Train, and save to disk: what is alike on all ranks, and this rank's own."""
+    """Train and save to disk; returns the state that is equal on all ranks, and this rank's own."""
     job, extra = new_job(1)
     ckpt = attach(job, place, extra=extra, local_every_steps=1000).ckpt
     for iteration in range(VERSION):
@@ -79,7 +79,8 @@ Left = Callable[[Job], tuple[Path, list[tuple[str, str]]]]
 
 @pytest.fixture(scope="module")
 def left(ranks: Any, tmp_path_factory: pytest.TempPathFactory, shm_root: Path) -> Left:
-    """`left(job)`: what that job left on its disk, and what its ranks told. Each runs once."""
+    """`left(job)`: the files that the job left on its disk, and the results of its ranks. Each runs
+    once."""
     done: dict[Job, tuple[Path, list[tuple[str, str]]]] = {}
     for kind, size in JOBS:
         folder = tmp_path_factory.mktemp("left")
@@ -94,7 +95,7 @@ def left(ranks: Any, tmp_path_factory: pytest.TempPathFactory, shm_root: Path) -
 
 
 def others(job: Job) -> list[Job]:
-    """Made by the other library; or by the same on another number of ranks."""
+    """Jobs of the other library, or of the same one on another number of ranks."""
     kind, size = job
     return [(k, n) for k, n in JOBS if k != kind or (kind == HOROVODRUN and n != size)]
 
@@ -113,7 +114,7 @@ def test_one_library_goes_on_where_another_was(
 
 
 def check_taken_up(told: list[dict[str, Any]], made: list[tuple[str, str]]) -> None:
-    """By rank: what the second job found, and what the first one told."""
+    """For each rank: the state that the second job restored, and that of the first one."""
     assert len({t["course"] for t in told}) == 1
     for number, found in enumerate(told):
         assert found["restored"] == (VERSION, VERSION, {"local": len(made)})

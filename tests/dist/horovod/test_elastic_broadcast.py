@@ -1,4 +1,4 @@
-"""What a rank that is new, or that differs, is sent by another one."""
+"""The state that another rank sends to a new rank, or to a rank that differs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.training import Net, Place, horovod, rank
 
 
 class Forgetful(Script):
-    """An optimizer that remembers nothing, and whose steps without gradients move weights."""
+    """An optimizer without state; its steps without gradients change weights."""
 
     def distribute(self, model: nn.Module) -> Any:
         return distributed(model, "", partial(torch.optim.SGD, weight_decay=0.5))
@@ -30,8 +30,8 @@ class Forgetful(Script):
 
 
 def joined(script: Script, new: int, anew: Callable[[], Script]) -> tuple[str, str, str]:
-    """Hosts change, and rank `new` is new: bits of the state that is live, of that which both go on
-    with, and of that two batches later."""
+    """Hosts change, and rank `new` is new. Returns the bits of the live state, of the state with
+    which both continue, and of the state two batches later."""
     script.train_to(3)
     script.hosts_change()
     live = exact.digest(script.replicated())
@@ -56,7 +56,7 @@ def without_optimizer_state(place: Place, new: int) -> tuple[bool, tuple[str, st
 
 @pytest.mark.parametrize("new", [1, 0])
 def test_an_optimizer_without_state(new: int, ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """Neither a fresh start nor sending moves weights, and learning rates come along."""
+    """Neither a fresh start nor a broadcast changes weights, and learning rates are sent, too."""
     place = Place.under(tmp_path, shm_dir)
     told = ranks(2, HOROVODRUN).run(without_optimizer_state, place, new)
     assert [unmoved for unmoved, _ in told] == [True, True]
@@ -66,7 +66,8 @@ def test_an_optimizer_without_state(new: int, ranks: Any, tmp_path: Path, shm_di
 
 
 class Remembering(torch.optim.SGD):
-    """What it counts is in its own state_dict(), and a sum under a key that is no parameter."""
+    """An optimizer with a count in its own state_dict(), and a sum under a key that is no
+    parameter."""
 
     count = 0
 
@@ -127,7 +128,7 @@ class Tempered(Script):
 
 
 def with_a_loose_parameter(place: Place, new: int) -> tuple[str, tuple[str, str, str]]:
-    """Bits at a fresh start, where ranks were made differently, and those of `joined`."""
+    """The bits at a fresh start of ranks with different initial values, and those of `joined`."""
     script = Tempered(place, seed=1 + rank()).start()
     fresh = exact.digest(script.replicated())
     return fresh, joined(script, new, partial(Tempered, place, seed=9))
@@ -137,7 +138,7 @@ def with_a_loose_parameter(place: Place, new: int) -> tuple[str, tuple[str, str,
 def test_parameters_of_no_module_are_sent(
     new: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """At a fresh start, and to a rank that is new."""
+    """At a fresh start, and to a new rank."""
     place = Place.under(tmp_path, shm_dir)
     one, other = ranks(2, HOROVODRUN).run(with_a_loose_parameter, place, new)
     (fresh, (live, found, later)) = one
@@ -149,7 +150,8 @@ LARGEST = 100
 
 
 def sent_in_slices(root: int) -> tuple[list[list[int]], bool]:
-    """Bytes of each broadcast by its tensor, and whether all of `root`'s came, in place."""
+    """The bytes of each broadcast of a tensor, and whether all of `root`'s values arrived, in
+    place."""
     sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
 
     def values(of: int) -> dict[str, torch.Tensor]:
@@ -186,13 +188,13 @@ def sent_in_slices(root: int) -> tuple[list[list[int]], bool]:
 
 @pytest.mark.parametrize("root", [0, 1])
 def test_large_tensors_are_sent_in_slices(root: int, ranks: Any) -> None:
-    """Horovod would count the bytes of one over 2 GiB wrongly."""
+    """Horovod would count the bytes of a broadcast over 2 GiB wrongly."""
     slices = [[100] * 5 + [4], [], [100, 100], [100] * 24, [4], [100] * 5 + [72]]
     assert ranks(2, HOROVODRUN).run(sent_in_slices, root) == [(slices, True)] * 2
 
 
 class Counting(Net):
-    """Counts its calls, in what is no tensor."""
+    """A module that counts its calls, outside tensors."""
 
     calls = 0
 
@@ -208,7 +210,7 @@ class Counting(Net):
 
 
 class WithExtraState(Script):
-    """A model that has more than tensors."""
+    """A model with state outside tensors."""
 
     def net(self) -> nn.Module:
         return Counting()
@@ -226,7 +228,7 @@ def with_extra_state(place: Place, new: int) -> tuple[int, tuple[str, str, str]]
 
 @pytest.mark.parametrize("new", [1, 0])
 def test_modules_extra_state_is_sent(new: int, ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """At a fresh start, and to a rank that is new."""
+    """At a fresh start, and to a new rank."""
     told = ranks(2, HOROVODRUN).run(with_extra_state, Place.under(tmp_path, shm_dir), new)
     (calls, (live, found, later)), others = told
     assert (calls, live) == (10, found)
@@ -234,7 +236,8 @@ def test_modules_extra_state_is_sent(new: int, ranks: Any, tmp_path: Path, shm_d
 
 
 class Grown(Net):
-    """Counts its calls in what its own methods save, and keeps what it was given in a buffer."""
+    """A module that counts its calls in the state of its own methods, and keeps its input in a
+    buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +259,7 @@ class Grown(Net):
 
 
 def sent_own_state(root: int) -> tuple[int, list[float]]:
-    """What came of `root`'s, which is the only one that has been called."""
+    """The state that arrived from `root`, which is the only rank that has called it."""
     sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
     torch.manual_seed(rank())
     model = Grown()
@@ -271,7 +274,8 @@ def test_what_modules_save_of_their_own_is_sent(ranks: Any) -> None:
 
 
 def only_one_made_both_steps(place: Place, ahead: int) -> tuple[list[str], bool]:
-    """Rank `ahead` stepped D and G, the other only D, when a third was lost with all versions."""
+    """Rank `ahead` stepped D and G, the other rank only D, when a third was lost with all
+    versions."""
     script = Adversaries(True, place, seed=1).start()
     script.train_to(2)
     g, d, opt_g, opt_d = script.parts
@@ -297,7 +301,7 @@ def only_one_made_both_steps(place: Place, ahead: int) -> tuple[list[str], bool]
 def test_survivors_that_differ_are_made_alike(
     ahead: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Both have as many steps behind them, and other weights."""
+    """Both have made the same number of steps, but have different weights."""
     place = in_memory(tmp_path, shm_dir)
     (one, said), (other, also) = ranks(2, HOROVODRUN).run(only_one_made_both_steps, place, ahead)
     assert one[0] != other[0]
@@ -331,12 +335,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def trained(kind: str, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """An odd model on this rank alone, and its optimizer."""
+    """An unusual model on this rank alone, and its optimizer."""
     torch.manual_seed(seed)
     model = Odd()
     params = [p for p in model.parameters() if p.requires_grad]
     if kind == "lbfgs":
-        params = [model.conv.bias, model.scalar]  # it flattens what is of one type, without gaps
+        params = [model.conv.bias, model.scalar]  # it flattens tensors of one type without gaps
     optimizer = OPTIMIZERS[kind](params)
 
     def loss() -> float:
@@ -352,8 +356,8 @@ def trained(kind: str, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Op
 
 
 def sent_odd_state(kind: str, root: int, steps: int) -> tuple[bool, list[tuple[int, ...]]]:
-    """Whether all came that `root` has, if others made so many steps; and what memory order the
-    convolution's weights and their state have then."""
+    """Whether the state of `root` arrived if others made this number of steps; and the memory order
+    of the convolution's weights and their state."""
     sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
     model, optimizer = trained(kind, seed=rank(), steps=2 if rank() == root else steps)
     wanted = exact.replicated(*trained(kind, seed=root, steps=2))
@@ -370,7 +374,7 @@ def sent_odd_state(kind: str, root: int, steps: int) -> tuple[bool, list[tuple[i
 @pytest.mark.parametrize("root", [0, 1])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_type_and_memory_order_is_sent(kind: str, root: int, steps: int, ranks: Any) -> None:
-    """To ranks whose optimizer has no state yet, and to those that have another one."""
+    """To ranks with an optimizer without state, and to those with a different state."""
     told = ranks(2, HOROVODRUN).run(sent_odd_state, kind, root, steps)
     assert [came for came, _ in told] == [True, True]
     assert {stride for _, strides in told for stride in strides} == {(27, 1, 9, 3)}

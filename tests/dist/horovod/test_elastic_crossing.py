@@ -1,5 +1,5 @@
-"""What an elastic job wrote restores in one that is not, and the other way round; and plain values
-that are on one side only are told of."""
+"""A checkpoint of an elastic job restores in a job that is not elastic, and the other way round;
+plain values that only one side has are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = {"local_every_steps": 1, "memory_every_steps": 1}
 
 
 class Plain(Script):
-    """With plain values and nothing else, and those of one's choice."""
+    """A state with plain values only, of any names."""
 
     def __init__(self, place: Place, seed: int, **values: Any) -> None:
         self.values = values
@@ -97,7 +97,7 @@ def plain_takes_up(place: Place) -> tuple[str, int, list[str]]:
 def test_an_elastic_job_goes_on_where_another_was(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Its plain values stay, which it says once."""
+    """Its plain values stay, which is reported once."""
     place = Place.under(tmp_path, shm_dir)
     made = ranks(2, kind).run(plain_leaves, place)
     first, second = ranks(2, HOROVODRUN).run(elastic_takes_up, place, {"epoch": 5})
@@ -123,7 +123,7 @@ def test_another_job_goes_on_where_an_elastic_one_was(
 
 
 def test_values_come_and_go_with_the_script(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """What only one side has is told of; the rest comes back."""
+    """Values that only one side has are reported; the others are restored."""
     place = Place.under(tmp_path, shm_dir)
     pool = ranks(2, HOROVODRUN)
     made = pool.run(elastic_leaves, place, {"seen": [1]})

@@ -1,4 +1,4 @@
-"""Elastic states and restarts that fail: a state that is torn, and what is said of a loss."""
+"""Failures of elastic states and restarts: a torn state, and the report of a loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Instead = tuple[Any, str, Callable[..., Any]]
 
 
 def lost_in(call: Callable[[], Any], instead: Instead) -> None:
-    """`call`, in which another rank is lost: what `instead` names is replaced and raises."""
+    """Run `call`, in which another rank is lost: the function named `instead` is replaced and
+    raises."""
     with mock.patch.object(*instead), pytest.raises(failure()):
         call()
 
@@ -44,7 +45,7 @@ def half_loaded(attempt: Any, load_window: Any, wants: Any) -> None:
 
 
 def about_to_load(together: ErrorBarrier, *how: Any) -> None:
-    """All have told each other that they can."""
+    """All ranks have agreed that they can load."""
     END(together, *how)
     if sys._getframe(1).f_code is verified_version.load.__code__:
         raise failure()
@@ -62,7 +63,7 @@ SOUND = {"as it was": BEFORE, "loaded": BEHIND}
 
 
 def lost_behind_a_step(place: Place, seed: int) -> tuple[Script, dict[int, Any]]:
-    """Two batches are committed, the third has made its step when a rank is lost."""
+    """Two batches are committed; a rank is lost after the step of the third."""
     script = Script(place, seed).start()
     digests = script.train_to(2)
     script.update(script.forward())
@@ -72,7 +73,7 @@ def lost_behind_a_step(place: Place, seed: int) -> tuple[Script, dict[int, Any]]
 
 
 def protected(script: Script) -> None:
-    """Return when the other node can make the newest version's shard of this one."""
+    """Return when the other node can rebuild this node's shard of the newest version."""
     ckpt = script.state.checkpointer
     ckpt.save(now=True)
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -83,7 +84,7 @@ def protected(script: Script) -> None:
 
 
 def a_node_is_lost(place: Place) -> None:
-    """Its disk and memory, and the other's memory; then a new process is in its place."""
+    """Remove the node's disk and memory, and the other's memory; a new process takes its place."""
     nodes = {"node": f"node{rank()}", "peer_redundancy": "partner", "peer_interface": "lo"}
     often = {"local_every_steps": 100, "slots": 3, "when_busy": "wait", "agent": "process"}
     script = Script(place, seed=1, **nodes, **often).start()
@@ -102,14 +103,14 @@ def a_node_is_lost(place: Place) -> None:
 
 def torn_everywhere(place: Place) -> None:
     script, digests = lost_behind_a_step(place, seed=1)
-    for _ in range(2):  # the levels have it, so nothing is lost
+    for _ in range(2):  # the levels have it, so no step is lost
         lost_in(script.state.sync, TORN)
         script.fail()
     script.state.sync()
     assert script.digests() == digests[2]
 
     script.state.batch = 99
-    lost_in(script.state.restore, TORN if rank() else BEFORE)  # a restore() of the script's own
+    lost_in(script.state.restore, TORN if rank() else BEFORE)  # a restore() by the script
     script.fail()
     lose(place.shm, place.path)
     for _ in range(2):
@@ -117,7 +118,7 @@ def torn_everywhere(place: Place) -> None:
             script.state.sync()
         assert script.state.checkpointer is None
 
-    # Nothing of the kind was known of by those that never trained.
+    # Ranks that never trained did not know of it.
     script = Script(place, seed=2).start()
     digests = script.train_to(2)
     script.fail()
@@ -130,7 +131,7 @@ def torn_everywhere(place: Place) -> None:
 
 
 def torn_on_one(place: Place, sound: str) -> tuple[str, str]:
-    """Bits of rank 0, which is sound, and those with which all go on."""
+    """The bits of rank 0, which is sound, and the bits with which all continue."""
     script, _ = lost_behind_a_step(place, seed=1)
     lost_in(script.state.sync, TORN if rank() else SOUND[sound])
     script.fail()
@@ -151,7 +152,7 @@ def torn_on_one(place: Place, sound: str) -> tuple[str, str]:
 
 
 def torn_by_a_broadcast(place: Place) -> None:
-    """Rank 0 has what is live, and is lost while rank 1, which is new, gets it."""
+    """Rank 0 has the live state, and is lost while rank 1, which is new, receives it."""
     script, _ = lost_behind_a_step(place, seed=1)
     lose(place.shm, place.path)
     if rank() == 1:
@@ -170,7 +171,7 @@ def torn_by_a_broadcast(place: Place) -> None:
 
 
 def unseen(place: Place) -> None:
-    """Only models have the state, and it cannot be seen what the persistent level has."""
+    """Only the models have the state, and the versions on the persistent level are not visible."""
     persistent = Path(place.path).parent / "persistent"
     script = Script(place, seed=1, persistent_path=str(persistent)).start()
     digests = script.train_to(3)
@@ -196,7 +197,7 @@ def unseen(place: Place) -> None:
 
     script = Script(place, seed=1, persistent_path=str(persistent))
     with pytest.raises(tierckpt.RestoreError, match="could not be read"):
-        script.start()  # where nothing is live, that is no fresh start
+        script.start()  # without a live state that is no fresh start
 
 
 def test_a_lost_node_is_made_again_by_its_peer(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
@@ -206,7 +207,7 @@ def test_a_lost_node_is_made_again_by_its_peer(ranks: Any, tmp_path: Path, shm_d
 
 
 def test_a_rank_is_lost_while_all_load(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """What is half loaded is loaded again, or refused: nothing is trained on it."""
+    """A partly loaded state is loaded again, or refused: no step is made from it."""
     place = in_memory(tmp_path, shm_dir)
     ranks(2, HOROVODRUN).run(torn_everywhere, place)
 
@@ -215,7 +216,7 @@ def test_a_rank_is_lost_while_all_load(ranks: Any, tmp_path: Path, shm_dir: Path
 def test_a_sound_state_wins_over_a_torn_one(
     sound: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Rank 0 is stopped before it has changed anything, or behind the last byte."""
+    """Rank 0 is stopped before it has changed anything, or after the last byte."""
     one, other = ranks(2, HOROVODRUN).run(torn_on_one, in_memory(tmp_path, shm_dir), sound)
     assert one[0] == one[1] == other[1] != other[0]
 
@@ -256,8 +257,8 @@ def test_going_back_farther_than_the_last_commit_is_said(
 
 
 def going_back_at_a_failure(place: Place) -> list[list[tuple[int, str]]]:
-    """What is said, and how severe it is, when a step behind the last commit is lost; when commits
-    that no level has are lost; and when nothing is."""
+    """The event and its severity if a step after the last commit is lost; if commits that no level
+    has are lost; and if nothing is lost."""
     found = []
     for last_taken, last_commit, steps in ((2, 2, 1), (2, 4, 0), (4, 4, 0)):
         script = Script(place, seed=1).start()
@@ -275,7 +276,7 @@ def going_back_at_a_failure(place: Place) -> list[list[tuple[int, str]]]:
 
 
 def test_going_back_at_a_failure_is_said(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """By one rank; as a warning where it is behind the last commit."""
+    """By one rank; as a warning if commits are lost."""
     place = Place.under(tmp_path, shm_dir)
     told, other = ranks(2, HOROVODRUN).run(going_back_at_a_failure, place)
     ((said,), (warned,), nothing) = told

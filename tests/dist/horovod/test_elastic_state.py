@@ -57,7 +57,7 @@ WRONG = (nothing_trained, before_backward, one_rank_behind_backward, behind_a_st
 
 
 def course(place: Place, wrongs: bool) -> tuple[Any, Any]:
-    """Digests at every commit, with an iteration that goes wrong after each or without."""
+    """Digests at every commit, with or without a failing iteration after each."""
     script = Script(place, seed=1).start()
     digests: dict[int, dict[str, str]] = {}
     levels = []
@@ -77,14 +77,15 @@ def course(place: Place, wrongs: bool) -> tuple[Any, Any]:
     digests.update(script.train_to(BATCHES))
     script.fail()
     script.state.batch = 99
-    script.start(seed=300)  # the state is still committed, and comes back from there
+    script.start(seed=300)  # the state is still committed, and is restored from there
     assert script.digests() == digests[BATCHES]
     script.end()
     return digests, levels
 
 
 def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """Called by a script, wherever its iteration stands; and the job goes on as if nothing was."""
+    """A script calls it at any point of an iteration; and the job goes on as if nothing had
+    happened."""
     pool = ranks(2, HOROVODRUN)
     undisturbed = pool.run(course, Place.under(tmp_path / "undisturbed", shm_dir), False)
     told = pool.run(course, Place.under(tmp_path / "disturbed", shm_dir), True)
@@ -99,14 +100,14 @@ def in_place(model: nn.Module) -> None:
 
 
 def through_data(model: nn.Module) -> None:
-    """Which moves no version counter."""
+    """Change weights through `.data`, which changes no version counter."""
     for param in model.parameters():
         param.data.fill_(7)
 
 
 def overwritten(place: Place, overwrite: Callable[[nn.Module], None]) -> list[Any]:
-    """The loop changes weights right after a commit, the first one and two later ones, and goes
-    back: to which version, and whether its state is that of then."""
+    """The loop changes weights right after a commit (the first one and two later ones), and goes
+    back. Returns the version, and whether its state is that of the commit."""
     told: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "QUIET_SECONDS", 1e6)  # nothing is copied before the restore
@@ -115,7 +116,7 @@ def overwritten(place: Place, overwrite: Callable[[nn.Module], None]) -> list[An
             goal = script.state.batch + batches
             digests = script.train_to(goal)
             if batches == 2 and overwrite is through_data:
-                script.state.checkpointer.complete()  # as its documentation asks for
+                script.state.checkpointer.complete()  # as its documentation requires
             overwrite(script.state.model)
             script.state.restore()
             at = script.state.batch
@@ -134,7 +135,8 @@ def overwritten(place: Place, overwrite: Callable[[nn.Module], None]) -> list[An
 def test_weights_that_are_changed_after_a_commit_are_those_of_the_commit(
     overwrite: Any, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Or it is lost, with an error, and the one before comes back; then commits wait."""
+    """Otherwise the commit is lost, with an error, and the previous one is restored; then commits
+    wait."""
     place = Place.under(tmp_path, shm_dir)
     noticed = [[(0, True), (1, True), (0, True)], 1]
     expected = noticed if overwrite is in_place else [[(0, True), (0, True)], 0]
@@ -142,7 +144,8 @@ def test_weights_that_are_changed_after_a_commit_are_those_of_the_commit(
 
 
 def gradients_behind(place: Place) -> list[int]:
-    """How many gradients are left behind a call of restore(), a failure, and a change of hosts."""
+    """The number of gradients that are left after a call of restore(), a failure, and a change of
+    hosts."""
     script = Script(place, seed=1).start()
     script.train_to(2)
     left = []
@@ -160,7 +163,7 @@ def gradients_behind(place: Place) -> list[int]:
 def test_no_gradient_of_an_iteration_cut_short_is_left(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """A loop that clears them behind its steps would add to them, on the ranks that are left."""
+    """A loop that clears gradients after its steps would add to them, on the remaining ranks."""
     place = Place.under(tmp_path, shm_dir)
     assert ranks(2, HOROVODRUN).run(gradients_behind, place) == [[0, 0, 0]] * 2
 
@@ -169,8 +172,8 @@ def test_no_gradient_of_an_iteration_cut_short_is_left(
 
 
 def adversaries(named: bool, place: Place) -> tuple[Any, Any, Any]:
-    """Digests of an undisturbed course; of one with a restart, all objects new; and the bits of
-    the ranks when the second is new and the first has what is live."""
+    """Digests of an undisturbed course, of one with a restart with all objects new; and the bits of
+    the ranks if the second is new and the first has the live state."""
     make = partial(Adversaries, named, place)
     script = make(seed=1).start()
     undisturbed = script.train_to(BATCHES)
@@ -208,7 +211,7 @@ def test_models_and_optimizers_of_any_name(
 
 
 class Accumulating(Script):
-    """Two backward passes for a step; commits are where `due` says."""
+    """Two backward passes per step; commits at the points that `due` gives."""
 
     def __init__(self, due: Callable[[int], bool], place: Place, seed: int) -> None:
         super().__init__(place, seed)
@@ -240,8 +243,8 @@ def odd(batch: int) -> bool:
 
 
 def between_passes(place: Place) -> tuple[bool, int, list[int]]:
-    """Whether a course with a failure behind batch 9 ends as one without; where it went on; and
-    of how many commits, none of which can be taken, it is said where they are."""
+    """Whether a course with a failure after batch 9 ends as one without; the point where it
+    continued; and the number of commits, none of which can be taken, that are reported."""
     script = Accumulating(every_third, place, seed=1).start()
     undisturbed = script.train_to(12)
     script.end()
@@ -265,13 +268,13 @@ def between_passes(place: Place) -> tuple[bool, int, list[int]]:
 
 
 def test_commits_between_backward_passes(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """They would have half of a step's gradients behind them, and are passed over."""
+    """Such a version would have half of a step's gradients, so these commits are passed over."""
     told = ranks(2, HOROVODRUN).run(between_passes, Place.under(tmp_path, shm_dir))
     assert told == [(True, 6, [0, 1, 1])] * 2
 
 
 def rare_commits(place: Place) -> tuple[str, list[int]]:
-    """Whether another boundary is refused, and how loudly it is said that none is committed."""
+    """Whether another boundary is refused, and the severity of the event that none is committed."""
     with pytest.raises(tierckpt.ConfigError) as refused:
         Script(place, seed=1, boundary="forward")
     script = Script(place, seed=1, boundary="explicit").start()
@@ -311,14 +314,14 @@ def without_what_can_be_called(place: Place) -> list[str]:
 def test_what_cannot_be_called_is_refused_when_the_state_is_made(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """And not when it is first brought together."""
+    """And not only at the first `sync()`."""
     told = ranks(1, HOROVODRUN).run(without_what_can_be_called, Place.under(tmp_path, shm_dir))
     assert told == [["3 is not a tierckpt.Cal", "on_event is 3; give "]]
 
 
 def watched(place: Place) -> list[tuple[Any, ...]]:
-    """What is heard by who is given with the settings, is added before the start, and behind it,
-    over a failure and a change of hosts."""
+    """The calls of callbacks that are given with the settings, added before the start, and after
+    it, over a failure and a change of hosts."""
     diaries = [Diary(), Diary(), Diary()]
     script = Script(place, seed=1, callbacks=iter(diaries[:1]))
     script.state.add_callbacks(diaries[1])
@@ -350,7 +353,7 @@ def warm_up(step: int) -> float:
 
 
 class WarmingUp(Script):
-    """Its rates are shares of what the schedule itself holds."""
+    """Its rates are shares of the schedule's own state."""
 
     def schedule(self, optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
@@ -360,14 +363,14 @@ class WarmingUp(Script):
 
 
 def scaled_after(place: Place, newcomer: bool) -> dict[str, Any]:
-    """Rates of this rank before and after a failure, and one batch later; at which batch it came
-    back, what is in the model, and which samples are dealt to it."""
+    """The rates of this rank before and after a failure, and one batch later; the batch of the
+    restore, the state of the model, and the dealt samples."""
     script = WarmingUp(place, seed=1).start()
     course = script.train_to(3)
     rates = [script.rate()]
     script.fail()
     if newcomer and rank() == 1:
-        script = WarmingUp(place, seed=9)  # a process in the lost one's place: it was never reset
+        script = WarmingUp(place, seed=9)  # a new process for the lost one: it was never reset
 
     def scale() -> None:
         state = script.state
@@ -406,7 +409,7 @@ def test_what_reset_callbacks_set_is_not_undone(
 
 
 def drifted(place: Place) -> list[Any]:
-    """A bit flips on rank 1, and hosts come or go before the round of looks has come to it."""
+    """A bit flips on rank 1, and hosts join or leave before the next round of replica checks."""
     script = Script(place, seed=1, memory_every_steps=1).start()
     script.train_to(4)
     if rank() == 1:
@@ -439,7 +442,7 @@ def told_to_stop(place: Place) -> str:
 def test_replicas_that_differ_are_named_before_ranks_are_numbered_anew(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Later ones could not tell since when; and go on alike, from what one of them had."""
+    """Later groups could not find out since when; all continue from the state of one rank."""
     pool = ranks(2, HOROVODRUN)
     one, other = pool.run(drifted, Place.under(tmp_path, shm_dir))
     name = "model/body.0.weight"

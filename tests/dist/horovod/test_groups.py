@@ -1,4 +1,4 @@
-"""The Groups over Horovod and over mpi4py are Groups like any other, also after errors."""
+"""The Groups over Horovod and over mpi4py fulfil the contract of Group, also after errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def horovod_group(*process_set: Any) -> Any:
 
 
 def on_process_set(members: list[int], program: Program) -> Any:
-    """On a process set of these ranks; the others do nothing."""
+    """Run on a process set of these ranks; the others do nothing."""
     hvd = horovod()
     part = hvd.add_process_set(members)
     try:
@@ -59,7 +59,7 @@ def on_communicator(members: list[int], program: Program) -> Any:
 
 
 def votes_of_two_groups() -> list[Any]:
-    """Rank 0 votes in both before any other rank does, and has made more groups than they."""
+    """Rank 0 votes in both before any other rank does, and has made more groups than the others."""
     on_process_set([0], lambda group: None)
     groups = [horovod_group(), horovod_group()]
     with rank_0_first():
@@ -69,8 +69,8 @@ def votes_of_two_groups() -> list[Any]:
 
 @pytest.mark.parametrize("kind", [HOROVODRUN, MPIRUN])
 def test_votes_of_two_groups_do_not_meet(kind: str, ranks: Any) -> None:
-    """Nor do ranks of one group miss each other: those that joined an elastic job later have made
-    fewer."""
+    """Also ranks of one group find each other: those that joined an elastic job later have made
+    fewer groups."""
     told = ranks(3, kind).run(votes_of_two_groups)
     assert told == [[[0, 0], [10, 0]]] * 3
 
@@ -79,7 +79,7 @@ def test_votes_of_two_groups_do_not_meet(kind: str, ranks: Any) -> None:
 
 
 def votes_after_one_rank_left_some_out(votes: int, left_out: int) -> list[Any]:
-    """As when a rank raises before the boundary, and all then restore."""
+    """As when a rank raises before the boundary, and then all restore."""
     group = horovod_group()
     box = GroupBallots(group, 2)
     for turn in range(votes - (left_out if group.rank == 0 else 0)):
@@ -126,8 +126,8 @@ def ask_twice_after_an_error() -> list[str]:
 
 
 def test_who_asks_second_gets_the_same_error(ranks: Any) -> None:
-    """The copier thread may have asked before the training thread, and elastic Horovod restarts
-    a job for this error alone."""
+    """The copier thread may have asked before the training thread, and elastic Horovod restarts a
+    job only for this error."""
     pool = ranks(3, HOROVODRUN)
     for first, second in pool.run(ask_twice_after_an_error):
         assert first == second
@@ -158,7 +158,7 @@ class OnThree(GroupConformance):
 
 
 class OnThreeByHorovod(OnThree):
-    """Which waits on for the rank that never came, so then it needs new ranks."""
+    """It waits on for the rank that never came, so it needs new ranks afterwards."""
 
     def test_who_is_alone_at_the_end_is_told_so(self, tmp_path: Any) -> None:
         super().test_who_is_alone_at_the_end_is_told_so(tmp_path)
@@ -191,7 +191,7 @@ def test_an_mpi_that_knows_no_threads_is_refused(ranks: Any) -> None:
 
 
 def of_two_ranks_of_three() -> str | int:
-    """Rank 1 is in no communicator, and that is false."""
+    """Rank 1 is in no communicator, and this object is false."""
     mpi = importlib.import_module("tierckpt.mpi")
     world = mpi.MPI.COMM_WORLD
     part = world.Split(mpi.MPI.UNDEFINED if world.rank == 1 else 0)
@@ -205,7 +205,7 @@ def of_two_ranks_of_three() -> str | int:
 
 
 def test_a_rank_that_is_in_no_communicator_is_refused(ranks: Any) -> None:
-    """It was taken for one of all ranks, and waited for the others."""
+    """Otherwise it would count as a rank of all ranks, and wait for the others."""
     one, refused, other = ranks(3, MPIRUN).run(of_two_ranks_of_three)
     assert (one, other) == (2, 2)
     assert "MPI.COMM_NULL" in refused

@@ -1,6 +1,8 @@
-"""Over MPI the adapter does what it does over Gloo: scenarios of the other modules, on one pool.
+"""The adapter gives the same results over MPI as over Gloo: scenarios of the other modules, on one
+pool.
 
-The options of `DistributedOptimizer` and the Groups have their own tests over MPI, where they are.
+The options of `DistributedOptimizer` and the Groups have their own tests over MPI, in their
+modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Versions and the backward passes of a step: gradients that no step has used are in none."""
+"""Versions and the backward passes of a step: no version has gradients that no step has used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.training import (
 
 
 def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
-    """A call of `step()` for each backward pass, two of which are a step."""
+    """Call `step()` after each backward pass; two passes are a step."""
     made: list[int] = []
 
     def go_on(job: HorovodJob, ckpt: tierckpt.Checkpointer | None, passes: range) -> None:
@@ -68,7 +68,7 @@ def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
 def test_passes_that_no_step_has_used_are_made_again(
     every: int, end: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """To the bit, where the version of the last step is there; else their gradients, at least."""
+    """To the bit, if the version of the last step exists; otherwise at least their gradients."""
     place = Place.under(tmp_path, shm_dir)
     for number, told in enumerate(
         ranks(2, HOROVODRUN).run(ended_between_passes, place, every, end)
@@ -83,10 +83,10 @@ def test_passes_that_no_step_has_used_are_made_again(
 
 @dataclass
 class Uneven(HorovodJob):
-    """Of two optimizers the second makes a step in every second iteration."""
+    """Two optimizers; the second makes a step in every second iteration."""
 
     lazy_rank: int = -1
-    """It has no batch for the passes whose gradients are not reduced yet."""
+    """This rank has no batch for the passes with gradients that are not reduced yet."""
 
     def iterate(self, iteration: int) -> str:
         first, second = self.optimizers
@@ -148,14 +148,14 @@ def cut_between_uneven_passes(place: Place, lazy_rank: int) -> dict[str, Any]:
 def test_no_version_is_between_the_passes_of_any_optimizer(
     lazy_rank: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Also where a rank that had no batch does not know of them."""
+    """Also if a rank without a batch does not know of the passes."""
     place = Place.under(tmp_path, shm_dir)
     told = ranks(2, HOROVODRUN).run(cut_between_uneven_passes, place, lazy_rank)
     assert told == [{"at": 4, "same": True}] * 2
 
 
 def never_between_steps(place: Place, boundaries: int, end: Callable[..., None]) -> dict[str, Any]:
-    """Boundaries where the second optimizer has always made one pass of two."""
+    """Boundaries at which the second optimizer has always made one pass of two."""
     job = make_uneven(-1, seed=1)
     attached = attach(job, place, local_every_steps=1)
     for iteration in range(2 * boundaries - 1):
@@ -188,7 +188,7 @@ def test_boundaries_that_are_all_passed_over_are_told(
 def test_a_final_version_between_passes_says_what_it_lacks(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """The weights of the end are what a training is for; none would be worse."""
+    """The final weights are the purpose of a training; no version at all would be worse."""
     place = Place.under(tmp_path, shm_dir)
     first, other = ranks(2, HOROVODRUN).run(never_between_steps, place, 3, close)
     assert first["taken"] == other["taken"] == [5]
@@ -201,11 +201,12 @@ def test_a_final_version_between_passes_says_what_it_lacks(
 
 @dataclass
 class Adversaries(HorovodJob):
-    """A generator, trained through a discriminator that makes three passes a step: two of its own,
-    and that one, whose gradients the loop drops. Until it keeps them."""
+    """A generator that is trained through a discriminator with three passes per step: two of its
+    own, and one of the generator's, whose gradients the loop drops, and keeps from some iteration
+    on."""
 
     keeps_at: int = -1
-    """The iteration that begins without dropping any."""
+    """The iteration that starts without dropping gradients."""
 
     def iterate(self, iteration: int) -> str:
         first, second, *_ = self.optimizers
@@ -266,7 +267,7 @@ def cut_among_adversaries(place: Place) -> dict[str, Any]:
 def test_gradients_that_are_never_used_are_in_nobodys_way(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """As soon as the loop has shown that it drops them."""
+    """After the loop has shown that it drops them."""
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(2, HOROVODRUN).run(cut_among_adversaries, place):
         assert told == {"taken": [4, 5, 6, 7, 8], "failed": [], "same": True}
@@ -286,7 +287,7 @@ def use_what_was_dropped_before(place: Place) -> dict[str, Any]:
 def test_gradients_that_are_used_all_the_same_are_told(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """And none are believed to be dropped, until they were again."""
+    """And none are assumed to be dropped, until they are dropped again."""
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(2, HOROVODRUN).run(use_what_was_dropped_before, place):
         assert [text.split(" used")[0] for text in told["said"]] == ["optimizer1"]
@@ -297,7 +298,7 @@ def test_gradients_that_are_used_all_the_same_are_told(
 
 @dataclass
 class ThreeOfThem(Adversaries):
-    """And a third one, beside them, that makes a step in every sixth iteration."""
+    """And a third optimizer, which makes a step in every sixth iteration."""
 
     def iterate(self, iteration: int) -> str:
         super().iterate(iteration)
@@ -309,7 +310,7 @@ class ThreeOfThem(Adversaries):
         return ""
 
     def image(self) -> dict[str, Any]:
-        """Without what nobody passes through any more."""
+        """The image without the parts that no forward pass uses any more."""
         return self.replicated()
 
 
@@ -344,7 +345,8 @@ def test_who_drops_gradients_says_nothing_of_others(
 
 
 def told_to_end(place: Place, at: int) -> dict[str, Any]:
-    """As a scheduler does it, behind iteration `at`; started again, it makes eight."""
+    """The job has to end, as from a scheduler, after iteration `at`; started again, it makes
+    eight."""
     alone = make_uneven(-1, seed=1)
     for iteration in range(8):
         alone.iterate(iteration)
@@ -371,14 +373,15 @@ def told_to_end(place: Place, at: int) -> dict[str, Any]:
 def test_a_job_that_is_told_to_end_comes_back_exactly(
     at: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Also where it is told so between the passes of a step."""
+    """Also if the request comes between the passes of a step."""
     place = Place.under(tmp_path, shm_dir)
     told = ranks(2, HOROVODRUN).run(told_to_end, place, at)
     assert told == [{"at": 4, "same": True}] * 2
 
 
 def back_from_between(place: Place) -> dict[str, Any]:
-    """A boundary behind the first pass of the next step, and then back to the one before it."""
+    """A boundary after the first pass of the next step, and then a restore of the version before
+    it."""
     job = make_horovod_job(passes=2)
     attached = attach(job, place, local_every_steps=1, local_every_seconds=0, when_busy="wait")
     ckpt = attached.ckpt
@@ -423,7 +426,7 @@ def test_what_was_between_passes_before_a_restore_is_over(
 
 
 def a_pass_ahead(place: Place | None) -> dict[str, Any]:
-    """The boundary comes behind the first pass of the next step, for which one rank has no batch in
+    """The boundary comes after the first pass of the next step, for which one rank has no batch in
     every third iteration."""
     job = make_horovod_job(passes=2)
     attached = attach(job, place, local_every_steps=1) if place is not None else None

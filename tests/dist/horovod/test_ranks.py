@@ -1,4 +1,4 @@
-"""Ranks under a launcher end with the test process, however that ends."""
+"""Ranks under a launcher end with the test process, in whatever way it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def who_are_you() -> int:
 
 
 def start_and_tell(kind: str, folder: str, paused: str) -> None:
-    """In place of the test process."""
+    """Replaces the test process."""
     pool = RankPool(2, Path(folder), kind=kind)
     pids = pool.run(who_are_you)
     if paused:

@@ -1,4 +1,4 @@
-"""What is refused of a Horovod script, with the reason and the way out."""
+"""Horovod scripts that are refused, with the reason and the solution."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def with_adasum(model: torch.nn.Module, where: dict[str, str]) -> None:
 
 
 def refusal(case: str, place: Place) -> str:
-    """The ConfigError's text. It comes before anything collective: nobody waits for this rank."""
+    """The text of the ConfigError. It comes before any collective: no rank waits for this one."""
     with pytest.raises(tierckpt.ConfigError) as caught:
         REFUSED[case][0](Net(), {"path": place.path, "shm_dir": place.shm})
     return str(caught.value)
@@ -128,14 +128,14 @@ def test_an_elastic_state_of_some_ranks_is_refused(
 
 
 class HalfMade(torch.nn.Module):
-    """One that never came to be a module, and is alive all the same."""
+    """An object that never became a module, but is alive."""
 
     def __init__(self) -> None:
         pass
 
 
 def known_models() -> dict[str, bool]:
-    """Whether the whole is found by its parameters, whatever else is alive."""
+    """Whether the whole model is found by its parameters, independent of other live objects."""
     model_of = importlib.import_module("horovod_ckpt.optimizer")._model_of
     model = Net()
     wrapper = torch.nn.Sequential(model)
@@ -155,7 +155,7 @@ def test_the_whole_model_is_known_by_its_parameters(ranks: Any) -> None:
 
 
 def momentum_under_adasum() -> tuple[str, str]:
-    """Why Adasum is refused."""
+    """The reason why Adasum is refused."""
     hvd = horovod()
     job = make_horovod_job(
         optimizer=sgd,
@@ -169,7 +169,7 @@ def momentum_under_adasum() -> tuple[str, str]:
 
 
 def test_adasum_keeps_other_momentum_on_every_rank(ranks: Any) -> None:
-    """Should Horovod ever change that, it need not be refused any more."""
+    """If Horovod changes that, it need not be refused any more."""
     (weights, momentum), (same_weights, other) = ranks(2, MPIRUN).run(momentum_under_adasum)
     assert weights == same_weights
     assert momentum != other
@@ -191,7 +191,7 @@ def elastic_beside_a_plain_one(place: Place) -> str:
 def test_an_elastic_state_with_a_plain_optimizer_is_refused(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """When it is made, and not only when the ranks come together."""
+    """At its creation, and not only when the ranks meet."""
     place = Place.under(tmp_path, shm_dir)
     for text in ranks(2, HOROVODRUN).run(elastic_beside_a_plain_one, place):
         assert "optimizer 'opt_own' is a SGD of torch.optim.sgd" in text

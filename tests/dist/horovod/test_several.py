@@ -32,7 +32,7 @@ from tierckpt.cli.trace import load
 
 
 def in_a_part_of_the_job(place: Place) -> dict[str, Any] | str:
-    """Ranks 0 and 2 train together, rank 1 has no part in it."""
+    """Ranks 0 and 2 train together; rank 1 takes no part."""
     hvd = horovod()
     part = hvd.add_process_set([0, 2])
 
@@ -77,7 +77,7 @@ def check_part(told: list[Any]) -> None:
 
 
 def side_by_side(folder: str, shm: str) -> dict[str, Any]:
-    """Ranks 0 and 2 train one model and rank 1 another, with one folder for everybody's records."""
+    """Ranks 0 and 2 train one model and rank 1 another, with one folder for the records of all."""
     hvd = horovod()
     sets = [hvd.add_process_set([0, 2]), hvd.add_process_set([1])]
     mine = next(s for s in sets if s.included())
@@ -96,7 +96,7 @@ def side_by_side(folder: str, shm: str) -> dict[str, Any]:
             job, attached = new(1)
             course = train(job, attached.ckpt, range(3))
             attached.ckpt.wait()
-            hvd.barrier()  # both are at work, and only then one of them goes on
+            hvd.barrier()  # both are at work, and only after that one of them goes on
             attached.ckpt.abandon()
             job, attached = new(2)
             restored = attached.ckpt.restore()
@@ -113,8 +113,8 @@ def side_by_side(folder: str, shm: str) -> dict[str, Any]:
 def test_process_sets_do_not_get_in_each_others_way(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Two models to two paths in one job on one node, where one environment names folders for
-    all: every file is one rank's."""
+    """Two models with two paths in one job on one node, with one environment that names folders for
+    all: every file belongs to one rank."""
     told = ranks(3, HOROVODRUN).run(side_by_side, str(tmp_path), str(shm_dir))
     check_side_by_side(told, tmp_path)
 
@@ -164,8 +164,8 @@ def test_optimizers_of_different_process_sets_are_refused(ranks: Any, tmp_path: 
 
 
 def one_script_on_all_ranks(place: Place) -> list[Any]:
-    """Rank 1 calls what the others call, in each of the ways in. By way: what `restore()` returned
-    and whether the course was that of Horovod without us."""
+    """Rank 1 makes the same calls as the others, at each entry point. For each: the result of
+    `restore()`, and whether the course was that of Horovod without checkpoints."""
     hvd = horovod()
     part = hvd.add_process_set([0, 2])
     drop_in = importlib.import_module("horovod_ckpt.torch")
@@ -210,7 +210,7 @@ def one_script_on_all_ranks(place: Place) -> list[Any]:
 def test_a_rank_outside_the_process_set_runs_the_same_script(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Nobody hangs: it steps by itself, and is in no checkpoint."""
+    """No rank hangs: this rank steps alone, and is in no checkpoint."""
     told = ranks(3, HOROVODRUN).run(one_script_on_all_ranks, Place.under(tmp_path, shm_dir))
     for number, each in enumerate(told):
         version = 0 if number == 1 else 3
@@ -222,7 +222,7 @@ def test_a_rank_outside_the_process_set_runs_the_same_script(
 
 def two_at_once(places: list[Place]) -> list[Any]:
     """Ranks on two nodes train two models; rank 0 is at both boundaries before rank 1 is at one.
-    Returns for each whether what comes back is what was taken."""
+    Returns for each whether the restored state is that of the version."""
     jobs = [make_horovod_job(seed=seed) for seed in (1, 2)]
 
     def on_two_nodes(job: HorovodJob, place: Place) -> Attached:
@@ -253,13 +253,13 @@ def two_at_once(places: list[Place]) -> list[Any]:
 def test_two_checkpointers_on_the_ranks_of_several_nodes(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Their votes are Horovod's operations there, and it refuses two of one name at a time."""
+    """Their votes are operations of Horovod there, which refuses two of one name at a time."""
     places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
     assert ranks(2, kind).run(two_at_once, places) == [[(3, True)] * 2] * 2
 
 
 class Heard(tierckpt.Callbacks):
-    """Of how many parameters' reductions."""
+    """Counts parameters with reductions."""
 
     launched = 0
 
@@ -268,7 +268,8 @@ class Heard(tierckpt.Callbacks):
 
 
 def two_on_one_optimizer(places: list[Place], first: int) -> dict[str, Any]:
-    """After an iteration with both the one numbered `first` ends; after two more the other."""
+    """After an iteration with both, the checkpointer with number `first` ends; after two more the
+    other."""
     job = make_horovod_job()
     heard = [Heard(), Heard()]
     ckpts = [attach(job, p, callbacks=[h]).ckpt for p, h in zip(places, heard, strict=True)]
@@ -298,7 +299,7 @@ def two_on_one_optimizer(places: list[Place], first: int) -> dict[str, Any]:
 def test_two_checkpointers_of_one_optimizer(
     first: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """The end of either leaves the other at work, and that of both nothing."""
+    """The end of one leaves the other at work, and the end of both leaves no trace."""
     places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
     expected = {
         "iterations heard": [1, 3] if first == 0 else [3, 1],
@@ -309,7 +310,7 @@ def test_two_checkpointers_of_one_optimizer(
 
 
 def beside_a_launcher_of_the_scripts(place: Place, on_top: bool) -> tuple[int, bool]:
-    """How often it was called, and whether it is still there when the checkpointer is gone."""
+    """The number of its calls, and whether it still exists after the checkpointer."""
     job, name = make_horovod_job(), "_allreduce_grad_async"
     calls = []
 

@@ -55,7 +55,7 @@ def clip(job: HorovodJob, iteration: int) -> str:
 
 
 def synchronize_twice(job: HorovodJob, iteration: int) -> str:
-    """Without `skip_synchronize`: Horovod reduces once more, and warns."""
+    """Without `skip_synchronize`: Horovod reduces again, and warns."""
     job.zero_grad()
     job.backward(iteration)
     job.optimizer.synchronize()
@@ -64,7 +64,8 @@ def synchronize_twice(job: HorovodJob, iteration: int) -> str:
 
 
 def scale(job: HorovodJob, iteration: int) -> str:
-    """Mixed precision; in iterations 1 and 5 an overflow on rank 1 alone skips all ranks' step."""
+    """Mixed precision; in iterations 1 and 5 an overflow on rank 1 alone makes all ranks skip the
+    step."""
     scaler = job.extra["scaler"]
     job.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -87,7 +88,7 @@ def with_scaler(job: HorovodJob) -> None:
 
 
 def scheduled_before(params: Any, lr: float) -> torch.optim.Optimizer:
-    """With a schedule that was made on the optimizer that Horovod takes over."""
+    """With a schedule that was made for the optimizer before Horovod took it."""
     optimizer = sgd(params, lr=lr)
     optimizer.extra = {"schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)}
     return optimizer
@@ -106,7 +107,7 @@ def follow_schedule(job: HorovodJob, iteration: int) -> str:
 
 
 def broadcast(job: HorovodJob) -> None:
-    """To have optimizer state to send, Horovod makes one step of the inner optimizer alone."""
+    """Horovod makes one step of the inner optimizer alone, to create optimizer state to send."""
     hvd = horovod()
     hvd.broadcast_parameters(job.bare.state_dict(), root_rank=0)
     for optimizer in job.optimizers:
@@ -129,7 +130,7 @@ def grow(job: HorovodJob) -> None:
 
 
 def grow_at_2(job: HorovodJob, iteration: int) -> str:
-    """Horovod does not reduce what was added later, so this loop does."""
+    """Horovod does not reduce parameters that were added later, so this loop does."""
     if iteration == 2:
         grow(job)
     job.model.zero_grad()
@@ -141,7 +142,7 @@ def grow_at_2(job: HorovodJob, iteration: int) -> str:
 
 
 def pairs(hvd: Any, model: nn.Module) -> dict[str, Any]:
-    """The first layer a group, the second another, and the others each alone."""
+    """The first layer is a group, the second another, and the others are single."""
     params = list(model.parameters())
     return {"groups": [params[:2], params[2:4]]}
 
@@ -161,13 +162,13 @@ class Variant:
     passes: int = 1
     loop: Callable[[HorovodJob, int], str] = HorovodJob.iterate
     before: Callable[[HorovodJob], None] = nothing
-    """What happens to a new job before there is a checkpointer."""
+    """Called with a new job before it has a checkpointer."""
     after: Callable[[HorovodJob], None] = nothing
-    """And behind it."""
+    """Called after it has one."""
     again: Callable[[HorovodJob], None] = nothing
-    """What a resumed script does besides."""
+    """Additional work of a resumed script."""
     released: str = "in backward"
-    """Or `in part`: some layers' reductions are launched by the step."""
+    """Or `in part`: the step launches the reductions of some layers."""
 
     def job(self, seed: int) -> HorovodJob:
         job = make_horovod_job(
@@ -208,7 +209,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 class Watch(tierckpt.Callbacks):
-    """In which phases reductions were launched, and which versions the boundaries had."""
+    """The phases in which reductions were launched, and the versions of boundaries."""
 
     def __init__(self, job: HorovodJob) -> None:
         self.job = job
@@ -241,7 +242,7 @@ def attached(job: HorovodJob, place: Place, **settings: Any) -> tuple[Attached, 
 
 
 def lose_memory(place: Place) -> None:
-    """As a reboot would; all ranks call it."""
+    """Remove the memory, as a reboot would; all ranks call it."""
     horovod().barrier()
     if rank() == 0:
         shutil.rmtree(place.shm)
@@ -310,7 +311,7 @@ def check(name: str, size: int, level: str, told: dict[str, Any]) -> None:
 def test_every_iteration_is_bit_for_bit_as_without(
     kind: str, size: int, name: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """As plain Horovod that was never disturbed, through a crash; and versions are steps."""
+    """As plain Horovod without a disturbance, through a crash; and versions are steps."""
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(size, kind).run(trained_with_and_without, name, place):
         check(name, size, "memory", told)

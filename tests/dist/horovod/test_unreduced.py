@@ -1,4 +1,5 @@
-"""What Horovod does not reduce: each rank's own, or refused, but never a mixture of ranks."""
+"""Parameters that Horovod does not reduce: each rank's own, or refused, but never a mix of
+ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ LEVELS = {"local_every_steps": 0, "local_every_seconds": 0.0}
 
 
 class Training:
-    """A net that Horovod reduces, and centres that it does not."""
+    """A net that Horovod reduces, and centres that it does not reduce."""
 
     def __init__(self, seed: int, trained: Callable[[nn.ModuleDict], nn.Module]) -> None:
         """`trained`: the part that Horovod's optimizer steps."""
@@ -100,7 +101,7 @@ def said_once(events: list[tierckpt.Event]) -> bool:
 def in_turn(
     place: Place, stepped: Callable[[nn.ModuleDict], nn.Module], thaw_at: int, *plain: str
 ) -> tuple[bool, bool, bool, list[str]]:
-    """Centres are each rank's own from the moment on from which they are trained."""
+    """Centres are each rank's own from the moment on at which they are trained."""
     job = Training(1, stepped)
     ckpt, events = attached(place, job, job.optimizer)
     for iteration in range(STEPS):
@@ -135,7 +136,7 @@ def test_what_is_trained_later_is_each_ranks_own_from_then_on(
 
 
 def added_later(place: Place) -> tuple[bool, bool]:
-    """A group that Horovod was never told of."""
+    """A parameter group that Horovod does not know."""
 
     def new(seed: int) -> Training:
         job = Training(seed, net_of)
@@ -183,11 +184,12 @@ def test_a_plain_optimizer_in_the_place_of_horovods_is_refused(
         assert all("not a result of hvd.DistributedOptimizer" in text for text in told)
 
 
-# --- behind a restore ----------------------------------------------------------------------------
+# --- after a restore -----------------------------------------------------------------------------
 
 
 def own_momentum_broadcast(place: Place) -> tuple[int, bool, bool]:
-    """`max_norm`: what a forward pass rescales is each rank's own, and so is its momentum."""
+    """`max_norm`: a weight that a forward pass rescales is each rank's own, and so is its
+    momentum."""
     drop_in = importlib.import_module("horovod_ckpt.torch")
     hvd = horovod()
 

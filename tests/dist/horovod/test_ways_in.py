@@ -1,4 +1,4 @@
-"""The ways to put checkpoints into a Horovod script."""
+"""The entry points for checkpoints in a Horovod script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 
 
 def installed(place: Place) -> dict[str, Any]:
-    """On an optimizer that was made elsewhere, twice."""
+    """Install on an optimizer that was made elsewhere, twice."""
     job = make_horovod_job()
     ckpt = import_adapter().install(
         job.optimizer, job.model, path=place.path, shm_dir=place.shm, **SETTINGS
@@ -64,13 +64,13 @@ INSTALLED = {"version": 3, "same": True, "attribute": True, "untouched": True}
 def test_install_takes_an_optimizer_made_elsewhere(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """And leaves nothing in it when the checkpointer is gone."""
+    """And it leaves nothing in the optimizer after the checkpointer's end."""
     told = ranks(2, HOROVODRUN).run(installed, Place.under(tmp_path, shm_dir))
     assert told == [INSTALLED] * 2
 
 
 def all_in_one(place: Place, positional: bool) -> tuple[Any, ...]:
-    """Against Horovod's own function with the same arguments."""
+    """Compare with Horovod's own function with the same arguments."""
     hvd = horovod()
 
     def job_by(function: Any, **settings: Any) -> HorovodJob:
@@ -111,7 +111,7 @@ def test_the_drop_in_takes_horovods_arguments_and_knows_the_model(
 
 
 class Empty(Net):
-    """A module that calls itself empty, as a container of parts that come later does."""
+    """A module with length 0, as a container whose parts come later."""
 
     def __len__(self) -> int:
         return 0
@@ -132,13 +132,13 @@ def given_an_empty_model(place: Place) -> bool:
 
 
 def test_a_model_is_taken_as_given(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """Also one that is false, as what is empty is."""
+    """Also a model that is false, as an empty one is."""
     told = ranks(2, HOROVODRUN).run(given_an_empty_model, Place.under(tmp_path, shm_dir))
     assert told == [True] * 2
 
 
 def lacking_names() -> list[str]:
-    """What scripts may ask Horovod's module for, and ours does not have."""
+    """Names in Horovod's module that ours does not have."""
     drop_in, hvd = importlib.import_module("horovod_ckpt.torch"), horovod()
     return [
         name
@@ -208,7 +208,7 @@ def run_script(folder: Path, shm: Path, name: str, steps: int) -> list[Any]:
 
 
 def run_here(source: str, steps: int, **environment: str) -> dict[str, Any]:
-    """A script, in the ranks of a pool; its variables."""
+    """Run a script in the ranks of a pool, with its variables."""
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"STEPS": str(steps), "RESULT": "result", **environment}.items():
@@ -224,7 +224,7 @@ def run_plainly(steps: int) -> Any:
 
 
 def run_with_checkpoints(place: Place, steps: int) -> Any:
-    """As it is, but for the end, which a pool's ranks do not come to."""
+    """Run it unchanged, except for the end, which a pool's ranks do not reach."""
     with pytest.MonkeyPatch.context() as patch:
         drop_in = importlib.import_module("horovod_ckpt.torch")
         patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
@@ -238,9 +238,9 @@ def images(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def check_script(first: list[Any], second: list[Any], plain: list[Any]) -> None:
-    """By rank: what two runs told, of 6 steps and of 8, and an undisturbed one.
+    """For each rank: the results of two runs, of 6 steps and of 8, and of an undisturbed one.
 
-    The script's own broadcast, behind the restore, leaves each rank its BatchNorm statistics.
+    The script's own broadcast, after the restore, leaves each rank its BatchNorm statistics.
     """
     assert {start for start, _ in first} == {0}
     assert {start for start, _ in second} == {6}
@@ -261,8 +261,8 @@ def test_a_script_with_another_import_resumes(
 
 
 def shut_down_first(place: Place, handled: bool) -> dict[str, Any]:
-    """The script's last line is `hvd.shutdown()`, perhaps where it handles the data's end, in a
-    notebook of which an earlier cell failed."""
+    """The script's last line is `hvd.shutdown()`, perhaps while it handles the end of its data, in
+    a notebook with an earlier cell that failed."""
     scripts = importlib.import_module("tierckpt.checkpointer.script_mode")
     drop_in = importlib.import_module("horovod_ckpt.torch")
     hvd = horovod()
@@ -304,7 +304,7 @@ def shut_down_behind_our_back(place: Place) -> tuple[list[str], int]:
 def test_the_replaced_shutdown_closes_first(
     handled: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Behind it there would be nobody to take a final checkpoint with."""
+    """After the shutdown, no other rank could take part in a final checkpoint."""
     place = Place.under(tmp_path, shm_dir)
     told = ranks(2, HOROVODRUN).run(shut_down_first, place, handled)
     assert told == [{"closed": True, "left": [], "durable": 2, "up": False}] * 2
@@ -323,8 +323,8 @@ Decaying = partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)
 
 
 def broadcast_behind_a_restore(place: Place) -> tuple[bool, list[bool]]:
-    """Whether at a fresh start ours does what Horovod's does, and whether it leaves parameters as
-    they are behind a restore, given Horovod's optimizer, and the one that this was made from."""
+    """Whether ours does the same as Horovod's at a fresh start, and whether it leaves parameters as
+    they are after a restore, given Horovod's optimizer, and the one that it was made from."""
     drop_in = importlib.import_module("horovod_ckpt.torch")
 
     def life(hvd: Any, seed: int, **settings: Any) -> tuple[Net, list[Any]]:
@@ -364,14 +364,15 @@ def broadcast_behind_a_restore(place: Place) -> tuple[bool, list[bool]]:
 def test_a_broadcast_behind_the_restore_moves_nothing(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Horovod makes a step to have optimizer state to send, and weight decay moves weights."""
+    """Horovod makes a step to have optimizer state to send, and weight decay changes weights in
+    it."""
     told = ranks(2, HOROVODRUN).run(broadcast_behind_a_restore, Place.under(tmp_path, shm_dir))
     assert told == [(True, [True] * 3)] * 2
 
 
 def parameters_are_broadcast(place: Place) -> dict[str, Any]:
-    """Digests behind `broadcast_parameters`, by Horovod and ours at a fresh start, of the last
-    step and behind a restore, and of both ranks behind a later step."""
+    """Digests after `broadcast_parameters`, by Horovod and ours at a fresh start, of the last step
+    and after a restore, and of both ranks after a later step."""
     drop_in = importlib.import_module("horovod_ckpt.torch")
 
     def life(hvd: Any, seed: int, **settings: Any) -> tuple[Net, Any]:
@@ -416,7 +417,8 @@ def parameters_are_broadcast(place: Place) -> dict[str, Any]:
 
 
 def test_a_broadcast_leaves_what_was_restored(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """Each rank has statistics of its own. What is not restored, or was trained since, is sent."""
+    """Each rank has its own statistics. Tensors that are not restored, or were trained since, are
+    sent."""
     told = ranks(2, HOROVODRUN).run(parameters_are_broadcast, Place.under(tmp_path, shm_dir))
     for each in told:
         assert each["horovod's"] == each["fresh"] == told[0]["fresh"]
@@ -428,7 +430,7 @@ def test_a_broadcast_leaves_what_was_restored(ranks: Any, tmp_path: Path, shm_di
 
 
 def by_an_elastic_script(place: Place) -> dict[str, Any]:
-    """The function that runs under elastic Horovod, in ranks that nobody is to come to or leave."""
+    """The function that runs under elastic Horovod, in ranks that no rank joins or leaves."""
     drop_in = importlib.import_module("horovod_ckpt.torch")
     job = make_horovod_job()
     with pytest.MonkeyPatch.context() as patch:
@@ -460,7 +462,7 @@ def by_an_elastic_script(place: Place) -> dict[str, Any]:
 def test_an_elastic_script_gives_its_settings_to_the_optimizer_too(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """They go to the state; what the state is given itself wins."""
+    """They go to the state; settings of the state itself override them."""
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(2, HOROVODRUN).run(by_an_elastic_script, place):
         assert told == {
@@ -532,7 +534,7 @@ def loads_its_own(place: Place, how: str) -> dict[str, Any]:
 def test_what_the_script_loads_after_the_restore_is_every_ranks(
     how: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Ranks do not go on with different weights: the last one to load wins on all of them."""
+    """Ranks do not continue with different weights: the last load wins on all of them."""
     told = ranks(2, HOROVODRUN).run(loads_its_own, Place.under(tmp_path, shm_dir), how)
     assert [each["restored"] for each in told] == [1, 1]
     assert told[0]["parameters"] == told[1]["parameters"]

@@ -337,7 +337,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
         assert (failed.level, failed.version) == ("persistent", job.iteration)
         assert f"nothing has moved to {bucket} for" in failed.message
         assert f"stays in {tmp_path / 'ckpts'}" in failed.message
-        assert f"(process {pid}) goes on with it" in failed.message
+        assert f"(process {pid}) continues as long as it runs" in failed.message
         assert job.iteration in job.versions("local")
         assert job.heard("closed"), "and it was an end like others"
     finally:
@@ -356,7 +356,7 @@ def test_what_fails_while_the_end_waits_is_said_when_it_fails(
     answers: list[bool] = []
 
     def listen(event: Event) -> None:
-        if "waiting until everything is with" in event.message:
+        if "waiting until all versions are stored on" in event.message:
             waits.set()
         if event.name == "failed":
             heard.set()
@@ -393,7 +393,7 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
     come, go_on, hang = hanging_uploads()
 
     def heard(event: Event) -> None:
-        if "waiting until everything is with" in event.message:
+        if "waiting until all versions are stored on" in event.message:
             os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.getsignal(signal.SIGUSR1)
@@ -407,8 +407,8 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
         pid = int(job.checkpointer._agent.settings.place().lock.read_text())
         failed = job.heard("failed", "persistent")
         assert [event.version for event in failed] == [FLUSHED, job.iteration]
-        assert f"not everything is with {bucket} yet" in failed[1].message
-        assert f"(process {pid}) goes on with it" in failed[1].message
+        assert f"not all versions are stored on {bucket} yet" in failed[1].message
+        assert f"(process {pid}) continues as long as it runs" in failed[1].message
         assert job.heard("closed")
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -424,7 +424,7 @@ def test_a_store_that_is_slow_does(
     come, go_on, hang = hanging_uploads()
 
     def heard(event: Event) -> None:
-        if "waiting until everything is with" in event.message:
+        if "waiting until all versions are stored on" in event.message:
             go_on.set()
 
     try:

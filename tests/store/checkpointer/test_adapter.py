@@ -1,4 +1,4 @@
-"""What a Checkpointer asks its adapter, in which order, and what becomes of answers that fail."""
+"""The calls of a Checkpointer to its adapter, their order, and the effect of calls that fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = [name for name in METHODS if not name.startswith("_")]
 
 
 class Recording(PlainAdapter):
-    """Notes which of its methods are called."""
+    """An adapter that records the calls of its methods."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -32,13 +32,13 @@ class Recording(PlainAdapter):
         return getattr(PlainAdapter, name)(self, *args)
 
     def taken(self) -> list[str]:
-        """The calls since the last time."""
+        """Return the calls since the last time."""
         calls, self.calls = self.calls, []
         return calls
 
 
 class Breaks(PlainAdapter):
-    """Raises in one method."""
+    """An adapter that raises in one method."""
 
     def __init__(self, method: str) -> None:
         self.closes = 0
@@ -163,7 +163,7 @@ def test_where_it_cannot_close_the_end_is_as_it_was(
 
 
 class Voids(PlainAdapter):
-    """Has no version at some boundaries."""
+    """An adapter without a version at some boundaries."""
 
     def __init__(self, when: Callable[[Handle], bool]) -> None:
         self._when = when
@@ -187,5 +187,5 @@ def test_a_void_boundary_has_no_version_and_a_later_one_has(
         job.settle()
         job.checkpointer._active.finish()
         assert [e.version for e in job.heard("sealed")] == [1, 3, 4]
-        assert job.restore() == 3  # its iteration is to be made again
+        assert job.restore() == 3  # its iteration is to be repeated
         assert job.checkpointer.version == 4

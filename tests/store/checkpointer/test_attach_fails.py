@@ -1,4 +1,4 @@
-"""An error while a checkpointer is made leaves nothing behind, and the next try works."""
+"""An error during the construction of a checkpointer leaves no traces, and the next try works."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
         "path": tmp_path / "c",
         "trace_dir": tmp_path / "traces",
         "events_dir": tmp_path / "events",
-        "boundary": "forward",  # whose hook is on the model from the beginning
+        "boundary": "forward",  # its hook is on the model from the beginning
     }
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_left_and_the_next_try_works(
 def test_what_the_life_before_left_is_still_there(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings["local_every_seconds"] = 0  # in memory alone
+    settings["local_every_seconds"] = 0  # only in memory
     model, optimizer = build()
     ckpt = tierckpt.Checkpointer(model, optimizer, **settings)
     iterate(model, optimizer)
@@ -127,7 +127,8 @@ def test_what_the_life_before_left_is_still_there(
 
 
 class Hollow(torch.optim.Optimizer):
-    """Hands everything on, and never came to the base's own `__init__`, as some libraries' do."""
+    """A wrapper that forwards everything and never ran the base's `__init__`, as in some
+    libraries."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.held = inner

@@ -1,4 +1,5 @@
-"""The end of a job, where what is live is no version, or others are worth more than it."""
+"""The end of a job if the live state is no version, or if other versions are to be kept in its
+place."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def settings(shm_dir: Path) -> dict[str, Any]:
 
 
 def back_from(path: Path, settings: dict[str, Any]) -> tuple[int, dict[str, int], str]:
-    """What a successor finds, and its state."""
+    """The version that a successor restores, and its state."""
     with TinyJob(path, seed=99, **settings) as job:
         restored = job.restore()
         return int(restored), restored.levels, job.fingerprint()
@@ -42,7 +43,7 @@ def said(job: TinyJob, text: str) -> bool:
 def test_a_look_at_an_older_version_costs_no_newer_one(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """Also not one that is in memory only."""
+    """Nor one that is only in memory."""
     settings |= {"local_keep_last": 3}
     job = TinyJob(path, local_every_steps=2, **settings).run(STEPS + 1)
     job.checkpointer.wait()
@@ -70,7 +71,7 @@ def test_but_who_trains_on_from_it_has_given_up_the_rest(
 
 
 def fail_half_way(job: TinyJob) -> None:
-    """An optimizer that has changed some of its parameters when it raises."""
+    """Let an optimizer raise after it has changed some of its parameters."""
     job.checkpointer.wait()
 
     def step(*_: Any, **__: Any) -> None:
@@ -87,7 +88,8 @@ def fail_half_way(job: TinyJob) -> None:
 def test_half_of_a_step_is_no_version(
     level: str, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """The newest one in memory goes to disk; what was not taken at its boundary is not taken."""
+    """The newest version in memory goes to disk; a version that was not taken at its boundary is
+    not taken."""
     every = {"memory_every_steps": 3} if level == "memory" else {}
     with TinyJob(path, local_every_steps=100, **every, **settings) as job:
         job.run(STEPS)
@@ -119,7 +121,8 @@ def test_a_torn_state_is_no_version(
 def test_what_is_durable_does_not_depend_on_how_long_others_take(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """Ranks ask each other first: in half an hour a store may take, their group gives up."""
+    """Ranks ask each other first: a store may take half an hour, in which their group's timeout
+    expires."""
     with (
         mock.patch(
             "tierckpt.checkpointer.shutdown.Shutdown.await_others",
@@ -136,7 +139,7 @@ def test_what_is_durable_does_not_depend_on_how_long_others_take(
 
 @pytest.fixture
 def by_layer() -> Iterator[None]:
-    """Nothing is copied before a gradient's reduction was launched; here, none ever is."""
+    """Nothing is copied before a gradient's reduction is launched; here none is launched."""
     with mock.patch.object(PlainAdapter, "releases_by_layer", True):
         yield
 
@@ -199,7 +202,7 @@ def end_by_itself(job: TinyJob, code: Any) -> None:
 def test_a_script_that_ends_itself_well_is_closed(
     code: object, local: bool, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """Also from within the `with`; any other way out of it leaves all to a successor."""
+    """Also inside the `with` block; any other way out of it leaves all versions to a successor."""
     job = TinyJob(path, local_every_steps=100, **settings)
     end_by_itself(job, code)
     assert job.checkpointer.closed
@@ -211,7 +214,8 @@ def test_a_script_that_ends_itself_well_is_closed(
 def test_but_not_without_the_other_ranks(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """One may have failed: nothing waits for it, and what is in memory goes to disk."""
+    """Another rank may have failed: no rank waits for it, and the version in memory goes to
+    disk."""
     job = TinyJob(path, local_every_steps=100, **settings)
     job.checkpointer.group.meet = lambda seconds: False  # type: ignore[method-assign]
     end_by_itself(job, 0)
@@ -224,9 +228,9 @@ def test_but_not_without_the_other_ranks(
 def test_what_is_closed_refuses_at_once(
     end: str, path: Path, settings: Any, course: dict[int, str]
 ) -> None:
-    """And does no harm to a loop that goes on."""
+    """And a loop that goes on is not disturbed."""
     job = TinyJob(path, **settings).run(STEPS - 1)
-    job.train_one()  # and the boundary of this step comes behind the end
+    job.train_one()  # and the boundary of this step comes after the end
     job.iteration += 1
     ckpt = job.checkpointer
     getattr(ckpt, end)()
@@ -251,7 +255,7 @@ def test_what_is_closed_refuses_at_once(
 def test_who_restored_nothing_leaves_what_was_there(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """Also in a slot that it does not use itself."""
+    """Also in a slot that the run does not use itself."""
     settings |= {"local_every_steps": 0}
     job = TinyJob(path, slots=3, **settings).run(STEPS)
     job.checkpointer.wait()
@@ -271,7 +275,7 @@ def test_who_restored_nothing_leaves_what_was_there(
 
 
 def test_a_restore_drops_gradients(path: Path, settings: Any) -> None:
-    """The next backward pass would add to them, where a loop clears them behind its steps."""
+    """In a loop that clears gradients after its steps, the next backward pass would add to them."""
     with TinyJob(path, **settings) as job:
         job.run(STEPS)
         for param in job.model.parameters():
@@ -284,7 +288,7 @@ def test_a_restore_drops_gradients(path: Path, settings: Any) -> None:
 
 
 def close_at(name: str, level: str | None = None) -> Callable[[TinyJob], None]:
-    """Have a callback close the job's checkpointer at each such event."""
+    """Let a callback close the job's checkpointer at each such event."""
 
     def listen(job: TinyJob) -> None:
         def on_event(event: tierckpt.Event) -> None:
@@ -300,7 +304,8 @@ def close_at(name: str, level: str | None = None) -> Callable[[TinyJob], None]:
 def test_close_in_the_callback_of_an_event_is_done_at_a_boundary(
     name: str, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """The event may be told amid a step: the step is made, and training goes on without us."""
+    """The event may come during a step: the step is made, and training goes on without
+    checkpoints."""
     with TinyJob(path, **settings) as job:
         close_at(name)(job)
         job.checkpointer._reports.notice("one for the callback", logging.INFO)
@@ -331,7 +336,7 @@ def test_close_in_a_callback_that_close_itself_calls_changes_nothing(
 
 
 class ClosingAtBoundaries(tierckpt.Callbacks):
-    """From version `since` on."""
+    """Close the checkpointer at boundaries from version `since` on."""
 
     def __init__(self, job: TinyJob, since: int) -> None:
         self.job, self.since, self.called = job, since, 0
@@ -413,7 +418,7 @@ if fails:
 def test_close_that_no_boundary_follows_is_done_when_the_process_ends(
     fails: bool, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """But not behind an error, which leaves everything to a successor."""
+    """But not after an error, which leaves all versions to a successor."""
     command = [PYTHON, "-c", ASKS_AT_THE_LAST_STEP, path, shm_dir, str(STEPS)]
     ended = subprocess.run([*command, *["fail"][: int(fails)]], capture_output=True, timeout=120)
     assert ended.returncode == int(fails), ended.stderr

@@ -1,4 +1,5 @@
-"""Events tell where a version's seconds went: what is made slow is what they say is slow."""
+"""Events report how a version's seconds were spent: an artificially slow part is reported as
+slow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tierckpt.storage.local import store
 from tierckpt.testing import TinyJob
 
 SLOW_SECONDS = 0.1
-"""At least so much is told of what sleeps for so long, on however busy a machine."""
+"""Smallest time that is reported for a sleep of this length, even on a busy machine."""
 
 
 def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +63,7 @@ def test_what_is_slow_is_told(
 def test_a_barrier_that_waits_is_told(
     monkeypatch: pytest.MonkeyPatch, path: Path, shm_dir: Path
 ) -> None:
-    """The step is at the barrier while what it must not tear is copied."""
+    """The step waits at the barrier while tensors that it would change are copied."""
     slow = slowly(copy_plan.Binding.copy_block)
     with TinyJob(path, shm_dir=shm_dir, agent="inline") as job:
         job.checkpointer._active.release_early = False

@@ -1,4 +1,5 @@
-"""A job that is killed again and again before an interval is over: its levels get versions."""
+"""A job that is killed again and again before an interval is over still stores versions on its
+levels."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def on_disk(job: TinyJob) -> set[int]:
 
 
 def live_on(start: Start, **settings: Any) -> tuple[int, set[int]]:
-    """A run that is killed: where it began, and what it brought to disk."""
+    """A run that is killed: the version at its start, and the versions that it brought to disk."""
     job = start(**settings)
     with job:
         began = int(job.restore())
@@ -47,7 +48,7 @@ def live_on(start: Start, **settings: Any) -> tuple[int, set[int]]:
 
 
 def test_an_interval_goes_on_where_the_life_before_ended(start: Start) -> None:
-    """Nothing has ever got to disk: it is due at once. Then the interval begins."""
+    """No version was ever on disk: one is due at once. Then the interval starts."""
     timed = {"local_every_seconds": LONG_SECONDS}
     assert live_on(start, **timed) == (0, set())
     began, written = live_on(start, **timed)
@@ -63,7 +64,7 @@ def test_the_persistent_level_too(start: Start, tmp_path: Path) -> None:
     with start(**timed) as job:
         assert job.restore() == STEPS
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not job.heard("committed", "persistent"):  # which only a boundary hears
+        while not job.heard("committed", "persistent"):  # only a boundary reads it
             assert time.monotonic() < deadline
             time.sleep(0.01)
             job.run(job.iteration + 1)

@@ -1,5 +1,5 @@
-"""A KeyboardInterrupt that the script catches, as notebooks do: the training goes on, and so must
-checkpoints, wherever it came."""
+"""A KeyboardInterrupt that the script catches, as in notebooks: training and checkpoints continue,
+wherever it was raised."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tierckpt.testing import TinyJob
 
 OURS = str(Path(sys.modules["tierckpt"].__file__ or "").parent)
 RECOVERY = 8
-"""Boundaries behind an interrupt, the second half of which must have cost nothing."""
+"""Number of boundaries after an interrupt; the second half of them must have lost nothing."""
 STRIDE = int(points(["1", "7"], "7")[0])
 
 
 class Interrupt:
-    """Comes at the nth of the places where this interpreter looks for signals: at the beginning of
-    functions, and behind calls of what is written in C, whose result is then lost."""
+    """An interrupt at the nth point where the interpreter checks for signals: at the beginning of
+    functions, and after calls of C functions, whose result is then lost."""
 
     def __init__(self, number: int) -> None:
         self.came = ""
@@ -62,7 +62,7 @@ class Interrupt:
 def test_an_interrupt_at_a_boundary_costs_a_few_versions(
     settings: dict[str, Any], path: Path, shm_dir: Path
 ) -> None:
-    """On two slots, and every step to each level: nothing is left over to hide what is lost."""
+    """With two slots, and every step to each level, no spare slot hides a lost one."""
     with TinyJob(path, shm_dir=str(shm_dir), agent="inline", **settings) as job:
         step = job.checkpointer.step
         job.run(4)
@@ -89,7 +89,7 @@ def test_an_interrupt_at_a_boundary_costs_a_few_versions(
 
 
 class Interrupted:
-    """An object of the user's, and somebody presses the keys while its state is asked for."""
+    """A user's object; the interrupt comes while its state is taken."""
 
     def __init__(self) -> None:
         self.armed = False
@@ -101,7 +101,7 @@ class Interrupted:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """Load nothing."""
 
 
 def test_an_interrupt_while_a_state_is_captured_is_told_as_what_it_cost(

@@ -1,4 +1,5 @@
-"""Loops of one process, and what they do with the model: where copying and boundaries begin."""
+"""Loops of one process, and their use of the model: the points where copies and boundaries
+begin."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ from tierckpt.testing import TinyJob
 def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the boundary it would take the interpreter from the forward pass, for nothing yet."""
+    """At the boundary the copier would take the interpreter from the forward pass, without any work
+    yet."""
     monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
-    # Not "auto": on a busy machine that would begin to copy early.
+    # Not "auto": on a busy machine that would copy early.
     with TinyJob(path, local_every_steps=0, release="backward", **settings) as job:
         checkpointer, woken = job.checkpointer, list[int]()
         checkpointer._active.release_early = False  # as where an adapter releases by layer
@@ -33,19 +35,19 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
 
         monkeypatch.setattr(checkpointer._active._copier, "submit", watched)
         job.run(2)
-        assert woken == [1, 2]  # at once, as slots are to be made, which takes longer
+        assert woken == [1, 2]  # at once, because slots are made first, which takes longer
         job.run(3)
         assert woken == [1, 2]
         for parameter in job.model.parameters():
             checkpointer.adapter.handle.release([parameter])
             assert woken == [1, 2, 3]
-        job.run(5)  # nothing is released but by the barrier
+        job.run(5)  # only the barrier releases blocks
         assert woken == [1, 2, 3, 4]
         assert [e.version for e in job.heard("sealed")] == [1, 2, 3, 4]
 
 
 def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -> None:
-    """An EMA copy of the model must not drag the checkpointer along, or call it."""
+    """An EMA copy of the model must not copy the checkpointer, or call it."""
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with tierckpt.Checkpointer(
@@ -60,7 +62,7 @@ def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -
         model(torch.ones(3)).sum().backward()
         optimizer.step()
         twin(torch.ones(3))
-        assert ckpt.version == 0  # the twin's forward pass is no boundary of ours
+        assert ckpt.version == 0  # the copy's forward pass is no boundary
         model(torch.ones(3))
         assert ckpt.version == 1
 
@@ -69,7 +71,8 @@ def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -
 def test_a_loop_whose_forward_is_in_the_optimizers_closure(
     keyword: bool, path: Path, settings: Any
 ) -> None:
-    """No forward pass between two steps: the boundary is where the next step begins."""
+    """Without a forward pass between two steps, the boundary is at the beginning of the next
+    step."""
     with TinyJob(path, boundary="forward", **settings) as job:
         inputs, target = torch.randn(8, 12), torch.zeros(8, dtype=torch.int64)
 
@@ -94,7 +97,8 @@ def test_an_optimizer_that_never_steps_is_told_of(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The loop's optimizer is not the checkpointer's: nothing would ever be saved, silently."""
+    """The loop steps another optimizer than the checkpointer's: no version would ever be stored,
+    silently."""
     monkeypatch.setattr("tierckpt.hooks.iterations.STEPLESS_CALLS", 20)
     model = torch.nn.Linear(2, 2)
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
@@ -102,7 +106,7 @@ def test_an_optimizer_that_never_steps_is_told_of(
     with tierckpt.Checkpointer(model, watched, path=path, **settings) as checkpointer:
         for call in range(1, 61):
             model(torch.ones(1, 2)).sum().backward()
-            if call % 20 == 0:  # as many micro-batches as there may be without a word
+            if call % 20 == 0:  # the number of micro-batches without an event
                 optimizer.step()
             checkpointer.step()
         version = checkpointer.version
@@ -118,7 +122,7 @@ def test_an_optimizer_that_never_steps_is_told_of(
 def test_a_version_on_demand_counts_its_iteration_until_the_loop_does(
     end: str, path: Path, settings: Any
 ) -> None:
-    """Between the optimizer's step and `step()`, a second one is of the same iteration."""
+    """Between the optimizer's step and `step()`, a second save is of the same iteration."""
     settings = {**settings, "local_every_steps": 1}
     with TinyJob(path, **settings) as job:
         job.run(1)

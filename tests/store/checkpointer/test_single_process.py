@@ -1,4 +1,5 @@
-"""One process, start to end: killed anywhere, it goes on as if it never had been."""
+"""One process from start to end: after a kill at any point it continues as if nothing had
+happened."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_letting_go_leaves_the_newest_version_in_memory(
 ) -> None:
     job = TinyJob(path, local_every_steps=0, **settings)
     job.run(STEPS)
-    job.checkpointer.save(now=True)  # the last version is whole, and stays in its slot
+    job.checkpointer.save(now=True)  # the last version is complete, and stays in its slot
     job.checkpointer.abandon()
     assert versions_on_disk(path) == []
     with TinyJob(path, seed=99, local_every_steps=0, **settings) as second:
@@ -83,7 +84,7 @@ def test_an_exception_leaves_everything_for_the_successor(
     def train_and_fail() -> None:
         with TinyJob(path, **settings) as job:
             job.run(STEPS)
-            job.train_one()  # the barrier: what was being copied is complete
+            job.train_one()  # the barrier: the copy is complete
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -111,7 +112,7 @@ def test_saving_now_is_durable_when_it_returns(path: Path, settings: Any) -> Non
         assert versions_on_disk(path) == []
         job.checkpointer.save(now=True)
         assert versions_on_disk(path) == [3]
-        job.checkpointer.save(now=True)  # once more of the same: nothing to do, no harm
+        job.checkpointer.save(now=True)  # once more: nothing to do, no harm
         assert versions_on_disk(path) == [3]
         assert not job.heard("failed")
 
@@ -166,7 +167,7 @@ def test_restoring_twice_is_restoring_once(
 
 VERSION = 5
 KILLS = [
-    # (where, oldest version that may be left): v4 is complete in memory before v5 is begun with
+    # (point, oldest version that may be left): v4 is complete in memory before v5 is started
     (f"kill@barrier:version={VERSION}", VERSION - 1),
     (f"kill@refill:version={VERSION}", VERSION - 1),
     (f"kill@copy:version={VERSION}", VERSION - 1),
@@ -215,7 +216,7 @@ def test_a_killed_agent_costs_no_step_and_is_replaced(
 def test_memory_lost_too_it_resumes_from_disk(
     path: Path, marks: Path, settings: Any, shm_dir: Path, course: dict[int, str]
 ) -> None:
-    """A reboot: what was in memory is gone."""
+    """After a reboot the versions in memory are lost."""
     rules = f"kill@barrier:version={VERSION}"
     assert run_in_child(train, str(path), STEPS, settings, rules=rules, marks=marks) < 0
     settings["shm_dir"] = str(shm_dir / "after reboot")
@@ -245,7 +246,7 @@ def test_killed_twice_it_still_resumes(
         assert job.fingerprint() == course[STEPS]
 
 
-# --- lives ---------------------------------------------------------------------------------------
+# --- runs ----------------------------------------------------------------------------------------
 
 
 def test_going_back_makes_the_versions_in_between_nobodys_past(
@@ -257,7 +258,7 @@ def test_going_back_makes_the_versions_in_between_nobodys_past(
     with TinyJob(path, seed=99, **settings) as second:
         assert second.restore(version=3) == 3
         assert second.fingerprint() == course[3]
-        torch.manual_seed(1234)  # from here on another history
+        torch.manual_seed(1234)  # a new history starts here
         second.run(5)
         other = second.fingerprint()
         assert other != course[5]
@@ -266,7 +267,7 @@ def test_going_back_makes_the_versions_in_between_nobodys_past(
         assert (int(restored), restored.generation) == (5, 2)
         assert third.fingerprint() == other
         with pytest.raises(RestoreError, match="v7"):
-            third.restore(version=7)  # of the history that was given up
+            third.restore(version=7)  # of the abandoned history
         assert third.restore(version=torch.tensor(2)) == 2, "whatever is a whole number"
         assert third.fingerprint() == course[2]
 
@@ -345,7 +346,7 @@ def test_a_fresh_start_beside_old_files_keeps_them_and_says_so(path: Path, setti
 def test_a_directory_that_was_removed_is_no_fresh_start_and_it_is_said_what_is_in_memory(
     path: Path, settings: Any, committed: bool
 ) -> None:
-    """Emptied, where a version is known to have been there; else gone."""
+    """The directory is emptied, if a version is known to have been in it; else it is removed."""
     settings |= {"agent": "inline", "local_every_steps": 1 if committed else 1000}
     first = TinyJob(path, **settings).run(STEPS - 4)
     first.settle()
@@ -365,7 +366,7 @@ def test_a_directory_that_was_removed_is_no_fresh_start_and_it_is_said_what_is_i
 def test_what_is_in_memory_beside_a_directory_that_was_removed_is_also_said_to_a_changed_model(
     path: Path, settings: Any
 ) -> None:
-    """Who has changed the model meant to begin afresh more than anybody."""
+    """A user with a changed model probably wants to start afresh."""
     settings |= {"agent": "inline", "local_every_steps": 1000}
     TinyJob(path, **settings).run(STEPS).checkpointer.abandon()
     path.rmdir()

@@ -1,4 +1,4 @@
-"""What `close()` and `save(now=True)` store: what is live then, however far copies had got."""
+"""`close()` and `save(now=True)` store the live state, independent of the progress of copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TIMINGS: dict[str, tuple[dict[str, Any], str]] = {
     "never taken": ({"memory_every_steps": 100, "local_every_steps": 100}, ""),
     "lost as it was copied": ({}, FAULT),
 }
-"""Settings, and faults: what there is of the last boundary's version when the job ends."""
+"""Settings and faults: the state of the last boundary's version when the job ends."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def differences(a: Path, b: Path) -> list[str]:
         return [each.name for each in compare(*opened).differences]
 
 
-# --- what a script may do after its last boundary ------------------------------------------------
+# --- actions of a script after its last boundary -------------------------------------------------
 
 
 def nothing(job: TinyJob) -> None:
@@ -84,13 +84,13 @@ def draw(job: TinyJob) -> None:
 
 
 def evaluate_in_training_mode(job: TinyJob) -> None:
-    """Statistics of BatchNorm change."""
+    """Change the statistics of BatchNorm."""
     job.model(torch.ones(BATCH, IN_FEATURES))
 
 
 def overwrite_weights(job: TinyJob) -> None:
-    """As with averaged ones; past autograd's version counters."""
-    job.checkpointer.wait()  # else the copy is torn, or would be
+    """Overwrite weights, as with averaged ones; autograd's version counters do not change."""
+    job.checkpointer.wait()  # otherwise the copy is torn, or would be
     for param in job.model.parameters():
         param.data.mul_(0.5)
 
@@ -101,7 +101,7 @@ def overwrite_what_the_optimizer_keeps(job: TinyJob) -> None:
 
 
 def pass_an_iteration(job: TinyJob) -> None:
-    """Without a step of the optimizer, as a GradScaler does."""
+    """Pass an iteration without a step of the optimizer, as a GradScaler does."""
     job.iteration += 1
     job.checkpointer.step()
 
@@ -161,7 +161,7 @@ def test_a_metric_that_came_after_the_boundary_is_stored(path: Path) -> None:
 def test_where_a_forward_pass_is_the_boundary_the_streams_are_those_before_it(
     tmp_path: Path,
 ) -> None:
-    """The iteration that it began is made again, with a batch that is drawn again."""
+    """The iteration that it started is repeated, with a batch that is drawn again."""
     paths = []
     for every in (1, 100):
         settings = {"memory_every_steps": every, "local_every_steps": 100}
@@ -193,7 +193,7 @@ def test_what_has_not_changed_is_not_written_twice(path: Path) -> None:
 
 
 def test_each_save_stores_what_has_changed_since_the_one_before(path: Path, shm_dir: Path) -> None:
-    """One version of a number stays, whatever retention keeps."""
+    """One version of each number stays, independent of retention."""
     settings = {"local_keep_last": 3, "local_keep_every": STEPS, "local_keep_best": 2}
     with TinyJob(path, **settings) as job:
         job.on_step = lambda job: job.checkpointer.save(now=True)
@@ -217,7 +217,8 @@ def test_each_save_stores_what_has_changed_since_the_one_before(path: Path, shm_
 
 
 def test_the_version_of_the_boundary_is_there_until_the_other_is(path: Path, marks: Path) -> None:
-    """Killed as the second one is sealed: a restart takes the first, whole."""
+    """The job is killed while it seals the second version: a restart restores the first one,
+    complete."""
     rules = f"kill@seal:version={STEPS},hit=2"
     assert run_in_child(train_and_schedule, str(path), rules=rules, marks=marks) == -9
     assert fired(marks)
@@ -235,7 +236,7 @@ def train_and_schedule(path: str) -> None:
 
 
 class Counter:
-    """What goes into `extra`, and may fail to."""
+    """An object for `extra` that may fail."""
 
     def __init__(self) -> None:
         self.value: Any = 0
@@ -250,8 +251,8 @@ class Counter:
 def ranks_end(
     path: Path, shm_dir: Path, after: Callable[[Counter, int], None], **settings: Any
 ) -> list[tuple[list[tierckpt.Event], int]]:
-    """Two ranks, one after the other; `after` is what each does between its last boundary and
-    `close()`. What each heard, and what it finds in its counter when it is started again."""
+    """Run two ranks, one after the other; `after` is run by each between its last boundary and
+    `close()`. Returns the events of each, and the value of its counter after a restart."""
 
     def program(group: ThreadGroup, train: bool) -> tuple[list[tierckpt.Event], Any]:
         model = torch.nn.Linear(200, 200)
@@ -302,7 +303,7 @@ def test_where_one_rank_has_moved_on_all_ranks_take_it_again(
 
 
 def test_what_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) -> None:
-    """All have that of the boundary, and say so."""
+    """All ranks have the version of the boundary, and report it."""
 
     def after(counter: Counter, rank: int) -> None:
         counter.value = object() if rank else 4
@@ -315,8 +316,8 @@ def test_what_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) 
 
 
 def test_who_makes_no_step_leaves_what_was_restored_as_it_was(path: Path, shm_dir: Path) -> None:
-    """Also where that was in memory alone: whether an agent of the run before had brought it to
-    disk before that one was killed changes nothing."""
+    """Also if the version was only in memory: the result is the same whether or not an agent of the
+    previous run had brought it to disk before it was killed."""
     settings = {"local_every_steps": 100}
     job = TinyJob(path, **settings).run(STEPS)
     live = job.fingerprint()
@@ -331,7 +332,7 @@ def test_who_makes_no_step_leaves_what_was_restored_as_it_was(path: Path, shm_di
         again.restore()
         assert again.fingerprint() == live
         draw(again)
-        again.checkpointer.save(now=True)  # but who asks for it has what is live
+        again.checkpointer.save(now=True)  # but a request stores the live state
         schedule(again)
         live = again.fingerprint()
     assert ids_on_disk(path)[-1].generation == 3
@@ -344,7 +345,8 @@ def test_who_makes_no_step_leaves_what_was_restored_as_it_was(path: Path, shm_di
 
 
 class Script:
-    """Epochs over a loader, with what a loop does at the end of one. Draws in every step."""
+    """Epochs over a loader, with the usual work at the end of an epoch. Draws random numbers in
+    every step."""
 
     def __init__(self, path: Path | None, kind: str, seed: int = 1, **settings: Any) -> None:
         seed_everything(seed)
@@ -373,7 +375,8 @@ class Script:
             self.ckpt.restore()
 
     def run(self, epochs: int, stop: Callable[[Script], None] | None = None, at: str = "") -> None:
-        """Until the end of so many, or of `stop`, which is called at that place of the last."""
+        """Run to the end of this number of epochs, or of `stop`, which is called at that point of
+        the last one."""
         places = self.data if self.sampler is None else self.sampler
         for epoch in range(places.epoch, epochs):
             places.set_epoch(epoch)
@@ -406,7 +409,8 @@ class Script:
             self.ckpt.step()
 
     def evaluate(self) -> None:
-        """Draws where it matters not for what comes: the sampler does not put that back."""
+        """Draw random numbers that the training does not depend on; the sampler does not restore
+        them."""
         if self.sampler is None:
             torch.rand(3)
 
@@ -455,7 +459,7 @@ def test_more_epochs_follow_as_if_nothing_had_happened(
     tmp_path: Path,
     undisturbed: dict[str, list[float]],
 ) -> None:
-    """What is done at the end of an epoch is done once, wherever in it a version was taken."""
+    """Work at the end of an epoch is done once, wherever in it a version was taken."""
     paths = []
     for every in (1, 100):
         path = tmp_path / str(every)

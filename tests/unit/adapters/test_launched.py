@@ -1,4 +1,5 @@
-"""A restart under torchrun for which ranks meet anew, and one for which they may not."""
+"""Restarts under torchrun: one after which ranks can meet again, and one after which they may
+not."""
 
 from __future__ import annotations
 

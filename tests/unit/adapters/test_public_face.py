@@ -1,4 +1,5 @@
-"""A Checkpointer shows what a script needs; what an adapter needs is on the protocol."""
+"""A Checkpointer shows the methods that scripts need; the methods for adapters are on the
+protocol."""
 
 from __future__ import annotations
 

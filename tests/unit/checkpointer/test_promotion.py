@@ -1,4 +1,5 @@
-"""What follows when a version is complete on all local disks: what goes, stays, and is flushed."""
+"""Actions after a version is complete on all local disks: versions are removed, kept and
+flushed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tierckpt.storage.memory.job_directory import JobDirectory
 
 
 class Client(AgentClient):
-    """Has no agent, and remembers what it would tell one."""
+    """A client without an agent that records its orders."""
 
     def __init__(self) -> None:
         super().__init__(AgentSettings("/nowhere", "job"), SessionSettings("/disk", 0, 2, 2, 0))
@@ -61,7 +62,7 @@ class Client(AgentClient):
 
 
 class Rank:
-    """One of two ranks on one node, as far as its ballots and what follows from them."""
+    """One of two ranks on one node: its votes, and the actions that follow from them."""
 
     def __init__(self, rank: int, directory: Path, keep_best: int = 0, **settings: Any) -> None:
         given = {"path": str(directory), "persistent_path": "/shared", **settings}
@@ -92,7 +93,7 @@ class Rank:
         )
 
     def take(self, version: int, metric: float | None = None, flush: bool = True) -> VersionId:
-        """A version of that number on its way to all levels."""
+        """Take a version with this number, for all levels."""
         id_ = VersionId(1, version)
         self.agreement.open(id_, INTERVALS)
         if flush:
@@ -102,7 +103,7 @@ class Rank:
         return id_
 
     def agree(self, id_: VersionId, state: int) -> None:
-        """Another boundary, before which its fate on the local level became known."""
+        """Pass another boundary, before which the votes settled this version on the local level."""
         self.agreement.tell(LOCAL, id_, state)
         self.boundary()
 
@@ -112,16 +113,16 @@ class Rank:
         self.promotion.backlog.go_on()
 
     def make_safe(self, *versions: int) -> None:
-        """Taken, and complete on all local disks, one after the other."""
+        """Take these versions and complete them on all local disks, one after the other."""
         for version in versions:
             self.agree(self.take(version), DONE)
 
     def flushed(self) -> list[int]:
-        """What the agent was told."""
+        """The flush orders that the agent received."""
         return [order.id.version for order in self.client.flushes]
 
     def through(self, version: int) -> None:
-        """The node is through with a flush, as its agent says."""
+        """Let the node's agent report that it has ended a flush."""
         self.agreement.tell(PERSISTENT, VersionId(1, version), DONE)
         self.boundary()
 
@@ -151,7 +152,7 @@ def test_a_node_is_told_once(tmp_path: Path) -> None:
     other = Rank(1, tmp_path)
     id_ = other.take(3)
     other.agree(id_, DONE)
-    assert other.client.safe == id_  # every rank's own shards may go
+    assert other.client.safe == id_  # each rank's own shards may be removed
     assert other.client.flushes == []
     assert other.promotion.ordered == id_
 
@@ -190,7 +191,7 @@ def test_the_best_stays_though_a_newer_one_is_safe(tmp_path: Path) -> None:
 def test_what_peers_can_bring_back_stays_until_they_can_bring_back_something_newer(
     rank: Rank,
 ) -> None:
-    """Else a node that is lost meanwhile takes the last version along that all had."""
+    """Otherwise the loss of a node in between would lose the last version that all nodes had."""
     old, new = ids(1, 2)
     for id_, kept in ((old, {old}), (new, {new})):
         rank.agree(rank.take(id_.version, flush=False), DONE)
@@ -228,7 +229,7 @@ def test_one_is_flushed_and_the_newest_waits(rank: Rank) -> None:
 
 
 class Pair:
-    """Both ranks of a node, whose ballots are cast one after the other."""
+    """Both ranks of a node; they vote one after the other."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.ranks = Rank(0, directory, **settings), Rank(1, directory, **settings)
@@ -265,19 +266,20 @@ class Pair:
             self.boundary()
 
     def through(self, version: int) -> None:
-        """The first rank's agent says so; the other one has none to ask."""
+        """The agent of the first rank reports the end; the second rank has no agent to ask."""
         self.ranks[0].agreement.tell(PERSISTENT, VersionId(1, version), DONE)
         self.boundary()
 
     def versions(self) -> set[VersionId]:
-        """What is under way or waits, alike for both."""
+        """The versions in progress or waiting; equal on both ranks."""
         zero, one = (rank.promotion.backlog.versions for rank in self.ranks)
         assert zero == one
         return zero
 
 
 def test_ranks_drop_the_same_whichever_node_is_slow(tmp_path: Path) -> None:
-    """One tells its agent and waits for its answer, the other has nothing to wait for."""
+    """One rank gives orders to its agent and waits for the answer; the other has nothing to wait
+    for."""
     pair = Pair(tmp_path)
     pair.make_safe(4, 8, 12)
     zero, one = pair.ranks
@@ -322,7 +324,8 @@ def test_who_prefers_to_wait_waits_and_loses_none(tmp_path: Path) -> None:
 
 
 def test_who_prefers_to_wait_waits_for_no_store_that_hangs(tmp_path: Path) -> None:
-    """Other ranks do not know of it, and order what this one's agent is not told any more."""
+    """Other ranks do not know of it, and order flushes that this rank's agent no longer
+    receives."""
     pair = Pair(tmp_path, when_busy="wait")
     zero, one = pair.ranks
     zero.client.hangs = True

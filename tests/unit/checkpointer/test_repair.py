@@ -1,4 +1,4 @@
-"""What has to be made again after a rebuild: shards on their nodes' disks, and parity."""
+"""Parts that must be made again after a rebuild: shards on their nodes' disks, and parity."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parity(shard: int, node: int, group: tuple[int, ...] = GROUP.ranks) -> Found
 
 
 def world(*lost: int) -> tuple[list[list[Found]], list[list[FoundParity]]]:
-    """Every rank on a node of its own, some of which are new ones."""
+    """Each rank is on a node of its own; some nodes are new."""
     there = [rank not in lost for rank in range(RANKS)]
     shards = [[found(rank, rank)] if there[rank] else [] for rank in range(RANKS)]
     return shards, [[parity(rank, rank)] if there[rank] else [] for rank in range(RANKS)]
@@ -105,7 +105,7 @@ def test_what_is_on_no_disk_was_not_lost_but_what_some_disks_lack_or_was_damaged
 
 
 def test_ranks_that_moved_cannot_be_protected_as_they_are() -> None:
-    """Rank 0 is where rank 1 was, and the other way round; 3 is lost."""
+    """Ranks 0 and 1 have exchanged their nodes; rank 3 is lost."""
     shards, parities = world(3)
     shards[0], shards[1] = shards[1], shards[0]
     plan = plan_of(shards, parities)
@@ -126,7 +126,8 @@ def test_groups_that_are_others_now_have_no_parity() -> None:
 
 
 def test_parity_that_a_node_without_a_rank_has_is_on_no_rank_of_the_jobs() -> None:
-    """Rank 0's node was left out; a spare took its place, and its agent told its parity."""
+    """Rank 0's node was left out, a spare took its place, and the agent of the old node reported
+    its parity."""
     shards, parities = world(0)
     agent = Location(AGENT, EVERYWHERE, "agent of node0")
     parities[0] = [replace(parity(0, 0), place=agent)]
