@@ -37,7 +37,7 @@ def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
 @pytest.mark.parametrize(
     "module", ["tierckpt.agent.flusher", "tierckpt.agent.protector", "tierckpt.peer.read_client"]
 )
-def test_what_agents_load_later_does_without_torch(module: str) -> None:
+def test_modules_that_agents_load_later_do_without_torch(module: str) -> None:
     """It would take seconds, and 200 MB a node; numpy is for jobs with a peer level."""
     program = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -145,7 +145,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_resumed_loop_sees_what_the_undisturbed_one_sees(kind: str) -> None:
+def test_a_resumed_loop_sees_the_same_samples_as_an_undisturbed_one(kind: str) -> None:
     make, options = LOADERS[kind]
     if kind == "drawn":
         steps, at = 9, (1, 2, 5)
@@ -243,7 +243,7 @@ def test_a_loader_that_became_shorter_is_refused_and_the_way_out_works() -> None
         ({"skip": "index"}, "over a Stream, which has none; skip='load' takes any"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+def test_impossible_values_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(tierckpt.ConfigError, match=text):
         ResumableLoader(DataLoader(Stream(), BATCH), **options)
 

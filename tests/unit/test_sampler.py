@@ -190,7 +190,7 @@ def test_another_order_is_refused_and_nothing_changed(other: dict[str, Any], sai
 # --- a pass --------------------------------------------------------------------------------------
 
 
-def test_what_was_drawn_ahead_was_not_trained_on() -> None:
+def test_samples_drawn_ahead_do_not_count_as_trained() -> None:
     (sampler,) = job(1)
     drawn = iter(sampler)
     batches = [next(drawn) for _ in range(6)]
@@ -212,7 +212,7 @@ def test_the_length_is_that_of_the_pass_all_through_it() -> None:
     assert len(resumed) == 14
 
 
-def test_what_a_loop_does_at_the_end_of_an_epoch_is_not_lost() -> None:
+def test_work_of_a_loop_at_the_end_of_an_epoch_is_not_lost() -> None:
     """A checkpoint at the last batch was taken before that: the epoch comes again, empty."""
     (sampler,) = job(1)
     trained(sampler)
@@ -226,7 +226,7 @@ def test_what_a_loop_does_at_the_end_of_an_epoch_is_not_lost() -> None:
     assert trained(resumed) == trained(sampler)
 
 
-def test_what_a_loader_remembers_of_another_epoch_does_not_count() -> None:
+def test_a_loaders_memory_of_another_epoch_does_not_count() -> None:
     """torchdata's loader keeps the state of its last pass until the next one begins."""
     (sampler,) = job(1)
     old = iter(sampler)
@@ -276,7 +276,7 @@ def test_a_step_without_a_batch_is_refused() -> None:
         sampler.step()
 
 
-def test_a_loop_that_never_says_what_it_trained_on_is_found_out() -> None:
+def test_a_loop_that_never_reports_its_samples_is_detected() -> None:
     (sampler,) = job(1)
     list(sampler)
     with pytest.raises(tierckpt.TierckptError, match=r"sampler.step\(\) after every batch"):
@@ -317,7 +317,7 @@ def test_an_order_of_ones_own() -> None:
         ({"ranks": 4, "drop_last": True}, "4 rank.s. of 3 each with drop_last"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+def test_impossible_values_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(tierckpt.ConfigError, match=said):
         ResumableSampler(range(10), **{"batch_size": 3, "rank": 0, "ranks": 1, **options})
 

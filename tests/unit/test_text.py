@@ -3,7 +3,7 @@
 from tierckpt._text import some
 
 
-def test_a_short_list_is_told_whole() -> None:
+def test_a_short_list_is_shown_whole() -> None:
     assert some([]) == ""
     assert some(["a", "b", "c"]) == "a, b, c"
 

@@ -65,7 +65,7 @@ def test_a_run_that_was_ended_goes_on_with_the_missing_rounds(tmp_path: Path) ->
 
 
 @on_demand("half a minute for code of the benchmarks alone")
-def test_what_people_use_today_is_measured(tmp_path: Path) -> None:
+def test_the_usual_ways_to_save_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     names = ["nothing", "dcp-thread", "dcp-tuned"]
     if importlib.util.find_spec("torchsnapshot"):

@@ -110,7 +110,7 @@ def two_models(block: str, folder: str, fails_at: int | None) -> tuple[int, str]
     return int(names["ckpt"].restored), exact.digest([*state, exact.streams()])
 
 
-def test_two_models_that_take_turns_go_on_together(ranks: Any, tmp_path: Path) -> None:
+def test_two_models_that_take_turns_resume_from_the_same_point(ranks: Any, tmp_path: Path) -> None:
     """After a failure between the steps of one iteration, bit for bit."""
     pool, block = ranks(2, HOROVODRUN), block_with("train_g", ROOT / "docs" / "loops.md")
     plain = pool.run(two_models, block, str(tmp_path / "plain"), None)

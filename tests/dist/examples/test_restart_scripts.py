@@ -179,7 +179,7 @@ def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
     ("status", "restarts", "again"),
     [(75, 0, True), (75, 10, True), (75, 300, True), (1, 9, True), (1, 10, False), (0, 0, False)],
 )
-def test_what_was_halted_is_requeued_always_and_what_failed_ten_times(
+def test_a_halted_job_is_always_requeued_and_a_failed_one_ten_times(
     status: int, restarts: int, again: bool, tmp_path: Path
 ) -> None:
     """With stand-ins for Slurm's programs, which write down what they are asked."""

@@ -127,7 +127,7 @@ def curve_of_all(job: RestartJob, rank: int) -> Curve:
     return curve
 
 
-def test_suspended_and_then_told_that_its_time_is_over(
+def test_a_suspended_job_receives_the_signal_of_its_time_limit(
     cluster: SlurmCluster, job: RestartJob, undisturbed: list[Curve]
 ) -> None:
     number = submit(cluster, job, "slurm_requeue.sbatch", f"--nodes={RANKS}")

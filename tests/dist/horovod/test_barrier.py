@@ -237,7 +237,7 @@ def hook_before_the_step(place: Place, release: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("release", ["forward", "backward"])
-def test_hooks_of_others_come_behind_the_barrier(
+def test_hooks_of_others_run_after_the_barrier(
     release: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -428,7 +428,7 @@ def gone_on_with_another_checkpointer(
         pytest.param(before_the_forward_of_rank_0, True, id="in another one"),
     ],
 )
-def test_another_checkpointer_may_take_up_what_was_cut_short(
+def test_another_checkpointer_may_take_over_an_interrupted_restore(
     cut: Any, anew: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """In another run a rank waits for none of what others had launched in the one before."""

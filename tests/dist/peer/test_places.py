@@ -75,7 +75,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def test_agents_listen_where_they_are_told_and_a_lost_rack_comes_back(
+def test_agents_listen_at_the_given_address_and_a_lost_rack_is_restored(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     nodes = sum(map(len, RACKS))

@@ -406,7 +406,7 @@ def swapped(place: Place) -> tuple[list[str], int | None]:
     return [event.message for event in trial.drifts()], clean
 
 
-def test_weights_that_are_swapped_behind_a_wait_are_no_drift(
+def test_weights_swapped_after_a_wait_are_no_drift(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for drifts, clean in ranks(2).run(swapped, Place.under(tmp_path, shm_dir)):
@@ -415,7 +415,7 @@ def test_weights_that_are_swapped_behind_a_wait_are_no_drift(
         assert clean >= ROUND
 
 
-def test_where_all_are_alike_nothing_is_found(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_equal_replicas_are_no_finding(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     names, boundaries = list(OF_EVERY_KIND), 3 * ROUND
     if everything():
         every = [*CASES, *PRODUCT]

@@ -128,7 +128,7 @@ def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
-def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any) -> None:
+def test_a_missing_agent_is_started_by_the_first_request(node: Any) -> None:
     first, second = AgentClient(*node(0)), AgentClient(*node(1))
     first.find()
     assert first.known_nodes(10 * PATIENCE_SECONDS) is None, "no agent comes that could know them"
@@ -146,7 +146,7 @@ def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any
 
 
 @pytest.mark.parametrize("answer", [b"", b'{"op": "unwelcome"}'], ids=["hangs up", "unwelcome"])
-def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
+def test_an_agent_that_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
     """The first try found no thread, or an agent of an earlier tierckpt with another one beside
     it."""
     client, found = AgentClient(*node(0)), threading.Event()
@@ -232,7 +232,7 @@ def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(no
 
 
 @pytest.mark.parametrize("when", ["before it looked", "later"])
-def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_lingers(
+def test_an_agent_whose_starter_died_without_a_request_waits_no_longer_than_it_lingers(
     when: str, node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, _ = node(0)
@@ -323,7 +323,7 @@ def test_a_dead_ranks_launcher_need_not_wait_for_those_that_live(node: Any) -> N
     until(lambda: not alive(pid))
 
 
-def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
+def test_an_agent_waits_no_longer_than_requested(node: Any) -> None:
     killed = trainer(node(0, linger=0.2))
     pid = int(killed.stdout.readline())
     killed.send_signal(signal.SIGKILL)
@@ -346,7 +346,9 @@ def test_a_killed_one_that_has_its_successor_already_is_not_waited_for(node: Any
 
 
 @pytest.mark.parametrize(("since", "last"), [(1.0, True), (-PATIENCE_SECONDS, False)])
-def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, node: Any) -> None:
+def test_the_last_trainer_learns_of_its_agents_end_and_waits_for_it(
+    since: float, last: bool, node: Any
+) -> None:
     """No killed trainer is expected any more: its time is over."""
     _, session = node(0)
     with closing(agent.Agent(linger_seconds=0.0)) as server:
@@ -474,7 +476,9 @@ def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
-def test_it_waits_on_while_nodes_read_what_killed_ranks_left(node: Any, tmp_path: Path) -> None:
+def test_an_agent_waits_on_while_nodes_read_the_slots_of_killed_ranks(
+    node: Any, tmp_path: Path
+) -> None:
     """As long as for those ranks, and for no other rank than before."""
     settings, _ = node(0)
     serves = ServedPlaces(settings.root, settings.folder, str(tmp_path / "local"))
@@ -775,7 +779,9 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
-def test_what_the_system_does_not_take_is_told(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_the_system_refuses_is_reported(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not treated as a full buffer, which would be waited for."""
     client = AgentClient(*node(0))
     pid = reach(client)

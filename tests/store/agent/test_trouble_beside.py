@@ -55,7 +55,7 @@ def test_no_thread_to_reach_the_agent_costs_versions_on_disk_and_no_more(
     assert STEPS + 4 in versions_on_disk(path)
 
 
-def test_what_fails_after_the_seal_costs_that_version_and_not_the_training(
+def test_a_failure_after_the_seal_costs_that_version_and_not_the_training(
     path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
 ) -> None:
     with TinyJob(path, local_every_steps=1, **settings) as job:

@@ -36,7 +36,7 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
         (store.LocalStore, "_write_manifest", "committed", "commit"),
     ],
 )
-def test_what_is_slow_is_told(
+def test_a_slow_call_is_reported(
     owner: Any,
     name: str,
     event: str,
@@ -59,7 +59,7 @@ def test_what_is_slow_is_told(
             assert seconds["stall"] == seconds["boundary"] + seconds["barrier"]
 
 
-def test_a_barrier_that_waits_is_told(
+def test_a_barrier_that_waits_is_reported(
     monkeypatch: pytest.MonkeyPatch, path: Path, shm_dir: Path
 ) -> None:
     """The step is at the barrier while what it must not tear is copied."""

@@ -111,7 +111,7 @@ def test_without_modules_files_stay_plain(job: Any, tmp_path: Path) -> None:
     assert "encoding" not in text
 
 
-def test_settings_may_change_between_lives(job: Any, course: dict[int, str]) -> None:
+def test_settings_may_change_between_runs(job: Any, course: dict[int, str]) -> None:
     for number, row in enumerate(("zstd", "", "incremental, aes-gcm", "zstd level=1"), start=1):
         with job(local_codecs=row) as each:
             assert int(each.restore()) == 2 * (number - 1)
@@ -135,7 +135,7 @@ def test_unchanged_blocks_are_referred_to_and_their_version_stays(
         assert second.fingerprint() == course[STEPS]
 
 
-def test_what_lost_its_base_is_passed_over(job: Any, tmp_path: Path) -> None:
+def test_a_version_that_lost_its_base_is_skipped(job: Any, tmp_path: Path) -> None:
     folder = tmp_path / "ckpts"
     with job(local_codecs="incremental full_every=3", local_keep_last=6) as first:
         first.run(STEPS)
@@ -177,7 +177,7 @@ def key_id(key: str) -> str:
 
 
 @pytest.mark.parametrize("key", [OTHER_KEY, ""])
-def test_with_another_key_or_none_nothing_starts_and_it_is_said(
+def test_with_another_key_or_none_nothing_starts_and_the_reason_is_reported(
     key: str, job: Any, course: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even from an older version that needs no key: going on from it would retire this one."""
@@ -230,7 +230,7 @@ def test_after_a_change_of_keys_in_mid_run_the_new_one_is_enough(
         assert second.fingerprint() == course[STEPS]
 
 
-def test_a_life_refers_to_its_own_versions_only(
+def test_a_run_refers_to_its_own_versions_only(
     job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     """Another run's versions may have other rules, even if the agent that wrote them still runs."""

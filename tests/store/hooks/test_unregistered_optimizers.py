@@ -59,7 +59,9 @@ def warnings(events: list[tierckpt.Event]) -> list[str]:
     return [e.message for e in events if e.severity >= logging.WARNING]
 
 
-def test_a_fused_step_of_a_stranger_tears_no_version(settings: dict[str, Any]) -> None:
+def test_a_fused_step_of_an_unregistered_optimizer_tears_no_version(
+    settings: dict[str, Any],
+) -> None:
     model, given, stranger = build()
     at: dict[int, list[torch.Tensor]] = {}
     with attached(model, given, **settings) as (ckpt, events):
@@ -93,7 +95,9 @@ class Wrapper(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("given", ["the wrapper", "what is in it"])
-def test_a_wrapper_and_what_is_in_it_are_no_strangers(given: str, settings: dict[str, Any]) -> None:
+def test_a_wrapper_and_its_contents_are_not_unregistered(
+    given: str, settings: dict[str, Any]
+) -> None:
     model = nn.Linear(8, 2)
     inner = torch.optim.Adam(model.parameters())
     wrapper = Wrapper(inner)

@@ -162,7 +162,7 @@ def test_files_are_made_of_such_blocks(run: Callable[..., Run], tmp_path: Path) 
     assert header.header_bytes + sum(header.block_bytes) == file.stat().st_size
 
 
-def test_all_of_it_is_copied_behind_the_training_where_there_is_time(
+def test_extra_state_is_copied_after_the_boundary_where_there_is_time(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
@@ -202,7 +202,7 @@ def clones(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     return found
 
 
-def test_what_was_copied_aside_goes_when_it_is_in_the_slot(
+def test_an_early_copy_is_freed_once_it_is_in_the_slot(
     run: Callable[..., Run], clones: list[weakref.ref[Any]]
 ) -> None:
     job = run()

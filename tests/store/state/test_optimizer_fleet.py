@@ -200,7 +200,7 @@ def said_by(name: str, settings: dict[str, Any], path: Path) -> tuple[int, list[
 
 @pytest.mark.skipif(not HERE, reason="pytorch_optimizer is not installed")
 @pytest.mark.parametrize("name", NOT_STORABLE)
-def test_what_no_checkpoint_can_hold_is_named_with_the_way_out(
+def test_state_that_no_checkpoint_can_hold_is_named_with_the_remedy(
     name: str, settings: dict[str, Any], path: Path
 ) -> None:
     _, said = said_by(name, settings, path)

@@ -73,7 +73,7 @@ def test_a_lease_is_one_lifes_until_it_expires(tmp_path: Path) -> None:
     assert first.ensure() == 1
 
 
-def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
+def test_a_job_does_not_wait_for_its_own_dead_run(tmp_path: Path) -> None:
     clock = FakeClock()
     before, now = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
     other = lease(tmp_path, "33", clock)
@@ -85,7 +85,7 @@ def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
     assert not before.held()
 
 
-def test_where_a_store_overwrites_who_came_first_finds_out(
+def test_where_a_store_overwrites_the_first_writer_finds_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both saw nobody's lease, and the store takes no notice of `exclusive`."""
@@ -103,7 +103,7 @@ def test_where_a_store_overwrites_who_came_first_finds_out(
     assert second.held()
 
 
-def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -> None:
+def test_a_run_with_a_successor_does_not_take_the_lease_back(tmp_path: Path) -> None:
     """It lives yet, and has something to flush: its successor is no dead one's."""
     clock = FakeClock()
     before, now = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
@@ -271,7 +271,7 @@ DAY_SECONDS = 86400.0
 
 
 @pytest.mark.parametrize("wrong_seconds", [-DAY_SECONDS, 0.0, DAY_SECONDS])
-def test_a_dead_holder_is_waited_for_as_long_as_a_lease_lasts_whatever_its_clock_said(
+def test_a_dead_holder_is_waited_for_as_long_as_a_lease_lasts_whatever_its_clock(
     wrong_seconds: float, tmp_path: Path
 ) -> None:
     clock = FakeClock()
@@ -292,7 +292,7 @@ def test_a_dead_holder_is_waited_for_as_long_as_a_lease_lasts_whatever_its_clock
 
 
 @pytest.mark.parametrize("wrong_seconds", [-DAY_SECONDS, DAY_SECONDS])
-def test_a_living_holder_keeps_the_place_whatever_the_clocks_say(
+def test_a_living_holder_keeps_the_place_whatever_the_clocks(
     wrong_seconds: float, tmp_path: Path
 ) -> None:
     wrong = FakeClock(wrong_seconds)
@@ -309,7 +309,7 @@ def test_a_living_holder_keeps_the_place_whatever_the_clocks_say(
         assert holder.held()
 
 
-def test_a_holder_whose_clock_jumps_goes_on_renewing(tmp_path: Path) -> None:
+def test_a_holder_whose_clock_jumps_keeps_renewing(tmp_path: Path) -> None:
     clock, others = FakeClock(), FakeClock()
     holder, waiting = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", others)
     for wrong_seconds in (0.0, -DAY_SECONDS, DAY_SECONDS):
