@@ -1,6 +1,6 @@
-"""Chaos: random faults by a seed, and after every recovery every bit is that of the reference.
+"""Chaos: random faults by a seed; after every recovery, every bit is that of the reference.
 
-Short here, long by hand (`make chaos`). A round that finds something says how to play it again.
+It is short here, and long by hand (`make chaos`). A finding names the command that repeats it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ OWED: dict[int, tuple[int, set[str]]] = {
     2193: (0, set()),
     97924: (3, {"memory", "disks", "persistent"}),
 }
-"""By seed: in so many runs at least something was owed, and these places decided what. More than
-that depends on how far agents had come; the first two hit what is in memory after every run, and
-2193, which has every basic kind of fault, loses so much that slow agents may leave nothing."""
+"""By seed: the least number of runs that owed a version, and the places that decided it. More
+depends on the progress of agents: the first two seeds damage memory after every run, and 2193,
+which has every basic kind of fault, loses so much that slow agents may leave no version."""
 NO_HOROVOD = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
 
@@ -75,7 +75,7 @@ def test_a_job_that_is_broken_again_and_again(launcher: str, tmp_path: Path, shm
 
 
 def something_was_owed(seed: int, lines: list[dict[str, Any]]) -> None:
-    """Or no version that came back could have been too old."""
+    """Otherwise no restored version could have been too old."""
     owed = [line["owed"] for line in lines if "owed" in line]
     promised = [max(each.values()) for each in owed]
     lives, places = OWED[seed]
@@ -125,7 +125,7 @@ def it_is_noticed_when_a_version_is_older_than_promised(run: Run) -> None:
 def test_a_refusal_is_right_where_nothing_is_owed(
     owed: int, said: str, finding: str, tmp_path: Path
 ) -> None:
-    """A run that ends before it began, by an error that all its ranks raise."""
+    """A run that ends before its first step, by an error that all its ranks raise."""
     text = Path(session.__file__).read_text()
     assert all(refusal in text for refusal in (REFUSAL, UNSEEN)), "it still says so"
     cluster: Any = SimpleNamespace(
@@ -202,7 +202,7 @@ def test_every_round_has_aimed_faults_and_a_run_of_another_size_and_some_move_th
 DISKS = ("local", "parity", "persistent")
 
 
-# --- what is owed --------------------------------------------------------------------------------
+# --- owed versions -------------------------------------------------------------------------------
 
 
 class Told:
@@ -312,8 +312,8 @@ def test_a_version_that_retention_may_have_removed_is_not_owed() -> None:
 
 
 def test_a_superseded_version_is_not_owed_when_its_successor_is_damaged() -> None:
-    """v8 was protected by all, as a restart sees, and one that was killed did not tell: v6 went
-    when v10 came. Then peers cannot make v10, and v8 is damaged wherever it is."""
+    """All protected v8, as a restart sees, but a killed one did not report it: v6 was removed when
+    v10 came. Then peers cannot rebuild v10, and all copies of v8 are damaged."""
     made = Told(survives=2)
     made.all_say("committed", "local", 6, 8)
     made.all_say("committed", "peer", 6)
@@ -330,8 +330,8 @@ def test_a_superseded_version_is_not_owed_when_its_successor_is_damaged() -> Non
 
 
 def test_a_run_repairs_the_version_that_it_started_from() -> None:
-    """Two nodes are lost, and the next run has their part of v4 made again: damage to v4 is no
-    damage to another version."""
+    """Two nodes are lost, and the next run rebuilds their part of v4: damage to v4 is no damage to
+    another version."""
     made = Told(survives=2)
     made.all_say("committed", "local", 4)
     made.all_say("committed", "peer", 4)

@@ -1,4 +1,4 @@
-"""The job under the launcher it is made for, and its place on a machine that others use too."""
+"""The job under its real launcher, and its files on a machine that other jobs use too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_torchrun_restarts_a_job_and_the_curve_is_the_same(job: Job) -> None:
 def test_a_machine_that_rebooted_resumes_the_newest_version_that_is_complete_on_disk(
     job: Job,
 ) -> None:
-    """v12 is on one disk only, the other rank was still writing."""
+    """v12 is on one disk only, as the other rank was still writing."""
     slow = "stop@file:op=write,hit=3"
     job.start({0: slow}, gates={"stand": 14}, settings={"when_busy": "wait"})
     job.wait_fired(0, slow)
@@ -103,5 +103,5 @@ def test_memory_of_a_job_whose_agent_still_writes_is_not_removed(
 
 
 def segments_of(job: Job, rank: int) -> list[Path]:
-    """Of the node that the rank is on; that of the other rank has no agent any more."""
+    """The agent of the rank's node; the node of the other rank has no agent any more."""
     return [p for p in job.segments() if p.name.startswith(f"r{rank:05d}.")]

@@ -1,8 +1,8 @@
-"""SIGKILL at every point of a checkpoint, and at points nobody chose: the course stays the same.
+"""SIGKILL at every point of a checkpoint, and at random times: the course stays the same.
 
-After each kill: the mark proves that it happened; the next run resumes no older version than
-promised (see `Life.promised`), and no version that the killed rank never sealed; and all losses,
-in whichever life, and the final state are those of the undisturbed job.
+After each kill, the mark proves that it happened; the next run resumes no version that is older
+than promised (see `Life.promised`) or was never sealed by the killed rank; and all losses, in every
+run, and the final state are those of the undisturbed job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.thorough import points, swept_points
 
 VERSION = 12
 BLOCKS = 9
-"""How many blocks a rank copies for a version, which is also how often `copy` is passed."""
+"""Number of blocks that a rank copies for a version, which is how often `copy` is passed."""
 
 TRAINER_POINTS = {
     "barrier": "kill@barrier:version=12",
@@ -58,7 +58,7 @@ IN_TURN = [f"{point}-{number % RANKS}" for number, point in enumerate(TRAINER_PO
 def test_a_trainer_is_killed(where: str, job: Job) -> None:
     point, _, number = where.rpartition("-")
     rank = int(number)
-    if rank == 1:  # in turn, the least that is allowed and what a job usually has
+    if rank == 1:  # in turn, the least number of slots and the usual one
         job.settings.update(slots=2, local_every_steps=0)
     rule = TRAINER_POINTS[point]
     killed = job.live({rank: rule})

@@ -73,7 +73,7 @@ def test_killed_in_the_last_moment(job: Job) -> None:
 
 
 def test_an_agent_of_the_previous_run_still_writes(job: Job) -> None:
-    """It holds v8 while the new run resumes and finds it; both get their versions to disk."""
+    """The agent holds v8 while the new run resumes from it; both write their versions to disk."""
     job.settings.update(local_keep_last=9)
     old = stopped_agent(job, "stop@file:op=write,hit=2")
     life = job.start(gates={"stand": 17, "end": STEPS}).waiting("stand")
@@ -92,12 +92,12 @@ def test_an_agent_of_the_previous_run_still_writes(job: Job) -> None:
 
 
 def test_an_agent_of_the_previous_run_comes_too_late_for_its_slot(job: Job) -> None:
-    """It was stopped before it could pin v8; the new run has filled that slot with another one."""
+    """The agent was stopped before it could pin v8; the new run has reused that slot."""
     old = stopped_agent(job, "stop@agent:version=8")
     life = job.start(gates={"stand": 17}).waiting("stand")
     assert 8 not in job.in_memory_of(0)
     old.wake()
-    # It finds the successor's work behind that, or another agent has that, and it ends.
+    # It finds the successor's version there, or another agent has the slot, and it ends.
     job.wait_for(lambda: 12 in on_disk(job, 0), "v12 of the new run")
     assert 8 not in on_disk(job, 0)
     life.open("stand").until_over()
@@ -106,7 +106,7 @@ def test_an_agent_of_the_previous_run_comes_too_late_for_its_slot(job: Job) -> N
 
 
 def stopped_agent(job: Job, rule: str) -> Process:
-    """Of rank 0, in the middle of v8, after all ranks were killed."""
+    """The agent of rank 0, in the middle of v8, after all ranks were killed."""
     life = job.start({0: rule}, settings={"when_busy": "wait"})
     job.wait_fired(0, rule)
     job.wait_for(lambda: 8 in on_disk(job, 1), "v8 of rank 1")

@@ -19,8 +19,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "halting_jo
 STAND, LAST = 12, 14
 """All ranks stand before this step; the rank with the signal votes at v13, and v14 is the last."""
 GONE = f"kill@peer:op=begin,version={LAST}"
-"""The end of an agent that is to protect the last version. It comes before another agent can have
-joined: that one's exchange would end at once."""
+"""The end of an agent that protects the last version, before any other agent has joined: the
+exchange of one that has joined would end at once."""
 
 
 def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Elastic Horovod loses processes, hosts and memory, and gains hosts; every bit is looked at."""
+"""Elastic Horovod loses processes, hosts and memory, and gains hosts; every bit is checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KILLS: dict[str, list[tuple[str, int, int]]] = {
     ],
     "rank 0 first": [
         ("commit", 3, 1),
-        ("loading", -1, 0),  # the survivor, while it comes back from that
+        ("loading", -1, 0),  # the survivor, during its restore
         ("backward", 9, 0),
         ("epoch", 15, 1),
         ("synchronized", 18, 1),
@@ -46,8 +46,7 @@ KILLS: dict[str, list[tuple[str, int, int]]] = {
 }
 
 MAY_RESUME = {"updated": {0}, "commit": {0, 1}, "epoch": {1}}
-"""By place, where not {-1, 0}: how many steps may be there again, more than when the killed one
-began."""
+"""Steps that may be restored, relative to the start of the killed step; elsewhere {-1, 0}."""
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def make_job(tmp_path: Path, shm_dir: Path) -> Iterator[MakeJob]:
 
 @pytest.fixture(scope="module")
 def undisturbed(shm_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The states and losses of the job when nothing happens to it."""
+    """The states and losses of the undisturbed job."""
     shm_dir = shm_root / "undisturbed"
     shm_dir.mkdir()
     job = ElasticJob(tmp_path_factory.mktemp("undisturbed"), shm_dir)
@@ -82,7 +81,7 @@ def undisturbed(shm_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
 
 @pytest.mark.parametrize("who", points(KILLS, "rank 1 first"))
 def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> None:
-    """Again and again, at every place of a step; another takes over, and nothing shows it."""
+    """A worker is killed at every place of a step; another one replaces it, unnoticed."""
     job = make_job()
     kills = KILLS[who]
     job.start(min_np=2, spares=len(kills), steps=STEPS, rules=[rule(*kill) for kill in kills])
@@ -93,7 +92,7 @@ def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> No
     assert {x["size"] for x in resumed} == {2}
     assert {tuple(x["levels"].items()) for x in resumed} == {(("memory", 2),)}
     lives = [x for x in resumed if x["rank"] == 0]
-    begun = [kill for kill in kills if kill[0] != "loading"]  # who is killed there never begins
+    begun = [kill for kill in kills if kill[0] != "loading"]  # a worker killed there never starts
     for (place, step, _), life in zip(begun, lives, strict=True):
         # At most the commit under way is lost, and none once the next step has changed anything.
         assert life["step"] - step in MAY_RESUME.get(place, {-1, 0}), (place, step)
@@ -120,8 +119,8 @@ def test_a_worker_is_asked_to_end(make_job: MakeJob, undisturbed: Run) -> None:
 
 
 def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path) -> None:
-    """The launcher, too; the job started anew finds memory, the second time only the disk, and the
-    third time only what all machines share."""
+    """The launcher is killed, too. The restarted job finds memory, the second time only the disk,
+    and the third time only the persistent level."""
     shared = PersistentStore(str(tmp_path / "persistent"))
     often = {"persistent_every_steps": "4", "persistent_every_seconds": "0"}
     job = make_job(persistent_path=shared.url, **often)
@@ -148,7 +147,7 @@ def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path
     assert began(job) == ("local", steps_of(newest))
     job.wait_for(lambda: complete_on_disk(store) >= 16, "the next version on disk")
     job.open("three")
-    stand_at(job, "four")  # the boundaries up to there told all that it is there: it is sent on
+    stand_at(job, "four")  # votes of the boundaries until then have shown it to all: it is flushed
     job.wait_for(lambda: newest_of(shared) >= 8, "a version on the persistent level")
     job.kill()
     job.lose_memory()
@@ -163,7 +162,7 @@ def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path
 
 
 def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
-    """And nobody kills the launcher: it ends by itself, and the next one finds everything."""
+    """The launcher is not killed: it ends by itself, and the next one finds everything."""
     job = make_job()
     gates = {"6": "all"}
     job.start(min_np=1, spares=1, steps=STEPS, gates=gates)
@@ -180,8 +179,8 @@ def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
 
 @on_demand("20 s; kills, and hosts that come, have tests of their own here")
 def test_a_dead_workers_host_is_used_again(make_job: MakeJob) -> None:
-    """Where Horovod is told to: the other worker goes on alone, then with a new one on that host;
-    twice."""
+    """Horovod's option allows it: the other worker continues alone, then with a new worker on that
+    host; twice."""
     job = make_job()
     rules = [rule("backward", 3, 1), rule("backward", 9, 1)]
     again = ["--blacklist-cooldown-range", "1", "3"]
@@ -200,9 +199,9 @@ def test_a_dead_workers_host_is_used_again(make_job: MakeJob) -> None:
 
 
 def test_hosts_come_and_go(make_job: MakeJob) -> None:
-    """A script that knows nothing of us: a worker dies and is not replaced, a host comes, and goes.
+    """A plain Horovod script: a worker dies and is not replaced; a host comes, and goes.
 
-    No sample of the epoch is left out or seen twice, by Horovod's sampler and by ours.
+    No sample of the epoch is left out or seen twice, with Horovod's sampler and with ours.
     """
     job = make_job(hvd="horovod_ckpt.torch")
     job.start(min_np=1, steps=STEPS, rules=[rule("backward", 3, 1)], joins=[8, 10])
@@ -217,8 +216,8 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
     assert [x["size"] for x in lives] == [2, 1, 2, 1]
     _, alone, together, again = lives
     assert (alone["levels"], alone["step"] in (2, 3)) == ({"memory": 2}, True)
-    # Nobody failed: what was live is carried on, though ranks were numbered anew.
-    # It is heard of with the commit of step 8, and known to all at the next one at the latest.
+    # Nobody failed: the live state is kept, though ranks were renumbered.
+    # Horovod reports it with the commit of step 8, and all know it at the next one at the latest.
     assert [(x["levels"], x["step"] in (at, at + 1)) for x, at in ((together, 8), (again, 10))] == [
         (None, True)
     ] * 2
@@ -252,11 +251,11 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
     "lost", [pytest.param([1], marks=on_demand("two of three say as much")), [1, 2]]
 )
 def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> None:
-    """At once. The rest go on, renumbered, from what three had in memory, if one of them was in the
-    middle of a batch; one that comes then brings nothing along."""
+    """Two die at once. The others continue, renumbered, from the version in the memory of three, if
+    one of them was in the middle of a batch; a worker that joins then has no state."""
     job = make_job()
-    # Each stops there, and is killed when all have come to it: who dies first ends the others'
-    # iteration.
+    # Each stops there, and is killed when all have arrived: the first death ends the iteration of
+    # the others.
     rules = [rule("backward", 3, rank, "stop") for rank in lost]
     job.start(min_np=1, workers=3, steps=9, rules=rules, joins=[6])
     job.wait_for(lambda: len(job.marked()) == len(lost), "all that are to be lost")
@@ -285,7 +284,7 @@ def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> N
 
 
 def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
-    """No version is complete where the others can reach it: they go on from what they have."""
+    """No version is complete within reach of the others: they continue from their live state."""
     job = make_job()
     job.start(min_np=2, spares=1, steps=8, rules=[rule("backward", 5, 1)], machines=True)
     job.until_over()
@@ -302,9 +301,9 @@ def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
 
 @on_demand("35 s; tests/dist/coordination/test_former_nodes.py has such nodes without a launcher")
 def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
-    """Of three machines one goes, and then a worker on another dies: the last one goes on alone,
-    from its own memory and what the agents of those it lost still have. The first comes back, with
-    the agent and the shards that it had; its worker dies, and its agent is asked."""
+    """One of three machines leaves, and then a worker on another dies: the last one continues
+    alone, from its own memory and the shards that agents of the lost ones still have. The first
+    returns, with its agent and its shards; its worker dies, and its agent is asked."""
     peers = {"peer_redundancy": "partner", "peer_interface": "lo", "agent_linger_seconds": "100"}
     job = make_job(local_every_steps="100", **peers)
     rules = [rule("backward", 5, 1), rule("backward", 11, 1)]
@@ -318,7 +317,7 @@ def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
     assert job.fired() == 2
     lives = job.journal(began=True, rank=0)
     assert [x["size"] for x in lives] == [3, 2, 1, 2, 1]
-    # Where two had a version of their own before, nothing of the third's is needed any more.
+    # If the two had a version of their own before, no shard of the third is needed any more.
     assert lives[2]["levels"] in ({"memory": 1, "agent": 1}, {"memory": 1, "agent": 2})
     assert [lives[i]["levels"] for i in (1, 3)] == [None, None]
     assert lives[4]["levels"] == {"memory": 1, "agent": 1}
@@ -335,8 +334,8 @@ def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
 @on_demand("a minute; tests/dist/horovod/test_elastic_state.py has it over two ranks that stay")
 @pytest.mark.parametrize("on_drift", ["warn", "stop"])
 def test_ranks_that_differ_when_a_host_goes(on_drift: str, make_job: MakeJob) -> None:
-    """A bit flips on rank 1 of three, and another rank's host is taken away. All go on from what
-    the majority has; or the job ends, though there are hosts on which it could begin again."""
+    """A bit flips on rank 1 of three, and another rank's host is taken away. All continue with the
+    state of the majority; or the job ends, though there are hosts on which it could start again."""
     job = make_job(on_drift=on_drift)
     job.start(min_np=1, workers=3, spares=1, steps=12, drifts=[[5, 1]], joins=[6])
     wait_for_hosts(job, 6)
@@ -360,7 +359,7 @@ def test_ranks_that_differ_when_a_host_goes(on_drift: str, make_job: MakeJob) ->
 
 
 def test_commits_of_one_process(tmp_path: Path, shm_dir: Path) -> None:
-    """One process, without a launcher: what is refused, and what a commit is."""
+    """One process, without a launcher: refused arguments, and the effects of a commit."""
     done = subprocess.run(
         [PYTHON, "-m", "tests.support.crash.elastic_alone", str(tmp_path), str(shm_dir)],
         cwd=ROOT,
@@ -391,7 +390,7 @@ def wait_for_hosts(job: ElasticJob, step: int) -> None:
 
 
 def began(job: ElasticJob) -> tuple[str, int]:
-    """Level and step from which both ranks of the newest life went on."""
+    """Level and step from which both ranks of the newest run continued."""
     one, other = job.journal(began=True)[-2:]
     assert (one["levels"], one["step"]) == (other["levels"], other["step"])
     ((level, shards),) = one["levels"].items()
@@ -415,11 +414,11 @@ def newest_of(store: PersistentStore) -> int:
 
 
 def steps_of(version: int) -> int:
-    """How many steps it has behind it: a commit that ends an epoch is a version, too."""
+    """Number of steps before a version: a commit that ends an epoch is a version, too."""
     return version - sum(version > ended for ended in (EPOCH_STEPS, 2 * EPOCH_STEPS + 1))
 
 
 def shared_by_ranks(line: Line) -> dict[str, str]:
-    """What is alike on all ranks; not the generators, nor what modules have of their own."""
+    """State that is equal on all ranks, without generators and extra state of modules."""
     own = ("python", "numpy", "torch", "buffer", "metered")
     return {k: v for k, v in line["digests"].items() if not k.startswith(own)}

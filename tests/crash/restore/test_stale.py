@@ -1,5 +1,5 @@
-"""After a resume the same version numbers come again: what an earlier run left is never mixed
-with what this one made. The middle life trains with another weight decay, so a mix would show."""
+"""After a resume the same version numbers come again: shards of an earlier run are never mixed
+with shards of this one. The middle run trains with another weight decay, so a mix would show."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_stale_version_is_not_combined_with_a_new_one_of_the_same_number(job: 
 
 
 def test_a_run_that_was_overtaken_on_disk_is_not_an_ancestor_of_its_successor(job: Job) -> None:
-    """v12 and v16 of the first run are on disk; the job is taken back to v9, and killed at v14."""
+    """v12 and v16 of the first run are on disk; the job goes back to v9, and is killed at v14."""
     job.settings.update(local_every_steps=4, local_keep_last=9, when_busy="wait")
     life = job.start(gates={"stand": 18}).waiting("stand")
     job.wait_for(lambda: job.both_have(lambda r: versions(job, r)) == 16, "v16 on disk")
@@ -57,7 +57,7 @@ def test_a_run_that_was_overtaken_on_disk_is_not_an_ancestor_of_its_successor(jo
 
 def test_files_written_by_an_agent_of_a_forgotten_run_are_not_taken_for_new(job: Job) -> None:
     """Slots did not survive (no room in shared memory), and the agent of the second run is slow:
-    when the third begins, nothing tells that there was a second."""
+    when the third run starts, no file shows that there was a second."""
     volatile = "enospc@call:what=create_slot"
     job.settings.update(local_every_steps=4, when_busy="wait")
     rules = {0: f"{volatile};kill@script:step=9,phase=begin", 1: volatile}
@@ -88,7 +88,7 @@ def test_files_written_by_an_agent_of_a_forgotten_run_are_not_taken_for_new(job:
 
 
 def versions(job: Job, rank: int) -> list[int]:
-    """On disk."""
+    """Versions on disk."""
     return [k.id.version for k in job.on_disk(rank)]
 
 

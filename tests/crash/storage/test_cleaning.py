@@ -1,4 +1,4 @@
-"""A new run's agent cleans up while the agent of the run before ends its last commit."""
+"""A new run's agent cleans up while the previous run's agent finishes its last commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_commit_that_ends_while_files_are_cleaned_up_keeps_its_data(
     manifest.rename(held)
 
     def unlocked_now(path: Path) -> bool:
-        """Just now the other agent has made its manifest, and let go of the data."""
+        """The other agent has just made its manifest, and released the data."""
         if held.exists():
             held.rename(manifest)
         return True

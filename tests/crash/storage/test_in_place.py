@@ -1,7 +1,7 @@
 """SIGKILL at every step of a commit without a copy: slots are files of a local level that is tmpfs.
 
-As in the sweep over copies: what is lost is no more than promised, no committed byte has changed,
-and the course is the undisturbed one.
+As in the sweep over copies, no more is lost than promised, no committed byte has changed, and the
+course is the undisturbed one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AGENT_POINTS = {
 
 @pytest.fixture
 def job(job: Job, shm_root: Path) -> Iterator[Job]:
-    """A job whose disk is memory, and survives what `Job.reboot` does to its slots."""
+    """A job whose disk is memory, and survives the removal of its slots by `Job.reboot`."""
     disk = shm_root / uuid.uuid4().hex[:8]
     disk.mkdir()
     job.store = LocalStore(disk / "ckpts")
@@ -63,7 +63,7 @@ def job(job: Job, shm_root: Path) -> Iterator[Job]:
 
 
 def check_store(job: Job) -> None:
-    """Every committed byte is as it was sealed; nothing else is left. The job has ended."""
+    """Every committed byte is as sealed, and no other file remains. The job has ended."""
     for key in (key for rank in range(RANKS) for key in job.on_disk(rank)):
         with sound_image(job.store, Manifest.decode(job.store.read_manifest(key))):
             pass
@@ -95,12 +95,12 @@ def test_a_trainer_is_killed(point: str, job: Job) -> None:
 
 @pytest.mark.parametrize("point", points(TRAINER_POINTS, "between reused image and slot"))
 def test_the_machine_dies_when_a_trainer_does(point: str, job: Job) -> None:
-    """What is committed is sound at this very moment, and persistent memory keeps it."""
+    """Committed files are sound at this very moment, and persistent memory keeps them."""
     rank = list(TRAINER_POINTS).index(point) % RANKS
     rule = TRAINER_POINTS[point]
     job.live({rank: rule})
     assert job.fired(rank, rule)
-    job.agents_end()  # they finish what they were handed
+    job.agents_end()  # they finish the work that they were handed
     job.reboot()
     on_disk = job.both_have(lambda r: [k.id.version for k in job.on_disk(r)])
     assert on_disk >= job.both_have(lambda r: job.committed(r, 1))
@@ -133,7 +133,7 @@ def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
 
 @pytest.mark.parametrize("point", points(["linked", "renamed", "v4 is retired"], "renamed"))
 def test_an_agent_is_killed_and_the_training_goes_on(point: str, job: Job) -> None:
-    """What it left half-done has names that nobody needs; its successor removes them."""
+    """Its unfinished files have names that nobody needs; its successor removes them."""
     rank = list(AGENT_POINTS).index(point) % RANKS
     rule = AGENT_POINTS[point]
     job.live({rank: rule})
