@@ -157,9 +157,7 @@ class SlurmCluster:
         """Poll until the condition holds."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            with contextlib.suppress(
-                subprocess.CalledProcessError
-            ):  # the controller does not listen yet
+            with contextlib.suppress(subprocess.CalledProcessError):  # it does not listen yet
                 if true():
                     return
             if time.monotonic() > deadline:
