@@ -21,7 +21,7 @@ STALL = Path(__file__).resolve().parents[3] / "benchmarks" / "stall.py"
 
 def start(folder: Path, line: str) -> subprocess.Popen[str]:
     command = [PYTHON, str(STALL), "--toy", "--dir", str(folder), *line.split()]
-    # No commit: whoever works on the tree meanwhile does not make another measurement of it.
+    # No commit: changes of the working tree during the test do not make it another measurement.
     environment = {**os.environ, **THROUGHOUT, "GIT_DIR": str(folder / "no-repository")}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

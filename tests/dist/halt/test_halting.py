@@ -20,11 +20,11 @@ from tierckpt.core import halt_conditions
 from tierckpt.halt import controller, request_file
 
 DURABLE = {"local_every_steps": 1000}
-"""Of itself, nothing would go to disk."""
+"""Without a halt, no version would go to disk."""
 TOLD_AT = 5
 """Steps that are done when a rank receives the signal."""
 LAST = TOLD_AT + 2
-"""It says so at the end of the step it is at, and all know at the end of the next."""
+"""The last step: the rank votes after its current step, and all know after the next one."""
 
 
 @contextmanager

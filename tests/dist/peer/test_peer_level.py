@@ -1,4 +1,4 @@
-"""The peer level: a node that is lost with its disk and memory is rebuilt from the others."""
+"""The peer level: shards of a node lost with disk and memory are rebuilt from the others."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_a_scheme_that_cannot_protect_is_an_error_at_the_start(
 
 
 def come_back_unprotected(place: Place, scheme: str, steps: range) -> dict[str, Any]:
-    """Restore within the scheme's promise, go on, and end as in a crash."""
+    """Restore within the scheme's promise, continue, and end as in a crash."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **settings(scheme))
     told = restored_into(job, attached)

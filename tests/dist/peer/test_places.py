@@ -17,7 +17,7 @@ STEPS = 3
 RACKS = ((0, 1), (2, 3))
 """Racks of nodes; on a ring without racks the first two would keep only each other's parity."""
 INTERFACES = ("lo", "127.0.0.1")
-"""By name, and by address."""
+"""Interfaces given by name, and by address."""
 SCHEME = {"peer_redundancy": "partner", "local_every_steps": 100, "slots": 3, "when_busy": "wait"}
 
 

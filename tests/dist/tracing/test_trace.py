@@ -12,7 +12,7 @@ from tierckpt.tracing.summary import summarize
 
 STEPS = 6
 PARAMETERS = 5 * 2
-"""Of `Net`: four layers and the head, a weight and a bias each."""
+"""Tensors of `Net`: four layers and the head, a weight and a bias each."""
 
 
 @only_layers_release()
