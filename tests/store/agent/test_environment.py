@@ -476,7 +476,7 @@ def test_only_the_commit_under_way_is_finished(
 def test_flushes_that_it_gives_up_are_named(
     old: Any, shm_dir: Path, tmp_path: Path, agents: list[int]
 ) -> None:
-    """As a warning, from one rank of the node."""
+    """One rank of the node reports it as a warning."""
     shared = PersistentStore(str(tmp_path / "shared"))
     shared.create()
     somebody = shared.lease("ffff", "another job")
@@ -649,7 +649,7 @@ print([e.text() for e in job.events if e.severity >= 30])
 def test_the_agent_finds_the_modules_that_the_script_finds(
     where: str, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """And no others in place of the standard library's, which the script imported before."""
+    """They do not replace modules of the standard library, which the script imported before."""
     (tmp_path / "script").mkdir()
     script = tmp_path / "script" / "train.py"
     script.write_text(SCRIPT)

@@ -1,6 +1,6 @@
 """A real job's flushes meet a killed agent, a full device, and a store that hangs, fails, forbids.
 
-The training goes on each time, only the version in progress is lost, and the events say so.
+The training continues each time, only the version in progress is lost, and events report it.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def test_a_full_persistent_device_lags_and_catches_up(
 def test_a_device_too_small_for_one_more_version_has_room_again_when_fewer_are_kept(
     small_tmpfs: Path, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """As the error advises; and that needs no version to be committed first."""
+    """The error advises to keep fewer versions; no version needs to be committed first."""
     shared = str(small_tmpfs / "shared")
 
     def left() -> int:
@@ -321,7 +321,7 @@ NO_PATIENCE = 0.5
 def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent goes on without the job."""
+    """The agent continues without the job."""
     monkeypatch.setattr(stall_timeout, "QUIET_SECONDS", NO_PATIENCE)
     monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
     come, go_on, hang = hanging_uploads()

@@ -51,7 +51,7 @@ LIFE = "5eed"
 
 
 class Clock:
-    """Advances while a thread sleeps, and `meanwhile` is called."""
+    """A clock that advances while a thread sleeps, and calls `meanwhile`."""
 
     def __init__(self) -> None:
         self.seconds = 1e9
@@ -76,7 +76,7 @@ def source(key: ShardKey) -> ShardSource:
 
 
 def order(version: int, *here: int, run_id: str = LIFE) -> FlushOrder:
-    """For the node with the shards `here`; by default all of them."""
+    """An order for the node with the shards `here`; by default all of them."""
     return FlushOrder(
         directory="/nowhere",
         here=here or tuple(range(SHARDS)),
@@ -335,7 +335,7 @@ def test_a_flush_that_waits_on_purpose_makes_progress_and_one_whose_store_hangs_
 def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
     node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever each begins, each waits for its own turn."""
+    """Each waits for its own turn, whenever it starts."""
     turns: list[int] = []
     write_at = PosixBackend.write_at
 
@@ -350,7 +350,7 @@ def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
             turns.clear()
             nodes[n].flush(order(version, n))
             assert set(turns) == {n}
-        clock.seconds += TimeSlots.turn_seconds  # the first one begins in the other's turn now
+        clock.seconds += TimeSlots.turn_seconds  # the first one starts in the other's turn now
 
 
 # --- passing and lasting trouble -----------------------------------------------------------------
@@ -524,7 +524,7 @@ def test_no_lease_is_kept_for_dead_ranks(node: MakeNode, monkeypatch: pytest.Mon
 def test_an_abandoned_flush_keeps_its_files_and_leaves_the_lease_alone(
     node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run with another agent has begun."""
+    """A run with another agent has started."""
     come, go_on = threading.Event(), threading.Event()
     write_at = PosixBackend.write_at
 
@@ -600,7 +600,7 @@ def test_the_lease_is_given_back_when_all_nodes_are_through(
         next_job.ensure()
 
 
-# --- a place that is not there -------------------------------------------------------------------
+# --- a missing place -----------------------------------------------------------------------------
 
 
 def test_the_parent_of_a_place_is_not_made(node: MakeNode, tmp_path: Path) -> None:
@@ -649,7 +649,7 @@ def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back
 def test_a_place_that_is_mounted_in_mid_run_is_written_to(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:
-    """The job began before the mount, and never had the lease of the mounted place."""
+    """The job started before the mount, and never had the lease of the mounted place."""
     zero = node()
     assert zero.flush(order(1)).complete
     place.rename(tmp_path / "beneath")

@@ -47,7 +47,7 @@ def party(shard: int) -> PartySettings:
 
 @contextlib.contextmanager
 def no_thread(*names: str) -> Iterator[None]:
-    """As in a container that allows no more threads: none with this name can be started."""
+    """Start no thread with this name, as in a container that allows no more threads."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -122,7 +122,7 @@ def test_whatever_an_order_raises_is_answered_and_the_next_one_runs(
 def test_an_order_is_carried_out_by_the_agents_that_knew_each_other_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new run, which has other shards here, begins while an order waits. The order fails, as its
+    """A new run, which has other shards here, starts while an order waits. The order fails, as its
     peers are gone, and does not count as protected by omission."""
     orders = Orders(tmp_path, 0)
     orders.made.open(ListenSettings("one run", "lo", 0, "localhost"))

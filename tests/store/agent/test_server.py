@@ -272,7 +272,7 @@ def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(
 
 
 def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
-    """It reads the job's output until no process has the other end open."""
+    """A launcher reads the job's output until no process has the other end open."""
     killed = trainer(node(0, linger=PATIENCE_SECONDS))
     pid = int(killed.stdout.readline())
     killed.send_signal(signal.SIGKILL)
@@ -287,7 +287,7 @@ def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
 
 
 def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
-    """As the second of two nodes without the first: that takes a minute."""
+    """The agent is one of two nodes without the other, which takes a minute."""
     settings, session = node(0)
     place = PersistentSettings(str(tmp_path / "far"), node=1, nodes=2)
     killed = trainer((settings, replace(session, persistent=place)))
@@ -479,7 +479,7 @@ def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
 def test_an_agent_waits_on_while_nodes_read_the_slots_of_killed_ranks(
     node: Any, tmp_path: Path
 ) -> None:
-    """As long as for those ranks, and for no other rank than before."""
+    """The agent waits as long as for those ranks, and for no other rank than before."""
     settings, _ = node(0)
     serves = ServedPlaces(settings.root, settings.folder, str(tmp_path / "local"))
     where = ListenSettings("secret", "lo", 0, "localhost", serves)
@@ -595,7 +595,7 @@ where = f"/proc/self/fd/{{folder}}/agent0.socket"
 @needs_root
 @pytest.mark.parametrize("private", [True, False])
 def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
-    """Where the folder is not private any more, too."""
+    """The same holds when the folder is no longer private."""
     client = AgentClient(*node(0))
     pid = reach(client)
     place = client.settings.place()
@@ -713,7 +713,7 @@ def test_signals_that_are_meant_for_the_job_cut_nothing_short(
 def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container that allows no more threads for a while."""
+    """Allow no more threads for a while, as in a limited container."""
     start, refused = threading.Thread.start, list[threading.Thread]()
 
     def refuse_once(thread: threading.Thread) -> None:
@@ -741,7 +741,7 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
 
 
 def parties_of(ranks: int, members: int) -> list[PartySettings]:
-    """As many parties as a large node has, in large groups, with hosts of long names."""
+    """A large node's number of parties, in large groups, with long host names."""
     hosts = tuple(f"{i}.of.a.very.large.cluster.somewhere.example.org" for i in range(members))
     ports = tuple(range(40000, 40000 + members))
     groups = [tuple(range(rank, rank + 1000 * members, 1000)) for rank in range(ranks)]
@@ -752,7 +752,7 @@ def parties_of(ranks: int, members: int) -> list[PartySettings]:
 
 
 def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
-    """In both directions: their list, and a report of each one's failure."""
+    """Both directions are tested: their list, and a report of each one's failure."""
     client = AgentClient(*node(0))
     pid = reach(client)
     where = ListenSettings("secret", "lo", 0, "localhost")
@@ -782,7 +782,7 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
 def test_a_setting_that_the_system_refuses_is_reported(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not treated as a full buffer, which would be waited for."""
+    """The error is not treated as a full buffer, which would be waited for."""
     client = AgentClient(*node(0))
     pid = reach(client)
     # The abandoned agent would remove the folder, as no rank of a job uses it.
@@ -847,7 +847,7 @@ def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path
 
 
 def test_an_agent_that_comes_after_the_end_of_its_job_ends_without_a_word(shm_dir: Path) -> None:
-    """A job of a second is over, and its folder gone, before its agent's process has begun."""
+    """A job of a second is over, and its folder gone, before its agent's process has started."""
     settings = json.dumps(asdict(AgentSettings(str(shm_dir), "gone")))
     command = [sys.executable, "-m", "tierckpt.agent.process", settings, str(os.getpid())]
     done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, text=True)

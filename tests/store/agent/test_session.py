@@ -244,7 +244,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
 def test_work_handed_over_by_a_killed_trainer_is_done_with_or_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads them at boundaries. The kernel reports unread ones before sent messages."""
+    """The trainer reads them at boundaries. The kernel reports unread ones before sent messages."""
     begun, go_on, served = threading.Event(), threading.Event(), list[str]()
 
     def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:

@@ -163,7 +163,7 @@ def fired(rules: list[_faults.Rule]) -> bool:
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
-    """In the stored bytes, in the base, in either manifest."""
+    """The damage is in the stored bytes, in the base, or in either manifest."""
     with session(tmp_path, keep_last=9) as at:
         commit(at, 1)
         commit(at, 2)

@@ -33,7 +33,7 @@ def a_key_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def frozen_model() -> torch.nn.Module:
-    """Most of it never changes: megabytes, as in an embedding."""
+    """A model of which megabytes never change, as in an embedding."""
     torch.manual_seed(1)
     frozen = torch.nn.Linear(12, 50_000)
     head = torch.nn.Linear(12, 4)

@@ -216,7 +216,7 @@ with checkpointer(*training()):
 
 
 def test_workers_of_a_trainer_that_is_gone_end_at_a_signal(start: Start) -> None:
-    """Also if the trainer was still alive when they received the signal."""
+    """The same holds if the trainer was still alive when they received the signal."""
     process = start(
         STUCK
         + """

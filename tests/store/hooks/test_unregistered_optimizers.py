@@ -73,7 +73,7 @@ def test_a_fused_step_of_an_unregistered_optimizer_tears_no_version(
             at[step] = image(model)
         backward(model)
         stranger.step()
-        ckpt.abandon()  # the newest version is the one that the stranger's step waited for
+        ckpt.abandon()  # the newest version is the one for which the other optimizer waited
     model, given, stranger = build()
     with attached(model, given, **settings) as (ckpt, _):
         restored = ckpt.restore()
@@ -193,7 +193,7 @@ def test_the_hook_keeps_no_checkpointer_and_no_optimizer_alive(settings: dict[st
 def test_a_forked_child_that_trains_the_same_model_waits_for_nothing(
     settings: dict[str, Any],
 ) -> None:
-    """It has the hook, but not the copier thread."""
+    """The child has the hook, but not the copier thread."""
     model, given, stranger = build()
     with attached(model, given, **settings) as (ckpt, events):
         backward(model)

@@ -106,7 +106,7 @@ def test_schedulers_are_named_once_and_not_where_they_were_given(settings: dict[
     )
     assert text.endswith("Give it, too: extra={'pace': pace}")
     settings["path"] = settings["path"].with_name("d")
-    with attached(model, opt, extra=every, **settings) as (ckpt, said):  # as it says
+    with attached(model, opt, extra=every, **settings) as (ckpt, said):  # as the message advises
         train(model, opt.step, ckpt)
         assert ckpt.version == 1
     assert said == []
@@ -350,7 +350,7 @@ def test_averaged_weights(kind: Callable[[nn.Module], Any], settings: dict[str, 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata, with a torch so new
 @pytest.mark.parametrize("given", [(), ("data",), ("wrapped",)])
 def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[str, Any]) -> None:
-    """Of several loaders, the one that the training iterates; if one is given, the others are
+    """The loader that the training iterates is named, of several; if one is given, the others are
     ignored."""
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     model, opt = build()

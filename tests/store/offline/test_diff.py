@@ -64,7 +64,7 @@ def found(a: Path, b: Path, va: int | None = None, vb: int | None = None) -> lis
         return compare(*opened).differences
 
 
-# --- what differs --------------------------------------------------------------------------------
+# --- differences ---------------------------------------------------------------------------------
 
 
 def weight(job: TinyJob) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_each_kind_of_difference_is_named_and_no_other(
 
 
 def test_figures(plain: Path, tmp_path: Path) -> None:
-    """In float64, over values that are finite on both sides."""
+    """Compare in float64, over values that are finite on both sides."""
     (bit,) = found(plain, make(tmp_path / "bit", flip_a_bit))
     numbers = bit.numbers
     assert numbers is not None

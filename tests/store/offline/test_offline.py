@@ -182,7 +182,7 @@ class Layers(Tied):
 
 
 class Speaking(Tied):
-    """It also has an entry that is not a tensor."""
+    """The state also has an entry that is not a tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"words": 9}
@@ -246,7 +246,7 @@ def test_the_memory_of_a_living_job_is_left_alone(job: Any, tmp_path: Path) -> N
 def test_an_agent_that_lingers_is_no_living_job(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The version that `list` marks is the one that is exported."""
+    """`export` takes the version that `list` marks."""
     ended = job(local_every_steps=2).run(STEPS)
     ended.checkpointer.complete()
     ended.checkpointer.abandon()
@@ -387,8 +387,8 @@ def test_versions_that_a_later_run_discarded_are_marked(job: Any, tmp_path: Path
 def test_a_version_of_which_a_shard_is_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With one of two nodes' folders, the missing shards are named. With the folder above both,
-    none is missing."""
+    """One of two nodes' folders is not enough: the missing shards are named. In the folder above
+    both, none is missing."""
     code = Code(3, 2, 1)
     with Members(tmp_path / "nodes", code, [40_960, 40_960, 81_920]) as members:
         members.protect()
@@ -670,7 +670,7 @@ def test_memory_is_found_by_the_claim_that_a_killed_job_left(
 def test_memory_of_the_same_job_is_a_restarts(
     path: str, given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is named by job_id, or found by a path with the node's name."""
+    """The job is given by job_id, or found by a path with the node's name."""
     settings = {"agent": "inline", "local_every_steps": 2, **given}
     killed(TinyJob(tmp_path / path, **settings))
     node = given.get("node", socket.gethostname())

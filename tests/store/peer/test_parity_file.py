@@ -120,7 +120,7 @@ def test_a_file_without_a_commit_counts_as_missing(tmp_path: Path) -> None:
 
 
 def test_an_error_at_any_file_operation_costs_one_parity_at_most(tmp_path: Path) -> None:
-    """At the k-th operation of all members together, for every k; existing parity is sound."""
+    """Kills at the k-th operation of all members, for every k; existing parity is sound."""
     for hit in range(1, 200):
         with Members(tmp_path / str(hit), CODE, LENGTHS) as members:
             with injected(f"eio@file:hit={hit}"):
@@ -266,7 +266,7 @@ def test_only_the_segments_that_are_used_are_read(tmp_path: Path) -> None:
             asked.append(offset)
             reader(members.store(0), key)(offset, into)
 
-        # Two segments of 900 KiB: blocks of 512 KiB begin at 0, 512, 1024 and 1536.
+        # Two segments of 900 KiB: blocks of 512 KiB start at 0, 512, 1024 and 1536.
         for segments, blocks in (((0,), [0, 1]), ((1,), [1, 2, 3]), ((0, 1), [0, 1, 2, 3])):
             asked.clear()
             nbytes = check_parity(record, read, segments)
@@ -306,7 +306,7 @@ def test_a_rank_that_rebuilds_a_part_reads_the_same_shards_as_all(tmp_path: Path
 
 
 def test_a_shard_is_rebuilt_from_shards_of_other_nodes(tmp_path: Path) -> None:
-    """By the agents' own transport: manifests, and ranges of files in pieces."""
+    """The agents' own transport carries manifests, and ranges of files in pieces."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
         for member in range(3):
@@ -379,7 +379,7 @@ def test_only_committed_files_can_be_fetched(tmp_path: Path) -> None:
 def test_a_node_that_takes_the_call_and_says_nothing_counts_as_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a node that hangs: its kernel still accepts."""
+    """A node that hangs: its kernel still accepts connections."""
     monkeypatch.setattr(read_client, "REACH_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         node = RemoteNode("node 1", Address(*silent.getsockname()), SECRET)

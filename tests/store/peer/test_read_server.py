@@ -163,7 +163,7 @@ def test_a_slots_image_may_be_a_file_of_its_own(
 def test_a_shard_in_a_slot_that_was_filled_again_counts_as_missing(
     slot: Slot, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is filled between two ranges, or while one is being read."""
+    """The slot is filled between two ranges, or while one is being read."""
     files = [node.open_shard(name_of(manifest()), manifest().shard) for _ in range(2)]
     read = slots.read_image
 

@@ -78,8 +78,8 @@ def prove(*arguments: object, kind: str = "exact", steps: int = 100) -> int:
 
 
 def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is reported as exact, and nothing is left in memory or in the script's own checkpoint
-    folder."""
+    """The script is reported as exact, and no file remains in memory or in the script's own
+    checkpoint folder."""
     assert prove() == 0
     out = capsys.readouterr().out
     assert "exact: killed with SIGKILL at step 5, resumed from " in out

@@ -68,7 +68,7 @@ class Ranks:
 
 
 class Rank:
-    """One rank of it."""
+    """One rank of the job."""
 
     def __init__(self, job: Ranks, group: ThreadGroup, settings: dict[str, Any]) -> None:
         self.rank, self.group = group.rank, group
@@ -122,7 +122,7 @@ class Rank:
         self.ckpt.abandon()
 
     def reduce(self) -> None:
-        """As DDP does."""
+        """Make replicas equal, as DDP does."""
         params = [p for p in self.net.parameters() if p.grad is not None]
         for param, *grads in zip(
             params, *self.group.all_gather_object([p.grad for p in params]), strict=True
@@ -524,7 +524,7 @@ class Apart:
 
 
 def test_a_rank_that_skips_a_step_is_found(ranks: Ranks) -> None:
-    """It comes to the same boundaries one iteration late."""
+    """The rank reaches the same boundaries one iteration late."""
     for drifted in ranks.run(Apart(skip=6)):
         assert len(drifted) == 1
         assert "skipped a step" in drifted[0]
@@ -535,7 +535,7 @@ def test_a_rank_that_skips_a_step_is_found(ranks: Ranks) -> None:
 def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
     late: int, ranks: Ranks
 ) -> None:
-    """In each iteration from the flip of a bit until all ranks know the difference."""
+    """The job ends in each iteration from the flip of a bit until all ranks know the difference."""
     for drifted in ranks.run(Apart(flip=2 * ROUND, skip=2 * ROUND + late), replica_check_steps=1):
         assert len(drifted) == 1
 

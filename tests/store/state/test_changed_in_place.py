@@ -287,7 +287,7 @@ def test_where_the_optimizer_still_has_the_old_layer_it_is_refused(
             again.checkpointer.restore()
 
 
-# --- optimizer state that is no plain tensor -----------------------------------------------------
+# --- optimizer state other than plain tensors ----------------------------------------------------
 
 
 class Keeps(torch.optim.SGD):
@@ -437,7 +437,7 @@ def test_a_replaced_layer_is_the_one_stored(
 def test_a_parameter_that_takes_anothers_place_is_reported_at_once(
     path: Path, settings: dict[str, Any]
 ) -> None:
-    """And once: the optimizer goes on with the old one, which no restarted job will have."""
+    """One event reports it: the optimizer keeps the old one, which no restarted job will have."""
     model = Net()
     with Job(path, settings, model) as job:
         for _ in range(3):

@@ -29,7 +29,7 @@ NUMBER = 700_000
 
 
 class Residues:
-    """State of many dtypes and memory orders, all of it changed by `turn`."""
+    """State of many dtypes and memory orders; `turn` changes all of its tensors."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -186,7 +186,7 @@ def test_extra_state_is_copied_after_the_boundary_where_there_is_time(
 
 @pytest.fixture
 def clones(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """For every clone of the boundary, a function that returns whether its memory is in use."""
+    """A function for every clone of the boundary: True while its memory is in use."""
     found: list[weakref.ref[Any]] = []
 
     def keep(self: tree_codec.Arena, tensor: torch.Tensor, path: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def made(case: Case, bench: Bench, seed: int) -> Job:
 def restores_with_its_own_state(
     case: Case, bench: Bench, strict: bool = True, loads: bool = True
 ) -> None:
-    """As `proof.restores_and_trains_on`, also for `state_dict()` and `tierckpt.load`."""
+    """Like `proof.restores_and_trains_on`, also for `state_dict()` and `tierckpt.load`."""
     job = made(case, bench, seed=1)
     with bench.attach(job) as ckpt:
         for _ in range(BOUNDARIES):

@@ -366,7 +366,7 @@ def test_methods_are_the_classes_own_again_and_copies_have_them(path: Path, sett
 
 
 def test_a_scheduler_before_and_one_after(path: Path, settings: Any) -> None:
-    """It replaces step(), of the wrapper as well."""
+    """The library replaces step(), of the wrapper as well."""
     with Job(Accelerated, path, settings) as job:
         schedule = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.5)
         job.run(1)

@@ -211,7 +211,7 @@ def test_it_comes_back_and_a_reader_finds_it(make: Make, path: Path, settings: A
 
 
 class Global(torch.optim.SGD):
-    """As MADGRAD and others keep state of no single parameter."""
+    """State that belongs to no single parameter, as in MADGRAD and others."""
 
     keys: ClassVar[Any] = {
         "k": lambda n: torch.tensor([n]),
