@@ -1,4 +1,4 @@
-"""Settings: where they come from, which one wins, and what is said of a wrong one."""
+"""Settings: their sources, their precedence, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_a_config_error_is_a_value_error_too() -> None:
     assert issubclass(ConfigError, ValueError)
 
 
-# --- what makes no sense together ----------------------------------------------------------------
+# --- combinations that make no sense -------------------------------------------------------------
 
 
 def test_parity_of_nothing_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What folders are named after, and where they are: refused at load, by the setting's name."""
+"""Names and places of folders: wrong ones are refused at load, with the setting's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the package raises can be handed on: to other processes, and to who goes on all the same."""
+"""Errors of the package can be passed to other processes, and to code that continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events: everybody who listens hears all of them, and nobody who fails stops the training."""
+"""Events: every listener receives all of them, and a listener's failure does not stop training."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ log.emit("restored", version=9, message="restored v9", severity=logging.INFO)
 
 
 def test_a_script_without_logging_shows_restores_and_failures() -> None:
-    """Under Python's own rule a restart would say nothing; and nobody would know whose line it is.
-    What is asked to be silent is."""
+    """By Python's own rule a restart would show nothing, and a line would not name its source.
+    A logger that is set to be silent stays silent."""
     done = subprocess.run(
         [sys.executable, "-c", UNCONFIGURED],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

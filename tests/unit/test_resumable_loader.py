@@ -93,12 +93,12 @@ def seeded(seed: int) -> None:
 
 
 def noise() -> list[float]:
-    """What a training step draws."""
+    """Random numbers of a training step."""
     return [random.random(), float(np.random.rand()), torch.rand(()).item()]
 
 
 class Loop:
-    """A training loop that notes what it sees, and can be left at any boundary."""
+    """A training loop that records its samples, and can be left at any boundary."""
 
     def __init__(self, make: Make, options: dict[str, Any]) -> None:
         self.ahead = options.get("ahead", 0)
@@ -141,7 +141,7 @@ class Loop:
         )
         rng.load_rng(json.loads(saved[1]))
         self.data.restored()
-        noise()  # what is drawn before the loop does not count
+        noise()  # numbers drawn before the loop do not count
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -171,7 +171,7 @@ def test_a_resumed_loop_sees_the_same_samples_as_an_undisturbed_one(kind: str) -
 
 
 def test_a_place_saved_before_the_loop_goes_on_is_the_restored_one() -> None:
-    """A restart that is killed before its first step leaves the same place."""
+    """A restart that is killed before its first step leaves the same position."""
     loop = Loop(*LOADERS["generators"])
     for _ in zip(range(2), loop.boundaries(), strict=False):
         pass
@@ -200,7 +200,7 @@ def test_a_pass_that_a_restore_overtook_is_refused() -> None:
 
 
 def resumed_at(batches: int, make: Make) -> ResumableLoader[Any]:
-    """One whose checkpoint was taken in epoch 2."""
+    """A loop whose checkpoint was taken in epoch 2."""
     data = ResumableLoader(sampled())
     data.set_epoch(2)
     source = iter(data)

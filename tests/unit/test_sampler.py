@@ -1,4 +1,4 @@
-"""The resumable sampler: every sample once an epoch, whoever goes on, and from exactly there."""
+"""The resumable sampler: every sample once an epoch, after a restart with any number of ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained(sampler: ResumableSampler, steps: int | None = None, ahead: int = 0)
 
 
 def together(ranks: list[ResumableSampler], steps: int | None = None, ahead: int = 0) -> Batches:
-    """What all ranks train on, step by step; they make equally many steps, none without samples."""
+    """Samples of all ranks, by step; all make equally many steps, none without samples."""
     each = [trained(sampler, steps, ahead) for sampler in ranks]
     assert len({len(batches) for batches in each}) == 1
     assert all(batch for batches in each for batch in batches)
@@ -219,7 +219,7 @@ def test_work_of_a_loop_at_the_end_of_an_epoch_is_not_lost() -> None:
     (resumed,) = restarted([sampler], job(1))
     assert resumed.epoch == 0
     resumed.set_epoch(0)
-    iter(resumed)  # as a loader with workers does, which begins a pass twice
+    iter(resumed)  # as a loader with workers does, which starts a pass twice
     assert list(resumed) == []
     resumed.set_epoch(1)
     sampler.set_epoch(1)
@@ -227,7 +227,7 @@ def test_work_of_a_loop_at_the_end_of_an_epoch_is_not_lost() -> None:
 
 
 def test_a_loaders_memory_of_another_epoch_does_not_count() -> None:
-    """torchdata's loader keeps the state of its last pass until the next one begins."""
+    """torchdata's loader keeps the state of its last pass until the next one starts."""
     (sampler,) = job(1)
     old = iter(sampler)
     for _ in old:
@@ -292,7 +292,7 @@ def test_a_loop_that_forgets_the_restored_epoch_is_found_out() -> None:
 
 
 def test_the_ranks_may_become_others_in_the_middle() -> None:
-    """Horovod elastic: the process lives on in another job."""
+    """Horovod elastic: the process stays and joins another job."""
     samplers = job(3)
     seen = flat(together(samplers, 2, ahead=2))
     for rank, sampler in enumerate(samplers[:2]):
@@ -323,7 +323,7 @@ def test_impossible_values_are_refused(options: dict[str, Any], said: str) -> No
 
 
 def test_a_loader_of_its_own_generator_leaves_the_global_stream_alone() -> None:
-    """What the docstring promises; without it, each pass draws one number from that stream."""
+    """As the docstring promises; without it, each pass draws one number from the global stream."""
     (sampler,) = job(1)
     loader = DataLoader(range(40), batch_sampler=sampler, generator=torch.Generator())
     before = torch.get_rng_state()

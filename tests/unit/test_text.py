@@ -1,4 +1,4 @@
-"""How lists are told."""
+"""Lists in messages."""
 
 from tierckpt._text import some
 
