@@ -57,7 +57,7 @@ def path_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def watch_clones(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every barrier with remaining blocks: whether it cloned them."""
+    """True for every barrier that cloned its remaining blocks, False for the others."""
     cloned: list[bool] = []
     clone_rest = cuda.CudaSnapshot._clone_rest
 
