@@ -69,7 +69,7 @@ def folders(logs: Path | None) -> Iterator[Path]:
 def compare(
     suite: str, ranks: int, run: Callable[[str, list[str]], Found], names: list[str]
 ) -> int:
-    """Run all tests both ways, and print the differences. Returns the number of unexplained ones."""
+    """Run all tests both ways and print differences. Returns the number of unexplained ones."""
     plain = run("plain", names)
     ours = run("with", [*plain])
     differing = {name: text for name in plain if (text := difference(plain[name], ours[name]))}
@@ -219,7 +219,7 @@ def watch(process: subprocess.Popen[bytes], folder: Path) -> str:
 
 
 def outcomes(folder: Path, end: str) -> Found:
-    """The worst result of all ranks. A test that started but did not end failed, for reason `end`."""
+    """The worst result of all ranks. A test that started and did not end has failed: `end`."""
     found: Found = {}
     for path in folder.glob("rank-*.jsonl"):
         of_rank = {}

@@ -73,7 +73,7 @@ def test_a_callback_that_is_not_overridden_does_nothing(
     assert caplog.records == []
 
 
-def test_an_empty_list_says_so() -> None:
+def test_an_empty_list_is_reported() -> None:
     """The hot path asks before it prepares arguments."""
     callbacks = CallbackList()
     assert not callbacks

@@ -170,7 +170,7 @@ def test_a_resumed_loop_sees_the_same_samples_as_an_undisturbed_one(kind: str) -
         assert resumed.seen[: len(expected)] == expected, f"resumed at step {step}"
 
 
-def test_a_place_saved_before_the_loop_goes_on_is_the_restored_one() -> None:
+def test_a_place_saved_before_the_loop_continues_is_the_restored_one() -> None:
     """A restart that is killed before its first step leaves the same position."""
     loop = Loop(*LOADERS["generators"])
     for _ in zip(range(2), loop.boundaries(), strict=False):

@@ -121,7 +121,7 @@ def test_the_batches_are_those_of_torchs_distributed_sampler(
     ),
     st.integers(30, 70),
 )
-def test_no_sample_is_skipped_or_comes_twice_however_many_ranks_go_on(
+def test_no_sample_is_skipped_or_comes_twice_however_many_ranks_continue(
     lives: list[tuple[int, int, int, int]], length: int
 ) -> None:
     seen: list[int] = []
@@ -136,7 +136,7 @@ def test_no_sample_is_skipped_or_comes_twice_however_many_ranks_go_on(
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 4), st.booleans())
-def test_the_same_ranks_go_on_as_if_nothing_had_happened(
+def test_the_same_ranks_continue_as_if_nothing_had_happened(
     ranks: int, steps: int, ahead: int, drop_last: bool
 ) -> None:
     def fresh() -> list[ResumableSampler]:

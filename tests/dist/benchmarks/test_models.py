@@ -120,7 +120,7 @@ def later_lives(name: str, place: Place, shared: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["toy", "linear", "resnet18", "gpt2", "bert-large"])
-def test_every_model_goes_on_bit_for_bit_from_every_level(
+def test_every_model_continues_bit_for_bit_from_every_level(
     name: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")

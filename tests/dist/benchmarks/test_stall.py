@@ -33,7 +33,7 @@ def results(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_that_was_ended_goes_on_with_the_missing_rounds(tmp_path: Path) -> None:
+def test_a_run_that_was_ended_continues_with_the_missing_rounds(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     line = f"--methods nothing,ours-memory --rounds 3 --json {path}"
     with start(tmp_path, line) as first:

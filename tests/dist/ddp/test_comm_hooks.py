@@ -103,7 +103,7 @@ def resumed_with_error_feedback(kept: bool, place: Place) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_error_feedback_goes_on_where_it_was(
+def test_error_feedback_continues_where_it_was(
     size: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told in ranks(size).run(resumed_with_error_feedback, True, Place.under(tmp_path, shm_dir)):

@@ -71,7 +71,7 @@ def lose_the_second_node(cluster: SlurmCluster, job: RestartJob, number: int) ->
     return first, second
 
 
-def test_a_job_that_lost_a_node_is_requeued_and_goes_on_with_another(
+def test_a_job_that_lost_a_node_is_requeued_and_continues_with_another(
     cluster: SlurmCluster, job: RestartJob, undisturbed: list[Curve]
 ) -> None:
     number = submit(cluster, job, "slurm_requeue.sbatch", f"--nodes={RANKS}")

@@ -97,7 +97,7 @@ def test_it_is_enough_that_one_rank_asks(ranks: Any, tmp_path: Path, shm_dir: Pa
     assert one["answers"] == []
 
 
-def test_of_a_job_without_a_level_on_disk_the_last_version_goes_there_all_the_same(
+def test_of_a_job_without_a_level_on_disk_the_last_version_goes_there_nevertheless(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Memory stays as it is, for a successor on these nodes."""

@@ -384,7 +384,7 @@ def check_gone_on(told: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("name", "cut"), CUT_SHORT)
-def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
+def test_training_continues_from_a_restore_after_an_iteration_cut_short(
     name: str, cut: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """From the version that was being copied, where the copier was quick; else the one before.

@@ -42,7 +42,7 @@ def check_resumes(tmp_path: Path, shm_dir: Path, version: int) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_last_version_of_a_job_is_on_disk_all_the_same(
+def test_the_last_version_of_a_job_is_on_disk_nevertheless(
     phase: str, tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start(f"kill@file:{phase}", tmp_path, shm_dir, marks, monkeypatch) as job:

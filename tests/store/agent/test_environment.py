@@ -330,8 +330,9 @@ def is_found(where: ListenSettings) -> bool:
 def test_the_run_after_the_next_receives_the_peers_and_finds_them_at_their_addresses(
     come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """The next run ended before its agents had met, or began to meet. The agent of that run informs
-    the one after it, whatever environment it has; and nodes that know the first agent find it."""
+    """The next run ended before its agents had met, or started to meet. The agent of that run
+    informs the one after it, whatever environment it has; and nodes that know the first agent
+    find it."""
     first = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(first)
     known_nodes = known("node")
@@ -355,7 +356,7 @@ def test_the_run_after_the_next_receives_the_peers_and_finds_them_at_their_addre
 def test_also_where_the_next_one_ended_at_once(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """As a run with a refused restore: no other agent has the data yet that it received from the
+    """A run with a refused restore: no other agent has the data yet that it received from the
     agent that shut down for it."""
     first = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(first)
@@ -377,7 +378,7 @@ def test_also_where_the_next_one_ended_at_once(
 def test_it_shuts_down_for_one_that_is_inline(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """In any environment: it would keep the port, and its knowledge of other nodes."""
+    """This holds in any environment: it would keep the port, and its knowledge of other nodes."""
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1))
     reach(zombie)
     known_nodes = known("node")

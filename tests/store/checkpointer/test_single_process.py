@@ -30,7 +30,7 @@ def test_checkpointing_changes_nothing(path: Path, settings: Any, course: dict[i
 
 
 @pytest.mark.parametrize("release", ["backward", "forward"])
-def test_a_job_that_was_closed_goes_on(
+def test_a_job_that_was_closed_continues(
     path: Path, settings: Any, course: dict[int, str], release: str
 ) -> None:
     with TinyJob(path, release=release, **settings) as first:
@@ -327,7 +327,7 @@ def test_a_version_that_is_not_there_is_an_error_and_changes_nothing(
     assert versions_on_disk(path)[-1] == STEPS
 
 
-def test_a_fresh_start_beside_old_files_keeps_them_and_says_so(path: Path, settings: Any) -> None:
+def test_a_fresh_start_beside_old_files_keeps_them_with_a_report(path: Path, settings: Any) -> None:
     with TinyJob(path, local_keep_last=1, **settings) as old:
         old.run(STEPS)
     before = {p.name: p.read_bytes() for p in path.glob("v*")}

@@ -87,7 +87,7 @@ def flushed(place: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_job_goes_on_from_encoded_shards(
+def test_a_job_continues_from_encoded_shards(
     row: str, job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     with job(local_codecs=row) as first:
@@ -324,7 +324,7 @@ def test_nothing_of_the_weights_or_the_key_is_on_disk_in_the_clear(
 
 @pytest.mark.parametrize("row", ["", "zstd", "incremental full_every=4, zstd, aes-gcm"])
 @pytest.mark.parametrize("local", ["", "zstd level=1, zstd"])
-def test_a_job_goes_on_from_the_persistent_level(
+def test_a_job_continues_from_the_persistent_level(
     local: str, row: str, job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"

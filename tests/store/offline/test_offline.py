@@ -132,7 +132,7 @@ def test_all_that_a_job_had_is_there(job: Any, tmp_path: Path) -> None:
     assert (saved.levels, saved.rejected) == ({"local": 1}, ())
 
 
-def test_a_script_without_tierckpt_goes_on_from_it_bit_for_bit(job: Any, tmp_path: Path) -> None:
+def test_a_script_without_tierckpt_continues_from_it_bit_for_bit(job: Any, tmp_path: Path) -> None:
     with job() as ended:
         ended.run(STEPS)
     saved = tierckpt.load(tmp_path / "ckpts")

@@ -333,7 +333,7 @@ def test_a_shard_is_rebuilt_from_shards_of_other_nodes(tmp_path: Path) -> None:
             node.close()
 
 
-def test_fetching_goes_on_when_the_peers_agent_was_started_again(tmp_path: Path) -> None:
+def test_fetching_continues_when_the_peers_agent_was_started_again(tmp_path: Path) -> None:
     """The first dead connection is replaced; no second failure follows."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()

@@ -590,7 +590,7 @@ def test_a_job_that_stopped_resumes_from_a_version_that_is_not_suspect(ranks: Ra
     assert ranks.run(again, on_drift="stop")[0] == (clean + 3 * ROUND, "", [])
 
 
-def test_a_job_that_stops_again_and_again_is_not_tried_for_ever(ranks: Ranks) -> None:
+def test_a_job_that_stops_again_and_again_is_not_tried_forever(ranks: Ranks) -> None:
     def again(rank: Rank) -> int:
         version = rank.ckpt.restore().version
         stopped(rank, 0)

@@ -253,7 +253,7 @@ def test_a_disk_that_fails_is_a_damaged_copy(
     assert "the disk fails" in said[0]
 
 
-def test_the_job_goes_on_in_a_slot_that_was_damaged(left: Left, tmp_path: Path) -> None:
+def test_the_job_continues_in_a_slot_that_was_damaged(left: Left, tmp_path: Path) -> None:
     damaged = left.copy_to(tmp_path)
     truncate(random.Random(3), damaged.slot(STEPS))
     with TinyJob(damaged.path, seed=99, **damaged.settings()) as job:

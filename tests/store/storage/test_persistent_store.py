@@ -433,7 +433,7 @@ def test_a_reader_reads_on_while_its_version_is_removed(tmp_path: Path) -> None:
 # --- places that fail ----------------------------------------------------------------------------
 
 
-def test_a_full_file_system_says_so_and_room_can_be_made(small_tmpfs: Path) -> None:
+def test_a_full_file_system_is_reported_and_room_can_be_made(small_tmpfs: Path) -> None:
     store = made(small_tmpfs, {})
     store.flush(facts(1), LARGEST_BYTES, sources(1))
     image = memoryview(bytes(SIZE_BYTES))
@@ -445,7 +445,7 @@ def test_a_full_file_system_says_so_and_room_can_be_made(small_tmpfs: Path) -> N
     assert store.flush(facts(3), LARGEST_BYTES, sources(3)).committed
 
 
-def test_a_read_only_file_system_says_so(small_tmpfs: Path) -> None:
+def test_a_read_only_file_system_is_reported(small_tmpfs: Path) -> None:
     store = made(small_tmpfs, {})
     store.flush(facts(1), LARGEST_BYTES, sources(1))
     with read_only(small_tmpfs), pytest.raises(PersistentError, match="read-only"):

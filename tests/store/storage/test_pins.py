@@ -96,7 +96,7 @@ def test_pin_waits_for_versions_in_progress(job: Any) -> None:
 
 
 @pytest.mark.parametrize("agent", ["inline", "process"])
-def test_a_version_is_pinned_before_it_goes_on_to_the_persistent_level(
+def test_a_version_is_pinned_before_it_continues_to_the_persistent_level(
     agent: str, job: Any, tmp_path: Path
 ) -> None:
     """Only the next boundary has it flushed; the one behind that would have it removed."""

@@ -136,7 +136,7 @@ def test_an_agent_that_starts_late_is_waited_for(tmp_path: Path) -> None:
         assert len(members.parities()) == 3
 
 
-def test_a_member_that_skipped_the_version_says_so_at_once(tmp_path: Path) -> None:
+def test_a_member_that_skipped_the_version_reports_it_at_once(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
         first = [members.start(members.exchange(member, 1)) for member in (0, 2)]
         ahead = members.exchange(1, 2)

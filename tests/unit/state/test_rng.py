@@ -49,7 +49,7 @@ def undisturbed(saved: dict[str, Any]) -> dict[str, Any]:
     return draws()
 
 
-def test_ranks_that_were_there_go_on_where_they_were() -> None:
+def test_ranks_that_were_there_continue_where_they_were() -> None:
     saved = [seeded(1, 2, 3), seeded(4, 5, 6)]
     expected = [undisturbed(each) for each in saved]
     for size in (1, 2, 5):

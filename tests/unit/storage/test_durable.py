@@ -90,7 +90,7 @@ def test_so_does_the_check_of_a_nodes_health_that_comes_before(root: Path, calls
 
 
 @pytest.mark.parametrize("code", sorted(durable.REFUSALS), ids=errno.errorcode.__getitem__)
-def test_a_file_system_that_syncs_no_folders_is_used_all_the_same(
+def test_a_file_system_that_syncs_no_folders_is_used_nevertheless(
     code: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int) -> None:

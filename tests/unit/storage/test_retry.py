@@ -122,7 +122,7 @@ def retrying(inner: Failing, waits: list[float], tries: int = 4) -> RetryingBack
     return RetryingBackend(inner, policy, waits.append, uniform=lambda: 0.0)
 
 
-def test_it_goes_on_when_the_trouble_is_over() -> None:
+def test_it_continues_when_the_trouble_is_over() -> None:
     inner, waits = Failing(OSError(errno.EIO, "eio"), 3), list[float]()
     assert retrying(inner, waits).size("x") == 42
     assert waits == [0.5, 1.0, 2.0]
@@ -136,7 +136,7 @@ def test_waits_leave_the_training_s_random_stream_alone() -> None:
     assert random.getstate() == before
 
 
-def test_it_gives_up_and_says_so() -> None:
+def test_it_gives_up_with_a_report() -> None:
     inner, waits = Failing(OSError(errno.EIO, "eio"), 99), list[float]()
     with pytest.raises(
         PersistentError, match=r"/nowhere/x: OSError: .*given up after 4 tries"

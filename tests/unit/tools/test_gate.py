@@ -52,7 +52,7 @@ def test_with_everything_the_last_word_is_that_of_the_tests(gate: Gate) -> None:
     assert said == [f"{x} 1 1 1" for x in ("venv", "horovod", "s3-for-tests", "test")]
 
 
-def test_where_mpi_cannot_be_installed_the_last_line_says_so(gate: Gate) -> None:
+def test_where_mpi_cannot_be_installed_the_last_line_reports_it(gate: Gate) -> None:
     done = gate(make='echo "$2 ${REQUIRE_MPI-optional}"')
     assert done.returncode == 0, done.stdout
     *_, tests, last = done.stdout.splitlines()

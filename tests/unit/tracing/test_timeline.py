@@ -231,9 +231,7 @@ def test_an_allreduce_is_launched_when_the_rank_asked(releases: list[int], launc
     assert summarize(found).buckets[0].latency.max_us == 200
 
 
-def test_merging_into_a_folder_that_is_not_there_says_so(
-    timeline: Timeline, tmp_path: Path
-) -> None:
+def test_a_merge_into_a_missing_folder_is_reported(timeline: Timeline, tmp_path: Path) -> None:
     with pytest.raises(TimelineError, match=r"cannot write .*nowhere/out.json: No such file"):
         write(timeline, tmp_path / "nowhere" / "out.json")
 
