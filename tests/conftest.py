@@ -1,7 +1,7 @@
 """The tier of a test is the directory it is in: tests/unit, tests/store, ...
 
-After every test, whatever its tier, nothing may be left of it: no thread, no file descriptor, no
-process, nothing in shared memory.
+After every test of any tier, none of its resources may remain: no thread, no file descriptor, no
+process, no shared memory.
 
 `make test` distributes the files of tests over workers (pytest-xdist), a file to a worker, in the
 order of the tiers. Each worker has its own ranks, agents, folders and shared memory.
@@ -25,16 +25,16 @@ from hypothesis import settings
 
 from tests.support.warm_python import servers
 
-# Cheapest first: what a unit test finds need not be waited for.
+# Cheapest first: findings of unit tests come early.
 TIERS = ("unit", "store", "dist", "crash", "gpu")
 
 ROOT = Path(__file__).resolve().parents[1]
-# What tests start finds the packages wherever it is started.
+# Processes that tests start find the packages from any folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT), str(ROOT / "common"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# A run starts hundreds of processes: what one has compiled the others need not.
+# A run starts hundreds of processes: they share compiled bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A test that kills a trainer does not wait for an agent that waits for the successor.
@@ -78,8 +78,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The files one after the other, each to the worker that is free; of the crash tier, where one
-    test takes as long as a file elsewhere, the tests; of the GPU tier all to one."""
+    """Give the files, in order, to free workers; in the crash tier, where a test takes as long as a
+    file elsewhere, give single tests; give the whole GPU tier to one worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -113,7 +113,7 @@ def shm_root() -> Iterator[Path]:
 
 @pytest.fixture
 def shm_dir(shm_root: Path) -> Iterator[Path]:
-    """A folder in shared memory for this test alone; what the test leaves there is removed."""
+    """A folder in shared memory for this test alone; remaining files are removed."""
     folder = shm_root / uuid.uuid4().hex[:8]
     folder.mkdir()
     yield folder
@@ -161,21 +161,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[None]:
-    """Fails the test that leaves a thread, a descriptor, a process or shared memory behind; but
-    for what lies under its own `shm_dir`, which tests look at that are about it."""
+    """Fail a test that leaks a thread, a descriptor, a process or shared memory. Its own `shm_dir`
+    is not checked: tests about it check it themselves."""
     before = belongings(shm_root)
     yield
     if SHARED & set(request.fixturenames):
         return
     if request.node.stash.get(failed, False):
-        return  # its traceback keeps alive what it would have closed
+        return  # its traceback keeps objects alive that it would have closed
     deadline = time.monotonic() + PATIENCE_SECONDS
     pause_seconds = 0.005
     while left := belongings(shm_root) - before:
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n" + "\n".join(sorted(left)))
-        time.sleep(pause_seconds)  # looking takes what the agent needs to end
+        time.sleep(pause_seconds)  # polling takes CPU time that the agent needs to end
         pause_seconds = min(2 * pause_seconds, 0.1)
 
 

@@ -1,11 +1,12 @@
-"""Does the replica check ever alarm where replicas are alike? Two ranks of DDP over gloo train the
-whole matrix of models, optimizers and loops, some hundred boundaries each, until so many boundaries
-were passed: 86,400 are a day at one step a second.
+"""Search for false alarms of the replica check. Two ranks of DDP over gloo train the whole matrix
+of models, optimizers and loops, some hundred boundaries each, until the given number of boundaries
+was passed: 86,400 are a day at one step a second.
 
     python -m tests.alarms --boundaries 86400
 
-Each drift that is told is compared with the truth, all bits of all ranks: ranks of a script that
-really go apart are told as such, and are this program's mistake. Exit status 1 if there is either.
+Each reported drift is compared with the truth, all bits of all ranks. Ranks of a script that really
+drift apart are reported separately, and are a mistake of this program. The exit status is 1 after
+either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of the program that looks for false alarms, and what it trains."""
+"""One rank of the program that looks for false alarms, and the jobs that it trains."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ STEPS = (4, 7, 50)
 WAYS = ((None, None), (1, None), (1, 1), (None, 1))
 """LOOK_BYTES (1: slices one by one) and INLINE_BYTES (1: shared with a copier)."""
 BLOCK, BLOCK_SECONDS = 150, 12.0
-"""Boundaries of each job at a time, and fewer where these take longer than that."""
+"""Boundaries of each job in one round, and the time after which a round ends earlier."""
 NOT_MANY = ("compiled", "OneCycleLR", "spectralsphere")
-"""They take seconds, or cannot make so many."""
+"""These take seconds, or cannot pass so many boundaries."""
 SAME_DATA = (
     *("LBFGS", "lbfgs", "sam", "SAM", "ReduceLROnPlateau", "PCGrad"),
     *("dash", "gravity", "kron", "magma"),
 )
-"""They take decisions by the loss, or by noise of their own, which nobody reduces."""
+"""These decide by the loss, or by noise of their own, which no rank reduces."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ def of_job(job: Job) -> Script:
 
 
 def made(name: str, seed: int) -> Script:
-    """The same on all ranks; the data from here on are each rank's own, where that may be."""
+    """Seed all ranks equally; the data from here on differ by rank, where the job allows that."""
     kind, _, which = name.partition(": ")
     alike = any(part in name for part in SAME_DATA)
     seed_everything(seed)
@@ -116,13 +116,13 @@ def image(ckpt: tierckpt.Checkpointer) -> dict[str, Any]:
 
 @dataclass
 class Told:
-    """What came of one job."""
+    """Result of one job."""
 
     boundaries: int = 0
     alarms: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     unseen: bool = False
-    """Not all of it was compared."""
+    """Some tensors were not compared."""
     failed: str = ""
 
 
@@ -180,7 +180,7 @@ def attempt(name: str, seed: int, place: Path, number: int) -> Told:
 
 
 def rank_main(rank: int, folder: str, boundaries: int, only: str) -> None:
-    """Be one rank; rank 0 prints. Exit status 1 where something is found."""
+    """Run one rank; rank 0 prints. Returns the exit status: 1 after a finding."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")

@@ -1,5 +1,5 @@
-"""Loops that change what is trained, and how, for as long as they run: what the matrix has in its
-first iterations alone, or not at all."""
+"""Loops that change the trained objects as long as they run. The matrix has such changes in its
+first iterations only, or not at all."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def other_options(this: Job, seen: int) -> None:
 
 
 def other_tensors(this: Job, seen: int) -> None:
-    """The memory of a parameter is another one, as a library would have it that packs them."""
+    """Move a parameter to other memory, as a library does that packs parameters."""
     for number, param in enumerate(this.model.parameters()):
         if seen % 5 == number:
             param.data = param.data.clone()
@@ -105,7 +105,7 @@ def shorter_lists(this: Job, seen: int) -> None:
 
 
 def groups_that_come(wrap: Wrap) -> Job:
-    """Parameters that are not the model's, one more now and then; reduced by hand."""
+    """Parameters outside of the model, one more now and then; reduced by hand."""
     made, seen = job(mlp(), adam, wrap), [0]
     more: list[nn.Parameter] = []
 

@@ -1,7 +1,7 @@
 """The chaos test by hand: `make chaos CHAOS_SECONDS=600 CHAOS_SEED=7`.
 
-Rounds with the seeds CHAOS_SEED, CHAOS_SEED + 1, and so on until the time is over; the round under
-way is finished. `--rounds 1` with the seed that a finding names plays that one again.
+It runs rounds with the seeds CHAOS_SEED, CHAOS_SEED + 1, and so on until the time is over, and
+finishes the last one. `--rounds 1` with the seed of a finding repeats that round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.chaos.job import LAUNCHERS
 
 
 def main() -> int:
-    """Returns the exit status: 1 when something was found."""
+    """Returns the exit status: 1 after a finding."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--launcher", choices=[*LAUNCHERS], default="ddp")
     parser.add_argument("--seconds", type=float, default=600)

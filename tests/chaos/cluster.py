@@ -1,8 +1,8 @@
 """The machine that the chaos test breaks: nodes with a disk and a memory each, and a run's ranks.
 
 Nodes are names here, as in examples/spares: TIERCKPT_NODE, a folder, and a part of shared memory.
-Ranks are forked from one process that has imported torch. All that is started carries the round's
-folder in its environment, so that what is killed is ours.
+Ranks are forked from one process that has imported torch. Every started process carries the round's
+folder in its environment, so that no process of anybody else is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARK = "CHAOS_FOLDER"
 
 
 class Cluster:
-    """One round's place: folders, mounts and processes. `close` removes it all but the logs."""
+    """Folders, mounts and processes of one round. `close` removes all but the logs."""
 
     def __init__(self, folder: Path, shm: Path, shape: Shape, launcher: str) -> None:
         self.folder, self.shm, self.shape, self.launcher = folder, shm, shape, launcher
@@ -36,7 +36,7 @@ class Cluster:
         self.shared = folder / "shared"
         self.ranks: list[BaseProcess] = []
         self.small_disks = True
-        """Disks can be filled; else a full one is played by one that is not there."""
+        """True if disks can be filled; otherwise a missing disk stands for a full one."""
         self._rendezvous = Rendezvous() if launcher == "horovod" else None
         folder.mkdir(parents=True)
         shm.mkdir(parents=True)
@@ -45,11 +45,11 @@ class Cluster:
             self.small_disks = self.small_disks and _mount(self.disk(node))
 
     def disk(self, node: int) -> Path:
-        """Of one node."""
+        """Folder that is one node's disk."""
         return self.folder / "disks" / f"node{node}"
 
     def memory(self, node: int) -> JobDirectory:
-        """Of one node."""
+        """The job's folder in one node's memory."""
         return JobDirectory.at(self.shm, job_id_of(self.path), f"node{node}")
 
     # --- processes -----------------------------------------------------------------------------
@@ -77,12 +77,12 @@ class Cluster:
             process.join()
             process.close()
         self.ranks = []
-        if not self.small_disks:  # a full disk could be read at the restart
+        if not self.small_disks:  # a full disk would be readable at the restart
             for node in self.shape.node_numbers:
                 self.free(node)
 
     def agents(self, node: int | None = None) -> list[Process]:
-        """Living agents, of all nodes or of one."""
+        """Process ids of living agents, of all nodes or of one."""
         name = b"" if node is None else f"node{node}\0".encode()
         return [Process(pid) for pid, arguments, its in self._ours() if its.startswith(name)]
 
@@ -97,14 +97,14 @@ class Cluster:
                     yield int(pid), command, node
 
     def kill_agents(self, node: int | None = None) -> int:
-        """SIGKILL; returns how many there were."""
+        """Kill agents with SIGKILL; returns their number."""
         found = self.agents(node)
         for agent in found:
             agent.kill()
         return len(found)
 
     def signal_agents(self, node: int, number: signal.Signals) -> int:
-        """To the node's agents; returns how many there are."""
+        """Send a signal to the node's agents; returns their number."""
         found = self.agents(node)
         for agent in found:
             agent.signal(number)
@@ -114,17 +114,17 @@ class Cluster:
     # --- memory and disks ----------------------------------------------------------------------
 
     def wipe_memory(self, node: int) -> None:
-        """All that the node had in memory is gone."""
+        """Remove everything that the node had in memory."""
         shutil.rmtree(self.memory(node).path, ignore_errors=True)
 
     def wipe_disk(self, node: int) -> None:
-        """The node comes back with an empty disk."""
+        """Replace the node's disk by an empty one."""
         self.free(node)
         for entry in self.disk(node).iterdir():
             shutil.rmtree(entry)
 
     def fill(self, node: int) -> None:
-        """Nothing can be written to the node's disk any more."""
+        """Fill the node's disk, so that no write succeeds any more."""
         if not self.small_disks:
             self._away(node).parent.mkdir(exist_ok=True)
             if not self._away(node).exists():
@@ -138,7 +138,7 @@ class Cluster:
                         file.write(bytes(nbytes))
 
     def free(self, node: int) -> None:
-        """The inverse of `fill`."""
+        """Undo `fill`."""
         if self.small_disks:
             (self.disk(node) / "filler").unlink(missing_ok=True)
         elif self._away(node).exists():
@@ -149,7 +149,7 @@ class Cluster:
         return self.folder / "away" / f"node{node}"
 
     def expire_lease(self) -> None:
-        """As if two minutes had passed since a run that was killed renewed it last."""
+        """Age the lease of a killed run, as if it was last renewed two minutes ago."""
         for path in self.shared.glob("lease.*"):
             path.unlink(missing_ok=True)
 
@@ -160,7 +160,7 @@ class Cluster:
         return sorted(str(path) for path in self.shm.rglob("*"))
 
     def close(self) -> None:
-        """Kill what is left, unmount, and remove all but journals and logs."""
+        """Kill remaining processes, unmount, and remove all but journals and logs."""
         self.stop()
         self.kill_agents()
         if self._rendezvous is not None:
@@ -172,7 +172,7 @@ class Cluster:
 
 
 def _mount(folder: Path) -> bool:
-    """A small file system in memory there; False where that is not allowed."""
+    """Mount a small file system in memory there; False where that is not allowed."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
     try:
         return subprocess.run(command, capture_output=True).returncode == 0

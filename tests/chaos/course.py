@@ -1,6 +1,6 @@
-"""The course of one round: lives, the faults that strike them, and what must hold after each.
+"""The course of one round: runs, the faults in them, and the conditions that hold after each.
 
-Every fault, recovery and finding is told, with its number, to whoever keeps the log.
+Every fault, recovery and finding is reported, with its number, to the owner of the log.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from tests.chaos.truth import Truth
 from tests.support.crash.launcher import Process
 
 PATIENCE_SECONDS = 100.0
-"""Without any progress for so long, a run is stuck."""
+"""A run without any progress for this time is stuck."""
 LINGER_SECONDS = 10
 AGENT_SECONDS = 90.0
-"""So long an agent may take for what was under way when it had lingered."""
+"""The time an agent may take to finish its work after it has lingered."""
 KEEP_LAST = 2
 ROUNDS_STEPS = (2, 50, 5)
-"""Lives in turn look at all of their replicas in so many steps."""
+"""Steps in which runs, in turn, check all of their replicas."""
 OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_call")
-"""How the marks begin that rules of trainers leave, and those of agents do not."""
+"""Prefixes of the marks that rules of trainers leave, and rules of agents do not."""
 REFUSAL = "this job had complete checkpoints"
 """The refusal of a restart that finds no complete version any more."""
 UNSEEN = "nothing to restore was found, and some locations could not be read"
 """The same where it cannot tell, because a seal was damaged."""
 
 States = list[dict[int, dict[str, str]]]
-"""By rank and version: digests of all that a next step depends on."""
+"""Digests of all state that a next step depends on, by rank and version."""
 Losses = list[dict[int, str]]
-"""By rank and step."""
+"""Losses by rank and step."""
 
 
 class FindingError(Exception):
-    """Something is not as it was promised; the round ends with it."""
+    """A broken promise; it ends the round."""
 
 
 class Watch:
-    """Waits for a run, and says when it is over or stuck."""
+    """Waits for a run, and reports when it is over or stuck."""
 
     def __init__(
         self, cluster: Cluster, journals: Journals, life: int, listen: Callable[[], None]
     ) -> None:
-        """`listen` takes in what is new in `journals`."""
+        """`listen` reads new lines of `journals`."""
         self._cluster, self._journals, self._life = cluster, journals, life
         self._listen = listen
         self._seen, self._since = 0, time.monotonic()
 
     def over(self) -> bool:
-        """Some rank ended that was not done, or all are done."""
+        """True when an unfinished rank ended, or all ranks are done."""
         ended = [r for r, p in enumerate(self._cluster.ranks) if p.exitcode is not None]
         self._listen()
         done = [r for r in ended if self._journals.of(r, self._life, "done")]
         return len(done) < len(ended) or len(done) == len(self._cluster.ranks)
 
     def rest(self) -> None:
-        """A moment. Raises FindingError when nothing has moved for long."""
+        """Wait a moment. Raises FindingError when the run made no progress for long."""
         lines = sum(map(len, self._journals.lines))
         if lines != self._seen:
             self._seen, self._since = lines, time.monotonic()
@@ -87,16 +87,16 @@ class Course:
         losses: Losses,
         log: Callable[..., None],
     ) -> None:
-        """`states` and `losses` are those of a job that nothing happened to."""
+        """`states` and `losses` are those of an undisturbed job."""
         self._plan, self._cluster, self._log = plan, cluster, log
         self._states, self._losses = states, losses
         self._journals = Journals(cluster.folder, MOST_RANKS)
         self._truth = Truth(plan.shape, KEEP_LAST)
         self.life = self.number = self.recoveries = 0
-        """The run that goes on, how many faults there were, and lives that came back from one."""
+        """The number of the current run, of faults so far, and of runs that recovered from one."""
 
     def run(self) -> None:
-        """All lives. Raises FindingError."""
+        """Play all runs. Raises FindingError."""
         for number, life in enumerate(self._plan.lives, 1):
             self.life = number
             self._cluster.expire_lease()
@@ -129,12 +129,12 @@ class Course:
             "local_every_steps": 2,
             "persistent_every_steps": 4,
             "local_every_seconds": 0,
-            # Memory plays the disks, and is not to be both levels at once.
+            # Memory stands for the disks, and must not be both levels at once.
             "local_in_place": False,
             "persistent_every_seconds": 0,
             "local_keep_last": KEEP_LAST,
             "persistent_keep_last": KEEP_LAST,
-            # Another number of ranks may be too few, or too many on a node, for the scheme.
+            # Another number of ranks may be too few, or too many on one node, for the scheme.
             "peer_redundancy": self._plan.shape.scheme if life.ranks == RANKS else "none",
             "peer_interface": "lo",
             "slots": self._plan.shape.slots,
@@ -149,7 +149,7 @@ class Course:
                 loading = life.end.place if life.end.kind == "loading" else ""
                 if not loading:
                     rules.append((f"kill@{life.end.place}", life.end.at))
-                # Where that version is not taken, or nothing is loaded, it dies a little later.
+                # If that version is not taken, or nothing is loaded, it dies a little later.
                 rules.append(("kill@script:phase=begin,step={}", life.end.at + 2))
             orders.append(
                 Orders(
@@ -170,7 +170,7 @@ class Course:
         self._cluster.start(orders)
 
     def _live(self, life: Life, promised: int) -> bool:
-        """Until it is over; False when it cannot be compared with the reference from here on."""
+        """Wait for its end; False when it cannot be compared with the reference from here on."""
         began = False
         gates = sorted({fault.at for fault in life.during})
         watch = Watch(self._cluster, self._journals, self.life, self._listen)
@@ -185,7 +185,7 @@ class Course:
                     self._strike(fault)
                 (self._cluster.folder / f"gate-{self.life}-{gates.pop(0)}").touch()
             if life.end is None and self._closing():
-                self._cluster.expire_lease()  # else its last flush waits for a dead run's
+                self._cluster.expire_lease()  # its last flush would wait for a dead run's
             watch.rest()
         if not began and (starts := self._starts()):
             self._check_recovery(starts, promised)
@@ -200,7 +200,7 @@ class Course:
                 self._truth.heard(line["life"], rank, *what)
 
     def _starts(self) -> list[Line]:
-        """How every rank came back; empty while some have not."""
+        """The restore report of every rank; empty until all ranks have one."""
         ranks = range(len(self._cluster.ranks))
         found = [self._journals.of(rank, self.life, "start") for rank in ranks]
         return [lines[0] for lines in found] if all(found) else []
@@ -220,7 +220,7 @@ class Course:
     # --- faults --------------------------------------------------------------------------------
 
     def _die(self, end: Fault) -> None:
-        """What ended the run takes the rest along; the launcher kills the other trainers."""
+        """Apply the fault that ends the run; the launcher kills the other trainers."""
         self._cluster.stop()
         self._listen()
         nodes = end.nodes
@@ -236,7 +236,7 @@ class Course:
         self._tell(end)
 
     def _strike(self, fault: Fault) -> None:
-        """A fault that ends no run."""
+        """Apply a fault that does not end the run."""
         hit: Any = None
         self._listen()
         for node in fault.nodes:
@@ -258,10 +258,10 @@ class Course:
         said = {key: value for key, value in asdict(fault).items() if value}
         self._log(fault=self.number, life=self.life, **said, hit=hit)
 
-    # --- what must hold ------------------------------------------------------------------------
+    # --- conditions that must hold -------------------------------------------------------------
 
     def _check_recovery(self, starts: list[Line], promised: int) -> None:
-        """All ranks came back to one version, no older than promised, and every bit is right."""
+        """Check that all ranks restored one version, no older than promised, bit for bit."""
         first = starts[0]
         version = first["version"]
         self.recoveries += self.life > 1
@@ -282,8 +282,8 @@ class Course:
             )
 
     def _expected(self, rank: int, version: int, ranks: int) -> dict[str, str]:
-        """Digests by name. What is each rank's own is not defined on a new rank, and what the
-        script gave under `extra_per_rank` only comes back to as many ranks."""
+        """Digests by name. Per-rank state is not defined on a new rank, and objects that the script
+        gave under `extra_per_rank` are restored only to the same number of ranks."""
         if ranks == RANKS:
             return self._states[rank][version]
         first, *others = (states[version] for states in self._states)
@@ -292,28 +292,28 @@ class Course:
         return {k: v for k, v in first.items() if all(other[k] == v for other in others)}
 
     def _check_losses(self) -> None:
-        """What was trained in this run is what the reference trained."""
+        """Check that this run trained exactly as the reference."""
         for rank in range(RANKS):
             for line in self._journals.of(rank, self.life, "loss"):
                 if self._losses[rank][line["step"]] != line["loss"]:
                     raise FindingError(f"rank {rank}, step {line['step']}: another loss")
 
     def _check_that_it_was_killed(self, end: Fault) -> None:
-        """The run ended by what was to end it, and by nothing else."""
+        """Check that the planned fault ended the run, and nothing else."""
         marks = Path(self._cluster.folder) / f"marks-{self.life}-r{end.rank}"
         if any(mark.name.startswith(OF_TRAINERS) for mark in marks.glob("*")):
             return
         raise FindingError(self._ends())
 
     def _check_end(self) -> None:
-        """The job ended, in the right state, and nothing of it is left in memory."""
+        """Check that the job ended in the right state, and left nothing in memory."""
         for rank in range(RANKS):
             found = self._journals.of(rank, self.life, "done")
             if not found:
                 raise FindingError(self._ends())
             if found[0]["done"] != self._states[rank][STEPS]:
                 raise FindingError(f"rank {rank} ended in another state than the reference")
-        # One that was stopped in an exchange waits for nodes that forgot it before it gives up.
+        # An agent stopped in an exchange waits for nodes that forgot it before it gives up.
         deadline = time.monotonic() + LINGER_SECONDS + AGENT_SECONDS
         while agents := self._cluster.agents():
             for agent in agents:
@@ -325,8 +325,8 @@ class Course:
             raise FindingError(f"left in shared memory: {left}")
 
     def _refused(self) -> bool:
-        """The job ended by itself, before it began: it was complete once, and is not any more. To
-        say so and not to begin afresh is right, and so is every further start that says the same.
+        """True if the restart was refused: a version was complete once, and none is now. A refusal
+        of a fresh start is right then, and so is every further one for the same reason.
         """
         said = [log.read_text(errors="replace") for log in self._logs()]
         return not self._starts() and any(r in text for text in said for r in (REFUSAL, UNSEEN))
@@ -335,7 +335,7 @@ class Course:
         return sorted(self._cluster.folder.glob(f"life{self.life}-r*.log"))
 
     def _ends(self) -> str:
-        """Why a run is over that should not be, from the logs."""
+        """The reason, from the logs, why a run ended that should not have."""
         statuses = [process.exitcode for process in self._cluster.ranks]
         tails = [f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in self._logs()]
         return f"the run ended by itself, with {statuses}\n" + "\n".join(tails)

@@ -1,6 +1,6 @@
-"""Bits that flip and files that end too soon: at random, or where the next restart would look.
+"""Flipped bits and truncated files: at random, or in the copies that the next restart would load.
 
-The package's planner is asked only where to strike. What follows for what is owed is `truth`'s.
+The package's planner is asked only for the target. `truth` derives the versions that are owed then.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.local.store import LocalStore
 
 Hit = tuple[str, int, int, int]
-"""(level, rank, generation, version) of a copy that was struck; of parity, who has it."""
+"""(level, rank, generation, version) of a damaged copy; for parity, the rank is its holder."""
 Target = tuple[Path, Hit]
 
 
 class Damage:
-    """To one cluster."""
+    """Damages copies of one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def strike(self, fault: Fault) -> list[Hit]:
-        """Flip the bit, or cut the file, of all that is meant; what was hit."""
+        """Flip the bit, or cut the file, of all targets; returns the damaged copies."""
         find = getattr(self, f"_in_{fault.level}", self._aimed)
         targets: list[Target] = list(find(fault))
         for path, (level, *_) in targets:
-            with contextlib.suppress(FileNotFoundError):  # retired meanwhile: nobody's loss
+            with contextlib.suppress(FileNotFoundError):  # retired in the meantime: no loss
                 _break(path, level, fault)
         return [hit for _, hit in targets]
 
-    # --- what the next restart would load ------------------------------------------------------
+    # --- copies that the next restart would load -----------------------------------------------
 
     def _aimed(self, fault: Fault) -> Iterator[Target]:
-        """See `Fault.level`."""
+        """Targets of an aimed fault; `Fault.level` describes them."""
         seen = self._inventories()
         parities = [each.parities for each in seen]
         plan = plan_restore([each.found for each in seen], parities=parities)
@@ -64,7 +64,7 @@ class Damage:
                 yield path, _hit(place.level, key)
 
     def _inventories(self) -> list[Inventory]:
-        """What the ranks of all nodes would see."""
+        """Copies that the ranks of all nodes would see."""
         shared = None
         if self._cluster.shape.persistent:
             shared = PersistentConfig(path=str(self._cluster.shared))
@@ -115,7 +115,7 @@ class Damage:
                 yield path, ("persistent", 0, name.id.generation, name.id.version)
 
     def _shared_file(self, id_: VersionId, part: str) -> Path | None:
-        """Of one version on the persistent level."""
+        """Files of one version on the persistent level."""
         shared = self._cluster.shared
         for manifest in sorted(
             shared.glob(f"v{id_.version:010d}.g{id_.generation:06d}.*.manifest")
@@ -152,7 +152,7 @@ def _break(path: Path, level: str, fault: Fault) -> None:
 
 
 def _extent(path: Path, level: str, part: str) -> tuple[int, int]:
-    """First byte and end of what may be hit: of a slot, its seal or its image."""
+    """First byte and end of the range that may be damaged: for a slot, its seal or its image."""
     size = path.stat().st_size
     if level != "memory":
         return 0, max(size, 1)

@@ -1,11 +1,11 @@
 """The driver of the chaos test: rounds against one reference.
 
     with Run("ddp", folder, shm) as run:
-        findings = run.round(seed)          # empty: all was as promised, bit for bit
+        findings = run.round(seed)          # empty: every promise held, bit for bit
 
 Every fault, recovery and finding is a line of `<folder>/log.jsonl` with the round's seed. The
-schedule of a seed is always the same (`plan`); how far agents had come when it struck is not, since
-nothing tells them to hurry or to wait.
+schedule of a seed is always the same (`plan`). The progress of agents at a fault is not, since
+nothing controls their speed.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Run:
     def __init__(
         self, launcher: str, folder: Path, shm: Path, tell: Callable[[str], None] = print
     ) -> None:
-        """`folder` keeps the log, and what a round with findings left; `tell` is given lines for
-        people."""
+        """`folder` keeps the log, and the files of rounds with findings; `tell` receives lines to
+        show."""
         self.launcher, self.folder, self.shm, self._tell = launcher, folder, shm, tell
         self._reference: tuple[States, Losses] | None = None
 
     @property
     def reference(self) -> tuple[States, Losses]:
-        """Made by the first round."""
+        """The reference, which the first round makes."""
         if self._reference is None:
             self._reference = make_reference(self.launcher, self.folder / "reference", self.shm)
         return self._reference
 
     def round(self, seed: int) -> list[str]:
-        """One job, broken as `make_round(seed)` says; what was found, in words."""
+        """Play the job and faults of `make_round(seed)`; returns the findings, as text."""
         plan = make_round(seed)
         states, losses = self.reference
 
@@ -81,7 +81,7 @@ class Run:
 
 
 def make_reference(launcher: str, folder: Path, shm: Path) -> tuple[States, Losses]:
-    """The same job when nothing happens to it and nobody takes checkpoints. Some seconds."""
+    """Run the same job undisturbed and without checkpoints. This takes some seconds."""
     cluster = Cluster(folder, shm / "reference", NO_NODES, launcher)
     journals = Journals(folder, RANKS)
     try:

@@ -1,7 +1,7 @@
-"""The job that the chaos test breaks: one rank of it, under DDP or Horovod.
+"""One rank of the job that the chaos test breaks, under DDP or Horovod.
 
 Training, journal and fault points are those of `tests.support.crash.job`. It waits before chosen
-steps until the driver has done its worst there, so that a schedule means the same in every run.
+steps until the driver has applied its faults, so that a schedule means the same in every run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.support.crash.zygote import become
 from tierckpt import _faults
 
 PACE_SECONDS = 0.02
-"""A net this small would outrun the processes that bring it through the levels."""
+"""Pause per step: a net this small would outrun the processes that copy its versions."""
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What one rank is told of one run."""
+    """Orders of one rank for one run."""
 
     folder: str
     life: int
@@ -43,11 +43,11 @@ class Orders:
     launcher: str
     """`ddp` or `horovod`."""
     settings: dict[str, Any] | None
-    """None: the reference, which takes no checkpoints and tells its state after every step."""
+    """None: the reference, which takes no checkpoints and records its state after every step."""
     gates: tuple[int, ...] = ()
-    """Versions after the start, before whose steps it waits for a file `gate-<life>-<at>`."""
+    """Versions after the start; before their steps the rank waits for a file `gate-<life>-<at>`."""
     dies_loading_at: str = ""
-    """Of `CALLS`: where it is killed on the way back."""
+    """Key of `CALLS`: the place of a kill during the restore."""
     rules: tuple[tuple[str, int], ...] = ()
     """Faults of the trainer: (rule with {} for a version, versions after the start)."""
     agent_rule: str = ""
@@ -55,12 +55,12 @@ class Orders:
 
     @property
     def marks(self) -> Path:
-        """Where rules that fire leave a file."""
+        """Folder in which rules leave a file when they fire."""
         return Path(self.folder) / f"marks-{self.life}-r{self.rank}"
 
 
 def run(text: str, environment: dict[str, str], log: str) -> None:
-    """Be the rank that the orders describe; never returns."""
+    """Run the rank that the orders describe; never returns."""
     become(environment, log)
     status = 1
     try:
@@ -69,19 +69,19 @@ def run(text: str, environment: dict[str, str], log: str) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        # Not sys.exit: gloo's C++ teardown sometimes aborts, which says nothing about anything.
+        # Not sys.exit: gloo's C++ teardown sometimes aborts, which is no finding.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
 def to_json(orders: Orders) -> str:
-    """For `run`."""
+    """Orders in the form that `run` takes."""
     return json.dumps(asdict(orders))
 
 
 def main(orders: Orders) -> None:
-    """One rank's life."""
+    """One run of one rank."""
     torch.set_num_threads(1)
     rank = orders.rank
     journal = Journal(orders.folder, rank, orders.life)
@@ -119,13 +119,13 @@ def main(orders: Orders) -> None:
 
 
 def note(journal: Journal, event: Any) -> None:
-    """What the rank is told of a version, for the driver."""
+    """Record an event about a version, for the driver."""
     said = {"event": event.name, "level": event.level, "version": event.version}
     journal.write(**said, message=event.message)
 
 
 def come_back(ckpt: Any, state: Callable[[], dict[str, str]], journal: Journal) -> int:
-    """Restore, and tell every bit of what came back; the iteration to go on from."""
+    """Restore, and record every restored bit; returns the iteration to continue from."""
     found = ckpt.restore()
     journal.write(
         start=int(found),
@@ -147,7 +147,7 @@ def wait_at_gate(orders: Orders, made: int, journal: Journal) -> None:
 
 
 def prepare_faults(orders: Orders) -> None:
-    """Rules of the trainer, and, in the environment, of the agents that it starts."""
+    """Install rules of the trainer, and, in the environment, of the agents that it starts."""
     orders.marks.mkdir()
     os.environ[_faults.FIRED_VARIABLE] = str(orders.marks)
     os.environ[_faults.FAULTS_VARIABLE] = orders.agent_rule
@@ -175,7 +175,8 @@ def make_net() -> nn.Sequential:
 
 
 Training = tuple[nn.Module, Any, Any, Callable[..., Any], Callable[[], None]]
-"""Model, optimizer, schedule, what attaches a checkpointer, and what ends the library's part."""
+"""Model, optimizer, schedule, the function that attaches a checkpointer, and the library's
+    shutdown."""
 
 
 def ddp(orders: Orders) -> Training:

@@ -1,4 +1,4 @@
-"""What the ranks of a round wrote, read as it comes."""
+"""Journals of a round's ranks, read while they grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Line = dict[str, Any]
 
 
 class Journals:
-    """All lines of all ranks; `read` takes in what is new."""
+    """All lines of all ranks; `read` adds new ones."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self._paths = [folder / f"journal-r{rank}.jsonl" for rank in range(ranks)]
@@ -18,7 +18,7 @@ class Journals:
         self.lines: list[list[Line]] = [[] for _ in range(ranks)]
 
     def read(self) -> list[tuple[int, Line]]:
-        """What was written since, and by whom; a line that is half written comes next time."""
+        """New lines, each with its rank; a line that is half written comes next time."""
         found: list[tuple[int, Line]] = []
         for rank, path in enumerate(self._paths):
             if not path.exists():

@@ -1,4 +1,4 @@
-"""The schedule of a round: what is broken, where, and when. Pure: a function of the seed alone.
+"""The schedule of a round: kind, place and time of its faults. A pure function of the seed.
 
 A round is one job with several runs. "When" is never a time: it is a number of versions after the
 one that a run started from, or the moment between two runs.
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 RANKS = 4
 MOST_RANKS = 6
-"""Of a run that only looks, see `Life.ranks`."""
+"""Ranks of a run that only restores and is checked, see `Life.ranks`."""
 LIVES = 4
-"""So many end in a failure; one more goes to the end."""
+"""Number of runs that end in a failure; one more goes to the end."""
 AIMED = 3
-"""After so many of them the very thing is damaged that the next one would load."""
+"""Number of runs after which the very copy is damaged that the next run would load."""
 LONGEST = 18
 """Versions that a run makes at most before it ends."""
 STEPS = LIVES * LONGEST + 12
-"""Of the whole job: the last run always has some left."""
+"""Steps of the whole job: the last run always has some left."""
 
 PLACES = (
     *(f"script:phase={p},step={{}}" for p in ("begin", "forward", "backward", "optimizer")),
@@ -31,7 +31,7 @@ PLACES = (
 )
 """Fault points at which a trainer is killed; {} is the version, or the step that makes it."""
 LOADING = ("take_inventory", "verify", "load_shard", "finish_load", "after_load")
-"""The same while it is coming back; see `CALLS` in tests/support/crash/job.py."""
+"""The same during a restore; see `CALLS` in tests/support/crash/job.py."""
 AGENTS = (
     "kill@agent:hit={}",
     "kill@file:op=write,hit={}",
@@ -46,22 +46,22 @@ AGENTS = (
     "eio@file:op=fsync,hit={}",
     "enospc@file:op=write_manifest,hit={}",
 )
-"""Rules for the agents that a run starts; one that found an agent of the run before starts none,
-unless that one is killed."""
+"""Rules for the agents that a run starts. A run that finds an agent of the previous run starts
+none, unless that agent is killed."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a round's job looks like."""
+    """Shape of a round's job."""
 
     nodes: tuple[int, ...]
     """The node of every rank."""
     scheme: str
     survives: int
-    """So many nodes may be lost, by the scheme."""
+    """Number of nodes whose loss the scheme covers."""
     slots: int
     persistent: bool = True
-    """There is a persistent level; without it peers have to do."""
+    """True if there is a persistent level; without it, peers are the last level."""
 
     @property
     def node_numbers(self) -> tuple[int, ...]:
@@ -84,13 +84,14 @@ SCHEMES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong; which fields say something depends on `kind`.
+    """One fault; the fields in use depend on `kind`.
 
-    While a run goes on, all ranks standing before a step: `agent` (SIGKILL to a node's), `stop`
-    and `wake` it, `fill` a node's disk and `free` it, `flip` a bit, `truncate` a file. Between two
-    lives: `agent`, `flip` and `truncate`, there also aimed. What ends a run: `trainer`, or one
-    `loading`, `node` and `nodes` (processes, memory and disk), `reboot` (a node's processes and
-    memory), `power` (that of all), `allocation` (all but the persistent level).
+    During a run, while all ranks wait before a step: `agent` (SIGKILL to a node's agent), `stop`
+    and `wake` (the same agent), `fill` and `free` (a node's disk), `flip` (a bit), `truncate` (a
+    file). Between two runs: `agent`, and `flip` and `truncate`, which may be aimed then. At the end
+    of a run: `trainer` (one is killed), `loading` (the same during a restore), `node` and `nodes`
+    (processes, memory and disk), `reboot` (a node's processes and memory), `power` (the same of all
+    nodes), `allocation` (all but the persistent level).
     """
 
     kind: str
@@ -100,42 +101,42 @@ class Fault:
     nodes: tuple[int, ...] = ()
     level: str = ""
     """`aimed`: the copy of the rank's shard that a restart would load now. `copies`: all copies of
-    that, and all parity of its version, so that only an older version is left."""
+    that shard, and all parity of its version, so that only an older version is left."""
     part: str = ""
-    """`data` or `manifest` of the newest thing that the rank has on `level`."""
+    """`data` or `manifest` of the rank's newest version on `level`."""
     spot: float = 0.0
-    """How far into the file, 0 to 1."""
+    """Position in the file, 0 to 1."""
     bit: int = 0
     place: str = ""
-    """Where a trainer is killed."""
+    """Point at which a trainer is killed."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """What happens to one run of the job."""
+    """All faults of one run of the job."""
 
     during: tuple[Fault, ...]
-    """By `at`."""
+    """Faults during the run, in order of `at`."""
     end: Fault | None
-    """None: it may go to the end."""
+    """The fault that ends the run; None: it may go to the end."""
     after: tuple[Fault, ...] = ()
-    """Before the next one."""
+    """Faults before the next run."""
     agent_rule: str = ""
     """For the agent that this node's first rank starts; see AGENTS."""
     agent_rule_node: int = 0
     nodes: tuple[int, ...] = ()
-    """The node of every rank: those of the shape, but ranks may have changed places."""
+    """The node of every rank: the nodes of the shape, but ranks may have changed places."""
 
     @property
     def ranks(self) -> int:
-        """How many. Other than RANKS, it restores, is looked at, and is killed before its first
-        step: there is no reference for how so many would go on."""
+        """Number of ranks. A run with another number than RANKS restores, is checked, and is killed
+        before its first step: there is no reference for its training."""
         return len(self.nodes)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A job, and all that happens to it."""
+    """A job, and all its runs and faults."""
 
     seed: int
     shape: Shape
@@ -143,7 +144,7 @@ class Round:
 
 
 def make_round(seed: int) -> Round:
-    """The same for the same seed, on every machine."""
+    """Make the round of a seed: the same one on every machine."""
     draw = random.Random(seed)
     nodes, scheme, survives = draw.choice(SCHEMES)
     shape = Shape(nodes, scheme, survives, draw.choice((2, 3)), draw.random() < 0.5)
@@ -163,7 +164,7 @@ def make_round(seed: int) -> Round:
 
 
 def _placed(draw: random.Random, shape: Shape) -> tuple[int, ...]:
-    """Where a run's ranks are: in one of three they have changed places."""
+    """Nodes of a run's ranks: in one of three runs, ranks have changed places."""
     nodes = list(shape.nodes)
     if draw.random() < 1 / 3:
         draw.shuffle(nodes)
@@ -171,7 +172,7 @@ def _placed(draw: random.Random, shape: Shape) -> tuple[int, ...]:
 
 
 def _visit(draw: random.Random, shape: Shape) -> Life:
-    """A run of another size that sees what is left on all nodes."""
+    """A run of another size that sees the remaining files on all nodes."""
     every = shape.node_numbers
     ranks = draw.choice([n for n in range(len(every), MOST_RANKS + 1) if n != RANKS])
     nodes = [*every, *(draw.choice(every) for _ in range(ranks - len(every)))]
@@ -190,7 +191,7 @@ def _aimed(draw: random.Random) -> Fault:
 def _life(
     draw: random.Random, shape: Shape, first: bool, to_mend: list[Fault]
 ) -> tuple[Life, list[Fault]]:
-    """A run, and what the next one has to mend."""
+    """A run, and the damage before the next one."""
     end = _end(draw, shape, first)
     during: list[Fault] = []
     left: list[Fault] = []
@@ -253,7 +254,7 @@ def _blow(draw: random.Random, shape: Shape, at: int) -> Fault:
 
 
 def _damage(draw: random.Random, shape: Shape, at: int = 0) -> Fault:
-    """One bit, or a file's end. Nobody truncates memory: what is mapped there is in use."""
+    """Damage of one bit or of a file's end. Memory is not truncated: its pages are in use."""
     levels = ("memory", "local", "parity", "persistent")
     level = draw.choice(levels if shape.persistent else levels[:-1])
     kind = "flip" if level == "memory" else draw.choice(("flip", "flip", "truncate"))

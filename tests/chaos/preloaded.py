@@ -1,7 +1,7 @@
-"""The fork server that ranks come from imports this: torch, and all that a rank needs."""
+"""Imports for the fork server of the ranks: torch, and all modules that a rank needs."""
 
 import gc
 
 import tests.chaos.job  # noqa: F401
 
-gc.freeze()  # or each rank would look through all that was imported, and so copy it
+gc.freeze()  # otherwise each rank's collector would visit, and so copy, all imported objects

@@ -1,10 +1,10 @@
-"""What a restart owes: computed from what was reported and what was destroyed, and nothing else.
+"""The version that a restart owes, computed from reports and destruction alone.
 
-The package's planner is not asked, nor is any file looked at. Ranks report what they were told
-(`sealed`, `committed`); the driver reports what it did. From both follows the oldest version that
-the next run may go on from, by the table "What dies, and what survives" in ARCHITECTURE.md and the
-settings' own words ("keep so many of the newest complete versions"). Where reports come too late to
-be sure, less is owed: a rank is killed before it has told all that it was told.
+The package's planner is not asked, and no file is read. Ranks report the events that they received
+(`sealed`, `committed`); the driver reports its faults. Both determine the oldest version from which
+the next run may continue, by the table "What dies, and what survives" in ARCHITECTURE.md and the
+settings' own words ("keep so many of the newest complete versions"). Where reports may be missing,
+less is owed: a rank may be killed before it has recorded every event.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from dataclasses import dataclass, field
 from tests.chaos.plan import RANKS, Shape
 
 Moment = tuple[int, int]
-"""(life, version): a version that a run made. Later lives win."""
+"""(run, version): a version that a run made. Later runs win."""
 EVERYBODY = frozenset(range(RANKS))
 
 
 @dataclass
 class Truth:
-    """Of one round."""
+    """Reports, damage and owed versions of one round."""
 
     shape: Shape
     keep_last: int
-    """Of the local and of the persistent level."""
+    """Number of versions to keep on the local and on the persistent level."""
     parents: dict[int, Moment | None] = field(default_factory=dict)
-    """By life: what it went on from; None after a fresh start."""
+    """The version from which each run continued; None after a fresh start."""
     places: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By life: the node of every rank."""
+    """The node of every rank, by run."""
     _history: dict[int, int] = field(default_factory=dict)
-    """By generation: the newest life of it."""
+    """The newest run of each generation."""
     _sealed: dict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
     _local: dict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Ranks that said so."""
+    """Ranks that reported the version as sealed."""
     _parity: dict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Nodes one of whose ranks said so."""
+    """Nodes with a rank that reported the version as committed."""
     _flushed: set[Moment] = field(default_factory=set)
     _gone: set[tuple[str, Moment, int]] = field(default_factory=set)
-    """(level, version, rank): copies that are lost or damaged; of `persistent` all are rank 0's."""
+    """(level, version, rank) of lost or damaged copies; on `persistent` all belong to rank 0."""
     _hit: set[tuple[str, Moment]] = field(default_factory=set)
-    """What was damaged, known to be complete or not."""
+    """Damaged versions, whether known to be complete or not."""
 
-    # --- what is reported ----------------------------------------------------------------------
+    # --- reports -------------------------------------------------------------------------------
 
     def placed(self, life: int, nodes: tuple[int, ...]) -> None:
-        """A run is about to begin, with its ranks on these nodes."""
+        """Record that a run is about to start, with its ranks on these nodes."""
         self.places[life] = nodes
 
     def began(self, life: int, generation: int, parent: tuple[int, int]) -> None:
-        """A run went on from `parent` (generation, version); version 0 is a fresh start."""
+        """Record the `parent` (generation, version) of a run; version 0 is a fresh start."""
         made_by = self._history.get(parent[0], 0)
         self.parents[life] = (made_by, parent[1]) if parent[1] else None
         self._history[generation] = life
 
     def heard(self, life: int, rank: int, event: str, level: str, version: int, said: str) -> None:
-        """A rank was told of a version."""
+        """Record that a rank received an event about a version."""
         moment = (life, version)
         if event == "sealed":
             self._sealed[moment].add(rank)
@@ -67,10 +67,10 @@ class Truth:
         elif event == "committed" and level == "persistent" and said == "complete":
             self._flushed.add(moment)
 
-    # --- what is done --------------------------------------------------------------------------
+    # --- faults --------------------------------------------------------------------------------
 
     def lost(self, level: str, node: int) -> None:
-        """All that the node has on `memory`, or on `local`, parity included."""
+        """Record the loss of all that the node has on `memory`, or on `local`, parity included."""
         for moment in {*self._sealed, *self._local, *self._parity}:
             there = self.places[moment[0]]
             for rank in (rank for rank in EVERYBODY if there[rank] == node):
@@ -79,7 +79,7 @@ class Truth:
                     self._gone.add(("parity", moment, rank))
 
     def damaged(self, level: str, rank: int, generation: int, version: int) -> None:
-        """One copy has a wrong bit, or lacks its end. What may be made from it is worth nothing."""
+        """Record a wrong bit or missing end of one copy. Copies made from it count for nothing."""
         moment = (self._history.get(generation, 0), version)
         rank = 0 if level == "persistent" else rank
         self._gone.add((level, moment, rank))
@@ -93,14 +93,14 @@ class Truth:
             if moment not in self._flushed:
                 self._gone.add(("persistent", moment, 0))
 
-    # --- what follows --------------------------------------------------------------------------
+    # --- conclusions ---------------------------------------------------------------------------
 
     def promised(self) -> int:
-        """The oldest version that the next run may go on from; 0: a fresh start is right."""
+        """The oldest version from which the next run may continue; 0: a fresh start is right."""
         return max(self.owed().values())
 
     def owed(self) -> dict[str, int]:
-        """By where it is (`disks`: local files, and parity): the newest sure version, or 0."""
+        """The newest certain version, or 0, by place (`disks`: local files, and parity)."""
         sure = {
             "memory": self._from_memory(),
             "disks": self._from_disks(),
@@ -112,7 +112,7 @@ class Truth:
         }
 
     def _line(self) -> dict[int, float]:
-        """The newest life and its ancestors; each with the newest version that counts."""
+        """The newest run and its ancestors; each with the newest version that counts."""
         life = max(self.parents, default=0)
         line: dict[int, float] = {life: float("inf")}
         while parent := self.parents.get(life):
@@ -121,8 +121,8 @@ class Truth:
         return line
 
     def _on_line(self, moments: set[Moment]) -> list[Moment]:
-        """Without what a run began from: that it has it made again where it was lost is no version
-        of its own, and nothing more is owed for it."""
+        """Versions without the one from which a run started: its repair is no version of the run
+        itself, and nothing more is owed for it."""
         line = self._line()
         return sorted(
             m for m in moments if m[0] in line and self._began_at(m[0]) < m[1] <= line[m[0]]
@@ -133,9 +133,9 @@ class Truth:
         return parent[1] if parent else 0
 
     def _from_memory(self) -> list[Moment]:
-        """What all have sealed is overwritten only when all have sealed something newer.
+        """A version sealed by all is overwritten only when all have sealed a newer one.
 
-        All may have, and not have told it yet; so nothing is owed once something newer was hit.
+        All may have, without a report so far; so nothing is owed once a newer version was damaged.
         """
         whole = {m for m, ranks in self._sealed.items() if ranks == EVERYBODY}
         newest = max((m for m in whole if m[0] in self._line()), default=None)
@@ -146,10 +146,10 @@ class Truth:
         return [newest] if there and not newer else []
 
     def _from_disks(self) -> list[Moment]:
-        """The newest complete ones, and the newest that is protected, from files and parity.
+        """The newest complete versions, and the newest protected one, from files and parity.
 
-        Something newer may have been protected, and not all have told it: then it took that one's
-        place. It is as good, unless it was hit.
+        A newer version may have been protected without reports of all: it replaced the older one
+        then. It is as good, unless it was damaged.
         """
         complete = {m for m, ranks in self._local.items() if ranks == EVERYBODY}
         everywhere = {*self.shape.nodes}
@@ -160,7 +160,7 @@ class Truth:
         return [moment for moment in kept if self._can_be_made(moment)]
 
     def _can_be_made(self, moment: Moment) -> bool:
-        """From the files that are sure to be there; a node that lacks anything lacks all."""
+        """True if the files that certainly exist suffice; a node that lacks one lacks all."""
         here = {r for r in self._local[moment] if self._intact("local", moment, r)}
         parity = {
             rank
@@ -176,8 +176,8 @@ class Truth:
         return [moment for moment in kept if self._intact("persistent", moment, 0)]
 
     def _kept(self, level: str, complete: set[Moment]) -> list[Moment]:
-        """What retention leaves: what was hit may have been complete, too, and counted; also off
-        the line, where an agent of a run before it was stopped, and finished when it woke."""
+        """Versions that retention leaves. Damaged ones may have been complete, too, and counted;
+        also those off the line, if an agent of a previous run was stopped and finished later."""
         hit = {moment for at, moment in self._hit if at == level}
         counted = sorted({*self._on_line(complete), *hit})
         return [moment for moment in counted[-self.keep_last :] if moment in complete]

@@ -13,12 +13,12 @@ from tests.support.crash.scenario import RANKS
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm(warm_python: None) -> None:
-    """Before the first test, as it starts processes that last."""
+    """Started before the first test, as it starts processes that last."""
 
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """torch, imported once."""
+    """The process that has imported torch once and forks ranks."""
     made = Zygote(tmp_path_factory.mktemp("zygote") / "zygote.log")
     yield made
     made.close()
@@ -28,7 +28,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 def undisturbed(
     zygote: Zygote, shm_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, Expected]:
-    """The course of the same job when nobody kills it and nobody takes checkpoints."""
+    """The course of the same job without kills and without checkpoints."""
     plain = Job(zygote, tmp_path_factory.mktemp("undisturbed"), shm_root, None)
     plain.start(settings=None).until_over()
     finals = [[x["done"] for x in plain.journal(r) if "done" in x] for r in range(RANKS)]
@@ -62,7 +62,7 @@ def job(make_job: Callable[[str], Job]) -> Job:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """A test that failed shows what its ranks wrote."""
+    """Show the output of its ranks for a test that failed."""
     report = yield
     if report.failed:
         for value in getattr(item, "funcargs", {}).values():

@@ -13,9 +13,9 @@ Ranks = Callable[..., RankPool]
 
 
 def skip_if_missing(kind: str) -> None:
-    """Skip the test that asks for ranks under a launcher that is not here.
+    """Skip a test that needs ranks under a launcher that is not installed.
 
-    No mark on the test: ranks import test modules, and must not look for Horovod again.
+    Tests have no skip mark: ranks import test modules, and must not look for Horovod again.
     """
     if kind in LAUNCHERS:
         why_not = mpi_missing() if kind == MPIRUN else horovod_missing()
@@ -35,7 +35,7 @@ def launchable() -> Callable[[str], None]:
 
 
 def environment(kind: str, size: int) -> dict[str, str]:
-    """What a shared pool's ranks have in their environment besides the test's own."""
+    """Environment variables of a shared pool's ranks, besides the test's own."""
     if kind not in LAUNCHERS:
         return {}
     settings = {
@@ -44,7 +44,7 @@ def environment(kind: str, size: int) -> dict[str, str]:
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400",  # a pool may be paused for long
     }
     if size > 2:
-        # Which gradients are fused depends on time, and sums of three on what they are fused with.
+        # Fusion of gradients depends on time, and sums over three ranks depend on the fusion.
         settings["HOROVOD_FUSION_THRESHOLD"] = "0"
         settings["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     return settings

@@ -20,12 +20,12 @@ from tests.support.training import WIDTH, Place, attach, make_job
 LENGTH = 35
 EPOCHS = 2
 BATCH = {2: 2, 3: 3}
-"""By number of ranks."""
+"""Batch size by number of ranks."""
 PLAIN, STATEFUL = "torch.utils.data.DataLoader", "torchdata.stateful_dataloader.StatefulDataLoader"
 
 
 class Rows(Dataset[tuple[int, torch.Tensor]]):
-    """Each sample tells its number."""
+    """Each sample is its own number."""
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         return index, torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
@@ -34,9 +34,9 @@ class Rows(Dataset[tuple[int, torch.Tensor]]):
 def train_on(
     kind: str, place: Place, crash_after: int | None = None, **loader_options: Any
 ) -> dict[str, Any]:
-    """Restore and train, to the end or to a crash in the iteration behind `crash_after` of them.
+    """Restore and train, to the end or to a crash in the iteration after `crash_after` iterations.
 
-    What is told is what a restart takes for granted: iterations up to the last boundary.
+    The result has the iterations on which a restart builds: those up to the last boundary.
     """
     job = make_job()
     ranks = torch.distributed.get_world_size()
@@ -82,7 +82,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def places(tmp_path: Path, shm_dir: Path) -> tuple[Place, Place]:
-    """For a job that is left alone, and for one that is not."""
+    """Folders of the undisturbed job, and of the killed one."""
     for name in ("alone", "killed"):
         (shm_dir / name).mkdir()
     alone, killed = (Place.under(tmp_path / n, shm_dir / n) for n in ("alone", "killed"))
@@ -97,7 +97,7 @@ def assert_each_sample_came_once_an_epoch(told: list[dict[str, Any]]) -> None:
 def test_the_curve_is_that_of_a_job_that_nobody_disturbed(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Killed in the middle of an epoch, and behind the last batch of one, which ends after it."""
+    """Kills in the middle of an epoch, and after the last batch of one, before the epoch ends."""
     alone, killed = places(tmp_path, shm_dir)
     undisturbed = ranks(2).run(train_on, kind, alone)
     lives = [ranks(2).run(train_on, kind, killed, after) for after in (4, 5, None)]
@@ -122,7 +122,7 @@ def test_each_sample_comes_once_an_epoch_on_any_number_of_ranks(
 def test_a_loader_that_keeps_its_state_every_few_steps_only(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """It replays what it did since; the position is not moved by that."""
+    """The loop repeats the steps since then, which does not move the position."""
     pytest.importorskip("torchdata.stateful_dataloader")
     _, place = places(tmp_path, shm_dir)
     told = ranks(2).run(train_on, STATEFUL, place, 5, snapshot_every_n_steps=3)

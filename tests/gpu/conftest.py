@@ -1,4 +1,4 @@
-"""What every test on a GPU needs: CUDA that is up already."""
+"""Setup of every test on a GPU: CUDA is initialized before."""
 
 from __future__ import annotations
 

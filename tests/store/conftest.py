@@ -18,7 +18,7 @@ from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
-    """Start it before the first test: it holds descriptors, and imports torch meanwhile."""
+    """Start it before the first test: it holds descriptors, and imports torch in the meantime."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
     multiprocessing.forkserver.ensure_running()
@@ -26,25 +26,25 @@ def fork_server() -> None:
 
 @pytest.fixture
 def settings(shm_dir: Path) -> dict[str, Any]:
-    """Of a job whose memory is this test's own."""
+    """Settings of a job with memory of this test alone."""
     return {"shm_dir": str(shm_dir)}
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where its checkpoints go."""
+    """Folder of its checkpoints."""
     return tmp_path / "ckpts"
 
 
 @pytest.fixture(scope="module")
 def course() -> dict[int, str]:
-    """See `fingerprints`."""
+    """Fingerprints of the undisturbed course, from `fingerprints`."""
     return fingerprints()
 
 
 @pytest.fixture
 def marks(tmp_path: Path) -> Path:
-    """Where injected faults leave their marks."""
+    """Folder in which injected faults leave their marks."""
     folder = tmp_path / "marks"
     folder.mkdir()
     return folder

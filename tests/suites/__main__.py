@@ -22,10 +22,10 @@ from typing import Any
 from tests.suites.explained import EXPLAINED, REFUSED
 
 Found = dict[str, dict[str, Any]]
-"""By test: `outcome`, `why`, and what its `ranks` reported."""
+"""`outcome`, `why`, and the reports of `ranks`, by test."""
 HOROVOD = ("https://github.com/horovod/horovod", "v0.28.1")
 LIMIT_SECONDS = 180
-"""So long a rank may be at one test of Horovod's."""
+"""Time limit of a rank for one test of Horovod's."""
 WORST_FIRST = ("failed", "skipped", "passed")
 
 
@@ -63,13 +63,13 @@ def folders(logs: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- what differs --------------------------------------------------------------------------------
+# --- differences ---------------------------------------------------------------------------------
 
 
 def compare(
     suite: str, ranks: int, run: Callable[[str, list[str]], Found], names: list[str]
 ) -> int:
-    """Run all tests both ways and say what differs. Returns how many differences have no reason."""
+    """Run all tests both ways and print differences. Returns the number of unexplained ones."""
     plain = run("plain", names)
     ours = run("with", [*plain])
     differing = {name: text for name in plain if (text := difference(plain[name], ours[name]))}
@@ -106,7 +106,7 @@ OTHER_DIGESTS = "other parameters, gradients or buffers at the end"
 
 
 def difference(plain: dict[str, Any], ours: dict[str, Any]) -> str:
-    """In words; empty: none."""
+    """The difference as text; empty if there is none."""
     if plain["outcome"] != ours["outcome"]:
         return f"{ours['outcome']}: {last_line(ours['why'])}"
     if plain["outcome"] == "passed" and digests(plain) != digests(ours):
@@ -138,8 +138,8 @@ def reason(suite: str, name: str, text: str) -> str:
 
 
 def runner(suite: str, ranks: int, folder: Path, repository: str) -> Callable[..., Found]:
-    """Runs the tests of these names, or all, "plain", "with" Tierckpt, or "cured": what it refuses
-    is done as it says."""
+    """Run the tests of these names, or all, "plain", "with" Tierckpt, or "cured": after a refusal,
+    its advice is followed."""
     if suite == "ddp":
         return lambda how, names: run_ddp(how, ranks, names, new(folder, f"ddp-{ranks}-{how}"))
     name = "parallel/test_torch.py" if suite == "horovod" else "single/test_torch_elastic.py"
@@ -187,7 +187,7 @@ def run_ddp(how: str, ranks: int, names: list[str], folder: Path) -> Found:
 
 
 def run_horovod(how: str, ranks: int, file: Path, names: list[str], folder: Path) -> Found:
-    """In one job, and one more after each test that ended it."""
+    """Run tests in one job, and in one more after each test that ended it."""
     launch = ["horovod.runner.launch", "--gloo", "-np", str(ranks), "--network-interfaces", "lo"]
     found: Found = {}
     while not names or found.keys() < set(names):
@@ -206,7 +206,7 @@ def run_horovod(how: str, ranks: int, file: Path, names: list[str], folder: Path
 
 
 def watch(process: subprocess.Popen[bytes], folder: Path) -> str:
-    """Wait for the job's end, or for a test that has none; returns what became of it."""
+    """Wait for the job's end, or for a test that hangs; returns its outcome."""
     while True:
         try:
             return f"the job ended with status {process.wait(timeout=5)}"
@@ -219,7 +219,7 @@ def watch(process: subprocess.Popen[bytes], folder: Path) -> str:
 
 
 def outcomes(folder: Path, end: str) -> Found:
-    """Of all ranks the worst. A test that began and has not ended failed, as `end` says."""
+    """The worst result of all ranks. A test that started and did not end has failed: `end`."""
     found: Found = {}
     for path in folder.glob("rank-*.jsonl"):
         of_rank = {}

@@ -1,12 +1,12 @@
-"""Differences that are known, each with its reason: what the documents say is refused.
+"""Known differences, each with its reason: documented refusals.
 
-By suite: the test's name, what its failure says (both regular expressions), and why it may.
+Each suite has the test's name, its failure's text (both regular expressions), and the reason.
 """
 
 from __future__ import annotations
 
 REFUSED = "refused with a way out"
-"""Reasons that begin so: the test is run again, done as the refusal says, and must pass then."""
+"""Prefix of reasons for a second run: the test follows the refusal's advice, and must pass then."""
 JOIN = "join() is refused: all ranks must make the same number of steps (docs/models.md)"
 NO_NAME = "DDP's log has an empty name for no hook, where it had none: what was set cannot be unset"
 LOCAL_SGD = "local SGD is refused: between two averagings the models differ (docs/models.md)"

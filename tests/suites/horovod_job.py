@@ -2,9 +2,9 @@
 
 Run by `python -m tests.suites` under horovodrun:
     python -m tests.suites.horovod_job plain|with|cured FILE FOLDER [TEST ...]
-Each rank writes FOLDER/rank-<n>.jsonl: a line when a test begins, and one when it has ended. A test
-whose ranks wait for each other for ever is the last of its job; the caller starts another one.
-Nothing of Horovod's tests is changed on disk: what is replaced is replaced in the module.
+Each rank writes FOLDER/rank-<n>.jsonl: a line when a test starts, and one when it has ended. A test
+whose ranks wait for each other forever is the last of its job; the caller starts another one.
+Horovod's tests are not changed on disk: replacements are made in the imported module.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tierckpt.checkpointer.script_mode import close_now
 
 
 def load(file: Path) -> ModuleType:
-    """The module, with what has changed since it was written: Muon takes matrices alone, and what
-    Horovod's tests have of `mock` is in Python."""
+    """The module, adapted to later changes: Muon takes only matrices, and `mock`, which Horovod's
+    tests import, is now in Python."""
     sys.modules.setdefault("mock", mock)
     del torch.optim.Muon  # the tests go through all subclasses, and those of torch.optim alone
     torch.optim._muon.Muon.__module__ = "not torch.optim"
@@ -43,9 +43,9 @@ def load(file: Path) -> ModuleType:
 
 
 class Ours(ModuleType):
-    """`horovod_ckpt.torch`, each of whose optimizers has a path of its own: each is a script's.
+    """`horovod_ckpt.torch` with a path of its own for each optimizer, as for separate scripts.
 
-    `cured`: what refusals ask for is given.
+    `cured`: the arguments that refusals ask for are given.
     """
 
     def __init__(self, folder: Path, cured: bool) -> None:
@@ -96,7 +96,7 @@ def main() -> None:
     (case,) = (
         c for c in vars(theirs).values() if isinstance(c, type) and issubclass(c, unittest.TestCase)
     )
-    # Horovod that is started anew again and again ends with an abort: it stays up.
+    # Horovod aborts after many restarts: it stays up.
     case.tearDown = lambda self: close_now()
     names = sys.argv[4:] or unittest.defaultTestLoader.getTestCaseNames(case)
     horovod.torch.init()

@@ -2,8 +2,8 @@
 
 Run by `python -m tests.suites` in a process of its own for each number of ranks:
     WORLD_SIZE=2 BACKEND=gloo python -m tests.suites.torch_ddp with FOLDER [TEST ...]
-Every rank of every test is a fork of that process. Nothing of torch's tests is changed on disk:
-what they want of GPUs is answered here, and checkpointers come by the optimizers' global hooks.
+Every rank of every test is a fork of that process. torch's tests are not changed on disk: their
+questions about GPUs are answered here, and checkpointers attach by the optimizers' global hooks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support import exact
 OF_DDP = re.compile(r"DistributedDataParallel\(|\bDDP\(|DistributedDataParallel[A-Z]")
 ATTACH = len(sys.argv) > 1 and sys.argv[1] == "with"
 LIMIT_SECONDS = 300
-"""For a test; one whose ranks wait for each other for ever ends then."""
+"""Time limit of a test, which also ends one whose ranks wait for each other forever."""
 FOLDER = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
 
 
@@ -90,11 +90,11 @@ def pretend_gpus() -> None:
 modules: list[DistributedDataParallel] = []
 """All that the test made, in order."""
 attached: dict[int, ddp_ckpt.Checkpointer] = {}
-"""By `id()` of the DDP module."""
+"""Checkpointers by `id()` of the DDP module."""
 idle: dict[int, ddp_ckpt.Checkpointer] = {}
-"""Of these, those of modules that no optimizer of the test's has stepped yet."""
+"""Those of modules that no optimizer of the test has stepped yet."""
 stepping: dict[int, list[ddp_ckpt.Checkpointer]] = {}
-"""By `id()` of an optimizer of the test's: those whose boundaries are behind its steps."""
+"""Those with boundaries after an optimizer's steps, by `id()` of the optimizer."""
 events: list[Any] = []
 
 
@@ -126,7 +126,7 @@ def before_forward(module: torch.nn.Module, _: Any) -> None:
 
 
 def before_step(optimizer: Any, *_: Any) -> None:
-    """At an optimizer's first: attach anew, with it, to what it steps."""
+    """Attach again at an optimizer's first step, with it, to the modules that it steps."""
     if id(optimizer) in stepping:
         return
     stepping[id(optimizer)] = mine = []
@@ -146,7 +146,7 @@ def after_step(optimizer: Any, *_: Any) -> None:
 
 
 def digest() -> str:
-    """Of all parameters, gradients and buffers, of all modules."""
+    """Digest of all parameters, gradients and buffers of all modules."""
     found = hashlib.sha256()
     for ddp in modules:
         for name, tensor in [*ddp.named_parameters(), *ddp.named_buffers()]:
@@ -161,7 +161,7 @@ def report(test: str, rank: int, **findings: Any) -> None:
 
 
 def run_on_rank(fn: Any, test: str, rank: int) -> None:
-    """Raises what the test raises."""
+    """Run the test; raises its error."""
     os.environ["SUITES_TEST"] = test
     if ATTACH:
         register_optimizer_step_pre_hook(before_step)
@@ -188,7 +188,7 @@ def run_on_rank(fn: Any, test: str, rank: int) -> None:
 
 
 def is_of_ddp(suite: Any, function: Any, depth: int = 3) -> bool:
-    """Whether the test, or a helper of it, makes a DDP module."""
+    """True if the test, or a helper of it, makes a DDP module."""
     try:
         source = inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
@@ -219,7 +219,7 @@ def make_suite() -> type[unittest.TestCase]:
 
 
 def outcomes(suite: type[unittest.TestCase], names: list[str]) -> dict[str, Any]:
-    """By test: whether it passed, why not, and what its ranks reported."""
+    """Outcome, reason of a failure, and reports of the ranks, by test."""
     found: dict[str, Any] = {}
     for name in names:
         result = unittest.TestResult()

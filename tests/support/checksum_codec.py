@@ -1,4 +1,4 @@
-"""A codec as a user would write one: the shortest there is. It puts a checksum before a block."""
+"""The shortest possible codec, as a user would write it. It puts a checksum before a block."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Checksum:
     hides = False
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """None."""
+        """This codec has no parameters."""
         return {}
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
-        """Encode a block, see `Codec.encode`."""
+        """Encode a block as `Codec.encode` specifies."""
         return b"".join((xxhash.xxh3_64_digest(block), block))
 
     def decode(self, block: Buffer, where: BlockId) -> Buffer:
-        """Decode a block, see `Codec.decode`."""
+        """Decode a block as `Codec.decode` specifies."""
         content = memoryview(block)[8:]
         if xxhash.xxh3_64_digest(content) != bytes(block[:8]):
             raise CorruptShardError(f"block {where.index} differs from the checksum in it")

@@ -11,7 +11,7 @@ Reduced = torch.futures.Future[torch.Tensor]
 
 
 def sum_of_clamped(state: dict[str, int], bucket: dist.GradBucket) -> Reduced:
-    """With a state of its own."""
+    """A hook with a state of its own."""
     state["calls"] = state.get("calls", 0) + 1
     clamped = bucket.buffer().clamp(-0.01, 0.01)
     work = dist.all_reduce(clamped, async_op=True)
@@ -19,7 +19,7 @@ def sum_of_clamped(state: dict[str, int], bucket: dist.GradBucket) -> Reduced:
 
 
 def in_bfloat16(state: Any, bucket: dist.GradBucket) -> Reduced:
-    """Under another name: DDP takes the original for CUDA only."""
+    """A copy under another name: DDP accepts the original on CUDA only."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 

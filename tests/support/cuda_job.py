@@ -1,5 +1,5 @@
-"""A small training on the GPU: what it computes depends on seed, rank and iteration alone, and on
-dropout, that is on the device's random stream."""
+"""A small training on the GPU. Its results depend only on seed, rank and iteration, and, by
+dropout, on the device's random stream."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class Job:
-    """A training script's objects."""
+    """Objects of a training script."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rank: int
 
     def iterate(self, iteration: int) -> str:
-        """One iteration; its loss, exactly."""
+        """Run one iteration; returns its exact loss."""
         source = torch.Generator().manual_seed(1000 * self.rank + iteration)
         x = torch.randn(ROWS, WIDTH, generator=source).cuda()
         loss = (self.model(x) - x).square().mean()
@@ -48,7 +48,7 @@ class Job:
         return loss.item().hex()
 
     def digest(self) -> str:
-        """Of everything that the next iteration depends on."""
+        """Digest of all state that the next iteration depends on."""
         bare = unwrap(self.model)
         streams = [torch.get_rng_state(), torch.cuda.get_rng_state()]
         parts = [bare.state_dict(), self.optimizer.state_dict(), streams]
@@ -56,7 +56,7 @@ class Job:
 
 
 def on_host(value: Any) -> Any:
-    """The same with every tensor on the CPU, and dicts in order: theirs is no part of the state."""
+    """The same value, with tensors on the CPU and dicts sorted, as their order is no state."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
@@ -67,7 +67,7 @@ def on_host(value: Any) -> Any:
 
 
 def make_job(optimizer: str = "adamw-fused", seed: int = 1, synchronized: bool = False) -> Job:
-    """On the first GPU, with DDP where this process is in a group; `synchronized` BatchNorm."""
+    """Job on the first GPU, with DDP if this process is in a group; `synchronized` BatchNorm."""
     torch.cuda.set_device(0)
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(seed)
@@ -91,7 +91,7 @@ def attach(job: Job, path: str, shm_dir: str, **settings: Any) -> tierckpt.Check
 
 
 def train(job: Job, ckpt: tierckpt.Checkpointer, begin: int, end: int) -> list[str]:
-    """The ordinary loop; the losses."""
+    """Run the ordinary loop; returns the losses."""
     losses = []
     for iteration in range(begin, end):
         losses.append(job.iterate(iteration))
@@ -100,8 +100,8 @@ def train(job: Job, ckpt: tierckpt.Checkpointer, begin: int, end: int) -> list[s
 
 
 def resumes(path: str, shm_dir: str, steps: int = 5, **options: Any) -> dict[str, Any]:
-    """Train and let go as a crash would; come back in a job that began with other numbers, and
-    compare what follows with what followed then."""
+    """Train and abandon the job as a crash would; restore in a job with another seed, and compare
+    its further course with that of the first."""
     job = make_job(**options)
     ckpt = attach(job, path, shm_dir)
     ckpt.restore()

@@ -1,6 +1,6 @@
-"""Ranks on one GPU: processes of their own, each for one scenario.
+"""Ranks on one GPU: new processes for each scenario.
 
-Not the pool of tests/dist, whose ranks live on and are looked at for what a scenario left in them:
+The pool of tests/dist does not fit: its ranks stay, and are checked for leaks of a scenario, but
 CUDA and NCCL keep descriptors of their own.
 """
 
@@ -29,10 +29,10 @@ def run(
     backend: str = "gloo",
     **args: Any,
 ) -> list[Any]:
-    """Call `scenario(**args)` on every rank of a job; what they returned, in rank order.
+    """Call `scenario(**args)` on every rank of a job; returns the results in rank order.
 
-    Arguments and results are what JSON can hold. When one rank ends badly the others are killed,
-    and AssertionError tells which, how, and the end of its output.
+    Arguments and results are JSON values. When one rank fails the others are killed, and an
+    AssertionError has its number, its exit status and the end of its output.
     """
     meeting = folder / f"meeting-{uuid.uuid4().hex[:8]}"
     what = [scenario.__module__, scenario.__qualname__, json.dumps(args)]
@@ -57,7 +57,7 @@ def run(
 
 
 def _first_to_fail(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have ended well, and return None, or for the first that has not (in time)."""
+    """Wait for the end of all: returns None, or the first rank that failed or was too late."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         statuses = [process.poll() for process in processes]
@@ -79,7 +79,7 @@ def _result_of(meeting: Path, rank: int) -> Path:
 
 
 def _main(module: str, name: str, args: str, meeting: str, backend: str, *numbers: str) -> None:
-    """In the rank's process."""
+    """Run the scenario in the rank's process."""
     import torch
     import torch.distributed as dist
 

@@ -30,22 +30,22 @@ def elastic() -> Any:
 
 
 def failure() -> Any:
-    """What Horovod raises on the ranks that are left."""
+    """The error class that Horovod raises on the remaining ranks."""
     return importlib.import_module("horovod.common.exceptions").HorovodInternalError
 
 
 def interrupt() -> Any:
-    """What a commit raises when hosts came or went."""
+    """The error class that a commit raises when hosts came or left."""
     return importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
 
 
 def start_anew() -> None:
-    """As far as Python sees it: Horovod forgets what was under way. Its ranks stay connected."""
+    """Restart Horovod as Python sees it: work in progress is dropped. Ranks stay connected."""
     horovod().init()
 
 
 class Script:
-    """A training script's objects and its loop; told is what it heard of checkpoints."""
+    """A training script's objects and its loop; `told` has the events that it received."""
 
     def __init__(self, place: Place, seed: int, **settings: Any) -> None:
         self.told: list[tierckpt.Event] = []
@@ -61,7 +61,7 @@ class Script:
         self.state = self.make()
 
     def make(self) -> Any:
-        """The state, with all that is in it."""
+        """The elastic state, with all its objects."""
         model = self.net()
         optimizer = self.distribute(model)
         sampler = elastic().ElasticSampler(range(SAMPLES))
@@ -79,7 +79,7 @@ class Script:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=1000)
 
     def start(self, seed: int = 100) -> Script:
-        """Random streams are each rank's own, unless something is restored."""
+        """Random streams differ by rank, unless a version is restored."""
         torch.manual_seed(seed + rank())
         self.state.sync()
         return self
@@ -109,7 +109,7 @@ class Script:
         return exact.replicated(self.state.model, self.state.optimizer)
 
     def digests(self) -> dict[str, str]:
-        """Of every bit that a next step would depend on."""
+        """Digest of every bit that a next step would depend on."""
         found = {
             **self.replicated(),
             **exact.buffers(self.state.model),
@@ -121,7 +121,7 @@ class Script:
         return {name: exact.digest(value) for name, value in found.items()}
 
     def fail(self) -> None:
-        """What Horovod's loop does with the state when a rank is gone."""
+        """Handle the state as Horovod's loop does after the loss of a rank."""
         try:
             raise failure()
         except failure():
@@ -130,7 +130,7 @@ class Script:
         start_anew()
 
     def hosts_change(self) -> None:
-        """What Horovod's loop does with it when ranks come or go, and none is lost."""
+        """Handle the state as Horovod's loop does when ranks come or leave, and none is lost."""
         self.state.on_hosts_updated(1, 2)
         with pytest.raises(interrupt()):
             self.state.check_host_updates()
@@ -155,7 +155,7 @@ def distributed(
 
 
 def lose(*paths: str) -> None:
-    """As lost machines would; all ranks call it, with nothing attached."""
+    """Remove memory, as the loss of machines does; all ranks call it, with nothing attached."""
     horovod().barrier()
     if rank() == 0:
         for path in paths:

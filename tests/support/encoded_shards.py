@@ -1,7 +1,7 @@
-"""Small shards of which half never changes, and a node's work with them, to be killed anywhere.
+"""Small shards, half of which never change, and a node's work with them, killed at any point.
 
-As a program: `python -m tests.support.encoded_shards <level> <folder>` kills a child at every file
-operation of that work. Of the k-th child, `<folder>/<k>` is the level's place, `<k>.log` the
+As a program, `python -m tests.support.encoded_shards <level> <folder>` kills a child at every file
+operation of that work. For the k-th child, `<folder>/<k>` is the level's place, `<k>.log` has the
 versions that it finished, and `<k>.marks` has a file if the kill fired; the last was not killed.
 """
 
@@ -53,7 +53,7 @@ def name_of(version: int) -> VersionName:
 
 
 def content_of(version: int) -> bytes:
-    """A header, blocks that never change, and blocks that always do. One item is 4 bytes."""
+    """A header, blocks that never change, and blocks that always do. One item has 4 bytes."""
     metadata = {
         "format": "tierckpt-shard",
         "format_version": "1.0",
@@ -78,7 +78,7 @@ def sealed_of(version: int, content: bytes) -> Manifest:
 
 @contextlib.contextmanager
 def shard(version: int) -> Iterator[tuple[memoryview, bytes]]:
-    """The image, where direct I/O wants it, and its manifest."""
+    """The image, aligned for direct I/O, and its manifest."""
     content = content_of(version)
     with mmap.mmap(-1, len(content)) as memory, memoryview(memory) as image:
         image[:] = content
@@ -130,7 +130,7 @@ def local(directory: Path, finished: Callable[[int], None]) -> None:
 
 
 def local_contents(directory: Path) -> dict[int, bytes]:
-    """All that exist, decoded; cleaned first, as a trainer that comes back does."""
+    """All versions, decoded; the level is cleaned first, as by a restarted trainer."""
     store = LocalStore(directory)
     store.create()
     store.clean(0)
@@ -146,7 +146,7 @@ def local_contents(directory: Path) -> dict[int, bytes]:
 
 
 class Writer:
-    """One node's agent, as far as the persistent level goes."""
+    """The part of one node's agent that serves the persistent level."""
 
     def __init__(self, directory: Path, row: str = ROW, **options: bool) -> None:
         self.store = PersistentStore(str(directory), retry=RetryPolicy(tries=1), **options)
@@ -201,7 +201,7 @@ LEVELS = {"local": (local, local_contents), "persistent": (persistent, persisten
 
 def sweep(level: str, folder: Path) -> None:
     work, _ = LEVELS[level]
-    Pipeline.of_setting(ROW, "row")  # imports what it needs: once, not in every child
+    Pipeline.of_setting(ROW, "row")  # all imports happen once, not in every child
     for hit in range(1, 1000):
         marks = folder / f"{hit}.marks"
         marks.mkdir()

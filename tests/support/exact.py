@@ -17,7 +17,7 @@ import torch
 
 
 def image(value: Any) -> Any:
-    """`value` with every tensor and array replaced by its exact description."""
+    """Replace every tensor and array in `value` by its exact description."""
     if isinstance(value, torch.Tensor):
         if not hasattr(value, "__tensor_flatten__"):
             return tensor_image(value)
@@ -35,8 +35,7 @@ def image(value: Any) -> Any:
 
 
 def tensor_image(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Type, shape, memory order and bytes; strides of dimensions that are not walked are nobody's
-    business."""
+    """Type, shape, memory order and bytes; strides of dimensions of size one do not matter."""
     tensor = tensor.detach()
     strides = tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     flat = tensor.reshape(-1).contiguous()
@@ -45,7 +44,7 @@ def tensor_image(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def streams() -> dict[str, Any]:
-    """The process-wide generators."""
+    """State of the process-wide generators."""
     return {
         "python": random.getstate(),
         "numpy": image(np.random.get_state()),
@@ -59,7 +58,7 @@ def parameters(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Any]:
-    """Every gradient that is there."""
+    """Every existing gradient."""
     return {
         f"grad {n}": tensor_image(p.grad.to_dense() if p.grad.is_sparse else p.grad)
         for n, p in model.named_parameters()
@@ -86,7 +85,7 @@ def optimizer(opt: torch.optim.Optimizer, label: str = "optimizer") -> dict[str,
 
 
 def replicated(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is alike on all ranks: parameters and optimizers."""
+    """State that is equal on all ranks: parameters and optimizers."""
     found = parameters(model)
     for index, opt in enumerate(optimizers):
         found.update(optimizer(opt, f"optimizer {index}"))
@@ -94,7 +93,7 @@ def replicated(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> di
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names under which two images differ, for a failure one can read."""
+    """Names under which two images differ, for a readable failure."""
     return sorted(
         n for n in one.keys() | other.keys() if n not in one or n not in other or one[n] != other[n]
     )

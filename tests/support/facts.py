@@ -1,4 +1,4 @@
-"""Facts of versions of nothing in particular, and copies and manifests that have them."""
+"""Facts of arbitrary versions, and copies and manifests with these facts."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A node's agent at its part of a flush, told by its input: one shard of each version.
+"""A node's agent at its part of a flush, one shard of each version, controlled by its input.
 
     python -m tests.support.flush_processes <plan>
 
-`plan` is JSON: the `url` of the place, fsspec's `options`, the `shard` of so many `shards`, each of
-`pages`, in how many `tries` an operation is given up, and after how many `stall_seconds` without an
-acknowledged byte a connection. Every line is a version; the answer says whether it is complete now,
-or the error.
+`plan` is JSON: the `url` of the place, fsspec's `options`, the `shard`, the number of `shards` and
+their `pages`, the `tries` of an operation, and the `stall_seconds` without an acknowledged byte
+after which a connection is closed. Every input line is a version; the answer is true if it is
+complete now, false if it is not, or the error.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def name_of(version: int, shards: int) -> VersionName:
 
 
 def open_store(plan: dict[str, Any]) -> PersistentStore:
-    """Without the client's own retries: ours are what is tested, and they are told."""
+    """Open the place without the client's own retries: the test is about Tierckpt's."""
     stall_ms = int(1e3 * plan["stall_seconds"])
 
     def impatient(where: tuple[Any, ...]) -> socket.socket:
-        """The client's timeouts do not hold for what it sends: for that, the kernel's is needed."""
+        """Set the kernel's timeout for sent bytes, which the client's timeouts do not cover."""
         made = socket.socket(*where[:3])
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         return made
@@ -52,7 +52,7 @@ def open_store(plan: dict[str, Any]) -> PersistentStore:
 
 
 def flush(store: PersistentStore, plan: dict[str, Any], version: int) -> dict[str, Any]:
-    """This node's shard; the error is an answer."""
+    """Flush this node's shard; an error is an answer."""
     key = ShardKey(VersionId(1, version), plan["shard"], plan["shards"])
     image = memoryview(content_of(key, plan["pages"]))
     source = ShardSource(plan["shard"], image, manifest_of(key, plan["pages"]))

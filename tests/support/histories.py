@@ -10,7 +10,7 @@ from tierckpt.format.ids import Lineage, VersionId, newest_first
 
 @st.composite
 def histories(draw: st.DrawFn) -> dict[VersionId, Lineage]:
-    """Versions that were written in some lives of a job, and the lineage each was written with."""
+    """Versions that several runs of a job wrote, each with the lineage of its run."""
     written: dict[VersionId, Lineage] = {}
     generation = 0
     for _ in range(draw(st.integers(1, 5))):

@@ -2,8 +2,8 @@
 
     pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
-Found out once a run, and in another process: importing Horovod starts threads in the one that does.
-Where REQUIRE_HOROVOD=1 or REQUIRE_MPI=1 is set, as in the gate, asking fails instead: in a skip
+The answer is found once in a test run, in another process, as importing Horovod starts threads.
+If REQUIRE_HOROVOD=1 or REQUIRE_MPI=1 is set, as in the gate, the question fails instead: in a skip
 mark, before the first test is run.
 """
 
@@ -18,12 +18,12 @@ from horovod_probe import Horovod, probe
 
 
 def horovod_missing() -> str:
-    """Why there is no Horovod that works, beginning with its name; empty: there is one."""
+    """The reason, starting with "Horovod", why none works here; empty: one works."""
     return _or_fail("Horovod", _found().missing)
 
 
 def mpi_missing() -> str:
-    """Why no Horovod job can run over MPI, beginning with its name; empty: it can."""
+    """The reason, starting with a name, why no Horovod job can run over MPI; empty: it can."""
     return _or_fail("MPI", _found().mpi_missing)
 
 

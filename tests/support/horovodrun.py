@@ -1,8 +1,8 @@
-"""horovodrun, with a fault of its rendezvous mended.
+"""horovodrun, with a fix for an error in its rendezvous.
 
-Each rank reports the end of each scope (global, local, cross), and where all have done so for one
-scope, Horovod 0.28 forgets what was reported for the others, too. If ranks are not in step there,
-the addresses of such a scope stay, and after `hvd.shutdown()` the next `hvd.init()` finds them and
+Each rank reports the end of each scope (global, local, cross). When all ranks have reported one
+scope, Horovod 0.28 drops the reports of the other scopes, too. If ranks are not in step there, the
+addresses of such a scope stay, and after `hvd.shutdown()` the next `hvd.init()` finds them and
 aborts: "Connection refused".
 """
 

@@ -1,4 +1,4 @@
-"""Copies that come as late as they may, so that what does not wait for them is seen."""
+"""Copies that come as late as possible, which reveal code that does not wait for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierckpt.snapshot.copy_plan import Binding
 
 
 def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Nothing is copied before the barrier, and then each block takes `seconds`."""
+    """Copy nothing before the barrier; then each block takes `seconds`."""
     copy_block = Binding.copy_block
 
     def slowly(self: Binding, *args: Any) -> memoryview:

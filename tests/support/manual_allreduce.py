@@ -19,10 +19,10 @@ from tierckpt.checkpointer.adapter import Handle, PlainAdapter
 
 
 class ManualReducer:
-    """Averages gradients as they come, each by an all-reduce of its own.
+    """Averages gradients when they are ready, each by its own all-reduce.
 
     The ranks' weights in the average change from round to round, so a resumed run has to know the
-    round that the run before had come to.
+    round that the previous run had reached.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -142,7 +142,7 @@ class Centred(Net):
 
 @dataclass
 class ManualJob(Job):
-    """A training script's objects."""
+    """Objects of a training script."""
 
     adapter: str = "tierckpt"
     reducer: ManualReducer | None = None
@@ -159,7 +159,7 @@ class ManualJob(Job):
         return ""
 
     def as_given(self) -> dict[str, Any]:
-        """What its Checkpointer is given."""
+        """Arguments of its Checkpointer."""
         assert self.reducer is not None
         return {"adapter": ManualAdapter(self.reducer), "group": ManualGroup()}
 

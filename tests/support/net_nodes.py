@@ -1,4 +1,4 @@
-"""Processes that stand for nodes: each in a network namespace, told and heard by lines of JSON."""
+"""Processes that stand for nodes, each in a network namespace, controlled by lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierckpt.testing.network import Network, NoNetworkError, burst_bytes
 
 
 def made_network(count: int) -> Network:
-    """Skips the test where there are no namespaces."""
+    """Skip the test if network namespaces are not available."""
     try:
         return Network(count)
     except NoNetworkError as error:
@@ -29,8 +29,8 @@ def made_network(count: int) -> Network:
 
 @contextlib.contextmanager
 def narrowed(network: Network, number: int, bytes_per_second: float) -> Iterator[None]:
-    """A node has a narrow cable from now on. At the end of the block: work for more than a second
-    went through it, and no more than fits, whichever way. On a busy machine it is only less."""
+    """Limit a node's bandwidth, and check at the end of the block that more than a second's
+    traffic passed in some direction, and no more than the limit. On a busy machine it is less."""
     network.narrow(number, bytes_per_second)
     began_seconds, before = time.monotonic(), network.carried_bytes(number)
     yield
@@ -41,7 +41,7 @@ def narrowed(network: Network, number: int, bytes_per_second: float) -> Iterator
 
 
 class NodeProcess:
-    """`python -m <program>` on node `number`; `rule` is a fault (see `tierckpt._faults`).
+    """A process `python -m <program>` on node `number`; `rule` is a fault (see `tierckpt._faults`).
 
     A fault leaves its mark in `marks`, so nodes that are to be hit by the same rule share that.
     """
@@ -67,7 +67,7 @@ class NodeProcess:
         )
 
     def heard(self) -> Any:
-        """The next line; "killed" when there is none, and never will be."""
+        """The next line; "killed" when the process ended without one."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return json.loads(line) if line else "killed"
@@ -77,7 +77,7 @@ class NodeProcess:
         print(json.dumps(order), file=self.process.stdin, flush=True)
 
     def wait_stopped(self) -> None:
-        """Until its fault has stopped it."""
+        """Wait until its fault has stopped it."""
         wait_until(self._stopped)
 
     def _stopped(self) -> bool:
@@ -85,10 +85,10 @@ class NodeProcess:
         return status.rpartition(")")[2].split()[0] == "T"
 
     def go_on(self) -> None:
-        """After `wait_stopped`."""
+        """Continue it, after `wait_stopped`."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Also when it is stopped."""
+        """Kill it, also when it is stopped."""
         self.process.kill()
         self.process.communicate()

@@ -1,15 +1,15 @@
-"""Members of a group as processes, one of which is hit: killed or stopped at a point of its work.
+"""Members of a group as processes; member 1 is killed or stopped at a point of its work.
 
-    python -m tests.support.peer_processes <folder> <plan>                        all of them
-    python -m tests.support.peer_processes <folder> <plan> <number> <address>     one, told by its
-    input
+    python -m tests.support.peer_processes <folder> <plan>                        all members
+    python -m tests.support.peer_processes <folder> <plan> <number> <address>     one, controlled by
+    its input
 
 `plan` is JSON: `lengths` of the shards, the code's `k` and `m`, `stall_seconds`, and `rules`, each
-a fault (see `tierckpt._faults`) that member 1 is hit by. For every rule, in a folder of its number:
-all members protect v1; then the one that was hit is replaced, and all protect v2. `<number>.json`
-says, for both versions, how each member fared: null, or the error.
+a fault of member 1 (see `tierckpt._faults`). For every rule, in a folder of its number: all members
+protect v1; then member 1 is replaced, and all protect v2. `<number>.json` has each member's result
+for both versions: null, or the error.
 
-Forked from one light process: a kill at each of many points costs no start of an interpreter.
+Members are forked from one light process, so that many kills need no new interpreters.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ VICTIM = 1
 
 
 class Member:
-    """A forked process that does as it is told, a line at a time; the end of its orders ends it."""
+    """A forked process that executes orders, a line each; the end of its input ends it."""
 
     ours: ClassVar[set[int]] = set()
-    """The parent's ends of all pipes: a child that kept another's would keep that one alive."""
+    """The parent's ends of all pipes: a copy of one in another child would keep the child alive."""
 
     def __init__(self, number: int, folder: Path, plan: dict[str, Any], rule: str | None) -> None:
         orders, self._orders = os.pipe()
@@ -62,7 +62,7 @@ class Member:
             os.write(self._orders, f"{json.dumps([version, addresses])}\n".encode())
 
     def answer(self) -> str | None:
-        """Null, or the error; "killed" when it is no more."""
+        """The result: null, or the error; "killed" when the process ended."""
         line = self._said.readline()
         return json.loads(line) if line else "killed"
 
@@ -78,7 +78,7 @@ class Member:
 def serve(
     number: int, host: str, folder: Path, plan: dict[str, Any], told: TextIO, said: TextIO
 ) -> None:
-    """Be a member: say the address, then protect each version that is told, and say how it went."""
+    """Run a member: print its address, then protect each ordered version and print the result."""
     limits = Limits(plan["join_seconds"], plan["stall_seconds"])
     code = Code(len(plan["lengths"]), plan["k"], plan["m"])
     with Transport(SECRET, host, limits=limits) as transport:
@@ -97,7 +97,7 @@ def serve(
 
 
 def scenario(folder: Path, plan: dict[str, Any], rule: str) -> dict[str, list[str | None]]:
-    """One rule, two versions."""
+    """Run one rule, with two versions."""
     folder.mkdir()
     numbers = range(len(plan["lengths"]))
     members = [Member(i, folder, plan, rule if i == VICTIM else None) for i in numbers]
@@ -128,7 +128,7 @@ def main() -> None:
     if len(sys.argv) > 3:
         serve(int(sys.argv[3]), sys.argv[4], folder, plan, sys.stdin, sys.stdout)
         return
-    isal.find()  # once, not in every child
+    isal.find()  # all imports happen once, not in every child
     for number, rule in enumerate(plan["rules"]):
         fared = scenario(folder / str(number), plan, rule)
         (folder / f"{number}.json").write_text(json.dumps(fared))

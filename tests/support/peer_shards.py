@@ -35,9 +35,9 @@ QUICK = Limits(join_seconds=20.0, stall_seconds=20.0)
 def shard_of(
     member: int, nbytes: int, members: int, version: int = 1, run_id: str = "5eed"
 ) -> tuple[memoryview, bytes]:
-    """The shard of a member, in memory as a slot's image is, and its manifest.
+    """The shard of a member, in memory like a slot's image, and its manifest.
 
-    Without a tensor, yet with a true header: `nbytes` is 0, or at least a page.
+    It has no tensor but a valid header: `nbytes` is 0, or at least a page.
     """
     image = memoryview(bytearray())
     digests, header_bytes = b"", 0
@@ -68,7 +68,7 @@ def shard_of(
 
 
 def rank_of(member: int) -> int:
-    """Groups of the tests take every other rank, so that a member is never taken for its rank."""
+    """Rank of a member: groups have every other rank, so that member and rank numbers differ."""
     return 2 * member + 1
 
 
@@ -86,7 +86,7 @@ def parity_key_of(member: int, code: Code, version: int = 1) -> ParityKey:
 
 @dataclass
 class Members:
-    """A group in one process: a transport and a store for each, as if each was a node's agent."""
+    """A group in one process: each member has a transport and a store, like a node's agent."""
 
     folder: Path
     code: Code
@@ -131,7 +131,7 @@ class Members:
         return Exchange(self.transports[member], party, shard, self.store(member), make)
 
     def start(self, exchange: Exchange) -> threading.Thread:
-        """Run it in a thread; its report or error is noted under the member's number."""
+        """Run the exchange in a thread; its report or error is kept under the member's number."""
 
         def run() -> None:
             try:
@@ -144,20 +144,20 @@ class Members:
         return thread
 
     def run(self, exchanges: Iterable[Exchange]) -> None:
-        """All at once, to their ends."""
+        """Run all exchanges at once, to their ends."""
         self.errors.clear()
         self.reports.clear()
         for thread in [self.start(exchange) for exchange in exchanges]:
             thread.join()
 
     def protect(self, version: int = 1) -> None:
-        """Everybody's part; every error is the test's."""
+        """Protect a version on all members; any error fails the test."""
         self.run([self.exchange(member, version) for member in range(self.code.n)])
         for error in self.errors.values():
             raise error
 
     def parities(self, version: int = 1) -> dict[int, bytes]:
-        """What is committed, by member: checked, and equal to what is on disk."""
+        """Committed parity, by member: checked, and equal to the files on disk."""
         found = {}
         for member in range(self.code.n):
             store, key = self.store(member), parity_key_of(member, self.code, version)
@@ -168,7 +168,7 @@ class Members:
         return found
 
     def rebuilt(self, lost: set[int], version: int = 1) -> dict[int, bytes]:
-        """What comes back of lost nodes, from the files of the others alone."""
+        """Shards of lost nodes, rebuilt from the files of the others alone."""
         left = [m for m in range(self.code.n) if m not in lost]
         keys = {m: parity_key_of(m, self.code, version) for m in left}
         record = ParityManifest.decode(self.store(left[0]).read_manifest(keys[left[0]]))
@@ -202,13 +202,13 @@ def memory_reader(image: bytes) -> Callable[[int, memoryview], None]:
 
 
 def nothing_of(folder: Path, version: int) -> bool:
-    """True when no file below says anything of the version's parity: not even half-done."""
+    """True when no file below belongs to the version's parity, not even an unfinished one."""
     names = (name for _, _, files in os.walk(folder) for name in files)
     return not any(f"v{version:010d}" in name and ".p0" in name for name in names)
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """For what other threads and processes do; a test that waits in vain fails."""
+    """Wait for other threads or processes to bring about a condition; a timeout fails the test."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it never came to that"

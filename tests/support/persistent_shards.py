@@ -1,4 +1,4 @@
-"""The persistent store seen as a store of single shards, so that it can run the stores' suite."""
+"""The persistent store as a store of single shards, for the conformance suite of stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierckpt.storage.persistent import (
 
 LIFE = "5eed"
 SERVED, ENDPOINT = "TEST_S3_SERVED", "TEST_S3_ENDPOINT"
-"""Environment: the directory that the test server serves (its folders are the buckets), its URL."""
+"""Environment variables: the test server's directory (its folders are the buckets), and its URL."""
 
 
 def name_of(key: ShardKey) -> VersionName:
@@ -30,14 +30,14 @@ def facts_of(key: ShardKey) -> VersionFacts:
 
 
 class Image(bytearray):
-    """Bytes that can be closed, as a mapping can."""
+    """Bytes that can be closed, like a mapping."""
 
     def close(self) -> None:
         self.clear()
 
 
 class Shards:
-    """One try for each operation: the sweeps' faults pass, and would be retried unseen."""
+    """One try for each operation: the sweeps' faults are transient, and retries would hide them."""
 
     def __init__(self, path: str, **options: Any) -> None:
         self.store = PersistentStore(path, retry=RetryPolicy(tries=1), **options)
@@ -71,17 +71,17 @@ class Shards:
 
 
 def shared(directory: Path) -> Shards:
-    """One file for many writers."""
+    """A store with one file for many writers."""
     return Shards(str(directory))
 
 
 def own(directory: Path) -> Shards:
-    """A file for each writer."""
+    """A store with a file for each writer."""
     return Shards(str(directory), shared_writes=False)
 
 
 def s3(directory: Path) -> Shards:
-    """On the test server; it stores objects as files below `directory`."""
+    """A store on the test server, which keeps objects as files below `directory`."""
     path = directory.relative_to(os.environ[SERVED])
     return Shards(f"s3://{path}", **s3_options(os.environ[ENDPOINT]))
 

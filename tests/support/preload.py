@@ -1,5 +1,5 @@
-"""The modules that the fork server of the store tier imports before it forks, left alone by the
-garbage collector of what it forks."""
+"""Modules that the store tier's fork server imports before it forks, outside of the forked
+processes' garbage collection."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Other processes, which say a line when they are where the test wants them."""
+"""Other processes, which print a line when they reach the point that the test waits for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.support.warm_python.servers import PYTHON
 def python(
     program: str, *arguments: object, own_group: bool = False, warm: bool = False
 ) -> subprocess.Popen[str]:
-    """Start `program`; it ends when its standard input does, or sooner.
+    """Start `program`, which ends at the end of its standard input, or earlier.
 
-    `own_group`: it leads a process group, to which a test can send signals. `warm`: it has torch
-    imported already, where the fixture `warm_python` is used.
+    `own_group`: it leads a process group, to which a test can send signals. `warm`: it has already
+    imported torch, if the fixture `warm_python` is used.
     """
     command = [PYTHON if warm else sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.Popen(

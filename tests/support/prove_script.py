@@ -1,6 +1,6 @@
-"""A script as users write them, exact, or inexact in one way: `prove_script.py KIND [STEPS]`.
+"""A user's script, exact, or inexact in one way: `prove_script.py KIND [STEPS]`.
 
-Alone, under torchrun, or under horovodrun.
+It runs alone, under torchrun, or under horovodrun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tierckpt
 
 KIND, STEPS = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100
 BY_EPOCH = KIND in ("epochs", "wrap")
-"""The schedule steps at ends of epochs, and is not given."""
+"""The schedule steps at ends of epochs, and is not given to the Checkpointer."""
 HOROVOD = "HOROVOD_RANK" in os.environ
 RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
 RANKS = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))

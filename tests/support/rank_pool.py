@@ -1,12 +1,12 @@
 """Ranks in processes of their own, kept for many scenarios: starting torch costs seconds.
 
-A scenario is a function of a test module. `RankPool.run` calls it on all ranks at once, and gives
-back what each returned, or raises with every rank's traceback and output. A pool that failed or
-hung is killed and made anew by the next call, so one bad scenario does not spoil the next.
+A scenario is a function of a test module. `RankPool.run` calls it on all ranks at once, and returns
+the results, or raises with every rank's traceback and output. A pool that failed or hung is killed,
+and the next call starts new ranks, so one bad scenario does not spoil the next.
 
-Ranks hear of scenarios through a FIFO each, since a launcher would keep standard input to itself.
-Another one's other end is open in the test process alone: when that is gone, however it died, the
-kernel kills the ranks, also those that are paused.
+Each rank receives scenarios through a FIFO, since a launcher would keep standard input to itself.
+The other end of a second FIFO is open in the test process alone: when that process ends in any way,
+the kernel kills the ranks, also paused ones.
 
     pool = RankPool(2, folder)
     assert pool.run(my_scenario, "argument") == ["result of rank 0", "result of rank 1"]
@@ -39,16 +39,16 @@ from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVE_SECONDS = 60
-"""After this a collective whose peer is gone raises, instead of hanging."""
+"""The time after which a collective whose peer is gone raises, instead of hanging."""
 
 GLOO, ALONE, HOROVODRUN, MPIRUN = "gloo", "alone", "horovodrun", "mpirun"
-"""How ranks come to be a job: a torch.distributed process group, none at all, a launcher."""
+"""Ways in which ranks form a job: a torch.distributed process group, no group, a launcher."""
 
 LAUNCHERS = {
     # The cache is a file in the home directory, read and written without a lock.
     HOROVODRUN: "python -m tests.support.horovodrun --gloo --disable-cache -np {size} "
     "--network-interfaces lo",
-    # Over TCP: shared memory of MPI's own would be left behind by ranks that are killed.
+    # Over TCP: killed ranks would leave shared memory of MPI's own.
     MPIRUN: "mpirun -np {size} --allow-run-as-root --oversubscribe --bind-to none "
     "--mca btl self,tcp --mca btl_tcp_if_include lo --mca oob_tcp_if_include lo "
     "--mca btl_base_warn_component_unused 0",
@@ -56,12 +56,12 @@ LAUNCHERS = {
 
 
 class RankPool:
-    """`size` processes that are one job.
+    """A job of `size` processes.
 
     Args:
         size: how many ranks.
         folder: for scripts, logs and results.
-        env: environment variables of each rank, besides the test's own; alike under a launcher.
+        env: environment variables of each rank, besides the test's own; equal under a launcher.
         kind: GLOO, ALONE, HOROVODRUN or MPIRUN.
     """
 
@@ -73,7 +73,7 @@ class RankPool:
         self.kind = kind
         self._env = env or [{}] * size
         self._started: list[subprocess.Popen[bytes]] = []
-        """The ranks, or the launcher."""
+        """Processes of the ranks, or of the launcher."""
         self._commands: list[int] = []
         self._leashes: list[int] = []
         self._answers = -1
@@ -84,7 +84,7 @@ class RankPool:
     def run(
         self, scenario: Callable[..., Any], *args: Any, timeout_seconds: float = 150, **kwargs: Any
     ) -> list[Any]:
-        """Call `scenario` on every rank; what they returned, in rank order."""
+        """Call `scenario` on every rank; returns the results in rank order."""
         if not self._started:
             self._start()
         self._go_on()
@@ -111,7 +111,7 @@ class RankPool:
                 (self._leashes, _leash_of(home, rank)),
             ):
                 os.mkfifo(fifo)
-                # For both, so that opening waits for nobody.
+                # Open for both directions, so that opening waits for no process.
                 fifos.append(os.open(fifo, os.O_RDWR))
         os.mkfifo(_answers_of(home))
         self._answers = os.open(_answers_of(home), os.O_RDWR)
@@ -147,12 +147,12 @@ class RankPool:
         os.write(self._commands[rank], f"{command}\n".encode())
 
     def _collect(self, call: Path, timeout_seconds: float) -> list[tuple[bool, Any]]:
-        """Wait for all results; once one rank failed, the others get a moment only."""
+        """Wait for all results; after the first failure the others get only a moment."""
         deadline = time.monotonic() + timeout_seconds
         results: dict[int, tuple[bool, Any]] = {}
         while len(results) < self.size:
             for rank in set(range(self.size)) - set(results):
-                # Before looking for the file: a rank may write it, and then be killed.
+                # This comes before the look for the file: a rank may write it, and then be killed.
                 ended = self._started[rank % len(self._started)].poll()
                 file = _result_of(call, rank)
                 if file.exists():
@@ -174,13 +174,13 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
     def _problem(self, rank: int, what: str) -> str:
-        """What a rank that tells nothing itself left in the logs."""
+        """Log output of a rank that returned no result."""
         logs = [self.folder / "started.log", _log_of(self.folder, rank)]
         tails = [log.read_text(errors="replace")[-6000:] for log in logs if log.exists()]
         return f"rank {rank} {what}; the end of its output:\n" + "\n".join(tails)
 
     def pause(self) -> None:
-        """Let the ranks take no time until the next call: Horovod's keep talking to each other."""
+        """Stop the ranks until the next call: Horovod's would use CPU time with messages."""
         home = self.folder / f"start{self._starts}"
         if self._started and not self._paused:
             self._paused = [int(_pid_of(home, rank).read_text()) for rank in range(self.size)]
@@ -197,14 +197,14 @@ class RankPool:
         """End all ranks at once."""
         self._go_on()
         for fifo in (*self._leashes, *self._commands):
-            os.close(fifo)  # which kills the rank
+            os.close(fifo)  # this kills the rank
         if self._started:
             os.close(self._answers)
         for process in self._started:
             if self.kind not in LAUNCHERS:
-                process.kill()  # perhaps it has not come to reading yet
+                process.kill()  # it may not yet read its FIFO
             try:
-                process.wait(20)  # a launcher tidies up behind its ranks
+                process.wait(20)  # a launcher cleans up after its ranks
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -214,10 +214,10 @@ class RankPool:
 
 
 LEAVING_SECONDS = 45.0
-"""An agent finishes its work before it ends."""
+"""Time for an agent, which finishes its work before it ends."""
 
 STACKS = "stacks"
-"""The command to print what every thread is doing."""
+"""The command to print the stack of every thread."""
 
 
 def _commands_of(home: Path, rank: int) -> Path:
@@ -270,7 +270,7 @@ def _serve(kind: str, size: int, home: Path, rank: int) -> None:
 
 
 def _listen(home: Path, rank: int, calls: queue.SimpleQueue[str]) -> None:
-    """Hand on what the test process says."""
+    """Pass on the commands of the test process."""
     with _commands_of(home, rank).open() as commands:
         for line in commands:
             if line.strip() == STACKS:
@@ -296,17 +296,17 @@ def _join(kind: str, size: int, home: Path, rank: int) -> None:
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
     elif kind in LAUNCHERS:
-        if kind == MPIRUN:  # before Horovod, which would not ask for enough support for threads
+        if kind == MPIRUN:  # before Horovod, which would not request sufficient thread support
             from mpi4py import MPI  # noqa: F401
         import horovod.torch as hvd
 
         hvd.init()
-        # A Horovod without MPI takes every process of mpirun for a job of its own.
+        # A Horovod without MPI takes every process of mpirun for a separate job.
         assert (hvd.rank(), hvd.size()) == (rank, size), "the ranks did not find each other"
 
 
 def _perform(call: Path) -> Any:
-    """Call the scenario; raises AssertionError when something of it is left in this process."""
+    """Call the scenario; raises AssertionError if it leaves resources in this process."""
     module, name, args, kwargs = pickle.loads(call.read_bytes())
     scenario = getattr(importlib.import_module(module), name)
     before = _belongings()
@@ -323,17 +323,17 @@ def _perform(call: Path) -> Any:
 
 
 def _belongings() -> set[str]:
-    """What of ours a scenario may leave in a rank: threads, descriptors, mapped slots, processes.
+    """Resources that a scenario may leak in a rank: threads, descriptors, mapped slots, processes.
 
-    Not what a process group has (TCP sockets, and what its threads are woken and polled with), nor
-    what torch's data loaders have.
+    Those of a process group (TCP sockets, and descriptors to wake and poll its threads) and of
+    torch's data loaders are not included.
     """
     threads = {f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("tierckpt")}
     return {*threads, *_descriptors(), *_mappings(), *_children()}
 
 
 def _descriptors() -> Iterator[str]:
-    """Files, segments without a name, and local sockets, such as the agent's."""
+    """Open files, segments without a name, and local sockets, such as the agent's."""
     local = {line.split()[6] for line in Path("/proc/self/net/unix").read_text().splitlines()}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

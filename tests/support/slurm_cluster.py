@@ -1,4 +1,4 @@
-"""A Slurm of the tests' own: a controller, and several nodes on this machine.
+"""A Slurm cluster for tests: a controller, and several nodes on this machine.
 
     with SlurmCluster(nodes=3) as cluster:
         job = cluster.submit(["--nodes=2", "script.sbatch"], environment, folder)
@@ -6,7 +6,7 @@
 
 Everything is in one temporary folder, nothing is configured on the machine, and all daemons are
 children of this process that stay in the foreground. A node's name is an address of the loopback
-interface, so that names can be resolved; a prolog tells every task that it is on that node.
+interface, so that names can be resolved; a prolog gives every task the name of its node.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ echo "export TIERCKPT_NODE=$SLURMD_NODENAME"
 
 
 class SlurmCluster:
-    """See the module's text. Not thread-safe."""
+    """A controller and its nodes. Not thread-safe."""
 
     def __init__(self, nodes: int) -> None:
-        # Not pytest's: sockets are made in there, whose paths must be short.
+        # Not pytest's folder: it has sockets, and their paths must be short.
         self.folder = folder = Path(tempfile.mkdtemp(prefix="tierckpt-slurm-"))
         self.nodes = [f"127.0.0.{11 + i}" for i in range(nodes)]
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -84,7 +84,7 @@ class SlurmCluster:
             key = ["--key-file", str(self.folder / "munge.key")]
             rest = [f"--{x}-file={self.folder}/munged.{x}" for x in ("pid", "log", "seed")]
             socket_ = ["--socket", str(self.folder / "munge.socket"), "--num-threads", "2"]
-            # Forced: it does not like a folder that others cannot enter.
+            # Forced: it refuses a folder that others cannot enter.
             self._start("munged", "--foreground", "--force", *key, *rest, *socket_)
             self.wait_for((self.folder / "munge.socket").exists, "munged")
             self._start("slurmctld", "-D", "-i")
@@ -113,14 +113,14 @@ class SlurmCluster:
             self._kill(node)
         shutil.rmtree(self.folder)
 
-    # --- what users do ---------------------------------------------------------------------------
+    # --- commands of users -----------------------------------------------------------------------
 
     def submit(self, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path) -> int:
-        """`sbatch`; returns the job's number."""
+        """Submit a job with `sbatch`; returns its number."""
         return int(self._ask("sbatch", "--parsable", *arguments, more=environment, cwd=cwd))
 
     def scontrol(self, *arguments: str) -> str:
-        """What administrators and scripts do."""
+        """Run `scontrol`, as administrators and scripts do."""
         return self._ask("scontrol", *arguments)
 
     def scancel(self, *arguments: str) -> None:
@@ -128,12 +128,12 @@ class SlurmCluster:
         self._ask("scancel", *arguments)
 
     def job(self, number: int) -> dict[str, str]:
-        """What the controller knows of a job."""
+        """The controller's record of a job."""
         words = self.scontrol("show", "job", str(number)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def nodes_of(self, number: int) -> list[str]:
-        """In the order of their tasks."""
+        """Nodes of a job, in the order of their tasks."""
         return self.scontrol("show", "hostnames", self.job(number)["NodeList"]).split()
 
     def states(self) -> dict[str, str]:
@@ -141,12 +141,12 @@ class SlurmCluster:
         said = self._ask("sinfo", "--noheader", "--Node", "--format=%N %T")
         return dict(line.split() for line in said.splitlines())
 
-    # --- what happens to nodes -------------------------------------------------------------------
+    # --- loss of nodes ---------------------------------------------------------------------------
 
     def lose(self, node: str) -> None:
-        """The node is gone with every process on it, and the cluster's monitoring says so. By
-        itself the controller would find out after SlurmdTimeout, which is long here: on a busy
-        machine it would take healthy nodes for lost."""
+        """Kill the node's processes, and report it as down, as a cluster's monitoring does. The
+        controller itself would notice after SlurmdTimeout, which is long here: a shorter one would
+        take healthy nodes of a busy machine for lost."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
@@ -154,10 +154,10 @@ class SlurmCluster:
         self.scontrol("update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
-        """Poll until it is so."""
+        """Poll until the condition holds."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            with contextlib.suppress(subprocess.CalledProcessError):  # nobody listens yet
+            with contextlib.suppress(subprocess.CalledProcessError):  # it does not listen yet
                 if true():
                     return
             if time.monotonic() > deadline:
@@ -165,7 +165,7 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def give_up(self, why: str) -> NoReturn:
-        """Show what the daemons said."""
+        """Fail with the output of the daemons."""
         logs = sorted(self.folder.glob("*.log"))
         texts = [f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in logs]
         raise AssertionError("\n".join([why, *texts]))
@@ -233,7 +233,7 @@ class SlurmCluster:
         return done.stdout.strip()
 
     def _kill(self, node: str) -> None:
-        """SIGKILL to all processes of a node, and to what watches over its tasks."""
+        """SIGKILL all processes of a node, and the daemons of its tasks."""
         while left := list(self._processes(node)):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -250,14 +250,14 @@ class SlurmCluster:
 
 
 class SlurmError(subprocess.CalledProcessError):
-    """A command of Slurm's failed; the text says what it said."""
+    """A failed command of Slurm; the text is its output."""
 
     def __str__(self) -> str:
         return str(self.cmd)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
+    """Ports that no process listens on now."""
     with contextlib.ExitStack() as stack:
         found = []
         for _ in range(count):

@@ -2,8 +2,8 @@
 
     pytestmark = pytest.mark.skipif(bool(slurm_missing()), reason=slurm_missing())
 
-Where REQUIRE_SLURM=1 is set, asking fails instead: before the first test is run. The gate does not
-set it, and installs no Slurm: its tests run by hand, and wherever Slurm is.
+If REQUIRE_SLURM=1 is set, the question fails instead, before the first test is run. The gate does
+not set it, and installs no Slurm: these tests run by hand, and wherever Slurm is installed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import shutil
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
-# Daemons are where users' PATH seldom leads.
+# Daemons are in folders that users' PATH seldom has.
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])
 
 
 @functools.cache
 def slurm_missing() -> str:
-    """Why there is no Slurm to be started, beginning with its name; empty: there is one."""
+    """The reason, starting with "Slurm", why none can be started; empty: one can."""
     former_nodes = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if not former_nodes:
         return ""

@@ -1,8 +1,8 @@
-"""What `nn.SyncBatchNorm` does, on processors: torch's own has kernels for GPUs only.
+"""`nn.SyncBatchNorm` for CPUs: torch's own has kernels for GPUs only.
 
-It matters because its collectives go over the training's group, in the forward pass and between
-those of DDP in the backward pass; in an order that is the same on all ranks only as long as nobody
-puts one of his own between them.
+It matters because its collectives use the training's group, in the forward pass and, in the
+backward pass, between those of DDP. Their order is the same on all ranks only as long as no other
+collective comes between them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Sum(torch.autograd.Function):
-    """Over all ranks; so is its gradient."""
+    """Sum over all ranks; its gradient is summed, too."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class Sum(torch.autograd.Function):
 
 
 class SyncNorm1d(nn.BatchNorm1d):
-    """Mean and variance of all ranks' batches together."""
+    """Mean and variance over the batches of all ranks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:

@@ -1,4 +1,4 @@
-"""The points that are tested only on demand, and those that the gate tests, but not `make test`.
+"""Selection of test points: some only on demand, some in the gate, but not in `make test`.
 
 The gate has forty minutes for everything, `make test` twelve.
 """
@@ -13,21 +13,21 @@ import pytest
 VARIABLE = "EVERY_POINT"
 """Not `TIERCKPT_...`: that would be a setting, and every rank would refuse it as unknown."""
 SWEEPS = "sweeps"
-"""Its value in the gate."""
+"""Value of the variable in the gate."""
 
 
 def everything() -> bool:
-    """Whether all is asked for."""
+    """True if all points are requested."""
     return os.environ.get(VARIABLE, "") not in ("", SWEEPS)
 
 
 def points(every: Iterable[str], *always: str) -> list[str]:
-    """`every` with the variable set to 1, else those of `always`, in the order of `every`."""
+    """Return `every` if the variable is 1, otherwise those of `always`, in the order of `every`."""
     return _points(every, always, everything())
 
 
 def swept_points(every: Iterable[str], *always: str) -> list[str]:
-    """The same, but the gate has `every`, too."""
+    """The same, but the gate takes `every`, too."""
     return _points(every, always, os.environ.get(VARIABLE, "") != "")
 
 
@@ -38,5 +38,5 @@ def _points(every: Iterable[str], always: tuple[str, ...], thorough: bool) -> li
 
 
 def on_demand(why: str) -> pytest.MarkDecorator:
-    """For a test that the gate leaves out, and why it can."""
+    """Mark a test that the gate leaves out, with the reason."""
     return pytest.mark.skipif(not everything(), reason=f"on demand ({VARIABLE}=1): {why}")

@@ -1,4 +1,4 @@
-"""A job of one process, undisturbed, and what such a job leaves."""
+"""An undisturbed job of one process, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 8
 
 
 def fingerprints() -> dict[int, str]:
-    """After every step of a job that has no Checkpointer at all."""
+    """State after every step of a job without a Checkpointer."""
     job = TinyJob(None)
     found: dict[int, str] = {}
     for iteration in range(1, 2 * STEPS + 1):

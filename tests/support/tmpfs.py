@@ -1,4 +1,4 @@
-"""Small real file systems, to be full or read-only. Mounting needs root; without it: skipped."""
+"""Small real file systems, full or read-only. A mount needs root; other users skip the test."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SIZE_BYTES = 1024 * 1024
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Whoever opens something in `folder` meanwhile finds a file system that is read-only. What is
-    open for writing (a claim's lock) keeps the kernel from making it so: hence a mount over it."""
+    """Make files in `folder` read-only for the block. A file that is open for writing (a claim's
+    lock) keeps the kernel from remounting the file system, so another one is mounted over it."""
     mount("--bind", str(folder), str(folder))
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
@@ -31,5 +31,5 @@ def mount(*arguments: str) -> None:
 
 
 def unmount(folder: str | Path) -> None:
-    """At once for us; for who has files open there, when they are closed."""
+    """Unmount: at once for new opens, and for open files when they are closed."""
     subprocess.run(["umount", "-l", str(folder)], check=True)

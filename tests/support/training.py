@@ -1,7 +1,7 @@
-"""Small data-parallel jobs that scenarios run: what they compute depends on seed, rank and
-iteration alone, and on dropout, that is on the random streams a checkpoint has to bring back.
+"""Small data-parallel jobs for scenarios. Their results depend only on seed, rank and iteration,
+and, by dropout, on the random streams that a checkpoint has to restore.
 
-By DDP or by Horovod, as the ranks are. Only ranks of a launcher import Horovod, and only they call
+They use DDP or Horovod, like the ranks. Only ranks of a launcher import Horovod, and only they call
 `horovod()`.
 """
 
@@ -69,7 +69,7 @@ class Words(nn.Module):
 
 
 class Sentences(Net):
-    """Sparse gradients, and behind them dense ones."""
+    """Layers with sparse gradients, followed by layers with dense ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ def horovod() -> Any:
 
 
 def init_again(place: Place, rank: int) -> None:
-    """`hvd.init()` after a shutdown of the two ranks, when that is over on both: before, one would
-    look for the other where it was."""
+    """Call `hvd.init()` after the shutdown has ended on both ranks: before, one rank would look for
+    the other at its old address."""
     folder = Path(place.path).parent
     (folder / f"down{rank}").touch()
     while len(list(folder.glob("down*"))) < 2:
@@ -95,7 +95,7 @@ def init_again(place: Place, rank: int) -> None:
 
 
 def import_adapter() -> Any:
-    """`horovod_ckpt`, where there are ranks; the test process does without."""
+    """The module `horovod_ckpt`, in ranks; the test process does not import it."""
     return importlib.import_module("horovod_ckpt")
 
 
@@ -106,7 +106,7 @@ def under_horovod() -> bool:
 
 @contextmanager
 def rank_0_first() -> Iterator[None]:
-    """The other ranks of a Horovod job begin the block when rank 0 is through with it."""
+    """The other ranks of a Horovod job enter the block after rank 0 has left it."""
     if rank() > 0:
         horovod().barrier()
     yield
@@ -121,21 +121,21 @@ def rank() -> int:
 
 
 def batch(iteration: int, part: int = 0) -> torch.Tensor:
-    """This rank's data: all are different."""
+    """This rank's data, which differ from those of all other ranks."""
     source = torch.Generator().manual_seed(10_000 * rank() + 100 * part + iteration)
     return torch.randn(ROWS, WIDTH, generator=source)
 
 
 @dataclass
 class Job:
-    """A training script's objects."""
+    """Objects of a training script."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     dtype: torch.dtype = torch.float32
     adapter: str = "ddp_ckpt"
     keeps_gradients: bool = False
-    """From one iteration to the next, set to zero."""
+    """True: gradients stay allocated between iterations, and are set to zero."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -151,7 +151,7 @@ class Job:
         return self.model(batch(iteration, part).to(self.dtype), uses_branch).square().mean()
 
     def iterate(self, iteration: int) -> str:
-        """One whole iteration; the digest of the gradients in it."""
+        """Run one iteration; returns the digest of its gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         self.loss(iteration).backward()
@@ -189,19 +189,19 @@ def make_job(
 
 @dataclass
 class HorovodJob(Job):
-    """The same by Horovod."""
+    """The same job with Horovod."""
 
     adapter: str = "horovod_ckpt"
     passes: int = 1
     """Backward passes for a step."""
     steps: int = 0
-    """Those of the training, counted by its loop."""
+    """Backward passes of the training, counted by its loop."""
     phase: str = ""
-    """`backward` or `step` while it is at that."""
+    """`backward` or `step` during that phase."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def iterate(self, iteration: int) -> str:
-        """As above; but only after the step are gradients what they were reduced to."""
+        """Run one iteration, as above; but gradients are reduced only after the step."""
         self.zero_grad()
         self.backward(iteration)
         self.step()
@@ -256,7 +256,7 @@ def make_horovod_job(
 
     Args:
         net: makes the model.
-        optimizer: makes an optimizer; if it has an attribute `extra`, the job has it too.
+        optimizer: makes an optimizer; its attribute `extra`, if any, is the job's, too.
         options: those of `hvd.DistributedOptimizer`.
         parts: the parameters of each optimizer.
         passes: backward passes for a step.
@@ -283,7 +283,7 @@ def make_horovod_job(
 
 @dataclass
 class Place:
-    """Where a job's checkpoints go."""
+    """Folders of a job's checkpoints."""
 
     path: str
     shm: str
@@ -336,7 +336,7 @@ def attach(job: Job, place: Place, **settings: Any) -> Attached:
 
 @contextmanager
 def only_layers_release() -> Iterator[None]:
-    """However slow the machine is, it is not taken for an evaluation."""
+    """Wait so long that a step of a slow machine is not taken for an evaluation."""
     before, snapshot.QUIET_SECONDS = snapshot.QUIET_SECONDS, 1e6
     try:
         yield
@@ -345,7 +345,7 @@ def only_layers_release() -> Iterator[None]:
 
 
 def train(job: Job, ckpt: tierckpt.Checkpointer, iterations: Iterable[int]) -> dict[int, str]:
-    """The ordinary loop: digests of the state after each iteration."""
+    """Run the ordinary loop; returns digests of the state after each iteration."""
     course = {}
     for iteration in iterations:
         job.iterate(iteration)
@@ -363,7 +363,7 @@ def crash_after(job: Job, attached: Attached, iterations: int) -> dict[int, str]
 
 
 def no_boundary() -> None:
-    """For `course_of` without checkpoints."""
+    """Stands for a checkpointer in `course_of` without checkpoints."""
 
 
 def course_of(job: Job, iterations: range, boundary: Callable[[], None]) -> dict[int, Any]:
@@ -377,7 +377,7 @@ def course_of(job: Job, iterations: range, boundary: Callable[[], None]) -> dict
 
 
 def restored_into(job: Job, attached: Attached) -> dict[str, Any]:
-    """Restore; what came back, and from where."""
+    """Restore; returns the restored state and its source."""
     restored = attached.ckpt.restore()
     return {
         "restored": (restored.version, restored.levels),

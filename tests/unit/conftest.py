@@ -1,4 +1,4 @@
-"""What unit tests share."""
+"""Fixtures that unit tests share."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_all_are_called_in_the_order_in_which_they_came() -> None:
     assert calls == [("a", 7), ("b", 7), ("c", 7)]
 
 
-def test_what_one_raises_is_logged_and_the_next_is_called(
+def test_an_error_of_one_callback_is_logged_and_the_next_is_called(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     calls: list[Any] = []
@@ -66,14 +66,14 @@ def test_an_interrupt_is_no_error_of_the_callbacks() -> None:
         ("on_restored", None),
     ],
 )
-def test_what_is_not_overridden_does_nothing(
+def test_a_callback_that_is_not_overridden_does_nothing(
     name: str, argument: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     CallbackList([Callbacks()]).call(name, argument)
     assert caplog.records == []
 
 
-def test_an_empty_list_says_so() -> None:
+def test_an_empty_list_is_reported() -> None:
     """The hot path asks before it prepares arguments."""
     callbacks = CallbackList()
     assert not callbacks

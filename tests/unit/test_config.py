@@ -1,4 +1,4 @@
-"""Settings: where they come from, which one wins, and what is said of a wrong one."""
+"""Settings: their sources, their precedence, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: Any) -> No
         load_config({setting: value}, {})
 
 
-def test_what_means_never_is_a_value(tmp_path: Path) -> None:
+def test_never_is_a_value(tmp_path: Path) -> None:
     never = ("memory_every_seconds", "local_every_seconds", "persistent_every_seconds")
     load_config(dict.fromkeys((*never, "memory_linger_seconds"), math.inf), {})
     load_config({**dict.fromkeys(WAITS, float(YEAR_SECONDS)), "health_seconds": 86400}, {})
@@ -276,7 +276,7 @@ def test_a_config_error_is_a_value_error_too() -> None:
     assert issubclass(ConfigError, ValueError)
 
 
-# --- what makes no sense together ----------------------------------------------------------------
+# --- combinations that make no sense -------------------------------------------------------------
 
 
 def test_parity_of_nothing_is_refused() -> None:
@@ -328,7 +328,7 @@ def test_wrong_storage_options_are_refused_and_not_repeated(wrong: Any) -> None:
 
 @pytest.mark.parametrize("option", ["direct", "shared_writes"])
 @pytest.mark.parametrize("path", ["/shared", "file:///shared"])
-def test_what_a_directory_takes_is_true_or_false(option: str, path: str) -> None:
+def test_an_option_of_a_directory_must_be_true_or_false(option: str, path: str) -> None:
     for wrong in ("maybe", "true", 1, None):
         with pytest.raises(ConfigError, match=f"{option} in {STORAGE_OPTIONS} must be true"):
             load_config({"persistent_path": path, STORAGE_OPTIONS: {option: wrong}}, {})
@@ -338,6 +338,6 @@ def test_what_a_directory_takes_is_true_or_false(option: str, path: str) -> None
     load_config({"persistent_path": "own://place", STORAGE_OPTIONS: {option: "its own"}}, {})
 
 
-def test_what_a_job_runs_with_does_not_change_under_it() -> None:
+def test_the_settings_of_a_running_job_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().slots = 3  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What folders are named after, and where they are: refused at load, by the setting's name."""
+"""Names and places of folders: wrong ones are refused at load, with the setting's name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_longest_default_is_known() -> None:
 @pytest.mark.parametrize(
     "setting", ["path", "shm_dir", "events_dir", "trace_dir", "persistent_path", "job_id", "node"]
 )
-def test_what_is_no_utf8_is_refused(setting: str) -> None:
+def test_text_that_is_not_utf8_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"^{setting} is .*not UTF-8"):
         load_config({setting: NO_UTF8.removeprefix("/tmp/")}, {})
 

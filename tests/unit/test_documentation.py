@@ -1,4 +1,4 @@
-"""What README.md and docs/ say of settings, commands and one another."""
+"""Statements of README.md and docs/ about settings, commands and one another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = sorted(
 )
 DESIGN = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "internals").glob("*.md"))]
 MOST_WORDS = 150
-"""In a paragraph, an item of a list or a row of a table."""
+"""Limit of words in a paragraph, an item of a list or a row of a table."""
 SOURCES = [ROOT / "common" / "tierckpt", ROOT]
 WORDS = {
     "job_id": "made from `path`",
@@ -28,7 +28,7 @@ WORDS = {
     "peer_domain": "the node",
     "peer_interface": "the one towards the other nodes",
 }
-"""What is said of settings that are empty by default, where it is not "none"."""
+"""Documented defaults of settings that are empty by default, if not "none"."""
 
 
 def settings() -> dict[str, Any]:
@@ -44,7 +44,7 @@ def settings() -> dict[str, Any]:
 
 
 def documented() -> dict[str, str]:
-    """Every name in the first column of the tables, with what the second says of its default."""
+    """Every name in the first column of the tables, with its default in the second."""
     found: dict[str, str] = {}
     text = (ROOT / "docs" / "settings.md").read_text()
     for names, defaults in re.findall(r"^\| (`.*?) \| (.*?) \|", text, re.MULTILINE):
@@ -59,7 +59,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
     told, there = documented(), settings()
     assert told.keys() == there.keys()
     for name, default in there.items():
-        # What a number means may stand behind it: "0: no limit".
+        # The meaning of a number may follow it: "0: no limit".
         said = told[name] if name in WORDS else told[name].strip("`").split(":")[0]
         assert said == WORDS.get(name, in_words(default)), name
 
@@ -84,7 +84,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """As code hosts make them of headings."""
+    """Anchors, as code hosts make them from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
 
@@ -104,8 +104,9 @@ def test_no_paragraph_of_the_design_is_long(page: Path) -> None:
 
 @pytest.mark.parametrize("page", DESIGN, ids=by_name)
 def test_the_code_that_a_page_names_is_there(page: Path) -> None:
-    """On the lines that begin with `Code:`: modules and folders of the core, or of the repository;
-    in parentheses, those in the folder before; without a folder, those beside the one before."""
+    """Modules and folders, of the core or of the repository, on lines that start with `Code:`.
+    Those in parentheses are in the previous folder, and those without a folder are beside the
+    previous one."""
     for line in re.findall(r"^Code: (.*)$", page.read_text(), re.MULTILINE):
         beside = SOURCES
         for name, inside in re.findall(r"`([\w/]+)`(?: \(([^)]*)\))?", line):
@@ -127,7 +128,7 @@ def test_every_internal_page_is_in_the_index() -> None:
 
 
 def test_the_folder_map_has_the_layers_of_the_import_contract() -> None:
-    """In the contract's order, from top to bottom."""
+    """Layers in the contract's order, from top to bottom."""
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
     layers = setup["importlinter:contract:direction"]["layers"].replace("tierckpt.", "")

@@ -1,4 +1,4 @@
-"""What the package raises can be handed on: to other processes, and to who goes on all the same."""
+"""Errors of the package can be passed to other processes, and to code that continues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_another_process_gets_the_same(error: errors.TierckptError) -> None:
     assert vars(other) == vars(error)
 
 
-def test_the_reason_is_told_without_the_way_out() -> None:
+def test_the_reason_is_shown_without_the_remedy() -> None:
     for error in (
         RestoreError("v3 is gone", "Start afresh"),
         StateMismatchError("Version v3", ["a is missing"]),

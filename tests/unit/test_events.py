@@ -1,4 +1,4 @@
-"""Events: everybody who listens hears all of them, and nobody who fails stops the training."""
+"""Events: every listener receives all of them, and a listener's failure does not stop training."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_failing_callback_is_reported_and_keeps_nothing_from_the_others(
     assert log.counts["sealed"] == 1
 
 
-def test_a_full_disk_costs_the_file_and_is_said_once(
+def test_a_full_disk_costs_the_file_and_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "events-r00000.jsonl").symlink_to("/dev/full")
@@ -108,7 +108,7 @@ def test_an_event_in_words() -> None:
     assert event.text() == "[rank 1] committed v4 to local 2.5 MB (write 250.0 ms) - fine"
 
 
-def test_what_is_about_no_version_names_none() -> None:
+def test_an_event_about_no_version_names_none() -> None:
     notice = Event("notice", version=0, message="starting from the beginning")
     assert notice.text() == "[rank 0] starting from the beginning"
     rejected = Event("rejected", version=0, message="v3 shard 1 of 2: cut short")
@@ -131,9 +131,9 @@ log.emit("restored", version=9, message="restored v9", severity=logging.INFO)
 """
 
 
-def test_a_script_without_logging_shows_what_was_restored_and_what_failed() -> None:
-    """Under Python's own rule a restart would say nothing; and nobody would know whose line it is.
-    What is asked to be silent is."""
+def test_a_script_without_logging_shows_restores_and_failures() -> None:
+    """By Python's own rule a restart would show nothing, and a line would not name its source.
+    A logger that is set to be silent stays silent."""
     done = subprocess.run(
         [sys.executable, "-c", UNCONFIGURED],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

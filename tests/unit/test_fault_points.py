@@ -34,12 +34,12 @@ SWEEPS = {
     ),
     "agent/protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
 }
-"""What is swept, by file. What a file elsewhere has is a part of CHECKPOINT's sweep."""
+"""Swept points by file. Points of other files are a part of CHECKPOINT's sweep."""
 
 
 def points_in(path: Path) -> set[Point]:
-    """What the file's calls of `faults.point` name; where `op` is the argument of a function
-    around the call, what that function's callers in the file pass."""
+    """Names in the file's calls of `faults.point`. If `op` is an argument of the function around
+    the call, the names are those that the function's callers in the file pass."""
     found = set()
     tree = ast.parse(path.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]

@@ -63,9 +63,7 @@ def test_the_third_hit_is_the_third_time_the_rest_holds_and_only_that() -> None:
     assert happened == [2]
 
 
-def test_a_rule_fires_once_in_the_life_of_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_fires_once_per_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_faults.FIRED_VARIABLE, str(tmp_path))
     with injected("eio@write"), pytest.raises(OSError, match="injected"):
         _faults.point("write")

@@ -1,4 +1,4 @@
-"""What is light stays light: the agent and the command line start without torch."""
+"""Fast starts stay fast: the agent and the command line start without torch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
 @pytest.mark.parametrize(
     "module", ["tierckpt.agent.flusher", "tierckpt.agent.protector", "tierckpt.peer.read_client"]
 )
-def test_what_agents_load_later_does_without_torch(module: str) -> None:
-    """It would take seconds, and 200 MB a node; numpy is for jobs with a peer level."""
+def test_modules_that_agents_load_later_do_without_torch(module: str) -> None:
+    """The import would take seconds, and 200 MB a node; numpy is for jobs with a peer level."""
     program = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

@@ -1,4 +1,4 @@
-"""What a user gets from the wheel: the packages, all of them, and nothing else from here."""
+"""The wheel has all packages for users, and no other file of the repository."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from tierckpt.storage.local.store import LocalStore
 ROOT = Path(__file__).resolve().parents[2]
 # Import package -> where it lies in the repository.
 PACKAGES = {"tierckpt": "common/tierckpt", "ddp_ckpt": "ddp_ckpt", "horovod_ckpt": "horovod_ckpt"}
-# An earlier build/ or egg-info would be packed again and hide a file that is no longer there.
+# An earlier build/ or egg-info would be packed again and hide a removed file.
 NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
 
 

@@ -93,12 +93,12 @@ def seeded(seed: int) -> None:
 
 
 def noise() -> list[float]:
-    """What a training step draws."""
+    """Random numbers of a training step."""
     return [random.random(), float(np.random.rand()), torch.rand(()).item()]
 
 
 class Loop:
-    """A training loop that notes what it sees, and can be left at any boundary."""
+    """A training loop that records its samples, and can be left at any boundary."""
 
     def __init__(self, make: Make, options: dict[str, Any]) -> None:
         self.ahead = options.get("ahead", 0)
@@ -141,11 +141,11 @@ class Loop:
         )
         rng.load_rng(json.loads(saved[1]))
         self.data.restored()
-        noise()  # what is drawn before the loop does not count
+        noise()  # numbers drawn before the loop do not count
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_resumed_loop_sees_what_the_undisturbed_one_sees(kind: str) -> None:
+def test_a_resumed_loop_sees_the_same_samples_as_an_undisturbed_one(kind: str) -> None:
     make, options = LOADERS[kind]
     if kind == "drawn":
         steps, at = 9, (1, 2, 5)
@@ -170,8 +170,8 @@ def test_a_resumed_loop_sees_what_the_undisturbed_one_sees(kind: str) -> None:
         assert resumed.seen[: len(expected)] == expected, f"resumed at step {step}"
 
 
-def test_a_place_saved_before_the_loop_goes_on_is_the_restored_one() -> None:
-    """A restart that is killed before its first step leaves the same place."""
+def test_a_place_saved_before_the_loop_continues_is_the_restored_one() -> None:
+    """A restart that is killed before its first step leaves the same position."""
     loop = Loop(*LOADERS["generators"])
     for _ in zip(range(2), loop.boundaries(), strict=False):
         pass
@@ -200,7 +200,7 @@ def test_a_pass_that_a_restore_overtook_is_refused() -> None:
 
 
 def resumed_at(batches: int, make: Make) -> ResumableLoader[Any]:
-    """One whose checkpoint was taken in epoch 2."""
+    """A loop whose checkpoint was taken in epoch 2."""
     data = ResumableLoader(sampled())
     data.set_epoch(2)
     source = iter(data)
@@ -243,7 +243,7 @@ def test_a_loader_that_became_shorter_is_refused_and_the_way_out_works() -> None
         ({"skip": "index"}, "over a Stream, which has none; skip='load' takes any"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+def test_impossible_values_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(tierckpt.ConfigError, match=text):
         ResumableLoader(DataLoader(Stream(), BATCH), **options)
 

@@ -1,4 +1,4 @@
-"""The resumable sampler: every sample once an epoch, whoever goes on, and from exactly there."""
+"""The resumable sampler: every sample once an epoch, after a restart with any number of ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained(sampler: ResumableSampler, steps: int | None = None, ahead: int = 0)
 
 
 def together(ranks: list[ResumableSampler], steps: int | None = None, ahead: int = 0) -> Batches:
-    """What all ranks train on, step by step; they make equally many steps, none without samples."""
+    """Samples of all ranks, by step; all make equally many steps, none without samples."""
     each = [trained(sampler, steps, ahead) for sampler in ranks]
     assert len({len(batches) for batches in each}) == 1
     assert all(batch for batches in each for batch in batches)
@@ -121,7 +121,7 @@ def test_the_batches_are_those_of_torchs_distributed_sampler(
     ),
     st.integers(30, 70),
 )
-def test_no_sample_is_skipped_or_comes_twice_however_many_ranks_go_on(
+def test_no_sample_is_skipped_or_comes_twice_however_many_ranks_continue(
     lives: list[tuple[int, int, int, int]], length: int
 ) -> None:
     seen: list[int] = []
@@ -136,7 +136,7 @@ def test_no_sample_is_skipped_or_comes_twice_however_many_ranks_go_on(
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 4), st.booleans())
-def test_the_same_ranks_go_on_as_if_nothing_had_happened(
+def test_the_same_ranks_continue_as_if_nothing_had_happened(
     ranks: int, steps: int, ahead: int, drop_last: bool
 ) -> None:
     def fresh() -> list[ResumableSampler]:
@@ -190,7 +190,7 @@ def test_another_order_is_refused_and_nothing_changed(other: dict[str, Any], sai
 # --- a pass --------------------------------------------------------------------------------------
 
 
-def test_what_was_drawn_ahead_was_not_trained_on() -> None:
+def test_samples_drawn_ahead_do_not_count_as_trained() -> None:
     (sampler,) = job(1)
     drawn = iter(sampler)
     batches = [next(drawn) for _ in range(6)]
@@ -212,22 +212,22 @@ def test_the_length_is_that_of_the_pass_all_through_it() -> None:
     assert len(resumed) == 14
 
 
-def test_what_a_loop_does_at_the_end_of_an_epoch_is_not_lost() -> None:
+def test_work_of_a_loop_at_the_end_of_an_epoch_is_not_lost() -> None:
     """A checkpoint at the last batch was taken before that: the epoch comes again, empty."""
     (sampler,) = job(1)
     trained(sampler)
     (resumed,) = restarted([sampler], job(1))
     assert resumed.epoch == 0
     resumed.set_epoch(0)
-    iter(resumed)  # as a loader with workers does, which begins a pass twice
+    iter(resumed)  # as a loader with workers does, which starts a pass twice
     assert list(resumed) == []
     resumed.set_epoch(1)
     sampler.set_epoch(1)
     assert trained(resumed) == trained(sampler)
 
 
-def test_what_a_loader_remembers_of_another_epoch_does_not_count() -> None:
-    """torchdata's loader keeps the state of its last pass until the next one begins."""
+def test_a_loaders_memory_of_another_epoch_does_not_count() -> None:
+    """torchdata's loader keeps the state of its last pass until the next one starts."""
     (sampler,) = job(1)
     old = iter(sampler)
     for _ in old:
@@ -276,7 +276,7 @@ def test_a_step_without_a_batch_is_refused() -> None:
         sampler.step()
 
 
-def test_a_loop_that_never_says_what_it_trained_on_is_found_out() -> None:
+def test_a_loop_that_never_reports_its_samples_is_detected() -> None:
     (sampler,) = job(1)
     list(sampler)
     with pytest.raises(tierckpt.TierckptError, match=r"sampler.step\(\) after every batch"):
@@ -292,7 +292,7 @@ def test_a_loop_that_forgets_the_restored_epoch_is_found_out() -> None:
 
 
 def test_the_ranks_may_become_others_in_the_middle() -> None:
-    """Horovod elastic: the process lives on in another job."""
+    """Horovod elastic: the process stays and joins another job."""
     samplers = job(3)
     seen = flat(together(samplers, 2, ahead=2))
     for rank, sampler in enumerate(samplers[:2]):
@@ -317,13 +317,13 @@ def test_an_order_of_ones_own() -> None:
         ({"ranks": 4, "drop_last": True}, "4 rank.s. of 3 each with drop_last"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+def test_impossible_values_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(tierckpt.ConfigError, match=said):
         ResumableSampler(range(10), **{"batch_size": 3, "rank": 0, "ranks": 1, **options})
 
 
 def test_a_loader_of_its_own_generator_leaves_the_global_stream_alone() -> None:
-    """What the docstring promises; without it, each pass draws one number from that stream."""
+    """As the docstring promises; without it, each pass draws one number from the global stream."""
     (sampler,) = job(1)
     loader = DataLoader(range(40), batch_sampler=sampler, generator=torch.Generator())
     before = torch.get_rng_state()

@@ -21,13 +21,13 @@ def test_settings_are_typed_as_config_has_them() -> None:
         accepted = set(get_args(typed[name])) or {typed[name]}
         assert kind in accepted, name
         assert (Literal["auto"] in accepted) == (name in AUTOMATIC)
-        # What else one may be given: a path, or a table.
+        # Other allowed types: a path, or a table.
         others = accepted - {kind, Literal["auto"]}
         assert others in (set(), {os.PathLike[str]}, {Mapping[str, Any]}), name
 
 
 def test_a_checkpointer_and_the_adapters_take_them_all() -> None:
-    """What is given by name besides is `Arguments`, and each is a parameter of a Checkpointer."""
+    """`Arguments` has all other keyword arguments, and each is a parameter of a Checkpointer."""
     parameters = signature(tierckpt.Checkpointer).parameters
     assert parameters["settings"].annotation == "Unpack[Settings]"
     besides = get_type_hints(Arguments).keys() - get_type_hints(Settings).keys()

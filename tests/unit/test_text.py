@@ -1,9 +1,9 @@
-"""How lists are told."""
+"""Lists in messages."""
 
 from tierckpt._text import some
 
 
-def test_a_short_list_is_told_whole() -> None:
+def test_a_short_list_is_shown_whole() -> None:
     assert some([]) == ""
     assert some(["a", "b", "c"]) == "a, b, c"
 

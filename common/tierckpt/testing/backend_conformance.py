@@ -32,7 +32,7 @@ class BackendConformance:
     exclusive_is_atomic = True
     """Of several exclusive puts at once exactly one succeeds."""
 
-    def test_what_was_put_is_read_back_whole_and_in_ranges(self, backend: Backend) -> None:
+    def test_a_file_is_read_back_whole_and_in_ranges(self, backend: Backend) -> None:
         """Reads past the end are short."""
         put(backend, "a/b/c", bytes(range(256)))
         assert backend.read("a/b/c") == bytes(range(256))
@@ -77,7 +77,7 @@ class BackendConformance:
             put(backend, "name", data)
             assert backend.read("name") == data
 
-    def test_a_put_that_fails_in_the_middle_leaves_what_was_there(self, backend: Backend) -> None:
+    def test_a_put_that_fails_in_the_middle_leaves_the_old_file(self, backend: Backend) -> None:
         """With small and large content, over an existing file and without one."""
 
         def broken() -> Iterator[memoryview]:
@@ -103,7 +103,7 @@ class BackendConformance:
         put(backend, "lease", b"third", exclusive=True)
         assert backend.read("lease") == b"third"
 
-    def test_folders_list_what_is_directly_in_them(self, backend: Backend) -> None:
+    def test_folders_list_their_direct_entries(self, backend: Backend) -> None:
         """Files with their sizes, folders with a slash; nothing for a missing folder."""
         for name in ("top", "v1/a", "v1/b", "v1/deep/c", "v10/a"):
             put(backend, name, name.encode())
@@ -111,7 +111,7 @@ class BackendConformance:
         assert backend.sizes("v1") == {"a": 4, "b": 4, "deep/": 0}
         assert backend.sizes("nowhere") == {}
 
-    def test_what_is_missing_says_so(self, backend: Backend) -> None:
+    def test_a_missing_one_is_reported(self, backend: Backend) -> None:
         """FileNotFoundError; deleting a missing file does nothing."""
         with pytest.raises(FileNotFoundError):
             backend.read("nothing")
@@ -123,7 +123,7 @@ class BackendConformance:
         backend.delete_folder("nothing")
         backend.discard("nothing")
 
-    def test_deleting_takes_what_is_named_and_nothing_else(self, backend: Backend) -> None:
+    def test_deleting_removes_only_the_named_file(self, backend: Backend) -> None:
         """Names with the same beginning stay."""
         for name in ("v1/a", "v1/deep/b", "v10/a", "v1.manifest"):
             put(backend, name, b"x")

@@ -53,7 +53,7 @@ class CodecConformance:
         return BLOCKS[request.param]
 
     @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8, 16])
-    def test_what_was_encoded_is_decoded_to_the_byte(
+    def test_an_encoded_block_is_decoded_to_the_byte(
         self, codec: Codec, block: bytes, item_bytes: int
     ) -> None:
         """Another instance can decode, which has only the public parameters and no item size."""
@@ -107,7 +107,7 @@ class CodecConformance:
             with contextlib.suppress(CorruptShardError):
                 assert len(codec.decode(bytes(damaged), PLACE)) <= MOST_GROWTH
 
-    def test_what_says_that_it_hides_is_tested_for_it(self, codec: Codec) -> None:
+    def test_a_codec_that_claims_to_encrypt_is_tested_for_it(self, codec: Codec) -> None:
         """Encryption has to pass `HidingConformance`, too."""
         assert codec.hides == isinstance(self, HidingConformance)
 
@@ -115,7 +115,7 @@ class CodecConformance:
 class HidingConformance(CodecConformance):
     """Additional suite for encryption."""
 
-    def test_what_hides_hides(self, codec: Codec) -> None:
+    def test_an_encrypting_codec_hides_the_content(self, codec: Codec) -> None:
         """The same block is stored in two different ways, which reveal nothing of it. Each can be
         decoded in its own place only, and any change is detected."""
         content = BLOCKS["numbers"]

@@ -108,7 +108,7 @@ class GroupConformance:
         for size in self.sizes:
             assert self.run(size, _meet_at_the_end) == [[True, True]] * size
 
-    def test_who_is_alone_at_the_end_is_told_so(self, tmp_path: Path) -> None:
+    def test_a_rank_alone_at_the_end_is_reported(self, tmp_path: Path) -> None:
         """A rank that waits for one that never comes continues after its time-out."""
         for size in self.sizes[1:]:
             folder = tmp_path / str(size)

@@ -90,7 +90,7 @@ class StoreConformance:
         assert self.make_store(nowhere).keys() == []
         assert not nowhere.exists()
 
-    def test_what_is_missing_says_so(self, store: Any) -> None:
+    def test_a_missing_one_is_reported(self, store: Any) -> None:
         """FileNotFoundError, for a missing version, shard or generation."""
         commit_one(store, key_of(1))
         for key in (key_of(2), key_of(1, shard=1, shards=2), key_of(1, generation=2)):
@@ -115,7 +115,7 @@ class StoreConformance:
             assert is_sound(store, key_of(1))
         assert store.keys() == [key_of(1)]
 
-    def test_a_mapped_image_outlives_what_happens_to_its_name(self, store: Any) -> None:
+    def test_a_mapped_image_outlives_its_name(self, store: Any) -> None:
         """A reader in the middle of a check must not see bytes of another version."""
         commit_one(store, key_of(1))
         with contextlib.closing(store.open_image(key_of(1))) as image:
@@ -135,7 +135,7 @@ class StoreConformance:
         with pytest.raises(FileNotFoundError):
             store.read_manifest(key_of(2))
 
-    def test_retiring_what_is_not_there_does_nothing(self, store: Any) -> None:
+    def test_retiring_a_missing_shard_does_nothing(self, store: Any) -> None:
         """Retention may retire a shard twice."""
         commit_one(store, key_of(1))
         store.retire(key_of(7))
@@ -168,7 +168,7 @@ class StoreConformance:
         assert not self.data_file(tmp_path, key_of(2)).exists()
         assert is_sound(store, key_of(1))
 
-    def test_cleaning_leaves_what_is_committed_and_what_is_others(
+    def test_cleaning_leaves_committed_files_and_those_of_others(
         self, store: Any, tmp_path: Path
     ) -> None:
         """Other shards' unfinished files belong to running writers."""

@@ -48,7 +48,7 @@ def job(job: Job) -> Job:
 
 
 def lose(job: Job, *nodes: int) -> None:
-    """Remove the nodes' disks, and the memory of all: everything was switched off."""
+    """Remove the nodes' disks, and the memory of all, as if all machines were switched off."""
     job.reboot()
     for node in nodes:
         shutil.rmtree(job.folder / f"node{node}")
@@ -63,8 +63,8 @@ def flushed(job: Job) -> list[int]:
 
 
 def start(job: Job, rule: str, version: int, **settings: object) -> Life:
-    """A run that is stopped, or has one gate left, when the rule has fired for `version`: however
-    slow the agents are, there is training left to do then."""
+    """A run that is stopped, or has one gate left, when the rule has fired for `version`: it still
+    has training to do then, however slow the agents are."""
     steps = range(version + 1, STEPS)
     gates = {f"before {step}": step for step in steps}
     life = job.start({VICTIM: rule}, gates=gates, settings=settings).waiting(f"before {steps[0]}")

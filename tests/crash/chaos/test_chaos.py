@@ -1,6 +1,6 @@
-"""Chaos: random faults by a seed, and after every recovery every bit is that of the reference.
+"""Chaos: random faults by a seed; after every recovery, every bit is that of the reference.
 
-Short here, long by hand (`make chaos`). A round that finds something says how to play it again.
+It is short here, and long by hand (`make chaos`). A finding names the command that repeats it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ OWED: dict[int, tuple[int, set[str]]] = {
     2193: (0, set()),
     97924: (3, {"memory", "disks", "persistent"}),
 }
-"""By seed: in so many runs at least something was owed, and these places decided what. More than
-that depends on how far agents had come; the first two hit what is in memory after every run, and
-2193, which has every basic kind of fault, loses so much that slow agents may leave nothing."""
+"""By seed: the least number of runs that owed a version, and the places that decided it. More
+depends on the progress of agents: the first two seeds damage memory after every run, and 2193,
+which has every basic kind of fault, loses so much that slow agents may leave no version."""
 NO_HOROVOD = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
 
@@ -75,7 +75,7 @@ def test_a_job_that_is_broken_again_and_again(launcher: str, tmp_path: Path, shm
 
 
 def something_was_owed(seed: int, lines: list[dict[str, Any]]) -> None:
-    """Or no version that came back could have been too old."""
+    """Otherwise no restored version could have been too old."""
     owed = [line["owed"] for line in lines if "owed" in line]
     promised = [max(each.values()) for each in owed]
     lives, places = OWED[seed]
@@ -125,7 +125,7 @@ def it_is_noticed_when_a_version_is_older_than_promised(run: Run) -> None:
 def test_a_refusal_is_right_where_nothing_is_owed(
     owed: int, said: str, finding: str, tmp_path: Path
 ) -> None:
-    """A run that ends before it began, by an error that all its ranks raise."""
+    """A run that ends before its first step, by an error that all its ranks raise."""
     text = Path(session.__file__).read_text()
     assert all(refusal in text for refusal in (REFUSAL, UNSEEN)), "it still says so"
     cluster: Any = SimpleNamespace(
@@ -187,7 +187,7 @@ def test_every_kind_of_fault_comes_and_all_that_mends_itself_is_mended() -> None
     }
 
 
-def test_every_round_aims_and_has_a_life_of_another_size_and_some_move_their_ranks() -> None:
+def test_every_round_has_aimed_faults_and_a_run_of_another_size_and_some_move_their_ranks() -> None:
     moved = 0
     for each in map(make_round, range(50)):
         faults = [fault for life in each.lives for fault in life.after]
@@ -202,7 +202,7 @@ def test_every_round_aims_and_has_a_life_of_another_size_and_some_move_their_ran
 DISKS = ("local", "parity", "persistent")
 
 
-# --- what is owed --------------------------------------------------------------------------------
+# --- owed versions -------------------------------------------------------------------------------
 
 
 class Told:
@@ -234,7 +234,7 @@ def told(survives: int = 1) -> Told:
     return made
 
 
-def test_what_the_table_in_the_design_says_is_owed() -> None:
+def test_the_owed_versions_are_those_of_the_table_in_the_design() -> None:
     everywhere = [("memory", node) for node in range(RANKS)]
     disks = [("local", node) for node in range(RANKS)]
     assert told().owed_after() == 9, "a trainer died"
@@ -245,7 +245,7 @@ def test_what_the_table_in_the_design_says_is_owed() -> None:
     assert Told().owed_after() == 0, "nothing was ever reported"
 
 
-def test_who_owes_what() -> None:
+def test_versions_are_owed_by_the_levels_that_hold_them() -> None:
     made = told()
     assert made.truth.owed() == {"memory": 9, "disks": 8, "persistent": 4}
     made.truth.lost("memory", 1)
@@ -261,7 +261,7 @@ def test_it_is_noticed_when_nothing_was_owed() -> None:
             something_was_owed(11, missing)
 
 
-def test_what_not_everybody_reported_is_not_owed() -> None:
+def test_a_version_that_not_all_ranks_reported_is_not_owed() -> None:
     made = told()
     made.truth.heard(1, 3, "sealed", "memory", 10, "")
     assert made.owed_after() == 9
@@ -289,7 +289,7 @@ def test_damage_is_owed_the_next_source() -> None:
     assert made.truth.promised() == 0
 
 
-def test_what_another_life_made_counts_up_to_where_this_one_began() -> None:
+def test_versions_of_another_run_count_up_to_the_start_of_this_one() -> None:
     made = told()
     made.truth.damaged("memory", 2, 1, 9)
     made.truth.began(2, 2, (1, 8))
@@ -302,7 +302,7 @@ def test_what_another_life_made_counts_up_to_where_this_one_began() -> None:
     assert made.truth.promised() == 4, "v8 is nobody's past now"
 
 
-def test_what_retention_may_have_taken_is_not_owed() -> None:
+def test_a_version_that_retention_may_have_removed_is_not_owed() -> None:
     made = Told()
     made.all_say("committed", "local", 2, 4, 6)
     made.truth.damaged("local", 0, 1, 6)
@@ -311,9 +311,9 @@ def test_what_retention_may_have_taken_is_not_owed() -> None:
     assert made.truth.promised() == 0
 
 
-def test_what_something_newer_took_the_place_of_is_not_owed_when_that_is_hit() -> None:
-    """v8 was protected by all, as a restart sees, and one that was killed did not tell: v6 went
-    when v10 came. Then peers cannot make v10, and v8 is damaged wherever it is."""
+def test_a_superseded_version_is_not_owed_when_its_successor_is_damaged() -> None:
+    """All protected v8, as a restart sees, but a killed one did not report it: v6 was removed when
+    v10 came. Then peers cannot rebuild v10, and all copies of v8 are damaged."""
     made = Told(survives=2)
     made.all_say("committed", "local", 6, 8)
     made.all_say("committed", "peer", 6)
@@ -329,9 +329,9 @@ def test_what_something_newer_took_the_place_of_is_not_owed_when_that_is_hit() -
     assert made.truth.promised() == 0
 
 
-def test_what_a_life_mended_is_the_version_that_it_began_from() -> None:
-    """Two nodes are lost, and the next run has their part of v4 made again: damage to v4 is no
-    damage to another version."""
+def test_a_run_repairs_the_version_that_it_started_from() -> None:
+    """Two nodes are lost, and the next run rebuilds their part of v4: damage to v4 is no damage to
+    another version."""
     made = Told(survives=2)
     made.all_say("committed", "local", 4)
     made.all_say("committed", "peer", 4)

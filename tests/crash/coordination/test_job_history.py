@@ -72,8 +72,8 @@ def test_killed_in_the_last_moment(job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-def test_an_agent_of_the_life_before_still_writes(job: Job) -> None:
-    """It holds v8 while the new run resumes and finds it; both get their versions to disk."""
+def test_an_agent_of_the_previous_run_still_writes(job: Job) -> None:
+    """The agent holds v8 while the new run resumes from it; both write their versions to disk."""
     job.settings.update(local_keep_last=9)
     old = stopped_agent(job, "stop@file:op=write,hit=2")
     life = job.start(gates={"stand": 17, "end": STEPS}).waiting("stand")
@@ -91,7 +91,7 @@ def test_an_agent_of_the_life_before_still_writes(job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-def test_an_agent_of_the_life_before_comes_too_late_for_its_slot(job: Job) -> None:
+def test_an_agent_of_the_previous_run_comes_too_late_for_its_slot(job: Job) -> None:
     """It was stopped before it could pin v8; the new run has reused that slot."""
     old = stopped_agent(job, "stop@agent:version=8")
     life = job.start(gates={"stand": 17}).waiting("stand")

@@ -1,5 +1,5 @@
-"""The experiment of `make spares` with few nodes: one is lost and a spare takes its place, and then
-another one, and none is left."""
+"""The experiment of `make spares` with few nodes: one is lost and a spare takes its place; then
+another is lost, and no spare is left."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "halting_jo
 STAND, LAST = 12, 14
 """All ranks stand before this step; the rank with the signal votes at v13, and v14 is the last."""
 GONE = f"kill@peer:op=begin,version={LAST}"
-"""The end of an agent that is to protect the last version. It comes before another agent can have
-joined: that one's exchange would end at once."""
+"""The end of an agent that protects the last version, before any other agent has joined: the
+exchange of one that has joined would end at once."""
 
 
 def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
@@ -67,7 +67,7 @@ def both_ended_after_the_same_version(job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-def test_one_rank_is_told_and_all_end_with_one_last_version(job: Job) -> None:
+def test_a_signal_to_one_rank_ends_all_with_one_last_version(job: Job) -> None:
     """The loop never calls should_exit()."""
     torchrun = start_torchrun(job, asks=False)
     (line,) = (x for x in job.journal(1, 0) if "pid" in x)
@@ -82,7 +82,7 @@ def test_one_rank_is_told_and_all_end_with_one_last_version(job: Job) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_launcher_is_told_and_hands_it_on(job: Job, workers: int) -> None:
+def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, workers: int) -> None:
     """The loop calls should_exit(). The launcher signals process groups, with workers of
     DataLoaders, too."""
     torchrun = start_torchrun(job, asks=True, workers=workers)
@@ -202,7 +202,7 @@ def test_one_that_is_at_its_end_may_take_its_time(start: Start, disarm: str, sta
     assert process.wait(PATIENCE_SECONDS) == status
 
 
-def test_a_forked_child_ends_when_told_so_and_its_parent_hears_nothing(start: Start) -> None:
+def test_a_forked_child_ends_at_a_signal_and_its_parent_receives_none(start: Start) -> None:
     """DataLoader ends its workers in this way."""
     child = "read, write = os.pipe()\nchild = os.fork()\n"
     child += "if not child:\n  os.write(write, b'!')\n  time.sleep(60)\n  os._exit(1)\n"

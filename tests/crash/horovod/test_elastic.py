@@ -94,7 +94,7 @@ def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> No
     assert {x["size"] for x in resumed} == {2}
     assert {tuple(x["levels"].items()) for x in resumed} == {(("memory", 2),)}
     lives = [x for x in resumed if x["rank"] == 0]
-    begun = [kill for kill in kills if kill[0] != "loading"]  # who is killed there never begins
+    begun = [kill for kill in kills if kill[0] != "loading"]  # a worker killed there never starts
     for (place, step, _), life in zip(begun, lives, strict=True):
         # At most the commit in progress is lost, and none once the next step has changed anything.
         assert life["step"] - step in MAY_RESUME.get(place, {-1, 0}), (place, step)

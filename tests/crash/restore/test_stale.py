@@ -36,7 +36,7 @@ def test_a_stale_version_is_not_combined_with_a_new_one_of_the_same_number(job: 
     job.ended_as_undisturbed()
 
 
-def test_a_life_that_was_overtaken_on_disk_is_not_its_successors_past(job: Job) -> None:
+def test_a_run_that_was_overtaken_on_disk_is_not_an_ancestor_of_its_successor(job: Job) -> None:
     """v12 and v16 of the first run are on disk; the job goes back to v9, and is killed at v14."""
     job.settings.update(local_every_steps=4, local_keep_last=9, when_busy="wait")
     life = job.start(gates={"stand": 18}).waiting("stand")
@@ -59,7 +59,7 @@ def test_a_life_that_was_overtaken_on_disk_is_not_its_successors_past(job: Job) 
     job.ended_as_undisturbed()
 
 
-def test_what_an_agent_of_a_forgotten_life_writes_is_not_taken_for_new(job: Job) -> None:
+def test_files_written_by_an_agent_of_a_forgotten_run_are_not_taken_for_new(job: Job) -> None:
     """Slots did not survive (no space in shared memory), and the agent of the second run is slow:
     when the third begins, nothing shows that there was a second."""
     volatile = "enospc@call:what=create_slot"

@@ -132,7 +132,7 @@ def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
 
 
 @pytest.mark.parametrize("point", points(["linked", "renamed", "v4 is retired"], "renamed"))
-def test_an_agent_is_killed_and_the_training_goes_on(point: str, job: Job) -> None:
+def test_an_agent_is_killed_and_the_training_continues(point: str, job: Job) -> None:
     """Its unfinished files have names that no process needs; its successor removes them."""
     rank = list(AGENT_POINTS).index(point) % RANKS
     rule = AGENT_POINTS[point]

@@ -1,4 +1,4 @@
-"""benchmarks/goodput.py for real, at toy size: a rank is killed, and the job comes back."""
+"""benchmarks/goodput.py run at toy size: a rank is killed, and the job resumes."""
 
 from __future__ import annotations
 

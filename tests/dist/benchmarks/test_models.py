@@ -1,7 +1,7 @@
-"""What the benchmarks train resumes to the bit, from every level, on two ranks; all are killed.
+"""Models of the benchmarks resume bit for bit, from every level, after a kill of both ranks.
 
-The models are those of benchmarks/lib/models.py, small where the benchmark's own would take
-minutes; stall.py, goodput.py and levels.py train them, and restart.py layers as `linear` has them.
+The models are those of benchmarks/lib/models.py, smaller where the benchmark's own would take
+minutes; stall.py, goodput.py and levels.py train them, and restart.py trains layers like `linear`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.training import Attached, Job, Place, attach, rank
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 MEMORY, LOCAL, PERSISTENT, END = 3, 5, 7, 9
-"""The versions that lives go on from, by the level that they find it on."""
+"""The versions from which runs resume, by the level of each."""
 
 
 def residual(models: Any) -> nn.Module:
@@ -39,7 +39,7 @@ def residual(models: Any) -> nn.Module:
 
 
 def narrow(models: Any) -> dict[str, Any]:
-    """By name, maker and sample as `models.build` wants them; None: the benchmark's own."""
+    """Maker and sample by name, as arguments of `models.build`; None: the benchmark's own."""
     return {
         "toy": None,
         "linear": (partial(models.linear_stack, 2, 512), models._vectors(512)),
@@ -77,7 +77,7 @@ def trained(job: Job, loss_of: Callable[[], torch.Tensor], step: Callable[[], No
 
 
 def undisturbed(name: str) -> tuple[list[str], str]:
-    """The course of a job that nothing happens to, and what it comes to."""
+    """The course of an undisturbed job, and its final state."""
     job, loss_of = built(name)
     return [trained(job, loss_of, lambda: None) for _ in range(END)], job.digest()
 
@@ -99,14 +99,14 @@ def killed(name: str, place: Place, shared: str, folder: Path) -> None:
 
 
 def later_lives(name: str, place: Place, shared: str) -> dict[str, Any]:
-    """Those that come after it: what each found, and how the job went on."""
+    """The later runs: the version that each restored, and its further course."""
     course: list[str] = []
     found = []
     for end in (LOCAL, PERSISTENT, END):
         job, loss_of = built(name)
         with torch.no_grad():
             for parameter in job.model.parameters():
-                parameter.mul_(2 + len(found))  # what is not restored shows
+                parameter.mul_(2 + len(found))  # state that is not restored shows
         attached: Attached = attach(job, place, persistent_path=shared)
         restored = attached.ckpt.restore()
         found.append((restored.version, restored.levels))
@@ -120,7 +120,7 @@ def later_lives(name: str, place: Place, shared: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["toy", "linear", "resnet18", "gpt2", "bert-large"])
-def test_every_model_goes_on_bit_for_bit_from_every_level(
+def test_every_model_continues_bit_for_bit_from_every_level(
     name: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")

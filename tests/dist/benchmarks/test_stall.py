@@ -21,7 +21,7 @@ STALL = Path(__file__).resolve().parents[3] / "benchmarks" / "stall.py"
 
 def start(folder: Path, line: str) -> subprocess.Popen[str]:
     command = [PYTHON, str(STALL), "--toy", "--dir", str(folder), *line.split()]
-    # No commit: whoever works on the tree meanwhile does not make another measurement of it.
+    # No commit: changes of the working tree during the test do not make it another measurement.
     environment = {**os.environ, **THROUGHOUT, "GIT_DIR": str(folder / "no-repository")}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -33,7 +33,7 @@ def results(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_that_was_ended_goes_on_with_the_missing_rounds(tmp_path: Path) -> None:
+def test_a_run_that_was_ended_continues_with_the_missing_rounds(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     line = f"--methods nothing,ours-memory --rounds 3 --json {path}"
     with start(tmp_path, line) as first:
@@ -65,7 +65,7 @@ def test_a_run_that_was_ended_goes_on_with_the_missing_rounds(tmp_path: Path) ->
 
 
 @on_demand("half a minute for code of the benchmarks alone")
-def test_what_people_use_today_is_measured(tmp_path: Path) -> None:
+def test_the_usual_ways_to_save_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     names = ["nothing", "dcp-thread", "dcp-tuned"]
     if importlib.util.find_spec("torchsnapshot"):

@@ -75,7 +75,7 @@ def resumed(place: Place) -> tuple[int, str, dict[int, str]]:
     return int(start), digest, course
 
 
-def test_a_loop_that_reduces_by_hand_is_killed_and_goes_on_exactly(
+def test_a_loop_that_reduces_by_hand_is_killed_and_continues_exactly(
     ranks: Any, own_ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

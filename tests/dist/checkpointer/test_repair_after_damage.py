@@ -58,7 +58,7 @@ def lose_memory(place: Place) -> None:
 
 
 @pytest.mark.parametrize("harm", [damage_data, damage_manifest, remove])
-def test_what_was_fetched_for_one_disk_is_on_all_disks_with_the_next_version(
+def test_a_shard_fetched_for_one_disk_is_on_all_disks_with_the_next_version(
     harm: Callable[[Path], None], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
@@ -83,7 +83,7 @@ def leave_in_memory_and_on_disk(place: Place) -> None:
     attached.ckpt.abandon()
 
 
-def test_what_was_taken_from_memory_is_put_where_its_file_was_damaged(
+def test_a_shard_taken_from_memory_replaces_its_damaged_file(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

@@ -75,7 +75,7 @@ def pin_and_crash(place: Place) -> None:
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_what_is_pinned_is_pinned_on_the_node_that_takes_a_lost_ones_place(
+def test_a_pin_is_kept_on_the_node_that_replaces_a_lost_one(
     everywhere: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Otherwise its part of a version that the others keep would be removed."""

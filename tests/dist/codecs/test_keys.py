@@ -1,4 +1,4 @@
-"""Keys of encrypted levels: the same on all ranks, or no rank begins."""
+"""Keys of encrypted levels: equal on all ranks, or no rank starts."""
 
 from __future__ import annotations
 

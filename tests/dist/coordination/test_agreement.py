@@ -141,7 +141,7 @@ def saved_by(asker: int, place: Place) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("asker", [0, 2])
-def test_what_one_rank_asks_for_all_ranks_take(
+def test_a_request_of_one_rank_is_taken_by_all_ranks(
     asker: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -278,7 +278,7 @@ def told_of_a_failure(place: Place) -> tuple[Any, ...]:
     return void, cause
 
 
-def test_all_ranks_are_told_of_it(own_ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_all_ranks_learn_of_a_failed_version(own_ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     fault = {"TIERCKPT_FAULTS": "eio@copy:version=3"}
     zero, one = own_ranks([{}, fault]).run(told_of_a_failure, Place.under(tmp_path, shm_dir))
     assert zero == ([(5, 2)], []) or zero == ([(3, 2)], [])
@@ -405,7 +405,7 @@ def test_a_version_that_is_incomplete_does_not_count_in_retention(
     assert kept(place, 0) == kept(place, 1) == [3, 6], "two versions that can be restored"
 
 
-def test_what_never_gets_complete_does_not_fill_the_other_disks(
+def test_a_version_that_never_completes_does_not_fill_the_other_disks(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -425,7 +425,7 @@ def go_on(place: Place) -> int:
     return restored.version
 
 
-def test_nor_does_what_the_life_before_left_incomplete(
+def test_an_incomplete_version_of_the_previous_run_does_not_fill_them_either(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -462,7 +462,9 @@ def rank_one_dies_as_the_other_clears_up(place: Place) -> tuple[bool, int]:
     return fired, version
 
 
-def test_who_has_just_died_keeps_its_slots(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_a_rank_that_has_just_died_keeps_its_slots(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
     place = Place.under(tmp_path, shm_dir)
     assert ranks(2).run(rank_one_dies_as_the_other_clears_up, place) == [(True, 2), (False, 2)]
 

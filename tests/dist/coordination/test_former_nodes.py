@@ -125,7 +125,7 @@ def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str
     return told
 
 
-def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
+def test_a_job_that_shrank_reads_the_memory_of_the_nodes_it_left(
     place: Place, agents: Agents, ranks: Any
 ) -> None:
     """The run takes its own version at the first boundary: those nodes may be gone soon."""
@@ -141,7 +141,7 @@ def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
     assert [text.partition(",")[0] for text in later["silent"]] == ["node a", "node c"]
 
 
-def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
+def test_a_job_that_shrank_reads_the_disks_of_the_nodes_it_left(place: Place, ranks: Any) -> None:
     """Encoded, too; the version that was only in their memory is lost with it."""
     ranks(3).run(leave_behind, place, local_codecs="zstd")
     forget_memory(place)
@@ -162,7 +162,7 @@ def save_and_leave(place: Place) -> str:
     return exact.digest(job.replicated())
 
 
-def test_a_damaged_file_there_does_not_hide_what_is_sound_in_memory(
+def test_a_damaged_file_on_a_former_node_does_not_hide_a_sound_copy_in_memory(
     place: Place, ranks: Any, tmp_path: Path
 ) -> None:
     """Nor in the other direction."""
@@ -206,7 +206,9 @@ def come_back_apart(place: Place, port: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("left", ["a", "b"])
-def test_also_after_a_life_whose_agents_did_not_meet(left: str, place: Place, ranks: Any) -> None:
+def test_former_nodes_are_found_after_a_run_whose_agents_did_not_meet(
+    left: str, place: Place, ranks: Any
+) -> None:
     """They know each other from the run before."""
     ranks(2).run(leave_in_memory, place)
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -215,7 +217,7 @@ def test_also_after_a_life_whose_agents_did_not_meet(left: str, place: Place, ra
     assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
 
 
-def test_parity_of_nodes_that_were_left_makes_what_others_lost(
+def test_parity_of_former_nodes_rebuilds_lost_shards(
     place: Place, agents: Agents, ranks: Any, tmp_path: Path
 ) -> None:
     """c has the copy of b's shard. b is lost, and a spare takes its place."""
@@ -227,7 +229,7 @@ def test_parity_of_nodes_that_were_left_makes_what_others_lost(
         assert told["restored"] == (EARLIER, {"local": 1, "peer": 1, "agent": 1})
 
 
-def test_lives_that_end_before_they_have_a_version_of_their_own_pass_it_on(
+def test_runs_that_end_before_their_first_version_pass_former_nodes_on(
     place: Place, ranks: Any
 ) -> None:
     """The second run has a node that the first had not, and learns of the others from it."""
@@ -239,7 +241,7 @@ def test_lives_that_end_before_they_have_a_version_of_their_own_pass_it_on(
         assert [each["replicated"] for each in told] == [before[0]] * 2
 
 
-def test_none_of_those_lives_hides_whom_another_one_met(place: Place, ranks: Any) -> None:
+def test_no_such_run_hides_the_nodes_that_another_run_met(place: Place, ranks: Any) -> None:
     """They have one generation, as they left no data; b's list of c is older than c's from a."""
     before = ranks(3).run(leave_behind, place)
     for nodes in ("ab", "ac", "ba"):
@@ -248,16 +250,14 @@ def test_none_of_those_lives_hides_whom_another_one_met(place: Place, ranks: Any
         assert [each["replicated"] for each in told] == [before[0]] * 2
 
 
-def test_nodes_whose_agents_died_are_as_lost_as_ever(
-    place: Place, agents: Agents, ranks: Any
-) -> None:
+def test_former_nodes_whose_agents_died_are_lost(place: Place, agents: Agents, ranks: Any) -> None:
     ranks(3).run(leave_behind, place)
     agents.kill("a", "c")
     with pytest.raises(AssertionError, match=r"1 of 3 shards of v7, shards 0, 2 missing"):
         ranks(1).run(come_back, place, "b")
 
 
-def test_what_is_damaged_there_is_no_reason_to_begin_afresh(
+def test_damage_on_a_former_node_is_no_reason_for_a_fresh_start(
     place: Place, ranks: Any, tmp_path: Path
 ) -> None:
     """Only v3's files are left, and c's manifest of it is changed."""
@@ -297,7 +297,7 @@ def come_back_while_one_dies(place: Place, pid: int) -> dict[str, Any]:
     return told
 
 
-def test_one_that_dies_meanwhile_costs_what_it_alone_had(
+def test_a_former_node_that_dies_during_the_restore_costs_only_its_own_copies(
     place: Place, agents: Agents, ranks: Any
 ) -> None:
     """v7 needs c; of v3 its shard is copied on a."""

@@ -149,7 +149,7 @@ def test_also_where_the_forward_pass_is_the_boundary(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_that_skip_together_lose_nothing(
+def test_ranks_that_skip_the_same_steps_lose_nothing(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """As a GradScaler does, and loops that accumulate gradients; also from the first step on."""
@@ -161,7 +161,7 @@ def test_ranks_that_skip_together_lose_nothing(
             assert found == expected, skips
 
 
-def test_nor_where_the_training_waits_for_what_is_busy(
+def test_skipped_steps_lose_nothing_where_training_waits_for_a_busy_level(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place, cases = Place.under(tmp_path, shm_dir), [(FIRST,), (FIRST, 4)]

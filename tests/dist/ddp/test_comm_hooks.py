@@ -103,14 +103,16 @@ def resumed_with_error_feedback(kept: bool, place: Place) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_error_feedback_goes_on_where_it_was(
+def test_error_feedback_continues_where_it_was(
     size: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told in ranks(size).run(resumed_with_error_feedback, True, Place.under(tmp_path, shm_dir)):
         assert told == {"same": True, "restored": (CRASH, CRASH), "warned": []}
 
 
-def test_error_feedback_that_is_not_kept_is_said(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_error_feedback_that_is_not_kept_is_reported(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
     for told in ranks(2).run(resumed_with_error_feedback, False, Place.under(tmp_path, shm_dir)):
         assert told["restored"] == (CRASH, 0)
         assert not told["same"]
@@ -126,7 +128,7 @@ def hook_state_with_a_static_graph(place: Place) -> str:
     return str(caught.value)
 
 
-def test_what_a_hook_remembers_of_buckets_wants_the_same_buckets(
+def test_bucket_state_of_a_hook_needs_the_same_buckets(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -150,7 +152,7 @@ def what_is_stored_of_buckets(place: Place) -> dict[str, list[Any]]:
     return stored
 
 
-def test_what_is_stored_of_buckets_is_not_how_many_passes_there_were(
+def test_bucket_state_does_not_depend_on_the_number_of_passes(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Otherwise `tierckpt prove` would report an exact script as not exact."""
@@ -161,7 +163,7 @@ def test_what_is_stored_of_buckets_is_not_how_many_passes_there_were(
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_of_the_users_computes_what_it_computes_alone(
+def test_a_users_hook_computes_the_same_with_and_without_checkpoints(
     name: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told in ranks(2).run(trained_with_hook, name, Place.under(tmp_path, shm_dir)):
@@ -283,7 +285,7 @@ def registered_in_both(place: Place) -> dict[str, list[Any]]:
     return told
 
 
-def test_it_registers_what_ddp_registers_and_refuses_what_it_refuses(
+def test_it_registers_and_refuses_the_same_hooks_as_ddp(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """The error comes at the same moment, also for a second hook; and the log has the user's

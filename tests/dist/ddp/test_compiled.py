@@ -161,7 +161,7 @@ def crossed(way: str, place: Place) -> tuple[int, bool, list[str]]:
 
 
 @pytest.mark.parametrize("way", [*EAGER, PART])
-def test_what_was_compiled_restores_where_nothing_is(
+def test_a_compiled_job_restores_where_nothing_is_compiled(
     way: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told in ranks(2).run(crossed, way, Place.under(tmp_path, shm_dir)):

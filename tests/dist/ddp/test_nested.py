@@ -326,7 +326,7 @@ def restored_under_another_name(place: Place) -> str:
     return str(caught.value)
 
 
-def test_other_names_are_refused_and_told(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_other_names_are_refused_and_reported(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for text in ranks(2).run(restored_under_another_name, Place.under(tmp_path, shm_dir)):
         assert "model/net.module.head.weight" in text
         assert "model/net.head.weight" in text

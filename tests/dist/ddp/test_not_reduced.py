@@ -208,7 +208,7 @@ def take_up_alike(place: Place) -> tuple[str, str]:
     return parts_of(job, job.bare._modules)
 
 
-def test_where_they_are_alike_now_all_ranks_take_the_first_ones(
+def test_all_ranks_take_the_first_ranks_values_if_replicas_are_equal_now(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """The criterion was moved into the DDP module: ranks with different values would stay
@@ -265,7 +265,7 @@ def thawed(place: Place) -> dict[str, Any]:
     }
 
 
-def test_what_ddp_leaves_out_is_each_ranks_own_once_it_is_trained(
+def test_parameters_that_ddp_ignores_are_per_rank_once_they_are_trained(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """DDP is not notified when a frozen parameter is unfrozen."""

@@ -75,7 +75,7 @@ def one_has_much_to_say() -> tuple[bool, int]:
     return same and nothing, gathered[0]
 
 
-def test_what_one_rank_says_is_not_multiplied_by_the_ranks(ranks: Any) -> None:
+def test_a_value_given_by_one_rank_is_not_multiplied_by_the_ranks(ranks: Any) -> None:
     """gloo pads all objects to the longest: with 10,000 ranks 100 KB would become a gigabyte on
     each."""
     for understood, nbytes in ranks(3).run(one_has_much_to_say):

@@ -63,7 +63,7 @@ def trained_with_noise(place: Place) -> dict[str, Any]:
     return {"plain": plain, "course": course, "restored": int(restored), "heard": heard}
 
 
-def test_hooks_on_parameters_hear_of_no_gradients_but_the_trainings(
+def test_hooks_on_parameters_receive_only_the_gradients_of_training(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Three ranks: DDP gets its buckets by a simulated pass."""
@@ -97,7 +97,7 @@ def trained_with_built_in(kind: str, place: Place) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_that_is_built_in_computes_what_it_computes_alone(
+def test_a_built_in_hook_computes_the_same_with_and_without_checkpoints(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told in ranks(3).run(trained_with_built_in, kind, Place.under(tmp_path, shm_dir)):

@@ -22,7 +22,7 @@ from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
-# What the two blocks take for granted.
+# Definitions that the two blocks need.
 BEFORE = """\
 import torch
 net = torch.nn.Linear(4, 4)
@@ -68,7 +68,7 @@ def test_ten_lines_train_and_save(
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        # The second run begins at the end, and makes no step.
+        # The second run starts at the end, and makes no step.
         assert done.stdout == "versions 3\n", life
     assert list((tmp_path / "ckpts").rglob("*manifest*"))
 
@@ -98,7 +98,7 @@ def train_g(step):
 
 
 def two_models(block: str, folder: str, fails_at: int | None) -> tuple[int, str]:
-    """What docs/loops.md has, for six iterations: where it began, and the state at the end."""
+    """The loop of docs/loops.md, for six iterations: its first iteration, and its final state."""
     names = {"hvd": horovod(), "horovod_ckpt": importlib.import_module("horovod_ckpt")}
     torch.manual_seed(0)
     with working_in(Path(folder)):
@@ -110,7 +110,7 @@ def two_models(block: str, folder: str, fails_at: int | None) -> tuple[int, str]
     return int(names["ckpt"].restored), exact.digest([*state, exact.streams()])
 
 
-def test_two_models_that_take_turns_go_on_together(ranks: Any, tmp_path: Path) -> None:
+def test_two_models_that_take_turns_resume_from_the_same_point(ranks: Any, tmp_path: Path) -> None:
     """After a failure between the steps of one iteration, bit for bit."""
     pool, block = ranks(2, HOROVODRUN), block_with("train_g", ROOT / "docs" / "loops.md")
     plain = pool.run(two_models, block, str(tmp_path / "plain"), None)

@@ -1,7 +1,7 @@
 """The scripts of examples/restarts, run for real.
 
-Slurm's are in test_slurm.py, but for a decision that takes many restarts; elastic Horovod's is what
-the demo runs (test_demo.py).
+Slurm's are in test_slurm.py, except for a decision that needs many restarts; the demo runs the one
+for elastic Horovod (test_demo.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def job(undisturbed: list[Curve], tmp_path: Path, shm_dir: Path) -> Iterator[Res
 
 
 def went_on(job: RestartJob, undisturbed: list[Curve], levels: dict[str, int]) -> None:
-    """One restart, from the levels named, and nothing to be seen of it in the curves."""
+    """Check that there was one restart, from these levels, without a trace in the curves."""
     _, second = job.starts()
     assert second["start"] > 0
     assert second["levels"] == levels
@@ -112,7 +112,7 @@ def test_migration(job: RestartJob, undisturbed: list[Curve], tmp_path: Path) ->
 
 
 def test_suspending(job: RestartJob, undisturbed: list[Curve]) -> None:
-    # The script looks for what torchrun started: that must be its children.
+    # The script looks for processes that torchrun started: they must be its children.
     own = {"TIERCKPT_PATH": str(job.disks), "WARM_PYTHON_SERVERS": ""}
     torchrun = job.start("./torchrun_cold.sh", *job.options, **own)
     job.wait_for(lambda: job.step() >= HALF, "half of the training")
@@ -136,7 +136,7 @@ def listening(port: int) -> bool:
 
 @on_demand("40 s; a lost node and a job that shrinks are in tests/crash/examples/test_spares.py")
 def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
-    """Three nodes, two, and three again; what the lost one had comes from the others."""
+    """Three nodes, two, and three again; the others provide the shards of the lost one."""
     port = free_ports(1)[0]
     meeting = f"127.0.0.1:{port}"
 
@@ -157,7 +157,7 @@ def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
         )
 
     start("node0")
-    # All are of this machine, so whoever comes first keeps the meeting place: not one that is lost.
+    # All are on this machine, so the first one keeps the rendezvous: it must not be lost.
     job.wait_for(lambda: listening(port), "node 0's meeting place")
     start("node1")
     start("node2")
@@ -179,10 +179,10 @@ def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
     ("status", "restarts", "again"),
     [(75, 0, True), (75, 10, True), (75, 300, True), (1, 9, True), (1, 10, False), (0, 0, False)],
 )
-def test_what_was_halted_is_requeued_always_and_what_failed_ten_times(
+def test_a_halted_job_is_always_requeued_and_a_failed_one_ten_times(
     status: int, restarts: int, again: bool, tmp_path: Path
 ) -> None:
-    """With stand-ins for Slurm's programs, which write down what they are asked."""
+    """With replacements of Slurm's programs, which record their arguments."""
     for name, answer in (("srun", status), ("scontrol", 0), ("squeue", 0)):
         program = tmp_path / name
         program.write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/asked\nexit {answer}\n')

@@ -44,7 +44,7 @@ def job(
 
 
 def submit(cluster: SlurmCluster, job: RestartJob, script: str, *options: str) -> int:
-    """From examples/restarts, as its README says."""
+    """Submit the script in examples/restarts, as in its README."""
     log = f"--output={job.folder}/slurm-%j.out"
     command = [log, *options, script, *job.options]
     return cluster.submit(command, job.environment(), EXAMPLES)
@@ -58,12 +58,12 @@ def ended_well(cluster: SlurmCluster, job: RestartJob, number: int) -> None:
 
 
 def output_of(job: RestartJob, number: int) -> str:
-    """What the script and the ranks of a job said, in all runs."""
+    """Output of the script and the ranks of a job, in all runs."""
     return (job.folder / f"slurm-{number}.out").read_text()
 
 
 def lose_the_second_node(cluster: SlurmCluster, job: RestartJob, number: int) -> tuple[str, str]:
-    """In the middle, when it is protected; returns the nodes that the job had."""
+    """Lose a node in the middle of a protected job; returns the nodes of the job."""
     job.wait_for(lambda: job.step() >= HALF and job.kept(RANKS, "peer"), "protection")
     first, second = cluster.nodes_of(number)[:RANKS]
     cluster.lose(second)
@@ -71,7 +71,7 @@ def lose_the_second_node(cluster: SlurmCluster, job: RestartJob, number: int) ->
     return first, second
 
 
-def test_a_job_that_lost_a_node_is_requeued_and_goes_on_with_another(
+def test_a_job_that_lost_a_node_is_requeued_and_continues_with_another(
     cluster: SlurmCluster, job: RestartJob, undisturbed: list[Curve]
 ) -> None:
     number = submit(cluster, job, "slurm_requeue.sbatch", f"--nodes={RANKS}")
@@ -92,7 +92,7 @@ def test_a_job_that_lost_a_node_is_requeued_and_goes_on_with_another(
 def test_an_allocation_with_a_spare_node_is_not_given_up_nor_one_without(
     cluster: SlurmCluster, job: RestartJob, undisturbed: list[Curve]
 ) -> None:
-    """The spare node takes over from a lost one; when it is lost itself, fewer ranks go on."""
+    """The spare node takes over from a lost one; when it is lost itself, fewer ranks continue."""
     job.options += ["--step-seconds", "0.15"]
     number = submit(cluster, job, "slurm_spare.sbatch", f"--nodes={RANKS + 1}")
     job.wait_for(job.starts, "the job")
@@ -118,7 +118,7 @@ def test_an_allocation_with_a_spare_node_is_not_given_up_nor_one_without(
 
 
 def curve_of_all(job: RestartJob, rank: int) -> Curve:
-    """Exact loss by step in the lives that had all ranks; fewer see other data."""
+    """Exact loss by step in the runs with all ranks; fewer ranks read other data."""
     curve, ranks = {}, 0
     for line in job.lines(rank):
         ranks = line.get("ranks", ranks)
@@ -127,7 +127,7 @@ def curve_of_all(job: RestartJob, rank: int) -> Curve:
     return curve
 
 
-def test_suspended_and_then_told_that_its_time_is_over(
+def test_a_suspended_job_receives_the_signal_of_its_time_limit(
     cluster: SlurmCluster, job: RestartJob, undisturbed: list[Curve]
 ) -> None:
     number = submit(cluster, job, "slurm_requeue.sbatch", f"--nodes={RANKS}")

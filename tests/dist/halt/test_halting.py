@@ -20,11 +20,11 @@ from tierckpt.core import halt_conditions
 from tierckpt.halt import controller, request_file
 
 DURABLE = {"local_every_steps": 1000}
-"""Of itself, nothing would go to disk."""
+"""Without a halt, no version would go to disk."""
 TOLD_AT = 5
 """Steps that are done when a rank receives the signal."""
 LAST = TOLD_AT + 2
-"""It says so at the end of the step it is at, and all know at the end of the next."""
+"""The last step: the rank votes after its current step, and all know after the next one."""
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def test_it_is_enough_that_one_rank_asks(ranks: Any, tmp_path: Path, shm_dir: Pa
     assert one["answers"] == []
 
 
-def test_of_a_job_without_a_level_on_disk_the_last_version_goes_there_all_the_same(
+def test_of_a_job_without_a_level_on_disk_the_last_version_goes_there_nevertheless(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Memory stays as it is, for a successor on these nodes."""

@@ -167,7 +167,7 @@ def test_weights_that_the_forward_pass_normalises_are_taken_where_they_are_named
         assert told == {"complaints": [], "version": STEPS, "restored": True, "goes on": True}
 
 
-def test_where_they_are_not_named_the_event_says_what_to_set(
+def test_unnamed_optimizers_are_an_event_that_names_the_setting(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told in ranks(2).run(normalised, "", Place.under(tmp_path, shm_dir)):

@@ -186,7 +186,7 @@ def test_an_explicit_boundary_is_step_alone(ranks: Any, tmp_path: Path, shm_dir:
 
 
 class Pair(nn.Module):
-    """Two networks that train together."""
+    """Two networks that are trained in one loop."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -239,7 +239,7 @@ def hook_before_the_step(place: Place, release: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("release", ["forward", "backward"])
-def test_hooks_of_others_come_behind_the_barrier(
+def test_hooks_of_others_run_after_the_barrier(
     release: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -386,7 +386,7 @@ def check_gone_on(told: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("name", "cut"), CUT_SHORT)
-def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
+def test_training_continues_from_a_restore_after_an_iteration_cut_short(
     name: str, cut: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """From the version that was being copied, if the copier was fast; else from the one before.
@@ -430,7 +430,7 @@ def gone_on_with_another_checkpointer(
         pytest.param(before_the_forward_of_rank_0, True, id="in another one"),
     ],
 )
-def test_another_checkpointer_may_take_up_what_was_cut_short(
+def test_another_checkpointer_may_take_over_an_interrupted_restore(
     cut: Any, anew: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """After a restart of Horovod no rank waits for reductions of the earlier run."""

@@ -97,7 +97,7 @@ HEARD = {
 
 
 @BOTH
-def test_callbacks_hear_the_same_from_both_adapters(
+def test_callbacks_receive_the_same_from_both_adapters(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     assert ranks(2, kind).run(heard, Place.under(tmp_path, shm_dir)) == [HEARD] * 2
@@ -120,7 +120,7 @@ def troubled(place: Place) -> tuple[Any, ...]:
 
 
 @BOTH
-def test_what_callbacks_raise_disturbs_nobody(
+def test_an_error_in_a_callback_disturbs_nobody(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told in ranks(2, kind).run(troubled, Place.under(tmp_path, shm_dir)):

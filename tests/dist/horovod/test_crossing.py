@@ -104,7 +104,7 @@ CROSSINGS = [(now, before) for now in reversed(JOBS) for before in others(now)]
 
 
 @pytest.mark.parametrize(("now", "before"), CROSSINGS, ids=lambda job: f"{job[0]}-{job[1]}")
-def test_one_library_goes_on_where_another_was(
+def test_one_library_continues_where_another_was(
     now: Job, before: Job, left: Left, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     disk, made = left(before)

@@ -102,7 +102,7 @@ def with_a_counter(place: Place, new: int) -> tuple[str, str, str]:
     return joined(script, new, partial(Remembered, place, seed=9))
 
 
-def test_what_an_optimizer_saves_by_itself_is_sent(
+def test_state_that_an_optimizer_saves_by_itself_is_sent(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     one, other = ranks(2, HOROVODRUN).run(with_a_counter, Place.under(tmp_path, shm_dir), 1)
@@ -269,7 +269,7 @@ def sent_own_state(root: int) -> tuple[int, list[float]]:
     return model.calls, model.seen.tolist()
 
 
-def test_what_modules_save_of_their_own_is_sent(ranks: Any) -> None:
+def test_extra_state_of_modules_is_sent(ranks: Any) -> None:
     assert ranks(2, HOROVODRUN).run(sent_own_state, 1) == [(7, [0.0, 1.0, 2.0])] * 2
 
 
@@ -298,7 +298,7 @@ def only_one_made_both_steps(place: Place, ahead: int) -> tuple[list[str], bool]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_survivors_that_differ_are_made_alike(
+def test_survivors_that_differ_are_made_equal(
     ahead: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Both have made the same number of steps, but have different weights."""

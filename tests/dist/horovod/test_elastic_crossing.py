@@ -94,7 +94,7 @@ def plain_takes_up(place: Place) -> tuple[str, int, list[str]]:
 
 
 @pytest.mark.parametrize("kind", [GLOO, HOROVODRUN])
-def test_an_elastic_job_goes_on_where_another_was(
+def test_an_elastic_job_continues_where_another_was(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Its plain values stay, which is reported once."""
@@ -110,7 +110,7 @@ def test_an_elastic_job_goes_on_where_another_was(
 
 
 @pytest.mark.parametrize("kind", [GLOO, HOROVODRUN])
-def test_another_job_goes_on_where_an_elastic_one_was(
+def test_another_job_continues_where_an_elastic_one_was(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

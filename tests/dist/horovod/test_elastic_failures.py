@@ -225,7 +225,7 @@ def test_a_rank_is_lost_while_it_sends(ranks: Any, tmp_path: Path, shm_dir: Path
     ranks(2, HOROVODRUN).run(torn_by_a_broadcast, in_memory(tmp_path, shm_dir))
 
 
-def test_a_live_state_wins_over_what_cannot_be_seen(
+def test_a_live_state_wins_over_versions_that_cannot_be_seen(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     ranks(2, HOROVODRUN).run(unseen, in_memory(tmp_path, shm_dir))
@@ -249,7 +249,7 @@ def skips(version: int, agreed: Any) -> Any:
     return importlib.import_module("tierckpt.core.schedule").Decision()
 
 
-def test_going_back_farther_than_the_last_commit_is_said(
+def test_going_back_farther_than_the_last_commit_is_reported(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -275,7 +275,7 @@ def going_back_at_a_failure(place: Place) -> list[list[tuple[int, str]]]:
     return found
 
 
-def test_going_back_at_a_failure_is_said(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_going_back_at_a_failure_is_reported(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     """By one rank; as a warning if commits are lost."""
     place = Place.under(tmp_path, shm_dir)
     told, other = ranks(2, HOROVODRUN).run(going_back_at_a_failure, place)

@@ -311,7 +311,7 @@ def without_what_can_be_called(place: Place) -> list[str]:
     return said
 
 
-def test_what_cannot_be_called_is_refused_when_the_state_is_made(
+def test_an_object_without_a_call_is_refused_when_the_state_is_made(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """And not only at the first `sync()`."""
@@ -394,7 +394,7 @@ def scaled_after(place: Place, newcomer: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("newcomer", [False, True])
-def test_what_reset_callbacks_set_is_not_undone(
+def test_settings_of_reset_callbacks_are_not_undone(
     newcomer: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     told = ranks(2, HOROVODRUN).run(scaled_after, Place.under(tmp_path, shm_dir), newcomer)
@@ -439,7 +439,7 @@ def told_to_stop(place: Place) -> str:
     return str(caught.value)
 
 
-def test_replicas_that_differ_are_named_before_ranks_are_numbered_anew(
+def test_replicas_that_differ_are_named_before_ranks_are_renumbered(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Later groups could not find out since when; all continue from the state of one rank."""

@@ -125,7 +125,7 @@ def ask_twice_after_an_error() -> list[str]:
     return said
 
 
-def test_who_asks_second_gets_the_same_error(ranks: Any) -> None:
+def test_the_second_caller_gets_the_same_error(ranks: Any) -> None:
     """The copier thread may have asked before the training thread, and elastic Horovod restarts a
     job only for this error."""
     pool = ranks(3, HOROVODRUN)
@@ -160,8 +160,8 @@ class OnThree(GroupConformance):
 class OnThreeByHorovod(OnThree):
     """It waits on for the rank that never came, so it needs new ranks afterwards."""
 
-    def test_who_is_alone_at_the_end_is_told_so(self, tmp_path: Any) -> None:
-        super().test_who_is_alone_at_the_end_is_told_so(tmp_path)
+    def test_a_rank_alone_at_the_end_is_reported(self, tmp_path: Any) -> None:
+        super().test_a_rank_alone_at_the_end_is_reported(tmp_path)
         self.pool.kill()
 
 

@@ -175,7 +175,7 @@ def abandon(ckpt: tierckpt.Checkpointer) -> None:
     ckpt.abandon()
 
 
-def test_boundaries_that_are_all_passed_over_are_told(
+def test_a_loop_whose_boundaries_are_all_skipped_is_reported(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -185,7 +185,7 @@ def test_boundaries_that_are_all_passed_over_are_told(
     assert "the last 8 boundaries came between the backward passes" in said
 
 
-def test_a_final_version_between_passes_says_what_it_lacks(
+def test_a_final_version_between_passes_reports_its_missing_gradients(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """The final weights are the purpose of a training; no version at all would be worse."""
@@ -284,7 +284,7 @@ def use_what_was_dropped_before(place: Place) -> dict[str, Any]:
     return {"taken": attached.versions("sealed", "memory"), "said": said}
 
 
-def test_gradients_that_are_used_all_the_same_are_told(
+def test_gradients_that_are_used_after_all_are_reported(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """And none are assumed to be dropped, until they are dropped again."""
@@ -333,7 +333,7 @@ def cut_among_three(place: Place) -> dict[str, Any]:
     return {"at": int(restored), "same": again.digest() == alone.digest()}
 
 
-def test_who_drops_gradients_says_nothing_of_others(
+def test_a_loop_that_drops_gradients_reports_none_of_others(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -370,7 +370,7 @@ def told_to_end(place: Place, at: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_job_that_is_told_to_end_comes_back_exactly(
+def test_a_job_that_receives_a_signal_resumes_exactly(
     at: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Also if the request comes between the passes of a step."""
@@ -414,7 +414,7 @@ def back_from_between(place: Place) -> dict[str, Any]:
     return {"back": int(back), "at": int(restored), "said": len(said)}
 
 
-def test_what_was_between_passes_before_a_restore_is_over(
+def test_partial_passes_before_a_restore_are_discarded(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

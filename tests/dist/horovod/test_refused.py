@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Way, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_it_is_said_what_is_wrong_and_what_to_do(
+def test_an_error_names_the_problem_and_the_remedy(
     case: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for text in ranks(2, HOROVODRUN).run(refusal, case, Place.under(tmp_path, shm_dir)):

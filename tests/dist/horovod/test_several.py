@@ -331,7 +331,7 @@ def beside_a_launcher_of_the_scripts(place: Place, on_top: bool) -> tuple[int, b
 
 
 @pytest.mark.parametrize("on_top", [False, True])
-def test_what_a_script_made_of_the_optimizer_stays(
+def test_objects_that_a_script_built_from_the_optimizer_stay(
     on_top: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

@@ -128,7 +128,7 @@ def in_turn(
         pytest.param((whole, 2), id="frozen at first"),
     ],
 )
-def test_what_is_trained_later_is_each_ranks_own_from_then_on(
+def test_parameters_trained_later_are_per_rank_from_then_on(
     course: tuple[Any, ...], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     told = ranks(2, HOROVODRUN).run(in_turn, Place.under(tmp_path, shm_dir), *course)
@@ -229,7 +229,7 @@ def own_momentum_broadcast(place: Place) -> tuple[int, bool, bool]:
     return version, before == after, len(set(hvd.allgather_object(before))) == 2
 
 
-def test_a_broadcast_behind_the_restore_leaves_each_rank_its_own_momentum(
+def test_a_broadcast_after_the_restore_leaves_each_rank_its_own_momentum(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

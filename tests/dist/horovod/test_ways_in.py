@@ -310,7 +310,7 @@ def test_the_replaced_shutdown_closes_first(
     assert told == [{"closed": True, "left": [], "durable": 2, "up": False}] * 2
 
 
-def test_an_end_behind_a_shutdown_is_told(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_an_end_after_a_shutdown_is_reported(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     place = Place.under(tmp_path, shm_dir)
     for messages, left in ranks(2, HOROVODRUN).run(shut_down_behind_our_back, place):
         (said,) = messages
@@ -361,7 +361,7 @@ def broadcast_behind_a_restore(place: Place) -> tuple[bool, list[bool]]:
     return alike, stays
 
 
-def test_a_broadcast_behind_the_restore_moves_nothing(
+def test_a_broadcast_after_the_restore_moves_nothing(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Horovod makes a step to have optimizer state to send, and weight decay changes weights in
@@ -416,7 +416,7 @@ def parameters_are_broadcast(place: Place) -> dict[str, Any]:
     return told
 
 
-def test_a_broadcast_leaves_what_was_restored(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_a_broadcast_keeps_the_restored_state(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     """Each rank has its own statistics. Tensors that are not restored, or were trained since, are
     sent."""
     told = ranks(2, HOROVODRUN).run(parameters_are_broadcast, Place.under(tmp_path, shm_dir))
@@ -531,7 +531,7 @@ def loads_its_own(place: Place, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["rank 0", "rank 1", "through .data", "a part"])
-def test_what_the_script_loads_after_the_restore_is_every_ranks(
+def test_state_that_the_script_loads_after_the_restore_is_every_ranks(
     how: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Ranks do not continue with different weights: the last load wins on all of them."""

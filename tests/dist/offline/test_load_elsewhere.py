@@ -42,7 +42,7 @@ def test_all_nodes_folders_make_the_whole(
     shm_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if one is lost: its shard is rebuilt from the others' parity."""
+    """All nodes but a lost one suffice: its shard is rebuilt from the others' parity."""
     monkeypatch.setenv("TIERCKPT_SHM_DIR", str(tmp_path))  # nothing of the job is in memory here
     place = place_of(tmp_path, shm_dir)
     model, optimizer = ranks(RANKS).run(leave_behind, place, "xor")[0]

@@ -61,8 +61,8 @@ os._exit(0)
 def attached(
     network: Network, folder: Path, shm_dir: Path, interfaces: list[str], port: int = 0
 ) -> list[tuple[bool, str, list[tuple[str, int]]]]:
-    """By rank, one a node: whether the peer level is on, its errors, and all addresses at which
-    on that node."""
+    """For every rank, one per node: whether the peer level is on, its errors, and all addresses of
+    listeners on that node."""
     processes = []
     for rank, interface in enumerate(interfaces):
         environment = {
@@ -127,7 +127,7 @@ def test_an_address_that_cannot_work_is_named_on_all_ranks(
 
 
 def test_an_interface_with_ipv6_alone_has_an_address(network: Network) -> None:
-    """It is the global one: a link-local address is useless to other nodes."""
+    """The global address is taken: a link-local one is useless to other nodes."""
     space = network.nodes[0]
     for change in (["del", f"{network.address(0)}/24"], ["add", "fd00::7/64", "nodad"]):
         subprocess.run(

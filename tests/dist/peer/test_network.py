@@ -56,7 +56,7 @@ def start(network: Network, folder: Path, number: int, stall: float, rule: str =
 def begin_and_stop(
     network: Network, folder: Path, nodes: list[NodeProcess], stall: float
 ) -> list[Any]:
-    """Start all, begin v1, and return the addresses once the victim is stopped in the middle."""
+    """Start all, order v1, and return the addresses once the victim is stopped in the middle."""
     rule = f"stop@peer:op=send,member={VICTIM},version=1,hit=4"
     nodes += [start(network, folder, i, stall, rule) for i in range(3)]
     addresses = [node.heard() for node in nodes]

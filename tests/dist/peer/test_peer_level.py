@@ -1,4 +1,4 @@
-"""The peer level: a node that is lost with its disk and memory is rebuilt from the others."""
+"""The peer level: shards of a node lost with disk and memory are rebuilt from the others."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def lose(place: Place, tmp_path: Path, *nodes: int) -> None:
     ("scheme", "lost"),
     [("xor", (1,)), ("partner", (0,)), ("partner 2", (0, 2)), ("rs 1+2", (1, 2))],
 )
-def test_what_the_scheme_promises_comes_back_bit_for_bit(
+def test_the_losses_that_the_scheme_covers_are_restored_bit_for_bit(
     scheme: str, lost: tuple[int, ...], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = place_of(tmp_path, shm_dir)
@@ -148,7 +148,7 @@ def come_back_without_room(place: Place, poor: int) -> tuple[str, bool, dict[str
     return str(refusal.value), untouched, told
 
 
-def test_a_rank_without_memory_for_what_it_is_to_make_leaves_nobody_waiting(
+def test_a_rank_without_memory_for_its_lost_shard_leaves_no_other_waiting(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = place_of(tmp_path, shm_dir)
@@ -196,7 +196,7 @@ def save_without_pause(place: Place) -> list[set[str]]:
     return [{key.id.version for key in kind} for kind in (store.keys(), store.parities())]
 
 
-def test_what_is_protected_when_the_job_ends_frees_what_was_kept_until_then(
+def test_versions_protected_at_the_end_of_the_job_free_the_older_ones(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """No later boundary would free them."""
@@ -253,7 +253,7 @@ def refused(place: Place) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_protected_is_an_error_at_the_start(
+def test_a_scheme_that_cannot_protect_is_an_error_at_the_start(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for text in ranks(3).run(refused, place_of(tmp_path, shm_dir)):
@@ -262,7 +262,7 @@ def test_what_cannot_be_protected_is_an_error_at_the_start(
 
 
 def come_back_unprotected(place: Place, scheme: str, steps: range) -> dict[str, Any]:
-    """Restore within the scheme's promise, go on, and end as in a crash."""
+    """Restore within the scheme's promise, continue, and end as in a crash."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **settings(scheme))
     told = restored_into(job, attached)
@@ -353,7 +353,7 @@ def go_on_without_peers(place: Place, steps: range) -> list[int]:
     return [key.id.version for key in LocalStore(ckpt.config.directory).parities()]
 
 
-def test_what_is_protected_stays_over_lives_until_something_newer_is(
+def test_a_protected_version_stays_across_runs_until_a_newer_one_is_protected(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = place_of(tmp_path, shm_dir)

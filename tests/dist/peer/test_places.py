@@ -17,7 +17,7 @@ STEPS = 3
 RACKS = ((0, 1), (2, 3))
 """Racks of nodes; on a ring without racks the first two would keep only each other's parity."""
 INTERFACES = ("lo", "127.0.0.1")
-"""By name, and by address."""
+"""Interfaces given by name, and by address."""
 SCHEME = {"peer_redundancy": "partner", "local_every_steps": 100, "slots": 3, "when_busy": "wait"}
 
 
@@ -75,7 +75,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def test_agents_listen_where_they_are_told_and_a_lost_rack_comes_back(
+def test_agents_listen_at_the_given_address_and_a_lost_rack_is_restored(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     nodes = sum(map(len, RACKS))

@@ -66,7 +66,7 @@ def test_a_kill_in_every_phase(tmp_path: Path) -> None:
     for number, fared in enumerate(run(tmp_path, rules, stall_seconds=60.0)):
         rule = rules[number]
         assert fared["v1"][VICTIM] == "killed", rule
-        late = "commit" in rule or "@file" in rule  # all had heard the end: they commit, or not
+        late = "commit" in rule or "@file" in rule  # all had received the end: they commit, or not
         for survivor in (0, 2, 3):
             error = fared["v1"][survivor]
             if late:

@@ -33,7 +33,7 @@ def prove(command: tuple[str, ...], folder: Path, shm_dir: Path) -> str:
 
 
 def test_torchrun_with_a_loop_that_nobody_touched(tmp_path: Path, shm_dir: Path) -> None:
-    """torchrun itself restarts the killed processes, and nothing is left behind.
+    """torchrun itself restarts the killed processes, and no file remains.
 
     The scheduler was not given, and steps at the end of an epoch. These steps contain no end of an
     epoch: the output says so.

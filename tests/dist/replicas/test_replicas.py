@@ -113,8 +113,8 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 
 def damaged(place: Place, optimizer: str, trials: int, seed: int, together: bool) -> dict[str, Any]:
-    """Flip one bit on one rank, check the finding, mend it, and repeat. Without `together`, slices
-    are looked at one by one, though they are small."""
+    """Flip one bit on one rank, check the finding, repair it, and repeat. Without `together`,
+    slices are compared one by one, though they are small."""
     with pytest.MonkeyPatch.context() as patch:
         if not together:
             patch.setattr(replica_check, "LOOK_BYTES", 1)
@@ -202,7 +202,7 @@ def test_one_flipped_bit_is_found_within_a_round(
 
 
 def damaged_by_horovod(place: Place) -> dict[str, Any]:
-    """As `damaged`, with a weight and optimizer state; and several passes per step."""
+    """Like `damaged`, with a weight and optimizer state, and several passes per step."""
     job = make_horovod_job(Small, passes=2)
     events: list[tierckpt.Event] = []
     settings = {"replica_check_steps": ROUND, "agent": "inline", "local_every_seconds": 0}
@@ -254,8 +254,8 @@ iterations later the ranks start an inquiry, and one more later they know the di
 
 
 def apart(place: Place, cases: list[tuple[str, int]], by_horovod: bool) -> list[tuple[int, int]]:
-    """In each case rank 1 skips its step, or leaves the loop, a number of iterations after the
-    flip; all make the same backward passes. Returns versions, and reported drifts."""
+    """Rank 1 skips its step, or leaves the loop, a number of iterations after the flip in each
+    case; all make the same backward passes. Returns versions, and reported drifts."""
     found = []
     for way, late in cases:
         case = Place(f"{place.path}/{way}{late}", place.shm)
@@ -406,7 +406,7 @@ def swapped(place: Place) -> tuple[list[str], int | None]:
     return [event.message for event in trial.drifts()], clean
 
 
-def test_weights_that_are_swapped_behind_a_wait_are_no_drift(
+def test_weights_swapped_after_a_wait_are_no_drift(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for drifts, clean in ranks(2).run(swapped, Place.under(tmp_path, shm_dir)):
@@ -415,7 +415,7 @@ def test_weights_that_are_swapped_behind_a_wait_are_no_drift(
         assert clean >= ROUND
 
 
-def test_where_all_are_alike_nothing_is_found(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_equal_replicas_are_no_finding(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     names, boundaries = list(OF_EVERY_KIND), 3 * ROUND
     if everything():
         every = [*CASES, *PRODUCT]

@@ -107,7 +107,7 @@ def with_a_view(place: Place, shared: str, view: str, blind: int) -> dict[str, A
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize(("now", "blind"), [(2, 1), (3, 2)])
-def test_what_one_rank_cannot_see_is_read_by_the_others(
+def test_a_shard_that_one_rank_cannot_see_is_read_by_the_others(
     now: int, blind: int, view: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """If a rank's blindness counted as damage, every copy of every version would be rejected: all
@@ -180,7 +180,7 @@ def move(shared: Path, stem: str, back: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("newer", "version"), [(True, STEPS), (False, 4)])
-def test_what_was_retired_since_the_look_is_looked_for_once_more(
+def test_a_version_retired_since_the_scan_is_scanned_for_once_more(
     newer: bool, version: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """The newer version is restored; or the remaining one, if the retired one was simply

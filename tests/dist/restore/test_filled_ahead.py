@@ -105,7 +105,7 @@ def test_new_optimizer_state_is_in_place_when_all_is_verified(
             assert min(told["ready"][shard] for shard in (0, 1)) > 0, "its own share and the other"
 
 
-def test_what_another_rank_finds_damaged_is_not_kept(
+def test_a_tensor_that_another_rank_finds_damaged_is_not_kept(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Rank 0 has already filled its new tensors, also from rank 1's shards."""

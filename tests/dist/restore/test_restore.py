@@ -88,7 +88,7 @@ def take_up(place: Place) -> dict[str, Any]:
 
 @pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
 @pytest.mark.parametrize(("before", "now"), [(2, 2), (2, 1), (1, 2), (3, 2), (2, 3)])
-def test_any_number_of_ranks_can_go_on(
+def test_any_number_of_ranks_can_continue(
     before: int, now: int, local: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

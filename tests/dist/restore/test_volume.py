@@ -122,7 +122,7 @@ def rebuilt(place: Place, scheme: str = "xor") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("now", "held"), [(3, [[], [1], [2]]), (2, [[1], [2]]), (1, [[1, 2]])])
-def test_what_is_rebuilt_is_in_one_ranks_memory(
+def test_a_rebuilt_shard_is_in_the_memory_of_one_rank(
     now: int, held: list[list[int]], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = peer.place_of(tmp_path, shm_dir)
@@ -133,7 +133,9 @@ def test_what_is_rebuilt_is_in_one_ranks_memory(
     assert [each["held"] for each in told] == held
 
 
-def test_a_rebuild_reads_what_is_left_once(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_a_rebuild_reads_the_remaining_shards_once(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
     place = peer.place_of(tmp_path, shm_dir)
     ranks(3).run(peer.leave_behind, place, "xor")
     peer.lose(place, tmp_path, 1)
@@ -146,7 +148,7 @@ def test_a_rebuild_reads_what_is_left_once(ranks: Any, tmp_path: Path, shm_dir: 
     assert "rebuild" in told[0]["seconds"]
 
 
-def test_what_was_fetched_is_not_fetched_again_for_another_shards_damage(
+def test_a_fetched_shard_is_not_fetched_again_when_another_shard_is_damaged(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Shard 0 is remote only. Shard 1 is here, and damaged, which is found during the read."""

@@ -72,7 +72,7 @@ def told(place: Place) -> str:
 
 @pytest.mark.parametrize("name", ["r00001.0", "r00001.lock"])
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_what_is_in_the_way_of_one_rank_is_told_by_all(
+def test_an_obstacle_of_one_rank_is_reported_by_all(
     obstacle: str, name: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

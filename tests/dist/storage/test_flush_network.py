@@ -96,7 +96,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         network.remove()
 
 
-def test_a_node_that_is_cut_off_is_behind_and_completes_the_version_later(site: Site) -> None:
+def test_a_node_that_is_cut_off_lags_and_completes_the_version_later(site: Site) -> None:
     site.begin_and_stop()
     site.network.cut(VICTIM)
     site.nodes[VICTIM].go_on()

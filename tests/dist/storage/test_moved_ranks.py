@@ -47,7 +47,7 @@ def one_life(place: Place, nodes: list[str], steps: range) -> dict[str, Any]:
         (["a", "b"], ["b", "a"]),  # as many, distributed differently
     ],
 )
-def test_nothing_of_the_life_before_stays_when_it_is_not_needed_any_more(
+def test_nothing_of_the_previous_run_stays_when_it_is_no_longer_needed(
     first: list[str], then: list[str], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))

@@ -21,7 +21,7 @@ from tierckpt.tracing.summary import summarize
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
 WAYS = ["default", "groups", "lists of groups", "no names", "other names", "sparse and dense"]
-"""In which a job can have Horovod name its tensors."""
+"""Ways in which a job can have Horovod name its tensors."""
 
 HOROVOD_JOB = """
 import sys

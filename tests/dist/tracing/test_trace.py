@@ -12,7 +12,7 @@ from tierckpt.tracing.summary import summarize
 
 STEPS = 6
 PARAMETERS = 5 * 2
-"""Of `Net`: four layers and the head, a weight and a bias each."""
+"""Tensors of `Net`: four layers and the head, a weight and a bias each."""
 
 
 @only_layers_release()
@@ -83,7 +83,7 @@ def test_a_ddp_job_is_recorded(ranks: Any, tmp_path: Path, shm_dir: Path) -> Non
         assert write.nbytes > 0
 
 
-def test_a_second_life_goes_on_in_the_same_file(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_a_second_run_appends_to_the_same_file(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     folder = tmp_path / "traces"
     for life in range(2):
         place = Place.under(tmp_path / f"life{life}", shm_dir)

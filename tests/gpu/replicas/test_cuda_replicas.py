@@ -40,6 +40,6 @@ def test_a_bit_that_flips_on_the_gpu_is_another_digest() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_gpu_adds_up_what_a_cpu_does(dtype: torch.dtype) -> None:
+def test_a_gpu_sum_equals_the_cpu_sum(dtype: torch.dtype) -> None:
     values = torch.randn(100_003, dtype=torch.float64).to(dtype)
     assert weighted_sum(values.cuda()).cpu() == weighted_sum(values)

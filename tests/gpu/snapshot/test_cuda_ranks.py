@@ -87,7 +87,7 @@ def is_left_alone() -> dict[str, Any]:
     return {"losses": losses[KILLED_AT:], "end": job.digest()}
 
 
-def test_a_job_whose_rank_is_killed_on_the_gpu_goes_on_as_if_nothing_had_happened(
+def test_a_job_whose_rank_is_killed_on_the_gpu_resumes_as_if_nothing_had_happened(
     place: dict[str, str], tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=f"rank 1 ended with status -{signal.SIGKILL.value};"):
@@ -98,7 +98,7 @@ def test_a_job_whose_rank_is_killed_on_the_gpu_goes_on_as_if_nothing_had_happene
         assert told == {"begin": KILLED_AT, "levels": {"memory": 2}, **expected}
 
 
-def test_what_is_compared_depends_on_the_devices_random_stream() -> None:
+def test_the_compared_state_depends_on_the_devices_random_stream() -> None:
     """Otherwise the equalities above would not cover it."""
     losses = []
     for seed in (5, 6):

@@ -57,7 +57,7 @@ def path_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def watch_clones(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every barrier with remaining blocks: whether it cloned them."""
+    """True for every barrier that cloned its remaining blocks, False for the others."""
     cloned: list[bool] = []
     clone_rest = cuda.CudaSnapshot._clone_rest
 
@@ -209,7 +209,7 @@ def test_a_loop_on_a_stream_of_its_own_is_followed(
     again.close()
 
 
-def test_memory_that_cannot_be_page_locked_is_told_and_blamed_on_nobody_else() -> None:
+def test_memory_that_cannot_be_page_locked_is_reported_and_blamed_on_nobody_else() -> None:
     slot = Slot.create(None, "twice", 4096, 1 << 20)
     notices: list[tuple[str, int]] = []
     device = torch.device("cuda", torch.cuda.current_device())

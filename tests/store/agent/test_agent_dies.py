@@ -42,7 +42,7 @@ def check_resumes(tmp_path: Path, shm_dir: Path, version: int) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_last_version_of_a_job_is_on_disk_all_the_same(
+def test_the_last_version_of_a_job_is_on_disk_nevertheless(
     phase: str, tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start(f"kill@file:{phase}", tmp_path, shm_dir, marks, monkeypatch) as job:
@@ -61,8 +61,8 @@ def test_the_last_version_of_a_job_is_on_disk_all_the_same(
 def test_a_commit_that_two_agents_did_not_survive_is_given_up(
     tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would kill agent after agent. The training goes on, and the next commit counts from
-    zero."""
+    """The version would kill agent after agent. The training continues, and the next commit counts
+    from zero."""
     rules = "kill@file:op=fsync;kill@file:op=fsync,hit=1;kill@file:op=rename,hit=1"
     with start(rules, tmp_path, shm_dir, marks, monkeypatch) as job:
         job.run(2)

@@ -187,7 +187,7 @@ def old(shm_dir: Path, tmp_path: Path, agents: list[int]) -> Iterator[Any]:
     end(process)
 
 
-def test_what_an_import_adds_to_the_path_is_nothing_new(
+def test_a_path_added_by_an_import_does_not_count_as_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site-packages"
@@ -260,7 +260,7 @@ def come(request: pytest.FixtureRequest) -> Callable[..., None]:
     return do
 
 
-def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
+def test_an_agents_peers_and_port_pass_to_its_successor(
     come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """The node's first rank gets the roster, even if another one came before."""
@@ -282,7 +282,7 @@ def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
         client.close()
 
 
-def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it(
+def test_the_first_rank_receives_the_known_peers_also_where_another_one_overtook_it(
     come: Any,
     old: Any,
     shm_dir: Path,
@@ -327,11 +327,12 @@ def is_found(where: ListenSettings) -> bool:
             return False
 
 
-def test_the_life_after_next_is_told_and_finds_it_where_it_was(
+def test_the_run_after_the_next_receives_the_peers_and_finds_them_at_their_addresses(
     come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """The next run ended before its agents had met, or began to meet. The agent of that run informs
-    the one after it, whatever environment it has; and nodes that know the first agent find it."""
+    """The next run ended before its agents had met, or started to meet. The agent of that run
+    informs the one after it, whatever environment it has; and nodes that know the first agent
+    find it."""
     first = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(first)
     known_nodes = known("node")
@@ -355,7 +356,7 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
 def test_also_where_the_next_one_ended_at_once(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """As a run with a refused restore: no other agent has the data yet that it received from the
+    """A run with a refused restore: no other agent has the data yet that it received from the
     agent that shut down for it."""
     first = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(first)
@@ -377,7 +378,7 @@ def test_also_where_the_next_one_ended_at_once(
 def test_it_shuts_down_for_one_that_is_inline(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """In any environment: it would keep the port, and its knowledge of other nodes."""
+    """This holds in any environment: it would keep the port, and its knowledge of other nodes."""
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1))
     reach(zombie)
     known_nodes = known("node")
@@ -394,7 +395,7 @@ def test_it_shuts_down_for_one_that_is_inline(
         each.close()
 
 
-def test_a_trainer_of_the_life_before_that_still_lives_starts_no_agent(
+def test_a_living_trainer_of_the_previous_run_starts_no_agent(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """It may hang on a node where its rank is not any more. It is informed that it is outdated,
@@ -476,7 +477,7 @@ def test_only_the_commit_under_way_is_finished(
 def test_flushes_that_it_gives_up_are_named(
     old: Any, shm_dir: Path, tmp_path: Path, agents: list[int]
 ) -> None:
-    """As a warning, from one rank of the node."""
+    """One rank of the node reports it as a warning."""
     shared = PersistentStore(str(tmp_path / "shared"))
     shared.create()
     somebody = shared.lease("ffff", "another job")
@@ -498,7 +499,7 @@ def test_flushes_that_it_gives_up_are_named(
         client.close()
 
 
-def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
+def test_peers_that_were_unknown_during_a_commit_pass_on_too(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
@@ -532,7 +533,7 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
         client.close()
 
 
-def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
+def test_without_an_agent_waiting_work_fails_and_it_is_reported_once(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are free for the memory level then; and the agent is tried again."""
@@ -597,7 +598,7 @@ def test_ranks_of_a_node_that_differ_have_one_agent(
     assert index == same == 0
 
 
-def test_what_differs_between_launches_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_between_launches_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment.environment_fingerprint()
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_PORT", "12345")
@@ -649,7 +650,7 @@ print([e.text() for e in job.events if e.severity >= 30])
 def test_the_agent_finds_the_modules_that_the_script_finds(
     where: str, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """And no others in place of the standard library's, which the script imported before."""
+    """They do not replace modules of the standard library, which the script imported before."""
     (tmp_path / "script").mkdir()
     script = tmp_path / "script" / "train.py"
     script.write_text(SCRIPT)

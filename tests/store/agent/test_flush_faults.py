@@ -1,6 +1,6 @@
 """A real job's flushes meet a killed agent, a full device, and a store that hangs, fails, forbids.
 
-The training goes on each time, only the version in progress is lost, and the events say so.
+The training continues each time, only the version in progress is lost, and events report it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_a_shard_that_rotted_on_the_disk_is_not_passed_on(
         job.checkpointer.abandon()
 
 
-def test_trouble_that_passes_costs_nothing_and_is_told(
+def test_a_transient_error_costs_nothing_and_is_reported(
     tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(_faults.FAULTS_VARIABLE, f"eio@file:{PHASES['shard written']}")
@@ -177,7 +177,7 @@ with TinyJob(path, shm_dir=memory, **far) as job:
 """
 
 
-def test_a_killed_job_has_the_place_no_longer_though_its_agent_lives(
+def test_a_killed_job_no_longer_has_the_place_though_its_agent_lives(
     tmp_path: Path, shm_dir: Path
 ) -> None:
     path, shared = tmp_path / "ckpts", tmp_path / "shared"
@@ -200,7 +200,7 @@ def test_a_killed_job_has_the_place_no_longer_though_its_agent_lives(
 # --- the place -----------------------------------------------------------------------------------
 
 
-def test_a_full_persistent_device_is_behind_and_catches_up(
+def test_a_full_persistent_device_lags_and_catches_up(
     small_tmpfs: Path, tmp_path: Path, shm_dir: Path
 ) -> None:
     shared, filler = str(small_tmpfs / "shared"), small_tmpfs / "somebody else's"
@@ -231,7 +231,7 @@ def test_a_full_persistent_device_is_behind_and_catches_up(
 def test_a_device_too_small_for_one_more_version_has_room_again_when_fewer_are_kept(
     small_tmpfs: Path, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """As the error advises; and that needs no version to be committed first."""
+    """The error advises to keep fewer versions; no version needs to be committed first."""
     shared = str(small_tmpfs / "shared")
 
     def left() -> int:
@@ -321,7 +321,7 @@ NO_PATIENCE = 0.5
 def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent goes on without the job."""
+    """The agent continues without the job."""
     monkeypatch.setattr(stall_timeout, "QUIET_SECONDS", NO_PATIENCE)
     monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
     come, go_on, hang = hanging_uploads()
@@ -346,7 +346,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     check_restores(bucket, job.iteration, tmp_path, shm_dir)
 
 
-def test_what_fails_while_the_end_waits_is_said_when_it_fails(
+def test_a_failure_during_the_final_wait_is_reported_at_once(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last version's flush hangs until the failure of the one before was reported."""

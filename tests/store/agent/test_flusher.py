@@ -51,7 +51,7 @@ LIFE = "5eed"
 
 
 class Clock:
-    """Advances while a thread sleeps, and `meanwhile` is called."""
+    """A clock that advances while a thread sleeps, and calls `meanwhile`."""
 
     def __init__(self) -> None:
         self.seconds = 1e9
@@ -76,7 +76,7 @@ def source(key: ShardKey) -> ShardSource:
 
 
 def order(version: int, *here: int, run_id: str = LIFE) -> FlushOrder:
-    """For the node with the shards `here`; by default all of them."""
+    """An order for the node with the shards `here`; by default all of them."""
     return FlushOrder(
         directory="/nowhere",
         here=here or tuple(range(SHARDS)),
@@ -298,7 +298,7 @@ def test_a_pin_that_is_taken_away_while_it_is_being_set_is_gone(
 # --- progress and hangs --------------------------------------------------------------------------
 
 
-def test_a_flush_that_waits_as_it_should_gets_on_and_one_whose_store_hangs_does_not(
+def test_a_flush_that_waits_on_purpose_makes_progress_and_one_whose_store_hangs_does_not(
     node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, go_on = threading.Event(), threading.Event()
@@ -335,7 +335,7 @@ def test_a_flush_that_waits_as_it_should_gets_on_and_one_whose_store_hangs_does_
 def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
     node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever each begins, each waits for its own turn."""
+    """Each waits for its own turn, whenever it starts."""
     turns: list[int] = []
     write_at = PosixBackend.write_at
 
@@ -350,13 +350,13 @@ def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
             turns.clear()
             nodes[n].flush(order(version, n))
             assert set(turns) == {n}
-        clock.seconds += TimeSlots.turn_seconds  # the first one begins in the other's turn now
+        clock.seconds += TimeSlots.turn_seconds  # the first one starts in the other's turn now
 
 
 # --- passing and lasting trouble -----------------------------------------------------------------
 
 
-def test_trouble_that_passes_is_told_and_the_version_is_tried_again(
+def test_a_transient_error_is_reported_and_the_version_is_tried_again(
     node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Broken(monkeypatch, errno.EIO)
@@ -460,7 +460,7 @@ def test_a_newer_version_ends_the_tries_of_one_that_it_supersedes(
 # --- the lease -----------------------------------------------------------------------------------
 
 
-def test_a_place_that_another_job_holds_is_told_of_and_given_up(
+def test_a_place_that_another_job_holds_is_reported_and_given_up(
     node: MakeNode, place: Path, clock: Clock
 ) -> None:
     place.mkdir()
@@ -491,9 +491,7 @@ def test_only_the_first_node_has_the_lease_kept(node: MakeNode) -> None:
     assert not keeping.is_alive()
 
 
-def test_no_lease_is_kept_for_those_who_are_dead(
-    node: MakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_lease_is_kept_for_dead_ranks(node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flush that they ordered keeps the lease until its end, and no longer."""
     come, go_on = threading.Event(), threading.Event()
     write_at = PosixBackend.write_at
@@ -523,10 +521,10 @@ def test_no_lease_is_kept_for_those_who_are_dead(
     assert keeper._thread is not None, "a trainer lives again"
 
 
-def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
+def test_an_abandoned_flush_keeps_its_files_and_leaves_the_lease_alone(
     node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run with another agent has begun."""
+    """A run with another agent has started."""
     come, go_on = threading.Event(), threading.Event()
     write_at = PosixBackend.write_at
 
@@ -602,10 +600,10 @@ def test_the_lease_is_given_back_when_all_nodes_are_through(
         next_job.ensure()
 
 
-# --- a place that is not there -------------------------------------------------------------------
+# --- a missing place -----------------------------------------------------------------------------
 
 
-def test_what_a_place_is_in_is_not_made(node: MakeNode, tmp_path: Path) -> None:
+def test_the_parent_of_a_place_is_not_made(node: MakeNode, tmp_path: Path) -> None:
     zero = node(place=tmp_path / "lustre" / "us" / "job")
     said = zero.flush(order(1))
     assert type(said) is FlushFailed
@@ -651,7 +649,7 @@ def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back
 def test_a_place_that_is_mounted_in_mid_run_is_written_to(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:
-    """The job began before the mount, and never had the lease of the mounted place."""
+    """The job started before the mount, and never had the lease of the mounted place."""
     zero = node()
     assert zero.flush(order(1)).complete
     place.rename(tmp_path / "beneath")
@@ -673,7 +671,7 @@ def test_the_first_node_may_come_later(node: MakeNode, clock: Clock) -> None:
     assert one.warnings() == []
 
 
-def test_versions_that_another_node_never_completes_are_told_of(node: MakeNode) -> None:
+def test_versions_that_another_node_never_completes_are_reported(node: MakeNode) -> None:
     zero, one = node(nodes=2), node(node=1, nodes=2)
     for version in (1, 2, 3, 4):
         assert zero.warnings() == []
@@ -696,7 +694,7 @@ def begun(place: Path) -> list[int]:
 
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_what_is_never_completed_does_not_fill_the_place(
+def test_versions_that_are_never_completed_do_not_fill_the_place(
     failing: int, drops: bool, node: MakeNode, place: Path
 ) -> None:
     """One of three nodes fails for long; whichever it is, the others remove the unfinished
@@ -722,7 +720,7 @@ def test_what_is_never_completed_does_not_fill_the_place(
     assert 11 in versions(place)
 
 
-def test_nodes_look_one_after_the_other_for_what_is_never_completed(
+def test_nodes_take_turns_to_look_for_versions_that_are_never_completed(
     node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node a version later than the one before: listing the place from thousands of nodes at

@@ -47,7 +47,7 @@ def party(shard: int) -> PartySettings:
 
 @contextlib.contextmanager
 def no_thread(*names: str) -> Iterator[None]:
-    """As in a container that allows no more threads: none with this name can be started."""
+    """Start no thread with this name, as in a container that allows no more threads."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -119,10 +119,10 @@ def test_whatever_an_order_raises_is_answered_and_the_next_one_runs(
     orders.check_idle(0)
 
 
-def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
+def test_an_order_is_carried_out_by_the_agents_that_knew_each_other_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new run, which has other shards here, begins while an order waits. The order fails, as its
+    """A new run, which has other shards here, starts while an order waits. The order fails, as its
     peers are gone, and does not count as protected by omission."""
     orders = Orders(tmp_path, 0)
     orders.made.open(ListenSettings("one run", "lo", 0, "localhost"))
@@ -159,7 +159,7 @@ def answers(address: Address, secret: str) -> bool:
         return True
 
 
-def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
+def test_peers_of_the_previous_run_are_answered_until_a_later_one_starts(
     tmp_path: Path,
 ) -> None:
     """A run may end before all its nodes have met, or know that they have."""
@@ -185,7 +185,7 @@ def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
     orders.made.close()
 
 
-def test_who_cannot_have_a_new_port_stays_at_the_old_one(tmp_path: Path) -> None:
+def test_an_agent_that_cannot_get_a_new_port_stays_at_the_old_one(tmp_path: Path) -> None:
     orders = Orders(tmp_path)
     place = orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -200,7 +200,7 @@ def test_who_cannot_have_a_new_port_stays_at_the_old_one(tmp_path: Path) -> None
     orders.made.close()
 
 
-def test_no_thread_to_listen_with_is_told_and_nothing_waits_for_it(tmp_path: Path) -> None:
+def test_a_missing_listener_thread_is_reported_and_nothing_waits_for_it(tmp_path: Path) -> None:
     orders = Orders(tmp_path, 0)
     with no_thread("tierckpt-peer"), pytest.raises(ConfigError, match=r"cannot listen.*new thread"):
         orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
@@ -278,7 +278,7 @@ def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("then", ["retired", "made anew"])
-def test_no_parity_is_made_of_a_file_that_changed_meanwhile(
+def test_no_parity_is_made_of_a_file_that_changed_during_the_read(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention gives its blocks to another version while they are being read."""
@@ -311,5 +311,5 @@ def test_no_parity_is_made_of_a_file_that_changed_meanwhile(
     assert [*tmp_path.rglob("*.parity")] == [], "on neither"
 
 
-def test_what_fails_is_no_version_that_was_left_out(tmp_path: Path) -> None:
+def test_a_failed_version_is_not_a_skipped_one(tmp_path: Path) -> None:
     assert not Orders(tmp_path, 0).order(1).superseded

@@ -128,7 +128,7 @@ def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
-def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any) -> None:
+def test_a_missing_agent_is_started_by_the_first_request(node: Any) -> None:
     first, second = AgentClient(*node(0)), AgentClient(*node(1))
     first.find()
     assert first.known_nodes(10 * PATIENCE_SECONDS) is None, "no agent comes that could know them"
@@ -146,7 +146,7 @@ def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any
 
 
 @pytest.mark.parametrize("answer", [b"", b'{"op": "unwelcome"}'], ids=["hangs up", "unwelcome"])
-def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
+def test_an_agent_that_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
     """The first try found no thread, or an agent of an earlier tierckpt with another one beside
     it."""
     client, found = AgentClient(*node(0)), threading.Event()
@@ -232,7 +232,7 @@ def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(no
 
 
 @pytest.mark.parametrize("when", ["before it looked", "later"])
-def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_lingers(
+def test_an_agent_whose_starter_died_without_a_request_waits_no_longer_than_it_lingers(
     when: str, node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, _ = node(0)
@@ -272,7 +272,7 @@ def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(
 
 
 def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
-    """It reads the job's output until no process has the other end open."""
+    """A launcher reads the job's output until no process has the other end open."""
     killed = trainer(node(0, linger=PATIENCE_SECONDS))
     pid = int(killed.stdout.readline())
     killed.send_signal(signal.SIGKILL)
@@ -287,7 +287,7 @@ def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
 
 
 def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
-    """As the second of two nodes without the first: that takes a minute."""
+    """The agent is one of two nodes without the other, which takes a minute."""
     settings, session = node(0)
     place = PersistentSettings(str(tmp_path / "far"), node=1, nodes=2)
     killed = trainer((settings, replace(session, persistent=place)))
@@ -323,7 +323,7 @@ def test_a_dead_ranks_launcher_need_not_wait_for_those_that_live(node: Any) -> N
     until(lambda: not alive(pid))
 
 
-def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
+def test_an_agent_waits_no_longer_than_requested(node: Any) -> None:
     killed = trainer(node(0, linger=0.2))
     pid = int(killed.stdout.readline())
     killed.send_signal(signal.SIGKILL)
@@ -346,7 +346,9 @@ def test_a_killed_one_that_has_its_successor_already_is_not_waited_for(node: Any
 
 
 @pytest.mark.parametrize(("since", "last"), [(1.0, True), (-PATIENCE_SECONDS, False)])
-def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, node: Any) -> None:
+def test_the_last_trainer_learns_of_its_agents_end_and_waits_for_it(
+    since: float, last: bool, node: Any
+) -> None:
     """No killed trainer is expected any more: its time is over."""
     _, session = node(0)
     with closing(agent.Agent(linger_seconds=0.0)) as server:
@@ -474,8 +476,10 @@ def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
-def test_it_waits_on_while_nodes_read_what_killed_ranks_left(node: Any, tmp_path: Path) -> None:
-    """As long as for those ranks, and for no other rank than before."""
+def test_an_agent_waits_on_while_nodes_read_the_slots_of_killed_ranks(
+    node: Any, tmp_path: Path
+) -> None:
+    """The agent waits as long as for those ranks, and for no other rank than before."""
     settings, _ = node(0)
     serves = ServedPlaces(settings.root, settings.folder, str(tmp_path / "local"))
     where = ListenSettings("secret", "lo", 0, "localhost", serves)
@@ -591,7 +595,7 @@ where = f"/proc/self/fd/{{folder}}/agent0.socket"
 @needs_root
 @pytest.mark.parametrize("private", [True, False])
 def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
-    """Where the folder is not private any more, too."""
+    """The same holds when the folder is no longer private."""
     client = AgentClient(*node(0))
     pid = reach(client)
     place = client.settings.place()
@@ -709,7 +713,7 @@ def test_signals_that_are_meant_for_the_job_cut_nothing_short(
 def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container that allows no more threads for a while."""
+    """Allow no more threads for a while, as in a limited container."""
     start, refused = threading.Thread.start, list[threading.Thread]()
 
     def refuse_once(thread: threading.Thread) -> None:
@@ -737,7 +741,7 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
 
 
 def parties_of(ranks: int, members: int) -> list[PartySettings]:
-    """As many parties as a large node has, in large groups, with hosts of long names."""
+    """A large node's number of parties, in large groups, with long host names."""
     hosts = tuple(f"{i}.of.a.very.large.cluster.somewhere.example.org" for i in range(members))
     ports = tuple(range(40000, 40000 + members))
     groups = [tuple(range(rank, rank + 1000 * members, 1000)) for rank in range(ranks)]
@@ -748,7 +752,7 @@ def parties_of(ranks: int, members: int) -> list[PartySettings]:
 
 
 def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
-    """In both directions: their list, and a report of each one's failure."""
+    """Both directions are tested: their list, and a report of each one's failure."""
     client = AgentClient(*node(0))
     pid = reach(client)
     where = ListenSettings("secret", "lo", 0, "localhost")
@@ -775,8 +779,10 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
-def test_what_the_system_does_not_take_is_told(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not treated as a full buffer, which would be waited for."""
+def test_a_setting_that_the_system_refuses_is_reported(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is not treated as a full buffer, which would be waited for."""
     client = AgentClient(*node(0))
     pid = reach(client)
     # The abandoned agent would remove the folder, as no rank of a job uses it.
@@ -841,7 +847,7 @@ def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path
 
 
 def test_an_agent_that_comes_after_the_end_of_its_job_ends_without_a_word(shm_dir: Path) -> None:
-    """A job of a second is over, and its folder gone, before its agent's process has begun."""
+    """A job of a second is over, and its folder gone, before its agent's process has started."""
     settings = json.dumps(asdict(AgentSettings(str(shm_dir), "gone")))
     command = [sys.executable, "-m", "tierckpt.agent.process", settings, str(os.getpid())]
     done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, text=True)

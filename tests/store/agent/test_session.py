@@ -77,7 +77,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"), [(ValueError, "no such thing"), (MemoryError, ""), (RuntimeError, "zstd")]
 )
-def test_what_a_users_module_raises_costs_that_version_and_is_named(
+def test_an_error_of_a_users_codec_costs_that_version_and_is_named(
     kind: type[Exception],
     text: str,
     tmp_path: Path,
@@ -101,7 +101,7 @@ def test_what_a_users_module_raises_costs_that_version_and_is_named(
     assert not [e for e in job.events if "ended unexpectedly" in e.text()]
 
 
-def test_what_a_users_module_raises_in_a_restart_is_no_damage(
+def test_an_error_of_a_users_codec_in_a_restart_is_no_damage(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes were sound, or their checksum would differ: no older version is taken instead."""
@@ -144,7 +144,7 @@ def served(settings: SessionSettings, services: Any) -> Iterator[socket.socket]:
             thread.join()
 
 
-def test_whatever_cannot_be_begun_is_answered(
+def test_every_request_that_cannot_be_started_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id_ = VersionId(1, 7)
@@ -171,7 +171,7 @@ def test_whatever_cannot_be_begun_is_answered(
 
 
 @pytest.mark.parametrize("garbage", [b"{", b'{"op": "retire"}', b'{"op": "no such thing"}'])
-def test_what_an_agent_does_not_understand_is_answered_and_the_next_message_heeded(
+def test_an_unknown_message_is_answered_and_the_next_one_handled(
     garbage: bytes, tmp_path: Path
 ) -> None:
     settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
@@ -241,10 +241,10 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
         assert node.protector().known_nodes() == known_nodes
 
 
-def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_or_not(
+def test_work_handed_over_by_a_killed_trainer_is_done_with_or_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads them at boundaries. The kernel reports unread ones before sent messages."""
+    """The trainer reads them at boundaries. The kernel reports unread ones before sent messages."""
     begun, go_on, served = threading.Event(), threading.Event(), list[str]()
 
     def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
@@ -320,7 +320,7 @@ def sessions(
     (4, 8, [2, 3], (4, 5, 6, 7)),  # more
     (4, 4, [2, 3], (0, 1)),  # as many, dealt out differently by the launcher
 ])  # fmt: skip
-def test_what_ranks_left_that_went_to_another_node_goes_too(
+def test_slots_of_ranks_that_moved_to_another_node_are_removed_too(
     old: int, new: int, were: list[int], are: tuple[int, ...], tmp_path: Path
 ) -> None:
     for version in (1, 2):
@@ -365,7 +365,7 @@ def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
     assert there(tmp_path) == {(2, 3, 0), (2, 3, 1)}
 
 
-def test_what_a_flush_still_reads_stays_until_it_has(tmp_path: Path) -> None:
+def test_slots_that_a_flush_still_reads_stay_until_it_ends(tmp_path: Path) -> None:
     session = SessionSettings(str(tmp_path), 0, 1, keep_last=1, keep_every=0)
     for version in (3, 4):
         shards(tmp_path, 2, version, [0], of=1)

@@ -25,7 +25,7 @@ from tierckpt.testing import TinyJob, run_in_child
 def test_no_thread_to_reach_the_agent_costs_versions_on_disk_and_no_more(
     when: str, path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
 ) -> None:
-    """As in a container that allows no more threads for a while."""
+    """Allow no more threads for a while, as in a limited container."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -55,7 +55,7 @@ def test_no_thread_to_reach_the_agent_costs_versions_on_disk_and_no_more(
     assert STEPS + 4 in versions_on_disk(path)
 
 
-def test_what_fails_after_the_seal_costs_that_version_and_not_the_training(
+def test_a_failure_after_the_seal_costs_that_version_and_not_the_training(
     path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
 ) -> None:
     with TinyJob(path, local_every_steps=1, **settings) as job:
@@ -75,7 +75,7 @@ def test_what_fails_after_the_seal_costs_that_version_and_not_the_training(
 
 
 def end_with_a_dead_disk(path: Path, settings: dict[str, Any], report: Path) -> None:
-    """In its own process: the agent does not answer any more, as if stuck in the kernel."""
+    """The agent, in its own process, does not answer any more, as if stuck in the kernel."""
     stall_timeout.QUIET_SECONDS = shutdown.NOTICE_SECONDS = 0.2
     with TinyJob(path, **settings) as job:
         job.run(2)
@@ -127,7 +127,7 @@ class FailsOnce:
 def test_a_state_dict_that_raises_within_a_step_costs_a_version(
     tmp_path: Path, shm_dir: Path
 ) -> None:
-    """In a loop without `step()` it is called before the step returns."""
+    """The callback is called before the step returns, in a loop without `step()`."""
     net = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     events: list[tierckpt.Event] = []

@@ -103,7 +103,7 @@ def test_a_plain_adapter_is_one() -> None:
         (torch.nn.Linear(1, 1), "adapter is a Linear, which lacks attached"),
     ],
 )
-def test_what_is_no_adapter_is_refused(
+def test_an_object_that_is_no_adapter_is_refused(
     wrong: Any, says: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(TypeError, match=says):

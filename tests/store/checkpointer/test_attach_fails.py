@@ -108,7 +108,7 @@ def test_nothing_is_left_and_the_next_try_works(
         assert ckpt.restore() == 1
 
 
-def test_what_the_life_before_left_is_still_there(
+def test_versions_of_the_previous_run_are_still_there(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings["local_every_seconds"] = 0  # only in memory
@@ -141,7 +141,7 @@ class Hollow(torch.optim.Optimizer):
         return self.held.step(closure)
 
 
-def test_a_wrapper_without_hooks_and_what_is_in_it(settings: dict[str, Any], shm_dir: Path) -> None:
+def test_a_wrapper_without_hooks_and_its_contents(settings: dict[str, Any], shm_dir: Path) -> None:
     model, optimizer = build()
     hidden = Hollow(optimizer)
     hidden.held = Hollow(optimizer)  # type: ignore[assignment]
@@ -197,7 +197,7 @@ SCHEDULE = "a StepLR; give a dict of names and objects"
         ),
     ],
 )
-def test_what_is_given_in_the_place_of_something_else_is_named(
+def test_an_argument_in_the_place_of_another_is_named(
     make: Any, given: Any, said: str, settings: dict[str, Any]
 ) -> None:
     model, optimizer = build()
@@ -225,7 +225,7 @@ class Watch(tierckpt.Callbacks):
         ({"on_event": []}, r"on_event is \[\]; give a function"),
     ],
 )
-def test_what_cannot_be_called_is_refused_at_the_start(
+def test_an_object_without_a_call_is_refused_at_the_start(
     make: Any, given: dict[str, Any], said: str, settings: dict[str, Any]
 ) -> None:
     model, optimizer = build()

@@ -57,7 +57,7 @@ def test_a_look_at_an_older_version_costs_no_newer_one(
     assert back_from(path, settings) == (STEPS + 1, {"memory": 1}, course[STEPS + 1])
 
 
-def test_but_who_trains_on_from_it_has_given_up_the_rest(
+def test_a_run_that_trains_on_from_it_has_given_up_the_rest(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
     settings |= {"local_keep_last": 3}
@@ -118,7 +118,7 @@ def test_a_torn_state_is_no_version(
     assert (restored, state) == (STEPS + 1, course[STEPS + 1])
 
 
-def test_what_is_durable_does_not_depend_on_how_long_others_take(
+def test_durable_versions_do_not_depend_on_the_speed_of_other_levels(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
     """Ranks ask each other first: a store may take half an hour, in which their group's timeout
@@ -225,7 +225,7 @@ def test_but_not_without_the_other_ranks(
 
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
-def test_what_is_closed_refuses_at_once(
+def test_a_closed_checkpointer_refuses_at_once(
     end: str, path: Path, settings: Any, course: dict[int, str]
 ) -> None:
     """And a loop that goes on is not disturbed."""
@@ -252,7 +252,7 @@ def test_what_is_closed_refuses_at_once(
     assert job.fingerprint() == course[STEPS + 2]
 
 
-def test_who_restored_nothing_leaves_what_was_there(
+def test_a_run_that_restored_nothing_keeps_the_existing_versions(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
     """Also in a slot that the run does not use itself."""
@@ -373,7 +373,7 @@ def test_a_save_whose_boundary_brings_the_end_is_completed_first(
 
 
 @pytest.mark.parametrize("method", ["restore", "abandon", "pin", "unpin", "save"])
-def test_what_takes_all_ranks_is_refused_in_the_callback_of_an_event(
+def test_a_collective_call_is_refused_in_an_event_callback(
     method: str, path: Path, settings: Any, course: dict[int, str]
 ) -> None:
     refused = []

@@ -37,7 +37,7 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
         (store.LocalStore, "_write_manifest", "committed", "commit"),
     ],
 )
-def test_what_is_slow_is_told(
+def test_a_slow_call_is_reported(
     owner: Any,
     name: str,
     event: str,
@@ -60,7 +60,7 @@ def test_what_is_slow_is_told(
             assert seconds["stall"] == seconds["boundary"] + seconds["barrier"]
 
 
-def test_a_barrier_that_waits_is_told(
+def test_a_barrier_that_waits_is_reported(
     monkeypatch: pytest.MonkeyPatch, path: Path, shm_dir: Path
 ) -> None:
     """The step waits at the barrier while tensors that it would change are copied."""

@@ -47,7 +47,7 @@ def live_on(start: Start, **settings: Any) -> tuple[int, set[int]]:
     return told
 
 
-def test_an_interval_goes_on_where_the_life_before_ended(start: Start) -> None:
+def test_an_interval_continues_from_the_end_of_the_previous_run(start: Start) -> None:
     """No version was ever on disk: one is due at once. Then the interval starts."""
     timed = {"local_every_seconds": LONG_SECONDS}
     assert live_on(start, **timed) == (0, set())
@@ -74,7 +74,7 @@ def test_the_persistent_level_too(start: Start, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("on_level", "age"), [((3, 40.0), 60.0), ((3, None), float("inf")), ((5, 100.0), 0.0)]
 )
-def test_the_age_of_a_level_is_of_training_and_not_of_the_time_between_lives(
+def test_the_age_of_a_level_counts_training_and_not_the_time_between_runs(
     on_level: tuple[int, float | None], age: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(level: str, version: int, created: float | None) -> Found:

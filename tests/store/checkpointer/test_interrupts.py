@@ -104,7 +104,7 @@ class Interrupted:
         """Load nothing."""
 
 
-def test_an_interrupt_while_a_state_is_captured_is_told_as_what_it_cost(
+def test_an_interrupt_while_a_state_is_captured_is_reported_with_its_cost(
     path: Path, settings: Any
 ) -> None:
     job = TinyJob(path, agent="inline", **settings)

@@ -90,7 +90,7 @@ def test_a_loop_whose_forward_is_in_the_optimizers_closure(
 
 
 @pytest.mark.parametrize("given", ["the one that steps", "another one"])
-def test_an_optimizer_that_never_steps_is_told_of(
+def test_an_optimizer_that_never_steps_is_reported(
     given: str,
     path: Path,
     settings: Any,

@@ -31,7 +31,7 @@ def test_checkpointing_changes_nothing(path: Path, settings: Any, course: dict[i
 
 
 @pytest.mark.parametrize("release", ["backward", "forward"])
-def test_a_job_that_was_closed_goes_on(
+def test_a_job_that_was_closed_continues(
     path: Path, settings: Any, course: dict[int, str], release: str
 ) -> None:
     with TinyJob(path, release=release, **settings) as first:
@@ -272,7 +272,7 @@ def test_going_back_makes_the_versions_in_between_nobodys_past(
         assert third.fingerprint() == course[2]
 
 
-def test_going_back_within_one_life(path: Path, settings: Any, course: dict[int, str]) -> None:
+def test_going_back_within_one_run(path: Path, settings: Any, course: dict[int, str]) -> None:
     with TinyJob(path, local_keep_last=20, **settings) as job:
         job.run(STEPS)
         job.settle()
@@ -328,7 +328,7 @@ def test_a_version_that_is_not_there_is_an_error_and_changes_nothing(
     assert versions_on_disk(path)[-1] == STEPS
 
 
-def test_a_fresh_start_beside_old_files_keeps_them_and_says_so(path: Path, settings: Any) -> None:
+def test_a_fresh_start_beside_old_files_keeps_them_with_a_report(path: Path, settings: Any) -> None:
     with TinyJob(path, local_keep_last=1, **settings) as old:
         old.run(STEPS)
     before = {p.name: p.read_bytes() for p in path.glob("v*")}
@@ -343,7 +343,7 @@ def test_a_fresh_start_beside_old_files_keeps_them_and_says_so(path: Path, setti
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_directory_that_was_removed_is_no_fresh_start_and_it_is_said_what_is_in_memory(
+def test_a_removed_directory_is_no_fresh_start_and_versions_in_memory_are_reported(
     path: Path, settings: Any, committed: bool
 ) -> None:
     """The directory is emptied, if a version is known to have been in it; else it is removed."""
@@ -363,7 +363,7 @@ def test_a_directory_that_was_removed_is_no_fresh_start_and_it_is_said_what_is_i
     assert f"rm -r {path} {memory}" in said
 
 
-def test_what_is_in_memory_beside_a_directory_that_was_removed_is_also_said_to_a_changed_model(
+def test_versions_in_memory_beside_a_removed_directory_are_reported_to_a_changed_model_too(
     path: Path, settings: Any
 ) -> None:
     """A user with a changed model probably wants to start afresh."""
@@ -400,7 +400,7 @@ def test_a_directory_that_never_was_another_lifes_is_not_missed(
         assert not [e for e in second.heard("notice") if e.severity == logging.WARNING]
 
 
-def test_what_was_not_on_disk_yet_is_missed_by_nobody(path: Path, settings: Any) -> None:
+def test_a_version_that_was_not_yet_on_disk_is_not_missed(path: Path, settings: Any) -> None:
     settings |= {"agent": "inline", "local_every_steps": 1000}
     TinyJob(path, **settings).run(STEPS).checkpointer.abandon()
     with TinyJob(path, **settings) as second:

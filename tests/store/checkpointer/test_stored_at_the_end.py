@@ -122,7 +122,7 @@ CHANGES = [
     ("end", "change"),
     [*(("close", change) for change in CHANGES), *(("save", change) for change in CHANGES[:2])],
 )
-def test_what_is_stored_is_what_is_live(
+def test_the_stored_state_is_the_live_state(
     end: str,
     change: Callable[[TinyJob], None],
     tmp_path: Path,
@@ -184,7 +184,7 @@ def test_where_a_forward_pass_is_the_boundary_the_streams_are_those_before_it(
 # --- how it is stored ----------------------------------------------------------------------------
 
 
-def test_what_has_not_changed_is_not_written_twice(path: Path) -> None:
+def test_an_unchanged_version_is_not_written_twice(path: Path) -> None:
     with TinyJob(path) as job:
         job.run(STEPS)
         job.checkpointer.save(now=True)
@@ -192,7 +192,7 @@ def test_what_has_not_changed_is_not_written_twice(path: Path) -> None:
     assert {id_.generation for id_ in ids_on_disk(path)} == {1}
 
 
-def test_each_save_stores_what_has_changed_since_the_one_before(path: Path, shm_dir: Path) -> None:
+def test_each_save_stores_the_changes_since_the_previous_one(path: Path, shm_dir: Path) -> None:
     """One version of each number stays, independent of retention."""
     settings = {"local_keep_last": 3, "local_keep_every": STEPS, "local_keep_best": 2}
     with TinyJob(path, **settings) as job:
@@ -302,7 +302,7 @@ def test_where_one_rank_has_moved_on_all_ranks_take_it_again(
     assert id_.generation == (2 if every == 1 else 1)
 
 
-def test_what_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) -> None:
+def test_a_file_that_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) -> None:
     """All ranks have the version of the boundary, and report it."""
 
     def after(counter: Counter, rank: int) -> None:
@@ -315,7 +315,7 @@ def test_what_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) 
     assert any("cannot be stored without pickle" in each for each in messages)
 
 
-def test_who_makes_no_step_leaves_what_was_restored_as_it_was(path: Path, shm_dir: Path) -> None:
+def test_a_run_without_steps_keeps_the_restored_version(path: Path, shm_dir: Path) -> None:
     """Also if the version was only in memory: the result is the same whether or not an agent of the
     previous run had brought it to disk before it was killed."""
     settings = {"local_every_steps": 100}

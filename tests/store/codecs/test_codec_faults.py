@@ -73,7 +73,7 @@ def test_a_base_goes_with_the_last_that_refers_to_it(tmp_path: Path) -> None:
     assert kept == {1: [1], 2: [1, 2], 3: [3], 4: [3, 4]}
 
 
-def test_a_desk_that_begins_anew_refers_to_nothing(tmp_path: Path) -> None:
+def test_an_agent_that_restarts_refers_to_no_base(tmp_path: Path) -> None:
     for version in (1, 2):
         with session(tmp_path, keep_last=9) as at:
             commit(at, version)
@@ -81,7 +81,7 @@ def test_a_desk_that_begins_anew_refers_to_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_what_a_flush_still_reads_keeps_its_base(held: bool, tmp_path: Path) -> None:
+def test_a_version_that_a_flush_still_reads_keeps_its_base(held: bool, tmp_path: Path) -> None:
     with session(tmp_path) as at:
         for version in (1, 2):
             commit(at, version)
@@ -123,7 +123,7 @@ def test_nothing_comes_to_be_beside_a_base_that_went_while_it_was_written(tmp_pa
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_kill_at_any_operation_leaves_only_what_can_be_read(level: str, shm_dir: Path) -> None:
+def test_a_kill_at_any_operation_leaves_only_readable_versions(level: str, shm_dir: Path) -> None:
     command = [sys.executable, "-m", "tests.support.encoded_shards", level, str(shm_dir)]
     subprocess.run(command, check=True, timeout=240)
     _, contents = LEVELS[level]
@@ -139,7 +139,7 @@ def test_a_kill_at_any_operation_leaves_only_what_can_be_read(level: str, shm_di
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_error_at_any_operation_leaves_only_what_can_be_read(level: str, shm_dir: Path) -> None:
+def test_an_error_at_any_operation_leaves_only_readable_versions(level: str, shm_dir: Path) -> None:
     work, contents = LEVELS[level]
     for hit in range(1, 1000):
         place, finished = shm_dir / str(hit), [0]
@@ -163,7 +163,7 @@ def fired(rules: list[_faults.Rule]) -> bool:
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
-    """In the stored bytes, in the base, in either manifest."""
+    """The damage is in the stored bytes, in the base, or in either manifest."""
     with session(tmp_path, keep_last=9) as at:
         commit(at, 1)
         commit(at, 2)
@@ -184,7 +184,7 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     assert local_contents(tmp_path)[2] == content_of(2)
 
 
-def test_a_base_of_another_life_is_refused(tmp_path: Path) -> None:
+def test_a_base_of_another_run_is_refused(tmp_path: Path) -> None:
     """Another file has the same name."""
     with session(tmp_path, keep_last=9) as at:
         commit(at, 1)
@@ -220,7 +220,7 @@ def test_persistent_bases_stay_while_they_are_referred_to(writer: Writer, tmp_pa
     assert writer.store.read_manifest(name_of(4)).bases == (name_of(3),)
 
 
-def test_nobody_can_retire_what_a_version_refers_to(writer: Writer) -> None:
+def test_a_base_in_use_cannot_be_retired(writer: Writer) -> None:
     writer.flush(1)
     writer.flush(2)
     assert not writer.store.retire(name_of(1))
@@ -231,7 +231,7 @@ def test_nobody_can_retire_what_a_version_refers_to(writer: Writer) -> None:
     assert versions(writer) == []
 
 
-def test_a_version_whose_base_is_being_retired_does_not_come_to_be(writer: Writer) -> None:
+def test_a_version_whose_base_is_being_retired_is_not_committed(writer: Writer) -> None:
     """The remover has set its mark, and cannot see the manifest that does not exist yet."""
     writer.flush(1)
     place = Path(writer.store.url)
@@ -241,7 +241,7 @@ def test_a_version_whose_base_is_being_retired_does_not_come_to_be(writer: Write
     assert versions(writer) == [1]
 
 
-def test_nor_one_whose_base_went_while_its_manifest_was_written(
+def test_a_version_whose_base_went_while_its_manifest_was_written_is_not_committed(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remover had finished, its mark included, and saw no manifest."""
@@ -271,7 +271,7 @@ def test_a_version_that_was_never_complete_is_no_base(writer: Writer) -> None:
     assert writer.flush(3).base == name_of(2)
 
 
-def test_a_base_that_went_meanwhile_is_not_referred_to(tmp_path: Path) -> None:
+def test_a_base_that_was_removed_before_the_commit_is_not_referred_to(tmp_path: Path) -> None:
     """Another run of the job, or a user, removed the version that this one would refer to."""
     writer = Writer(tmp_path / "place", row="incremental full_every=9, zstd")
     for version in (1, 2):

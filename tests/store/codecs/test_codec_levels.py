@@ -33,7 +33,7 @@ def a_key_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def frozen_model() -> torch.nn.Module:
-    """Most of it never changes: megabytes, as in an embedding."""
+    """A model of which megabytes never change, as in an embedding."""
     torch.manual_seed(1)
     frozen = torch.nn.Linear(12, 50_000)
     head = torch.nn.Linear(12, 4)
@@ -87,7 +87,7 @@ def flushed(place: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_job_goes_on_from_encoded_shards(
+def test_a_job_continues_from_encoded_shards(
     row: str, job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     with job(local_codecs=row) as first:
@@ -111,7 +111,7 @@ def test_without_modules_files_stay_plain(job: Any, tmp_path: Path) -> None:
     assert "encoding" not in text
 
 
-def test_settings_may_change_between_lives(job: Any, course: dict[int, str]) -> None:
+def test_settings_may_change_between_runs(job: Any, course: dict[int, str]) -> None:
     for number, row in enumerate(("zstd", "", "incremental, aes-gcm", "zstd level=1"), start=1):
         with job(local_codecs=row) as each:
             assert int(each.restore()) == 2 * (number - 1)
@@ -135,7 +135,7 @@ def test_unchanged_blocks_are_referred_to_and_their_version_stays(
         assert second.fingerprint() == course[STEPS]
 
 
-def test_what_lost_its_base_is_passed_over(job: Any, tmp_path: Path) -> None:
+def test_a_version_that_lost_its_base_is_skipped(job: Any, tmp_path: Path) -> None:
     folder = tmp_path / "ckpts"
     with job(local_codecs="incremental full_every=3", local_keep_last=6) as first:
         first.run(STEPS)
@@ -177,7 +177,7 @@ def key_id(key: str) -> str:
 
 
 @pytest.mark.parametrize("key", [OTHER_KEY, ""])
-def test_with_another_key_or_none_nothing_starts_and_it_is_said(
+def test_with_another_key_or_none_nothing_starts_and_the_reason_is_reported(
     key: str, job: Any, course: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even from an older version that needs no key: going on from it would retire this one."""
@@ -230,7 +230,7 @@ def test_after_a_change_of_keys_in_mid_run_the_new_one_is_enough(
         assert second.fingerprint() == course[STEPS]
 
 
-def test_a_life_refers_to_its_own_versions_only(
+def test_a_run_refers_to_its_own_versions_only(
     job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     """Another run's versions may have other rules, even if the agent that wrote them still runs."""
@@ -324,7 +324,7 @@ def test_nothing_of_the_weights_or_the_key_is_on_disk_in_the_clear(
 
 @pytest.mark.parametrize("row", ["", "zstd", "incremental full_every=4, zstd, aes-gcm"])
 @pytest.mark.parametrize("local", ["", "zstd level=1, zstd"])
-def test_a_job_goes_on_from_the_persistent_level(
+def test_a_job_continues_from_the_persistent_level(
     local: str, row: str, job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"

@@ -40,7 +40,9 @@ def books(path: Path) -> tuple[Agreement, Two]:
     return made, group
 
 
-def test_what_one_rank_knows_to_be_safe_is_safe_for_one_that_has_not_read_it(path: Path) -> None:
+def test_a_version_that_one_rank_knows_to_be_safe_is_safe_for_one_that_has_not_read_it(
+    path: Path,
+) -> None:
     """When they settle open versions: otherwise each rank would keep another version, and none
     could be restored."""
     (ahead, first), (behind, second) = books(path), books(path)

@@ -215,8 +215,8 @@ with checkpointer(*training()):
     assert process.wait(50) == 1
 
 
-def test_workers_of_a_trainer_that_is_gone_end_when_told_to(start: Start) -> None:
-    """Also if the trainer was still alive when they received the signal."""
+def test_workers_of_a_trainer_that_is_gone_end_at_a_signal(start: Start) -> None:
+    """The same holds if the trainer was still alive when they received the signal."""
     process = start(
         STUCK
         + """

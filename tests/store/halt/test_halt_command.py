@@ -91,7 +91,7 @@ def test_a_path_is_the_same_however_it_is_written(
         assert ends(job)
 
 
-def test_who_is_dead_looks_nowhere_and_what_is_no_list_names_nothing(shm_dir: Path) -> None:
+def test_a_dead_job_looks_nowhere_and_an_invalid_list_names_nothing(shm_dir: Path) -> None:
     job = JobDirectory.at(shm_dir, "job")
     job.create()
     job.lock_path(0).write_text(f"1\n{json.dumps(['/dead'])}")

@@ -49,9 +49,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("order", ["01", "10"])
-def test_behind_the_last_end_a_signal_is_the_processs(
-    order: str, path: Path, shm_dir: Path
-) -> None:
+def test_after_the_last_end_a_signal_is_the_processs(order: str, path: Path, shm_dir: Path) -> None:
     process = python(BOTH_CLOSED, path, shm_dir, *order, warm=True)
     try:
         assert process.wait(50) == -signal.SIGTERM
@@ -138,7 +136,7 @@ builtins.goes_last = Last(
 """
 
 
-def test_the_same_request_again_is_no_death_behind_a_clean_end(path: Path, shm_dir: Path) -> None:
+def test_the_same_request_again_is_no_death_after_a_clean_end(path: Path, shm_dir: Path) -> None:
     """Python removes its handlers before everything else."""
     process = python(AGAIN, path, shm_dir)
     try:

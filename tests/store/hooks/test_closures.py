@@ -145,7 +145,9 @@ def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["its own step", "a wrapped step", "a hook"])
-def test_what_may_change_weights_before_the_call_waits(how: str, settings: dict[str, Any]) -> None:
+def test_a_closure_that_may_change_weights_before_the_call_waits(
+    how: str, settings: dict[str, Any]
+) -> None:
     kinds = {"its own step": Sam, "a wrapped step": wrapped()}
     loop = Loop(kinds.get(how, SGD), settings)
     if "hook" in how:

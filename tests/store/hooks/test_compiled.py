@@ -95,7 +95,7 @@ class Loop:
 
 
 @MODELS
-def test_one_that_is_told_its_boundaries_is_one_graph(
+def test_a_module_with_explicit_boundaries_is_one_graph(
     make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
 ) -> None:
     loop = Loop(make, wrapped, shm_dir, tmp_path, "explicit", fullgraph=True)
@@ -121,7 +121,7 @@ def test_boundaries_of_one_that_is_compiled_later_are_seen(
 
 
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="this torch tells no reasons")
-def test_a_graph_that_cannot_be_whole_tells_what_to_do(shm_dir: Path, tmp_path: Path) -> None:
+def test_a_graph_that_cannot_be_whole_names_the_remedy(shm_dir: Path, tmp_path: Path) -> None:
     loop = Loop(torchs_own, wrapped, shm_dir, tmp_path, "forward", fullgraph=True)
     with pytest.raises(Exception, match="call the checkpointer's step\\(\\) once per iteration"):
         loop.steps(1)
@@ -140,7 +140,7 @@ def test_forward_passes_within_a_compiled_function_are_seen(shm_dir: Path, tmp_p
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @MODELS
-def test_one_that_is_told_its_boundaries_can_be_scripted(
+def test_a_module_with_explicit_boundaries_can_be_scripted(
     make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
 ) -> None:
     loop = Loop(make, torch.jit.script, shm_dir, tmp_path, "explicit")

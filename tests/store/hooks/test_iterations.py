@@ -1,6 +1,6 @@
-"""The end of iterations: calls of `step()` or forward passes, as the setting says.
+"""The end of iterations: calls of `step()` or forward passes, by the setting.
 
-Also the number that `restore()` returns, calls or optimizer steps: one is never taken for the
+The number that `restore()` returns counts calls or optimizer steps: one is never taken for the
 other.
 """
 
@@ -160,7 +160,7 @@ def test_a_run_killed_before_its_first_call_changes_no_number(settings: dict[str
 def test_a_call_of_step_does_nothing_where_forward_passes_are_boundaries(
     settings: dict[str, Any],
 ) -> None:
-    """It reports that, with the required setting, once. The training goes on."""
+    """One event reports it, with the required setting. The training continues."""
     with killed(**settings, boundary="forward") as loop:
         loop.steps(3)
         for _ in range(2):

@@ -126,7 +126,7 @@ def test_it_comes_before_every_hook_and_leaves_with_its_checkpointer(
         hook.remove()
 
 
-def test_where_hooks_are_kept_in_another_way_it_is_behind_and_works(
+def test_where_hooks_are_kept_in_another_way_it_runs_after_the_step_and_works(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch with other handles: the barrier works as far as possible."""

@@ -59,7 +59,9 @@ def warnings(events: list[tierckpt.Event]) -> list[str]:
     return [e.message for e in events if e.severity >= logging.WARNING]
 
 
-def test_a_fused_step_of_a_stranger_tears_no_version(settings: dict[str, Any]) -> None:
+def test_a_fused_step_of_an_unregistered_optimizer_tears_no_version(
+    settings: dict[str, Any],
+) -> None:
     model, given, stranger = build()
     at: dict[int, list[torch.Tensor]] = {}
     with attached(model, given, **settings) as (ckpt, events):
@@ -71,7 +73,7 @@ def test_a_fused_step_of_a_stranger_tears_no_version(settings: dict[str, Any]) -
             at[step] = image(model)
         backward(model)
         stranger.step()
-        ckpt.abandon()  # the newest version is the one that the stranger's step waited for
+        ckpt.abandon()  # the newest version is the one for which the other optimizer waited
     model, given, stranger = build()
     with attached(model, given, **settings) as (ckpt, _):
         restored = ckpt.restore()
@@ -93,7 +95,9 @@ class Wrapper(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("given", ["the wrapper", "what is in it"])
-def test_a_wrapper_and_what_is_in_it_are_no_strangers(given: str, settings: dict[str, Any]) -> None:
+def test_a_wrapper_and_its_contents_are_not_unregistered(
+    given: str, settings: dict[str, Any]
+) -> None:
     model = nn.Linear(8, 2)
     inner = torch.optim.Adam(model.parameters())
     wrapper = Wrapper(inner)
@@ -189,7 +193,7 @@ def test_the_hook_keeps_no_checkpointer_and_no_optimizer_alive(settings: dict[st
 def test_a_forked_child_that_trains_the_same_model_waits_for_nothing(
     settings: dict[str, Any],
 ) -> None:
-    """It has the hook, but not the copier thread."""
+    """The child has the hook, but not the copier thread."""
     model, given, stranger = build()
     with attached(model, given, **settings) as (ckpt, events):
         backward(model)

@@ -106,7 +106,7 @@ def test_schedulers_are_named_once_and_not_where_they_were_given(settings: dict[
     )
     assert text.endswith("Give it, too: extra={'pace': pace}")
     settings["path"] = settings["path"].with_name("d")
-    with attached(model, opt, extra=every, **settings) as (ckpt, said):  # as it says
+    with attached(model, opt, extra=every, **settings) as (ckpt, said):  # as the message advises
         train(model, opt.step, ckpt)
         assert ckpt.version == 1
     assert said == []
@@ -166,7 +166,7 @@ def bound_to(pace: Any) -> Any:
     return SimpleNamespace(state_dict=pace.state_dict, load_state_dict=pace.load_state_dict)
 
 
-def test_what_the_users_own_objects_store_was_given(settings: dict[str, Any]) -> None:
+def test_a_scheduler_inside_the_users_own_objects_counts_as_given(settings: dict[str, Any]) -> None:
     model, opt = build()
     ways = (Trainer, function_of, partial_of, bound_to)
     extra = {way.__name__: way(lr.StepLR(opt, 3)) for way in ways}
@@ -220,7 +220,7 @@ def test_an_object_that_has_it_and_does_not_store_it(settings: dict[str, Any]) -
     assert text.startswith("StepLR sets the learning rate")
 
 
-def test_a_composed_one_whose_members_alone_were_given(settings: dict[str, Any]) -> None:
+def test_a_composed_optimizer_whose_members_alone_were_given(settings: dict[str, Any]) -> None:
     """A composed scheduler has its own count until the next member; a chain has no state of its
     own."""
     for path, kind, said_of in ((1, lr.SequentialLR, ["SequentialLR"]), (2, None, [])):
@@ -234,7 +234,7 @@ def test_a_composed_one_whose_members_alone_were_given(settings: dict[str, Any])
         assert whole
 
 
-def test_one_whose_optimizer_is_wrapped(settings: dict[str, Any]) -> None:
+def test_a_scheduler_whose_optimizer_is_wrapped(settings: dict[str, Any]) -> None:
     """The given wrapper has the groups of the optimizer that the scheduler was made for."""
 
     class Wrapper(torch.optim.SGD):
@@ -350,7 +350,7 @@ def test_averaged_weights(kind: Callable[[nn.Module], Any], settings: dict[str, 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata, with a torch so new
 @pytest.mark.parametrize("given", [(), ("data",), ("wrapped",)])
 def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[str, Any]) -> None:
-    """Of several loaders, the one that the training iterates; if one is given, the others are
+    """The loader that the training iterates is named, of several; if one is given, the others are
     ignored."""
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     model, opt = build()
@@ -370,7 +370,7 @@ def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[st
     assert text.endswith("Give it, too: extra_per_rank={'data': data}")
 
 
-def test_an_optimizer_whose_groups_change_for_ever(
+def test_an_optimizer_whose_groups_never_stop_changing(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search is not repeated without end, as it takes a while."""
@@ -385,7 +385,7 @@ def test_an_optimizer_whose_groups_change_for_ever(
     assert len(looks) == 8
 
 
-def test_what_cannot_be_looked_at_costs_no_checkpoint(
+def test_an_object_that_cannot_be_inspected_costs_no_checkpoint(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, opt = build()

@@ -64,7 +64,7 @@ def found(a: Path, b: Path, va: int | None = None, vb: int | None = None) -> lis
         return compare(*opened).differences
 
 
-# --- what differs --------------------------------------------------------------------------------
+# --- differences ---------------------------------------------------------------------------------
 
 
 def weight(job: TinyJob) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_each_kind_of_difference_is_named_and_no_other(
 
 
 def test_figures(plain: Path, tmp_path: Path) -> None:
-    """In float64, over values that are finite on both sides."""
+    """Compare in float64, over values that are finite on both sides."""
     (bit,) = found(plain, make(tmp_path / "bit", flip_a_bit))
     numbers = bit.numbers
     assert numbers is not None
@@ -184,7 +184,7 @@ def test_norms_are_those_of_torch(tmp_path: Path) -> None:
         assert numbers.norm_relative == pytest.approx(float(change.norm() / x.to(wide).norm()))
 
 
-def test_what_has_equal_checksums_is_not_read(plain: Path, tmp_path: Path) -> None:
+def test_shards_with_equal_checksums_are_not_read(plain: Path, tmp_path: Path) -> None:
     read: list[int] = []
     with ExitStack() as stack:
         opened = [open_version(str(p), None, read.append) for p in (plain, plain)]
@@ -306,7 +306,7 @@ def where_the_weight_is(shard: bytes | memoryview) -> int:
     )
 
 
-def test_what_is_damaged_is_not_compared(
+def test_damaged_shards_are_not_compared(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = make(tmp_path / "other", flip_a_bit)

@@ -132,7 +132,7 @@ def test_all_that_a_job_had_is_there(job: Any, tmp_path: Path) -> None:
     assert (saved.levels, saved.rejected) == ({"local": 1}, ())
 
 
-def test_a_script_without_tierckpt_goes_on_from_it_bit_for_bit(job: Any, tmp_path: Path) -> None:
+def test_a_script_without_tierckpt_continues_from_it_bit_for_bit(job: Any, tmp_path: Path) -> None:
     with job() as ended:
         ended.run(STEPS)
     saved = tierckpt.load(tmp_path / "ckpts")
@@ -182,7 +182,7 @@ class Layers(Tied):
 
 
 class Speaking(Tied):
-    """It also has an entry that is not a tensor."""
+    """The state also has an entry that is not a tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"words": 9}
@@ -222,7 +222,7 @@ def test_a_damaged_version_is_passed_over_and_named(job: Any, tmp_path: Path) ->
     assert tierckpt.load(tmp_path / "ckpts", 2).version == 2
 
 
-def test_what_a_killed_job_left_in_memory_is_found(job: Any, tmp_path: Path) -> None:
+def test_versions_of_a_killed_job_in_memory_are_found(job: Any, tmp_path: Path) -> None:
     ended = job(local_every_steps=2).run(STEPS)
     ended.checkpointer.complete()
     ended.checkpointer.abandon()
@@ -246,7 +246,7 @@ def test_the_memory_of_a_living_job_is_left_alone(job: Any, tmp_path: Path) -> N
 def test_an_agent_that_lingers_is_no_living_job(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The version that `list` marks is the one that is exported."""
+    """`export` takes the version that `list` marks."""
     ended = job(local_every_steps=2).run(STEPS)
     ended.checkpointer.complete()
     ended.checkpointer.abandon()
@@ -287,7 +287,7 @@ def test_the_persistent_level_alone_will_do(job: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["local", "persistent"])
-def test_what_was_encrypted_takes_its_key(
+def test_encrypted_versions_need_their_key(
     level: str, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
@@ -312,7 +312,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         tierckpt.load(tmp_path)
 
 
-def test_what_a_newer_tierckpt_wrote_is_not_gone_back_behind(job: Any, tmp_path: Path) -> None:
+def test_versions_of_a_newer_tierckpt_are_not_silently_skipped(job: Any, tmp_path: Path) -> None:
     with job() as ended:
         ended.run(STEPS)
     path = tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', STEPS).stem}.manifest"
@@ -370,7 +370,7 @@ def test_each_level_of_each_version_has_a_line(
     assert told["problems"] == []
 
 
-def test_what_a_later_life_went_back_behind_is_marked(job: Any, tmp_path: Path) -> None:
+def test_versions_that_a_later_run_discarded_are_marked(job: Any, tmp_path: Path) -> None:
     """The version is on a node that the later run did not have."""
     with job() as first:
         first.run(STEPS)
@@ -387,8 +387,8 @@ def test_what_a_later_life_went_back_behind_is_marked(job: Any, tmp_path: Path) 
 def test_a_version_of_which_a_shard_is_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With one of two nodes' folders, the missing shards are named. With the folder above both,
-    none is missing."""
+    """One of two nodes' folders is not enough: the missing shards are named. In the folder above
+    both, none is missing."""
     code = Code(3, 2, 1)
     with Members(tmp_path / "nodes", code, [40_960, 40_960, 81_920]) as members:
         members.protect()
@@ -456,7 +456,7 @@ def memory_of(path: Path) -> Path:
     return JobDirectory.at(os.environ["TIERCKPT_SHM_DIR"], job_id_of(path)).path
 
 
-def test_where_in_memory_it_was_looked_is_said(
+def test_the_searched_places_in_memory_are_reported(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """These are also the folders to remove for a fresh start."""
@@ -482,7 +482,7 @@ def test_a_job_in_memory_alone_has_no_directory_and_is_found(path: str, tmp_path
         survey([tmp_path / path, tmp_path / "mistyped"])
 
 
-def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
+def test_a_place_without_read_permission_is_named_and_the_rest_is_shown(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A directory, with all commands. Root can read everything, so root is not tested."""
@@ -567,7 +567,7 @@ def test_a_node_s_name_is_the_same_wherever_the_path_has_it(
     assert [row.version for row in rows_of(survey(tmp_path / "all" / path))] == [1]
 
 
-def test_what_could_not_be_looked_at_does_not_look_empty(
+def test_an_unreadable_place_does_not_look_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Missing credentials, for example. Here: a URL of an unknown kind."""
@@ -670,7 +670,7 @@ def test_memory_is_found_by_the_claim_that_a_killed_job_left(
 def test_memory_of_the_same_job_is_a_restarts(
     path: str, given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is named by job_id, or found by a path with the node's name."""
+    """The job is given by job_id, or found by a path with the node's name."""
     settings = {"agent": "inline", "local_every_steps": 2, **given}
     killed(TinyJob(tmp_path / path, **settings))
     node = given.get("node", socket.gethostname())
@@ -709,7 +709,7 @@ def test_every_byte_is_compared(
 
 @pytest.mark.parametrize("missing", ["key", "the right key", "package"])
 @pytest.mark.parametrize("level", ["local", "persistent"])
-def test_what_cannot_be_decoded_here_is_sound_as_stored(
+def test_a_shard_that_cannot_be_decoded_here_is_sound_as_stored(
     level: str,
     missing: str,
     job: Any,
@@ -761,7 +761,7 @@ def test_parity_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "command", ["list", "verify", "export", "diff", "pin", "unpin", "takeover", "halt", "health"]
 )
-def test_what_no_process_can_look_into_is_refused(
+def test_a_place_that_no_process_can_read_is_refused(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = {"export": [str(tmp_path / "x.pt")], "pin": ["3"], "unpin": ["3"], "diff": ["1", "2"]}
@@ -815,7 +815,7 @@ def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
     assert tierckpt.latest(path) is None  # a script under test must not see the user's
 
 
-def test_what_cannot_be_looked_at_is_no_fresh_start(job: Any, tmp_path: Path) -> None:
+def test_an_unreadable_place_is_no_fresh_start(job: Any, tmp_path: Path) -> None:
     with job() as ended:
         ended.run(1)
     (tmp_path / "ckpts").chmod(0)
@@ -853,7 +853,7 @@ def test_the_model_as_safetensors(
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask
 
 
-def test_what_safetensors_cannot_hold_is_said(
+def test_a_value_that_safetensors_cannot_hold_is_reported(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with job(model=Speaking()) as ended:
@@ -865,7 +865,7 @@ def test_what_safetensors_cannot_hold_is_said(
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_a_dtype_that_safetensors_lacks_is_said_with_the_tensor_s_name(
+def test_a_dtype_that_safetensors_lacks_is_reported_with_the_tensors_name(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = torch.nn.Sequential(tiny_model())
@@ -912,7 +912,7 @@ def test_nothing_is_replaced_unasked_and_nothing_half_done_is_left(
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("limit", [200, 2000])
-def test_an_export_to_a_full_disk_is_told_and_leaves_nothing(
+def test_an_export_to_a_full_disk_is_reported_and_leaves_nothing(
     limit: int, suffix: str, job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with job() as ended:

@@ -122,7 +122,7 @@ def test_a_restore_does_not_take_it_either(where: str, tmp_path: Path) -> None:
     ckpt.abandon()
 
 
-def test_an_export_imports_what_it_is_told_to(
+def test_an_export_imports_the_named_modules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = str(tmp_path / "c"), str(tmp_path / "all.pt")

@@ -98,7 +98,7 @@ def test_a_shard_and_the_parity_beside_it_are_two_things(tmp_path: Path) -> None
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_this_very_process_is_writing_is_not_cleaned_away(tmp_path: Path) -> None:
+def test_a_file_that_this_process_is_writing_is_not_cleaned_away(tmp_path: Path) -> None:
     """A restarted trainer cleans up while an exchange of its predecessor is in progress."""
     store, key = LocalStore(tmp_path), parity_of(key_of(1))
     with store.draft(key, 8192) as draft:
@@ -109,7 +109,7 @@ def test_what_this_very_process_is_writing_is_not_cleaned_away(tmp_path: Path) -
     assert store.parities() == [key]
 
 
-def test_what_is_left_without_a_commit_is_gone(tmp_path: Path) -> None:
+def test_a_file_without_a_commit_counts_as_missing(tmp_path: Path) -> None:
     store, key = LocalStore(tmp_path), parity_of(key_of(1))
     with store.draft(key, 8192) as draft:
         draft.write(memoryview(bytes(4096)), 4096)
@@ -120,7 +120,7 @@ def test_what_is_left_without_a_commit_is_gone(tmp_path: Path) -> None:
 
 
 def test_an_error_at_any_file_operation_costs_one_parity_at_most(tmp_path: Path) -> None:
-    """At the k-th operation of all members together, for every k; existing parity is sound."""
+    """Kills at the k-th operation of all members, for every k; existing parity is sound."""
     for hit in range(1, 200):
         with Members(tmp_path / str(hit), CODE, LENGTHS) as members:
             with injected(f"eio@file:hit={hit}"):
@@ -201,7 +201,7 @@ def test_damage_is_always_found(
         assert sorted(members.parities()) == [0, 1, 2]
 
 
-def test_what_is_rebuilt_from_unchecked_damage_is_refused(tmp_path: Path) -> None:
+def test_a_shard_rebuilt_from_unchecked_damage_is_refused(tmp_path: Path) -> None:
     """The parity was not checked before: the lost shard's own manifest reveals the damage."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
@@ -245,7 +245,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
             ParityManifest.decode(bent.encode())
 
 
-def test_room_must_be_there_for_exactly_what_is_lost(tmp_path: Path) -> None:
+def test_room_must_be_there_for_exactly_the_lost_shards(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
         record = ParityManifest.decode(members.store(0).read_manifest(parity_key_of(0, CODE)))
@@ -266,7 +266,7 @@ def test_only_the_segments_that_are_used_are_read(tmp_path: Path) -> None:
             asked.append(offset)
             reader(members.store(0), key)(offset, into)
 
-        # Two segments of 900 KiB: blocks of 512 KiB begin at 0, 512, 1024 and 1536.
+        # Two segments of 900 KiB: blocks of 512 KiB start at 0, 512, 1024 and 1536.
         for segments, blocks in (((0,), [0, 1]), ((1,), [1, 2, 3]), ((0, 1), [0, 1, 2, 3])):
             asked.clear()
             nbytes = check_parity(record, read, segments)
@@ -274,7 +274,7 @@ def test_only_the_segments_that_are_used_are_read(tmp_path: Path) -> None:
             assert nbytes == min(record.image_bytes, asked[-1] + BLOCK_BYTES) - asked[0]
 
 
-def test_who_makes_a_part_reads_what_all_read(tmp_path: Path) -> None:
+def test_a_rank_that_rebuilds_a_part_reads_the_same_shards_as_all(tmp_path: Path) -> None:
     """Other members of the group rebuild the rest, from the same broadcasts."""
     code, lengths = Code(5, 2, 2), [*LENGTHS, 500 << 10, 700 << 10]
     with Members(tmp_path, code, lengths) as members:
@@ -305,8 +305,8 @@ def test_who_makes_a_part_reads_what_all_read(tmp_path: Path) -> None:
 # --- fetching ------------------------------------------------------------------------------------
 
 
-def test_a_shard_is_rebuilt_from_what_other_nodes_have(tmp_path: Path) -> None:
-    """By the agents' own transport: manifests, and ranges of files in pieces."""
+def test_a_shard_is_rebuilt_from_shards_of_other_nodes(tmp_path: Path) -> None:
+    """The agents' own transport carries manifests, and ranges of files in pieces."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
         for member in range(3):
@@ -333,7 +333,7 @@ def test_a_shard_is_rebuilt_from_what_other_nodes_have(tmp_path: Path) -> None:
             node.close()
 
 
-def test_fetching_goes_on_when_the_peers_agent_was_started_again(tmp_path: Path) -> None:
+def test_fetching_continues_when_the_peers_agent_was_started_again(tmp_path: Path) -> None:
     """The first dead connection is replaced; no second failure follows."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
@@ -351,7 +351,7 @@ def test_fetching_goes_on_when_the_peers_agent_was_started_again(tmp_path: Path)
             assert node.open_parity(key).manifest == found
 
 
-def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
+def test_only_committed_files_can_be_fetched(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
         (tmp_path / "secret").write_text("not for peers")
@@ -379,7 +379,7 @@ def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
 def test_a_node_that_takes_the_call_and_says_nothing_counts_as_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a node that hangs: its kernel still accepts."""
+    """A node that hangs: its kernel still accepts connections."""
     monkeypatch.setattr(read_client, "REACH_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         node = RemoteNode("node 1", Address(*silent.getsockname()), SECRET)

@@ -93,7 +93,7 @@ def test_looking_at_slots_leaves_the_agents_own_pins(slot: Slot, node: RemoteNod
     end(trainer)
 
 
-def test_a_shard_is_told_and_read_in_memory_and_on_disk(
+def test_a_shard_is_listed_and_read_in_memory_and_on_disk(
     slot: Slot, store: LocalStore, agent: Transport, node: RemoteNode
 ) -> None:
     """One of the two may be damaged, and must not hide the other. A killed trainer's slot is
@@ -110,7 +110,7 @@ def test_a_shard_is_told_and_read_in_memory_and_on_disk(
         assert on_disk.read(0, 100) == bytes(100)
 
 
-def test_what_is_stored_otherwise_by_now_is_gone(
+def test_a_file_that_was_replaced_counts_as_missing(
     slot: Slot, store: LocalStore, agent: Transport
 ) -> None:
     """The shard on disk is written again between two reads, with codecs: so its manifest is another
@@ -160,10 +160,10 @@ def test_a_slots_image_may_be_a_file_of_its_own(
     other.remove()
 
 
-def test_what_is_in_a_slot_that_was_filled_again_is_gone(
+def test_a_shard_in_a_slot_that_was_filled_again_counts_as_missing(
     slot: Slot, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is filled between two ranges, or while one is being read."""
+    """The slot is filled between two ranges, or while one is being read."""
     files = [node.open_shard(name_of(manifest()), manifest().shard) for _ in range(2)]
     read = slots.read_image
 
@@ -199,7 +199,7 @@ def test_a_node_that_falls_silent_is_waited_for_once(
         node.close()
 
 
-def test_what_cannot_be_used_there_is_told_as_of_any_node(
+def test_a_shard_that_cannot_be_used_there_is_reported_as_of_any_node(
     slot: Slot, store: LocalStore, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A damaged seal, a manifest with only a readable name, a disk that fails."""

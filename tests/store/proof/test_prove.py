@@ -78,8 +78,8 @@ def prove(*arguments: object, kind: str = "exact", steps: int = 100) -> int:
 
 
 def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is reported as exact, and nothing is left in memory or in the script's own checkpoint
-    folder."""
+    """The script is reported as exact, and no file remains in memory or in the script's own
+    checkpoint folder."""
     assert prove() == 0
     out = capsys.readouterr().out
     assert "exact: killed with SIGKILL at step 5, resumed from " in out
@@ -112,7 +112,7 @@ def test_each_way_to_be_inexact_is_named(
     assert "exact: killed" not in out
 
 
-def test_what_was_not_put_to_the_test_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_untested_parts_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """A scheduler that was not given steps at the end of an epoch, and these steps contain none."""
     assert prove(kind="epochs") == 0
     out = capsys.readouterr().out
@@ -157,7 +157,7 @@ def images(folder: Path) -> dict[str, str]:
         ("hangs", 100, "made no step for 1 s and was given up"),
     ],
 )
-def test_what_cannot_be_judged_says_what_to_do(
+def test_a_case_without_a_verdict_names_the_remedy(
     kind: str, steps: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     patience = ("--patience", 1) if kind == "hangs" else ()

@@ -68,7 +68,7 @@ class Ranks:
 
 
 class Rank:
-    """One rank of it."""
+    """One rank of the job."""
 
     def __init__(self, job: Ranks, group: ThreadGroup, settings: dict[str, Any]) -> None:
         self.rank, self.group = group.rank, group
@@ -122,7 +122,7 @@ class Rank:
         self.ckpt.abandon()
 
     def reduce(self) -> None:
-        """As DDP does."""
+        """Make replicas equal, as DDP does."""
         params = [p for p in self.net.parameters() if p.grad is not None]
         for param, *grads in zip(
             params, *self.group.all_gather_object([p.grad for p in params]), strict=True
@@ -146,7 +146,7 @@ def ranks(tmp_path: Path, shm_dir: Path) -> Ranks:
     return Ranks(tmp_path, shm_dir)
 
 
-def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
+def test_ranks_that_nobody_makes_equal_get_no_version(ranks: Ranks) -> None:
     def never_wrapped(rank: Rank) -> tuple[Any, ...]:
         rank.train(8, apart=True)
         rank.ckpt.close()
@@ -176,7 +176,7 @@ def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
     assert "there is no older one that is not" in text
 
 
-def test_what_is_named_as_each_ranks_own_may_differ(ranks: Ranks) -> None:
+def test_tensors_declared_per_rank_may_differ(ranks: Ranks) -> None:
     """The remedy that the error names."""
 
     def train(rank: Rank) -> tuple[Any, ...]:
@@ -197,7 +197,7 @@ def test_what_is_named_as_each_ranks_own_may_differ(ranks: Ranks) -> None:
     assert ranks.run(restore, forward_changes="*") == [[], []]
 
 
-def test_once_all_are_alike_versions_are_taken_again(ranks: Ranks) -> None:
+def test_once_all_replicas_are_equal_versions_are_taken_again(ranks: Ranks) -> None:
     apart = 5
     start: dict[str, torch.Tensor] = {}
 
@@ -251,7 +251,7 @@ def live(rank: Rank) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_drift_marks_what_may_be_a_mosaic_and_keeps_what_is_none(ranks: Ranks) -> None:
+def test_a_drift_marks_versions_that_may_be_mixed_and_keeps_the_others(ranks: Ranks) -> None:
     clean = 2 * ROUND
 
     def drift(rank: Rank) -> tuple[Any, ...]:
@@ -349,7 +349,7 @@ def test_of_three_ranks_the_odd_one_is_named_and_the_job_stopped(ranks: Ranks) -
     assert told[0][0] <= 2 * ROUND + ROUND + 2
 
 
-def test_other_tensors_are_told_as_such(ranks: Ranks) -> None:
+def test_other_tensors_are_reported_as_such(ranks: Ranks) -> None:
     def one_more(rank: Rank) -> list[str]:
         rank.train(ROUND)
         if rank.rank == 1:
@@ -385,7 +385,7 @@ def test_off_it_looks_at_nothing(ranks: Ranks) -> None:
     assert ranks.run(train, replica_check_steps=0) == [[], []]
 
 
-def test_steps_that_change_nothing_are_told_once(ranks: Ranks) -> None:
+def test_steps_that_change_nothing_are_reported_once(ranks: Ranks) -> None:
     def stale(rank: Rank) -> list[str]:
         rank.train(2)
         for param in rank.net.parameters():
@@ -466,7 +466,7 @@ def test_looks_end_before_an_optimizers_own_method_changes_weights(ranks: Ranks)
         assert "model/2.weight: rank 0 and rank 1 differ" in drifted[0]
 
 
-def test_a_check_that_never_sees_anything_is_told(
+def test_a_check_that_never_sees_a_change_is_reported(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop clips weights after the boundary: if a look is large, ranks would look at different
@@ -524,7 +524,7 @@ class Apart:
 
 
 def test_a_rank_that_skips_a_step_is_found(ranks: Ranks) -> None:
-    """It comes to the same boundaries one iteration late."""
+    """The rank reaches the same boundaries one iteration late."""
     for drifted in ranks.run(Apart(skip=6)):
         assert len(drifted) == 1
         assert "skipped a step" in drifted[0]
@@ -535,7 +535,7 @@ def test_a_rank_that_skips_a_step_is_found(ranks: Ranks) -> None:
 def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
     late: int, ranks: Ranks
 ) -> None:
-    """In each iteration from the flip of a bit until all ranks know the difference."""
+    """The job ends in each iteration from the flip of a bit until all ranks know the difference."""
     for drifted in ranks.run(Apart(flip=2 * ROUND, skip=2 * ROUND + late), replica_check_steps=1):
         assert len(drifted) == 1
 
@@ -555,7 +555,7 @@ def stopped(rank: Rank, at: int = 1) -> int:
     return int(clean.split()[0]) if clean else -1
 
 
-def test_a_job_that_stopped_goes_on_from_what_is_no_suspect(ranks: Ranks) -> None:
+def test_a_job_that_stopped_resumes_from_a_version_that_is_not_suspect(ranks: Ranks) -> None:
     clean, _ = ranks.run(lambda rank: stopped(rank, 2 * ROUND), on_drift="stop")
 
     def again(rank: Rank, version: int | None = None) -> tuple[Any, ...]:
@@ -590,7 +590,7 @@ def test_a_job_that_stopped_goes_on_from_what_is_no_suspect(ranks: Ranks) -> Non
     assert ranks.run(again, on_drift="stop")[0] == (clean + 3 * ROUND, "", [])
 
 
-def test_a_job_that_stops_again_and_again_is_not_tried_for_ever(ranks: Ranks) -> None:
+def test_a_job_that_stops_again_and_again_is_not_tried_forever(ranks: Ranks) -> None:
     def again(rank: Rank) -> int:
         version = rank.ckpt.restore().version
         stopped(rank, 0)
@@ -637,7 +637,7 @@ def test_where_all_are_suspects_the_newest_is_taken(ranks: Ranks) -> None:
     assert "there is no older one that is not suspect" in text
 
 
-def test_what_is_seen_at_the_end_only_is_raised_then(ranks: Ranks) -> None:
+def test_a_drift_seen_only_at_the_end_is_raised_then(ranks: Ranks) -> None:
     def late(rank: Rank) -> tuple[int, list[str]]:
         rank.train(3 * ROUND)
         rank.train(1, then=rank.flip)
@@ -668,7 +668,7 @@ def test_in_with_it_is_raised_at_the_end_too(ranks: Ranks) -> None:
 # --- no drift -----------------------------------------------------------------------------------
 
 
-def test_weights_written_where_no_counter_tells_are_no_drift(
+def test_weights_written_without_a_version_counter_are_no_drift(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`.data` changes no counter: one rank's copier reads before the write, the other's after

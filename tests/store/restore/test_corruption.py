@@ -221,7 +221,9 @@ def test_memory_and_disk_damaged_the_older_version_is_found(left: Left, tmp_path
     assert list(restored.rejected) == said
 
 
-def test_nothing_sound_is_no_fresh_start_beside_what_is_left(left: Left, tmp_path: Path) -> None:
+def test_without_a_sound_version_damaged_ones_prevent_a_fresh_start(
+    left: Left, tmp_path: Path
+) -> None:
     damaged = left.copy_to(tmp_path)
     damaged.forget_memory()
     for version in (STEPS - 1, STEPS):
@@ -254,7 +256,7 @@ def test_a_disk_that_fails_is_a_damaged_copy(
     assert "the disk fails" in said[0]
 
 
-def test_the_job_goes_on_in_a_slot_that_was_damaged(left: Left, tmp_path: Path) -> None:
+def test_the_job_continues_in_a_slot_that_was_damaged(left: Left, tmp_path: Path) -> None:
     damaged = left.copy_to(tmp_path)
     truncate(random.Random(3), damaged.slot(STEPS))
     with TinyJob(damaged.path, seed=99, **damaged.settings()) as job:

@@ -92,7 +92,7 @@ def test_new_optimizer_state_is_in_place_when_all_is_verified(
     assert sorted(saved_work) == LARGE
 
 
-def test_what_was_filled_from_a_damaged_version_is_not_taken_for_the_next(
+def test_values_filled_from_a_damaged_version_are_not_taken_for_the_next(
     saved_work: list[str],
     prints: dict[int, str],
     settings: dict[str, Any],

@@ -67,7 +67,7 @@ class Script:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # restored, then stepped
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("killed_after", [3, 5, 6])
-def test_losses_go_on_as_if_nothing_had_happened(
+def test_losses_continue_as_if_nothing_had_happened(
     killed_after: int, explicit: bool, path: Path, settings: Any
 ) -> None:
     undisturbed = Script(1, None)

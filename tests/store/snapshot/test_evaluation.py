@@ -87,7 +87,7 @@ def test_a_version_is_durable_without_a_further_call(
         assert job.fingerprint() == course[STEPS]
 
 
-def test_training_goes_on_as_if_nothing_had_been(
+def test_training_continues_as_if_nothing_had_been(
     tmp_path: Path, settings: dict[str, Any], course: dict[int, str]
 ) -> None:
     with layered(tmp_path / "c", settings) as job:

@@ -162,7 +162,7 @@ def test_the_next_version_has_it_as_it_is(
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_what_an_optimizer_keeps_costs_one_version(path: Path, settings: Any) -> None:
+def test_a_change_of_an_optimizers_extra_state_costs_one_version(path: Path, settings: Any) -> None:
     """The copier checks after the boundary, and reports it."""
 
     def square() -> nn.Module:
@@ -261,7 +261,7 @@ def test_a_layer_replaced_since_the_start_is_restored(
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_layer_replaced_while_it_runs_is_saved_with_what_it_keeps(
+def test_a_layer_replaced_during_the_run_is_saved_with_its_extra_state(
     path: Path, settings: Any
 ) -> None:
     with Job(path, settings, layers(), head) as job:
@@ -287,7 +287,7 @@ def test_where_the_optimizer_still_has_the_old_layer_it_is_refused(
             again.checkpointer.restore()
 
 
-# --- optimizer state that is no plain tensor -----------------------------------------------------
+# --- optimizer state other than plain tensors ----------------------------------------------------
 
 
 class Keeps(torch.optim.SGD):
@@ -411,7 +411,7 @@ def new_statistics(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("replace", [new_head, new_statistics])
-def test_a_replaced_layer_is_what_is_stored(
+def test_a_replaced_layer_is_the_one_stored(
     replace: Callable[[nn.Sequential], None], path: Path, settings: dict[str, Any]
 ) -> None:
     def make() -> nn.Sequential:
@@ -434,10 +434,10 @@ def test_a_replaced_layer_is_what_is_stored(
         assert torch.equal(again.state_dict()[name], value), name
 
 
-def test_a_parameter_that_takes_anothers_place_is_told_of_at_once(
+def test_a_parameter_that_takes_anothers_place_is_reported_at_once(
     path: Path, settings: dict[str, Any]
 ) -> None:
-    """And once: the optimizer goes on with the old one, which no restarted job will have."""
+    """One event reports it: the optimizer keeps the old one, which no restarted job will have."""
     model = Net()
     with Job(path, settings, model) as job:
         for _ in range(3):

@@ -36,7 +36,7 @@ def test_a_version_asked_for_there_costs_no_other(before: int, path: Path, shm_d
     assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
 
 
-def test_what_is_restored_there_can_be_trained(path: Path, shm_dir: Path) -> None:
+def test_tensors_restored_in_inference_mode_can_be_trained(path: Path, shm_dir: Path) -> None:
     expected = TinyJob(None).run(5).fingerprint()
     with TinyJob(path, shm_dir=shm_dir, agent="inline") as job:
         job.run(3)

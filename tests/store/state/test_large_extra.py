@@ -29,7 +29,7 @@ NUMBER = 700_000
 
 
 class Residues:
-    """State of many dtypes and memory orders, all of it changed by `turn`."""
+    """State of many dtypes and memory orders; `turn` changes all of its tensors."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -162,7 +162,7 @@ def test_files_are_made_of_such_blocks(run: Callable[..., Run], tmp_path: Path) 
     assert header.header_bytes + sum(header.block_bytes) == file.stat().st_size
 
 
-def test_all_of_it_is_copied_behind_the_training_where_there_is_time(
+def test_extra_state_is_copied_after_the_boundary_where_there_is_time(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
@@ -186,7 +186,7 @@ def test_all_of_it_is_copied_behind_the_training_where_there_is_time(
 
 @pytest.fixture
 def clones(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """For every clone of the boundary, a function that returns whether its memory is in use."""
+    """A function for every clone of the boundary: True while its memory is in use."""
     found: list[weakref.ref[Any]] = []
 
     def keep(self: tree_codec.Arena, tensor: torch.Tensor, path: str) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def clones(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     return found
 
 
-def test_what_was_copied_aside_goes_when_it_is_in_the_slot(
+def test_an_early_copy_is_freed_once_it_is_in_the_slot(
     run: Callable[..., Run], clones: list[weakref.ref[Any]]
 ) -> None:
     job = run()

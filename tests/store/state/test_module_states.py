@@ -28,7 +28,7 @@ def made(case: Case, bench: Bench, seed: int) -> Job:
 def restores_with_its_own_state(
     case: Case, bench: Bench, strict: bool = True, loads: bool = True
 ) -> None:
-    """As `proof.restores_and_trains_on`, also for `state_dict()` and `tierckpt.load`."""
+    """Like `proof.restores_and_trains_on`, also for `state_dict()` and `tierckpt.load`."""
     job = made(case, bench, seed=1)
     with bench.attach(job) as ckpt:
         for _ in range(BOUNDARIES):
@@ -58,9 +58,7 @@ def restores_with_its_own_state(
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_what_modules_save_of_their_own_comes_back(
-    name: str, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_extra_state_of_modules_is_restored(name: str, tmp_path: Path, shm_dir: Path) -> None:
     alone = name != "adapters alone"
     restores_with_its_own_state(CASES[name], Bench(tmp_path, shm_dir, on_disk=True), strict=alone)
 

@@ -299,7 +299,7 @@ def test_all_of_its_state_comes_back(name: str, path: Path, settings: Any) -> No
     assert found == told
 
 
-def test_what_no_state_dict_has_of_the_inner_one_comes_back(path: Path, settings: Any) -> None:
+def test_inner_state_outside_of_any_state_dict_is_restored(path: Path, settings: Any) -> None:
     """SAM's has none of the momentum, which torch.save would lose."""
 
     def momentum(job: Job) -> list[Any]:
@@ -332,7 +332,7 @@ def test_with_a_wrapper_and_without_it_a_version_is_the_same(path: Path, setting
     ("make", "change"),
     [(Sam, "first_step"), (ScheduleFree, "eval"), (ScheduleFree, "step")],
 )
-def test_what_changes_weights_outside_of_a_step_waits_for_copies(
+def test_a_change_of_weights_outside_of_a_step_waits_for_copies(
     make: Any, change: str, path: Path, settings: Any
 ) -> None:
     with Job(make, path, settings) as job:
@@ -366,7 +366,7 @@ def test_methods_are_the_classes_own_again_and_copies_have_them(path: Path, sett
 
 
 def test_a_scheduler_before_and_one_after(path: Path, settings: Any) -> None:
-    """It replaces step(), of the wrapper as well."""
+    """The library replaces step(), of the wrapper as well."""
     with Job(Accelerated, path, settings) as job:
         schedule = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.5)
         job.run(1)
@@ -386,7 +386,7 @@ def test_a_scheduler_before_and_one_after(path: Path, settings: Any) -> None:
             assert other.version == 2
 
 
-def test_what_is_no_optimizer_and_has_none_is_refused(path: Path, settings: Any) -> None:
+def test_an_object_without_an_optimizer_is_refused(path: Path, settings: Any) -> None:
     class Own:
         def step(self) -> None: ...
         def state_dict(self) -> Any: ...
@@ -405,7 +405,7 @@ def errors(job: Job) -> list[str]:
     return [e.message for e in job.events if e.severity >= logging.ERROR]
 
 
-def test_boundaries_without_a_step_of_what_was_given_are_an_error(
+def test_boundaries_without_a_step_of_the_given_optimizer_are_an_error(
     path: Path, settings: Any
 ) -> None:
     with Job(sgd, path, settings) as job:
@@ -463,9 +463,7 @@ def test_turns_are_no_error(path: Path, settings: Any) -> None:
         assert job.repeated_errors() == []
 
 
-def test_a_loop_without_boundaries_is_told_of_it_after_some_steps(
-    path: Path, settings: Any
-) -> None:
+def test_a_loop_without_boundaries_is_reported_after_some_steps(path: Path, settings: Any) -> None:
     with Job(sgd, path, settings) as job:
         other = torch.optim.AdamW(job.model.parameters())
         for steps in range(1, 40):

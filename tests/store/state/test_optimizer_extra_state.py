@@ -211,7 +211,7 @@ def test_it_comes_back_and_a_reader_finds_it(make: Make, path: Path, settings: A
 
 
 class Global(torch.optim.SGD):
-    """As MADGRAD and others keep state of no single parameter."""
+    """State that belongs to no single parameter, as in MADGRAD and others."""
 
     keys: ClassVar[Any] = {
         "k": lambda n: torch.tensor([n]),
@@ -258,7 +258,7 @@ def test_state_of_no_parameter_comes_back(make: Make, path: Path, settings: Any)
     assert found == told
 
 
-def test_going_back_takes_away_what_came_later(path: Path, settings: Any) -> None:
+def test_going_back_removes_later_state(path: Path, settings: Any) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -347,7 +347,7 @@ def test_values_of_all_kinds_come_back(path: Path, settings: Any) -> None:
     proved(Keeps, path, settings)
 
 
-def test_a_reader_that_lacks_a_class_gets_what_the_value_is_made_of() -> None:
+def test_a_reader_without_the_class_gets_the_parts_of_the_value() -> None:
     value = {"norm": Norm.SIGN, "range": Range(0.5, torch.ones(2))}
     arena = tree_codec.Arena()
     node = tree_codec.pack(value, "it", arena.keep)
@@ -425,7 +425,7 @@ def mended(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_what_cannot_be_stored_is_named_and_the_hooks_that_it_asks_for_cure_it(
+def test_a_value_that_cannot_be_stored_is_named_and_the_suggested_hooks_cure_it(
     path: Path, settings: Any
 ) -> None:
     with Job(Projecting, path, settings) as job:
@@ -521,7 +521,7 @@ def test_a_state_dict_that_fails_is_refused_when_attaching(path: Path, settings:
         Job(Failing, path, settings)
 
 
-def test_a_load_state_dict_that_forgets_is_said(path: Path, settings: Any) -> None:
+def test_a_load_state_dict_that_forgets_is_reported(path: Path, settings: Any) -> None:
     class Forgetful(Noam):
         def load_state_dict(self, told: Any) -> None:
             super().load_state_dict({**told, "steps": 0})
@@ -557,7 +557,7 @@ def _named(kind: type, name: str) -> Any:
 # --- values in no state_dict() -------------------------------------------------------------------
 
 
-def test_a_counter_that_is_saved_nowhere_is_said_and_the_hooks_cure_it(
+def test_a_counter_that_is_saved_nowhere_is_reported_and_the_hooks_cure_it(
     path: Path, settings: Any
 ) -> None:
     class Counting(torch.optim.SGD):
@@ -592,7 +592,7 @@ def test_a_counter_that_is_saved_nowhere_is_said_and_the_hooks_cure_it(
 # --- cost ----------------------------------------------------------------------------------------
 
 
-def test_who_has_nothing_of_its_own_is_not_asked(
+def test_an_optimizer_without_extra_state_is_not_asked(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -624,7 +624,9 @@ def test_who_has_nothing_of_its_own_is_not_asked(
         assert job.repeated_errors() == []
 
 
-def test_much_of_it_is_said(path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_extra_state_is_reported(
+    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tierckpt.state.training_state.HEAVY_BYTES", 8)
     with Job(Masters, path, settings) as job:
         job.run(3)

@@ -32,12 +32,12 @@ from tests.support.state_matrix.fleet import (
 # --- torch's own ---------------------------------------------------------------------------------
 
 VARIANTS = ("foreach", "fused")
-"""In addition to the plain loop. Differentiable ones step no leaves; capturable ones need GPUs."""
+"""Cases besides the plain loop. Differentiable ones step no leaves; capturable ones need GPUs."""
 
 
 @functools.cache
 def torchs() -> dict[str, Maker]:
-    """As torch's own tests vary options: momentum, amsgrad, maximize, rates in tensors, ...
+    """Options as in torch's own tests: momentum, amsgrad, maximize, rates in tensors, ...
 
     Skips the test on a torch without its own tests. Loads the list on demand: that takes seconds.
     """
@@ -129,7 +129,7 @@ def other_ship(name: str) -> Ship:
 
 
 def with_graph(model: nn.Module, optimizer: Any) -> None:
-    """For optimizers that ask for second derivatives."""
+    """A model for optimizers that need second derivatives."""
     optimizer.zero_grad()
     model(torch.randn(5, 6)).square().mean().backward(create_graph=True)
     optimizer.step()
@@ -200,7 +200,7 @@ def said_by(name: str, settings: dict[str, Any], path: Path) -> tuple[int, list[
 
 @pytest.mark.skipif(not HERE, reason="pytorch_optimizer is not installed")
 @pytest.mark.parametrize("name", NOT_STORABLE)
-def test_what_no_checkpoint_can_hold_is_named_with_the_way_out(
+def test_state_that_no_checkpoint_can_hold_is_named_with_the_remedy(
     name: str, settings: dict[str, Any], path: Path
 ) -> None:
     _, said = said_by(name, settings, path)

@@ -61,7 +61,9 @@ def test_missing_and_surplus_parts_are_named(closed: Path, settings: Any) -> Non
     assert "optimizer group 0: without 0.bias with new new.bias, new.weight" in said
 
 
-def test_not_strict_loads_what_fits_and_leaves_the_rest(closed: Path, settings: Any) -> None:
+def test_not_strict_loads_the_fitting_tensors_and_keeps_the_rest(
+    closed: Path, settings: Any
+) -> None:
     with TinyJob(closed, seed=99, **settings) as reference:
         reference.restore()
         saved = {n: t.clone() for n, t in reference.model.state_dict().items()}

@@ -39,7 +39,7 @@ def warnings(found: TinyJob) -> list[str]:
     return [e.message for e in found.heard("notice") if "was written by job" in e.message]
 
 
-def test_a_version_of_another_job_is_told_of_and_who_has_the_place(job: Any) -> None:
+def test_a_version_of_another_job_is_reported_with_the_holder_of_the_place(job: Any) -> None:
     with job("a", job_id="one") as one:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not one.heard("committed", "persistent"):  # which arrives only at a boundary
@@ -57,7 +57,7 @@ def test_a_version_of_another_job_is_told_of_and_who_has_the_place(job: Any) -> 
         one.checkpointer.abandon()
 
 
-def test_a_job_that_moved_under_another_name_is_told_how_to_keep_its_own(job: Any) -> None:
+def test_a_job_that_moved_under_another_name_is_shown_how_to_keep_its_own(job: Any) -> None:
     with job("here") as first:
         first.run(STEPS)
     with job("there", seed=99) as second:
@@ -73,7 +73,7 @@ def test_a_job_that_moved_under_another_name_is_told_how_to_keep_its_own(job: An
 
 
 @pytest.mark.parametrize("path", ["here", "there"])
-def test_of_a_jobs_own_version_nothing_is_said(path: str, job: Any) -> None:
+def test_a_jobs_own_version_is_not_reported(path: str, job: Any) -> None:
     with job("here", job_id="job") as first:
         first.run(STEPS)
     with job(path, job_id="job") as second:
@@ -82,7 +82,7 @@ def test_of_a_jobs_own_version_nothing_is_said(path: str, job: Any) -> None:
 
 
 @pytest.mark.parametrize(("back", "told"), [("moved", 1), ("here", 0)])
-def test_memory_that_a_moved_directory_left_behind_is_told_of(
+def test_memory_left_by_a_moved_directory_is_reported(
     back: str, told: int, job: Any, tmp_path: Path
 ) -> None:
     """It is found by the path that the job had."""
@@ -107,7 +107,7 @@ def test_memory_that_a_moved_directory_left_behind_is_told_of(
 
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("setting", ["shm_dir", "node", "job_id", ""])
-def test_memory_that_a_killed_life_had_in_another_place_is_told_of(
+def test_memory_of_a_killed_run_in_another_place_is_reported(
     setting: str, on_disk: bool, job: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Its claim names the folder: each of these settings names another folder."""
@@ -139,7 +139,7 @@ def test_memory_that_a_killed_life_had_in_another_place_is_told_of(
         assert third.restore() == 3, "as it was told"
 
 
-def test_a_store_that_does_not_say_who_has_it_costs_no_restore(
+def test_a_store_that_does_not_name_its_holder_costs_no_restore(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job("a", job_id="one") as first:

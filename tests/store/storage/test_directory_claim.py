@@ -107,7 +107,7 @@ def test_nodes_of_one_job_share_a_place_and_leave_nothing(tmp_path: Path, mine: 
     assert marks(tmp_path) == []
 
 
-def test_a_job_that_lives_is_named_and_left_alone(
+def test_a_running_job_is_named_and_left_alone(
     tmp_path: Path, mine: Any, living: Any, notices: list[str]
 ) -> None:
     other = living()
@@ -213,7 +213,7 @@ SLURM = "cluster/1000/7"
     ],
     ids=["an earlier attempt", "an agent's", "told by another node"],
 )
-def test_a_life_that_hangs_keeps_no_successor_out_that_is_proved_to_be_one(
+def test_a_run_that_hangs_does_not_keep_out_its_proven_successor(
     before: dict[str, Any], now: dict[str, Any], tmp_path: Path, mine: Any, living: Any
 ) -> None:
     living(1, **before)
@@ -232,14 +232,14 @@ def test_a_life_that_hangs_keeps_no_successor_out_that_is_proved_to_be_one(
     ],
     ids=["one allocation", "a later attempt", "another cluster", "one rdzv-id", "one agent, alive"],
 )
-def test_a_job_that_lives_is_left_alone_whatever_its_launch_is_called(
+def test_a_running_job_is_left_alone_whatever_its_launch_is_called(
     before: dict[str, Any], now: dict[str, Any], mine: Any, living: Any
 ) -> None:
     living(**before)
     assert "another job uses" in mine(**now).stake()
 
 
-def test_an_agents_ranks_of_both_lives_must_be_gone_on_its_node(mine: Any, living: Any) -> None:
+def test_an_agents_ranks_of_both_runs_must_be_gone_on_its_node(mine: Any, living: Any) -> None:
     run_starters = ["agent", "x"]
     first = living(0, run_starters, starters=["agent"])
     living(1, run_starters, starters=["x"])
@@ -271,7 +271,9 @@ def test_an_agents_ranks_of_both_lives_must_be_gone_on_its_node(mine: Any, livin
         ),
     ],
 )
-def test_what_launchers_tell(environment: dict[str, str], told: tuple[str, str, int]) -> None:
+def test_a_run_is_identified_by_its_launchers_environment(
+    environment: dict[str, str], told: tuple[str, str, int]
+) -> None:
     launch = launch_of(environment)
     assert (launch.name, launch.job, launch.attempt) == told
 
@@ -307,7 +309,7 @@ def test_where_proc_is_of_another_namespace_no_agent_is_found(
     assert len(launch_of(names).starters) == 1
 
 
-def test_of_many_starters_two_lives_tell_the_same() -> None:
+def test_two_runs_with_many_starters_share_some_of_their_ids() -> None:
     one = [f"{number:016x}" for number in range(3000)]
     assert smallest(one) == tuple(one[:MOST_STARTERS])
     assert len(set(smallest(one[::2])) & set(smallest(one))) == MOST_STARTERS // 2
@@ -337,7 +339,7 @@ def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path)])
-def test_what_cannot_be_opened_is_somebodys(
+def test_a_claim_that_cannot_be_opened_counts_as_held(
     make: Callable[[Path], object], tmp_path: Path, mine: Any
 ) -> None:
     path = tmp_path / f".claim.{OTHERS}.0"
@@ -349,7 +351,7 @@ def test_what_cannot_be_opened_is_somebodys(
     assert mine().stake() == ""
 
 
-def test_what_a_later_tierckpt_says_more_is_passed_over(tmp_path: Path) -> None:
+def test_unknown_fields_of_a_later_tierckpt_are_ignored(tmp_path: Path) -> None:
     claim = Claim("host", 7, 0.0, launch="torchrun a", starters=("x",))
     content = json.dumps({**json.loads(claim.encode()), "more": [1]}).encode()
     assert Claim.decode(content) == claim
@@ -374,7 +376,7 @@ def test_a_claim_that_says_nothing_of_its_holder_counts(tmp_path: Path, mine: An
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_the_job_goes_on_and_is_told(
+def test_without_locks_the_job_continues_and_it_is_reported(
     code: int,
     tmp_path: Path,
     mine: Any,
@@ -433,12 +435,12 @@ MOUNTS = r"""22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
         ("/far/x", "/far is fuse.sshfs, which has no locks between machines"),
     ],
 )
-def test_mounts_tell_whose_locks_are_seen(path: str, why: str) -> None:
+def test_mounts_show_which_hosts_locks_are_seen(path: str, why: str) -> None:
     assert local_by(MOUNTS, path) == why
     assert locks_are_local("/proc") == ""
 
 
-def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
+def test_a_job_taken_for_dead_before_it_had_its_lock_tries_again(
     tmp_path: Path, mine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process looks between the creation of the file and its lock."""

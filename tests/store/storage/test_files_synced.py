@@ -103,7 +103,7 @@ def test_a_persistent_version_exists_when_all_its_parts_are_durable(
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_what_is_written_at_its_place_is_durable_on_return(direct: bool, device: Device) -> None:
+def test_a_file_written_in_place_is_durable_on_return(direct: bool, device: Device) -> None:
     backend = PosixBackend(str(device.folder), direct=direct)
     for offset in (0, 3):
         backend.write_at("shards", offset, lambda: iter([memoryview(b"content")]))
@@ -112,7 +112,7 @@ def test_what_is_written_at_its_place_is_durable_on_return(direct: bool, device:
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
-def test_what_is_put_is_durable_before_it_has_its_name(exclusive: bool, device: Device) -> None:
+def test_a_file_is_durable_before_it_has_its_name(exclusive: bool, device: Device) -> None:
     backend = PosixBackend(str(device.folder))
     backend.put("lease", lambda: iter([memoryview(b"content")]), 7, exclusive)
     assert device.named == [("lease", [])]

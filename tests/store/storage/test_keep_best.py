@@ -65,7 +65,7 @@ def test_without_the_setting_metrics_change_nothing(job: Any, tmp_path: Path) ->
     assert on_local(tmp_path / "ckpts") == [8]
 
 
-def test_a_restarted_job_knows_what_is_best(job: Any, tmp_path: Path) -> None:
+def test_a_restarted_job_knows_its_best_version(job: Any, tmp_path: Path) -> None:
     """From the manifests; also of encoded shards, and without the slots in memory."""
     for until, modules in ((3, ""), (6, "zstd"), (8, "")):
         with job(local_keep_best=2, local_codecs=modules) as each:
@@ -74,7 +74,7 @@ def test_a_restarted_job_knows_what_is_best(job: Any, tmp_path: Path) -> None:
     assert on_local(tmp_path / "ckpts") == [2, 4, 8]
 
 
-def test_what_is_no_ancestor_any_more_is_not_best(job: Any, tmp_path: Path) -> None:
+def test_a_version_off_the_line_of_ancestors_is_not_best(job: Any, tmp_path: Path) -> None:
     """v2 had the best loss, and the job continued from v1."""
     with job(local_keep_best=1, local_keep_every=1) as first:
         train(first, 3)

@@ -74,7 +74,7 @@ def test_a_lease_is_one_lifes_until_it_expires(tmp_path: Path) -> None:
     assert first.ensure() == 1
 
 
-def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
+def test_a_job_does_not_wait_for_its_own_dead_run(tmp_path: Path) -> None:
     clock = FakeClock()
     before, now = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
     other = lease(tmp_path, "33", clock)
@@ -86,7 +86,7 @@ def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
     assert not before.held()
 
 
-def test_where_a_store_overwrites_who_came_first_finds_out(
+def test_where_a_store_overwrites_the_first_writer_finds_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both saw a free lease, and the store ignores `exclusive`."""
@@ -104,7 +104,7 @@ def test_where_a_store_overwrites_who_came_first_finds_out(
     assert second.held()
 
 
-def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -> None:
+def test_a_run_with_a_successor_does_not_take_the_lease_back(tmp_path: Path) -> None:
     """It is still alive, and has a version to flush: its successor does not follow a dead run."""
     clock = FakeClock()
     before, now = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
@@ -272,7 +272,7 @@ DAY_SECONDS = 86400.0
 
 
 @pytest.mark.parametrize("wrong_seconds", [-DAY_SECONDS, 0.0, DAY_SECONDS])
-def test_a_dead_holder_is_waited_for_as_long_as_a_lease_lasts_whatever_its_clock_said(
+def test_a_dead_holder_is_waited_for_as_long_as_a_lease_lasts_whatever_its_clock(
     wrong_seconds: float, tmp_path: Path
 ) -> None:
     clock = FakeClock()
@@ -293,7 +293,7 @@ def test_a_dead_holder_is_waited_for_as_long_as_a_lease_lasts_whatever_its_clock
 
 
 @pytest.mark.parametrize("wrong_seconds", [-DAY_SECONDS, DAY_SECONDS])
-def test_a_living_holder_keeps_the_place_whatever_the_clocks_say(
+def test_a_living_holder_keeps_the_place_whatever_the_clocks(
     wrong_seconds: float, tmp_path: Path
 ) -> None:
     wrong = FakeClock(wrong_seconds)
@@ -310,7 +310,7 @@ def test_a_living_holder_keeps_the_place_whatever_the_clocks_say(
         assert holder.held()
 
 
-def test_a_holder_whose_clock_jumps_goes_on_renewing(tmp_path: Path) -> None:
+def test_a_holder_whose_clock_jumps_keeps_renewing(tmp_path: Path) -> None:
     clock, others = FakeClock(), FakeClock()
     holder, waiting = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", others)
     for wrong_seconds in (0.0, -DAY_SECONDS, DAY_SECONDS):

@@ -49,7 +49,7 @@ def test_one_retired_file_is_kept_and_a_restart_does_not_take_it_for_rubbish(
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
 
 
-def test_what_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path) -> None:
+def test_a_file_that_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path) -> None:
     """The agent of a trainer that was just killed may still be writing its last version."""
     temp = tmp_path / f".{key_of(7).stem}.tmp"
     writer = python(
@@ -78,7 +78,7 @@ commit_one(LocalStore(sys.argv[1]), key_of(7), edition=1)
 
 @pytest.mark.parametrize("phase", ["write", "fsync", "rename", "open_manifest", "fsync_manifest"])
 @pytest.mark.parametrize("spare", [False, True], ids=["", "beside a retired file"])
-def test_what_a_living_writer_is_at_is_not_begun_by_another(
+def test_a_version_that_a_living_writer_is_writing_is_not_started_by_another(
     spare: bool, phase: str, tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent whose disk hangs is passed over, and its successor is given the same slot. Each
@@ -134,7 +134,7 @@ def test_a_file_that_a_hung_writer_has_open_is_not_kept_for_reuse(
     assert is_sound(store, key_of(8))
 
 
-def test_memory_that_is_not_aligned_is_written_all_the_same(tmp_path: Path) -> None:
+def test_memory_that_is_not_aligned_is_written_nevertheless(tmp_path: Path) -> None:
     """Direct I/O refuses it; the page cache does not."""
     store = made(tmp_path)
     shifted = memoryview(bytearray(b"x" + content_of(key_of(1))))[1:]

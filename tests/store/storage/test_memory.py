@@ -117,7 +117,7 @@ def test_checkpoints_take_their_slots_and_no_more(
     assert told["agent"] <= slots * shard_bytes + AGENT_BYTES
 
 
-def test_what_is_copied_aside_at_the_boundary_is_there_once_and_not_for_long(
+def test_a_copy_made_at_the_boundary_exists_once_and_not_for_long(
     tmp_path: Path, shm_dir: Path
 ) -> None:
     report = tmp_path / "report"

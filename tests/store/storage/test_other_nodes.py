@@ -32,7 +32,7 @@ def said(job: TinyJob) -> list[str]:
     return [e.message for e in warnings if "no node of this run" in e.message]
 
 
-def test_a_pod_of_a_new_name_is_told_what_the_old_one_has(
+def test_a_pod_with_a_new_name_is_shown_the_versions_of_the_old_one(
     start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = tmp_path / "ckpts"
@@ -65,7 +65,7 @@ def test_a_pod_of_a_new_name_is_told_what_the_old_one_has(
 
 
 @pytest.mark.parametrize("why", ["another job's", "a living one's", "no node in path"])
-def test_of_what_is_not_this_jobs_past_nothing_is_said(
+def test_versions_outside_this_jobs_past_are_not_reported(
     why: str, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start("pod-a", job_id="theirs" if why == "another job's" else "") as first:
@@ -80,7 +80,7 @@ def test_of_what_is_not_this_jobs_past_nothing_is_said(
         assert said(second) == []
 
 
-def test_a_folder_is_claimed_while_its_job_lives(tmp_path: Path) -> None:
+def test_a_folder_is_claimed_while_its_job_runs(tmp_path: Path) -> None:
     assert not is_claimed(tmp_path)
     made = DirectoryClaim(tmp_path, "00", 0, lambda *_: None)
     assert made.stake() == ""
@@ -106,7 +106,7 @@ def expect_claimed(directory: Path) -> None:
         ("/a/c-{node}", "d-x", None),
     ],
 )
-def test_names_tell_whose_a_folder_is(
+def test_the_owner_of_a_folder_follows_from_its_name(
     template: str, name: str, found: tuple[str, str] | None
 ) -> None:
     expected = [] if found is None else [(found[0], Path(found[1]))]

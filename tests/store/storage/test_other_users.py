@@ -84,7 +84,7 @@ def run_id(user: int, umask: int, place: Path, memory: Path, until: int, kill: b
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
-def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memory: Path) -> None:
+def test_the_next_user_resumes_and_loses_nothing(umask: int, shared: Path, memory: Path) -> None:
     def run(user: int, until: int, kill: bool) -> tuple[Any, ...]:
         status = run_in_child(run_id, user, umask, shared, memory, until, kill)
         assert status == (KILLED if kill else 0)
@@ -130,7 +130,9 @@ def ask(place: Path, answer: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o664, 0o644, 0o600])
-def test_a_living_claim_counts_whoever_may_open_it(mode: int, shared: Path, memory: Path) -> None:
+def test_a_living_claim_counts_even_if_only_others_may_open_it(
+    mode: int, shared: Path, memory: Path
+) -> None:
     answer, other = memory / "answer", DirectoryClaim(shared, "roots", 0, lambda *_: None)
     assert other.stake() == ""
     (claim,) = shared.glob(".claim.*")
@@ -148,7 +150,9 @@ def test_a_living_claim_counts_whoever_may_open_it(mode: int, shared: Path, memo
     assert answer.read_text() == ""
 
 
-def test_who_may_not_write_there_is_refused_all_the_same(shared: Path, memory: Path) -> None:
+def test_a_user_without_write_permission_is_refused_nevertheless(
+    shared: Path, memory: Path
+) -> None:
     shared.chmod(0o2755)
     answer, other = memory / "answer", DirectoryClaim(shared, "roots", 0, lambda *_: None)
     assert other.stake() == ""

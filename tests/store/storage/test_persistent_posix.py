@@ -56,7 +56,7 @@ class PersistentConformance(StoreConformance):
         assert store.read_manifest(key_of(1)) == manifest_of(key_of(1))
         assert is_sound(store, key_of(1))
 
-    def test_cleaning_leaves_what_is_committed_and_what_is_others(
+    def test_cleaning_leaves_committed_files_and_those_of_others(
         self, store: Any, tmp_path: Path
     ) -> None:
         commit_one(store, key_of(1))
@@ -102,7 +102,7 @@ class TestPosixBackend(BackendConformance):
 # --- what only a directory has -------------------------------------------------------------------
 
 
-def test_what_a_place_is_in_is_not_made(tmp_path: Path) -> None:
+def test_the_parent_of_a_place_is_not_made(tmp_path: Path) -> None:
     """A file system should be mounted there."""
     with pytest.raises(FileNotFoundError, match=r"lustre does not exist: is it mounted\?"):
         PosixBackend(str(tmp_path / "lustre" / "job")).create()
@@ -129,7 +129,7 @@ def test_a_file_that_nfs_keeps_for_a_reader_stays_and_hinders_nothing(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_what_is_busy_for_a_reader_may_stay(tmp_path: Path) -> None:
+def test_only_files_busy_for_a_reader_may_stay(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "record").touch()
     with injected("ebusy@file:op=unlink"), pytest.raises(OSError, match="injected"):
@@ -165,7 +165,7 @@ def temp_of(path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "other", ["gpunode1", "login.node1", "node1.site", "node10", "node", "1", "a-node1"]
 )
-def test_a_host_cleans_what_its_dead_left_and_no_other_hosts(
+def test_a_host_cleans_the_files_of_its_own_dead_jobs_only(
     other: str, on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(other)

@@ -132,7 +132,7 @@ def killed(does: str, at: str, folder: Path) -> None:
 
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("at", UPLOAD_KILLS)
-def test_a_flush_killed_in_an_upload_is_done_again_and_leaves_no_upload_behind(
+def test_a_flush_killed_in_an_upload_is_repeated_and_leaves_no_upload(
     at: str, endpoint: str, url: str, tmp_path: Path, backend: ObjectBackend
 ) -> None:
     killed("store.flush(p.name_of(key), p.facts_of(key, 1 << 25), [t.large(key)])", at, tmp_path)

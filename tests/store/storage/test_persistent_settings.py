@@ -50,7 +50,7 @@ def test_every_so_many_stay(
 
 
 @pytest.mark.parametrize("read_back", [False, True])
-def test_what_a_device_stored_wrong_is_noticed_where_it_is_read_back(
+def test_a_block_that_a_device_stored_wrong_is_noticed_when_it_is_read_back(
     read_back: bool, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_at, rotten = PosixBackend.write_at, set[str]()
@@ -74,7 +74,7 @@ def test_what_a_device_stored_wrong_is_noticed_where_it_is_read_back(
     assert ["checksum" in text for text in failures] == ([True] if read_back else [])
 
 
-def test_a_level_that_nobody_said_the_place_of_is_missed(tmp_path: Path, shm_dir: Path) -> None:
+def test_a_level_without_a_place_is_reported(tmp_path: Path, shm_dir: Path) -> None:
     settings = {"shm_dir": str(shm_dir), "agent": "inline", "persistent_every_steps": 2}
     with TinyJob(tmp_path / "ckpts", **settings) as job:
         (said,) = job.heard("notice")
@@ -82,7 +82,7 @@ def test_a_level_that_nobody_said_the_place_of_is_missed(tmp_path: Path, shm_dir
     assert said.message.endswith("persistent_every_steps")
 
 
-def test_an_agent_is_told_which_of_the_nodes_it_is_on(tmp_path: Path) -> None:
+def test_an_agent_receives_the_number_of_its_node(tmp_path: Path) -> None:
     """Otherwise all would flush in one turn."""
     shared = {"persistent_path": "/shared", "persistent_nodes_at_once": 1}
     config = load_config({"path": str(tmp_path), **shared}, {})

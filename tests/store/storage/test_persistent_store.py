@@ -104,7 +104,7 @@ def verify_all(store: PersistentStore, version: int) -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([(0, 1, 2), (3,), (4,)])))
-def test_whoever_is_last_commits_in_any_order(
+def test_the_last_rank_commits_in_any_order(
     store: PersistentStore, order: tuple[tuple[int, ...], ...]
 ) -> None:
     for number, shards in enumerate(order, start=1):
@@ -187,7 +187,9 @@ def test_a_flush_that_was_killed_is_resumed_and_durable_shards_are_not_written_a
     assert not [p for p in tmp_path.rglob(".*")], "a temporary file is left"
 
 
-def test_what_the_last_writer_left_open_is_finished_by_anybody(store: PersistentStore) -> None:
+def test_a_version_that_the_last_writer_left_open_is_finished_by_any_rank(
+    store: PersistentStore,
+) -> None:
     with (
         injected("eio@file:op=rename,target=v0000000001.g000001.of00005.5eed.manifest"),
         pytest.raises(PersistentError),
@@ -220,7 +222,7 @@ def test_windows_are_bounded_and_all_are_announced(store: PersistentStore) -> No
     assert seen == [WINDOW_BYTES, WINDOW_BYTES, 4096]
 
 
-def test_a_slot_that_was_refilled_meanwhile_is_not_stored(store: PersistentStore) -> None:
+def test_a_slot_that_was_refilled_during_the_flush_is_not_stored(store: PersistentStore) -> None:
     refilled = replace(source(1, 4), still_sealed=lambda: False)
     store.flush(facts(1), LARGEST_BYTES, sources(1, range(4)))
     with pytest.raises(FlushCancelledError, match="shard 4 was refilled"):
@@ -272,7 +274,7 @@ def test_a_truncated_file_is_no_whole_group(store: PersistentStore, tmp_path: Pa
 # --- removing ------------------------------------------------------------------------------------
 
 
-def test_retention_keeps_what_the_policy_says(store: PersistentStore, tmp_path: Path) -> None:
+def test_retention_follows_the_policy(store: PersistentStore, tmp_path: Path) -> None:
     losses = {1: 5.0, 2: 0.1, 3: 4.0, 4: 3.0, 5: 2.0, 6: 1.0}
     for version, loss in losses.items():
         store.flush(facts(version, metric=loss), LARGEST_BYTES, sources(version))
@@ -321,7 +323,7 @@ def test_two_experiments_in_one_place_leave_each_others_versions(store: Persiste
     assert store.versions() == [name(1, "bbbb"), *(name(2, run_id) for run_id in ("aaaa", "bbbb"))]
 
 
-def test_what_a_reader_keeps_of_a_removed_version_is_removed_later(tmp_path: Path) -> None:
+def test_files_of_a_removed_version_that_a_reader_keeps_are_removed_later(tmp_path: Path) -> None:
     """As on NFS: the file is busy, and its folder not empty."""
     store = made(tmp_path, {})
     for version in (1, 2):
@@ -432,7 +434,7 @@ def test_a_reader_reads_on_while_its_version_is_removed(tmp_path: Path) -> None:
 # --- places that fail ----------------------------------------------------------------------------
 
 
-def test_a_full_file_system_says_so_and_room_can_be_made(small_tmpfs: Path) -> None:
+def test_a_full_file_system_is_reported_and_room_can_be_made(small_tmpfs: Path) -> None:
     store = made(small_tmpfs, {})
     store.flush(facts(1), LARGEST_BYTES, sources(1))
     image = memoryview(bytes(SIZE_BYTES))
@@ -444,7 +446,7 @@ def test_a_full_file_system_says_so_and_room_can_be_made(small_tmpfs: Path) -> N
     assert store.flush(facts(3), LARGEST_BYTES, sources(3)).committed
 
 
-def test_a_read_only_file_system_says_so(small_tmpfs: Path) -> None:
+def test_a_read_only_file_system_is_reported(small_tmpfs: Path) -> None:
     store = made(small_tmpfs, {})
     store.flush(facts(1), LARGEST_BYTES, sources(1))
     with read_only(small_tmpfs), pytest.raises(PersistentError, match="read-only"):
@@ -452,7 +454,7 @@ def test_a_read_only_file_system_says_so(small_tmpfs: Path) -> None:
     check(store, 1)
 
 
-def test_a_place_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_missing_place_is_not_made_again(tmp_path: Path) -> None:
     """Nothing may be written to the mount point of an unmounted file system."""
     store = made(tmp_path / "unmounted", {})
     with pytest.raises(PersistentError, match="mount it"):

@@ -87,7 +87,7 @@ def test_a_pinned_version_stays_on_both_levels_until_it_is_unpinned(
     assert not list(tmp_path.rglob("*.pin"))
 
 
-def test_pin_waits_for_what_is_under_way(job: Any) -> None:
+def test_pin_waits_for_versions_in_progress(job: Any) -> None:
     """A sealed version that is not on the persistent level yet is not lost from there."""
     with job(persistent_bytes_per_second=2_000_000) as first:
         first.run(2)
@@ -96,7 +96,7 @@ def test_pin_waits_for_what_is_under_way(job: Any) -> None:
 
 
 @pytest.mark.parametrize("agent", ["inline", "process"])
-def test_a_version_is_pinned_before_it_goes_on_to_the_persistent_level(
+def test_a_version_is_pinned_before_it_continues_to_the_persistent_level(
     agent: str, job: Any, tmp_path: Path
 ) -> None:
     """Only the next boundary has it flushed; the one after that would have it removed."""
@@ -152,7 +152,7 @@ def test_all_nodes_are_marked_before_anybody_looks_on_the_persistent_level(
     assert order == ["marked", "marked", "looked"]
 
 
-def test_what_is_nowhere_cannot_be_pinned(job: Any) -> None:
+def test_a_version_that_is_nowhere_cannot_be_pinned(job: Any) -> None:
     with job() as first:
         first.run(2)
         with pytest.raises(PinError, match="cannot pin v77: there is no such version on any level"):
@@ -235,7 +235,7 @@ def test_the_command_pins_at_one_place(
         (["pin", "file", "1"], "file is not a directory; give a job's path"),
     ],
 )
-def test_the_command_says_what_is_there_instead(
+def test_the_command_lists_the_existing_versions_instead(
     line: list[str],
     said: str,
     tmp_path: Path,
@@ -288,7 +288,7 @@ def test_a_pin_in_the_middle_of_a_removal_waits_and_then_finds_nothing(
     assert found == [set()]
 
 
-def test_marks_are_told_from_everything_else(tmp_path: Path) -> None:
+def test_marks_are_distinguished_from_all_other_files(tmp_path: Path) -> None:
     pins = LocalPins(tmp_path / "new")
     assert pins.pinned() == pins.versions() == set()
     pins.pin([VersionId(3, 12)])

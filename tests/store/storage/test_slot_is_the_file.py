@@ -97,7 +97,7 @@ def test_a_commit_is_another_name_of_the_same_file(pool: SlotPool, store: LocalS
     assert blocks - os.statvfs(store.directory).f_bfree <= 1, "the manifest's page is all it took"
 
 
-def test_what_is_committed_is_never_written_over(pool: SlotPool, store: LocalStore) -> None:
+def test_a_committed_file_is_never_overwritten(pool: SlotPool, store: LocalStore) -> None:
     for version in range(1, 6):
         commit(store, fill(pool, version), version)
     for version in range(1, 6):
@@ -412,7 +412,7 @@ def test_modules_write_as_ever(small_tmpfs: Path, settings: dict[str, Any]) -> N
         assert not job.heard("failed")
 
 
-def test_without_room_slots_are_elsewhere_and_the_level_says_what_it_lacks(
+def test_without_room_slots_are_elsewhere_and_the_level_reports_the_missing_bytes(
     small_tmpfs: Path, settings: dict[str, Any]
 ) -> None:
     path, filler = small_tmpfs / "ckpts", small_tmpfs / "somebody else's"
@@ -488,7 +488,7 @@ def test_the_file_system_of_a_path(path: str, kind: str) -> None:
     assert filesystem_of(Path(path), MOUNTS) == kind
 
 
-def test_a_tmpfs_is_memory_also_behind_a_symbolic_link(small_tmpfs: Path, tmp_path: Path) -> None:
+def test_a_tmpfs_is_memory_also_through_a_symbolic_link(small_tmpfs: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(small_tmpfs)
     assert memory_kind(small_tmpfs) == memory_kind(tmp_path / "link") == "tmpfs"
 
@@ -542,7 +542,7 @@ def large_model() -> torch.nn.Module:
     return torch.nn.Linear(100, 300)  # 121 kB, and twice that for Adam: three images fill a MB
 
 
-def test_too_little_room_for_slots_and_versions_is_said_at_the_start(
+def test_too_little_room_for_slots_and_versions_is_reported_at_the_start(
     small_tmpfs: Path, settings: dict[str, Any]
 ) -> None:
     path = small_tmpfs / "ckpts"

@@ -71,7 +71,7 @@ def test_a_chosen_slot_is_void_from_that_instant(pool: SlotPool) -> None:
     assert pool.find(v(1)) is None
 
 
-def test_what_is_protected_is_never_chosen(pool: SlotPool) -> None:
+def test_a_protected_slot_is_never_chosen(pool: SlotPool) -> None:
     fill(pool, 1)
     fill(pool, 2)
     assert fill(pool, 3, protected={v(1)}).name == "r00000.1"
@@ -81,7 +81,7 @@ def test_what_is_protected_is_never_chosen(pool: SlotPool) -> None:
     assert [slot.manifest() for slot in pool.slots if slot] == [manifest(1), manifest(3)]
 
 
-def test_what_our_agent_reads_is_never_chosen(pool: SlotPool) -> None:
+def test_a_slot_that_our_agent_reads_is_never_chosen(pool: SlotPool) -> None:
     name = fill(pool, 1).name
     fill(pool, 2)
     assert pool.choose(set(), {name}, SEAL_BYTES, IMAGE_BYTES).name != name
@@ -89,7 +89,7 @@ def test_what_our_agent_reads_is_never_chosen(pool: SlotPool) -> None:
         pool.choose(set(), {name}, SEAL_BYTES, IMAGE_BYTES)
 
 
-def test_what_is_being_filled_is_never_chosen(pool: SlotPool) -> None:
+def test_a_slot_that_is_being_filled_is_never_chosen(pool: SlotPool) -> None:
     first = pool.choose(set(), set(), SEAL_BYTES, IMAGE_BYTES)
     second = pool.choose(set(), set(), SEAL_BYTES, IMAGE_BYTES)
     assert first is not second
@@ -99,7 +99,7 @@ def test_what_is_being_filled_is_never_chosen(pool: SlotPool) -> None:
     assert pool.choose(set(), set(), SEAL_BYTES, IMAGE_BYTES) is first
 
 
-def test_what_an_agent_of_the_life_before_reads_is_never_chosen(
+def test_a_slot_that_an_agent_of_the_previous_run_reads_is_never_chosen(
     pool: SlotPool, shm_dir: Path
 ) -> None:
     for version in (1, 2):
@@ -129,7 +129,7 @@ def test_what_an_agent_of_the_life_before_reads_is_never_chosen(
     successor.close(remove=True)
 
 
-def test_a_successor_knows_what_the_slots_hold(pool: SlotPool) -> None:
+def test_a_successor_knows_the_contents_of_the_slots(pool: SlotPool) -> None:
     fill(pool, 1)
     damaged = fill(pool, 2)
     damaged.seal(b"not a manifest")
@@ -140,7 +140,7 @@ def test_a_successor_knows_what_the_slots_hold(pool: SlotPool) -> None:
     assert pool.choose({v(1)}, set(), SEAL_BYTES, IMAGE_BYTES).name == damaged.name
 
 
-def test_a_slot_of_the_wrong_size_is_made_anew(pool: SlotPool) -> None:
+def test_a_slot_of_the_wrong_size_is_made_again(pool: SlotPool) -> None:
     small = fill(pool, 1)
     fill(pool, 2)
     large = pool.choose({v(2)}, set(), SEAL_BYTES, 10 * IMAGE_BYTES)
@@ -277,7 +277,9 @@ def test_the_slots_of_all_ranks_of_a_node_need_room(
         assert "--shm-size" in first[0]
 
 
-def test_what_the_nodes_ranks_hold_already_needs_no_room(pool: SlotPool, shm_dir: Path) -> None:
+def test_memory_that_the_nodes_ranks_hold_already_needs_no_room(
+    pool: SlotPool, shm_dir: Path
+) -> None:
     """Slots of ranks that were here before and are not now."""
     config = Config(shm_dir=str(shm_dir))
     others = [SlotPool(pool.job, rank, 2, lambda *_: None) for rank in (1, 2)]

@@ -75,7 +75,7 @@ def test_the_image_is_as_large_as_asked_for_and_apart_from_the_seal(slot: Slot) 
     assert slot.manifest() == manifest()
 
 
-def test_a_successor_opens_what_was_left(slot: Slot) -> None:
+def test_a_successor_opens_the_remaining_slots(slot: Slot) -> None:
     slot.seal(manifest(3).encode())
     with slot.image() as image:
         image[-4:] = b"tail"
@@ -190,7 +190,7 @@ def living(shm_dir: Path) -> Iterator[subprocess.Popen[str]]:
     end(process)
 
 
-def test_a_rank_that_lives_in_another_process_is_busy(
+def test_a_rank_that_runs_in_another_process_is_busy(
     job: JobDirectory, living: subprocess.Popen[str]
 ) -> None:
     said: list[str] = []
@@ -206,7 +206,7 @@ def test_a_rank_that_lives_in_another_process_is_busy(
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_what_is_no_file_is_no_lock_and_nobody_waits_for_it(
+def test_a_path_that_is_no_file_is_no_lock_and_nobody_waits_for_it(
     obstacle: str, job: JobDirectory
 ) -> None:
     path = job.lock_path(0)
@@ -223,7 +223,7 @@ def test_what_is_no_file_is_no_lock_and_nobody_waits_for_it(
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_what_is_no_file_is_no_slot(obstacle: str, job: JobDirectory) -> None:
+def test_a_path_that_is_no_file_is_no_slot(obstacle: str, job: JobDirectory) -> None:
     path = job.slot_path(0, 0)
     OBSTACLES[obstacle](path)
     ((damaged, error),) = job.damaged()
@@ -233,7 +233,7 @@ def test_what_is_no_file_is_no_slot(obstacle: str, job: JobDirectory) -> None:
 
 
 @pytest.mark.parametrize("name", ["r00005.0", "r00005.lock", "notes"])
-def test_a_directory_among_what_dead_ranks_and_jobs_left_is_in_nobodys_way(
+def test_a_directory_among_the_files_of_dead_ranks_and_jobs_disturbs_nobody(
     name: str, shm_dir: Path, job: JobDirectory
 ) -> None:
     dead = JobDirectory.at(shm_dir, "dead")
@@ -281,7 +281,7 @@ def test_a_folder_of_another_user_is_not_used(
         mine.create()
 
 
-def test_job_ids_are_told_apart_by_the_place_not_by_its_spelling(tmp_path: Path) -> None:
+def test_jobs_are_distinguished_by_the_place_and_not_by_its_spelling(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("a")
     assert (
@@ -347,7 +347,7 @@ def test_a_clock_that_is_wrong_removes_nobodys_only_copy(
             os.utime(path, (now - wrong_seconds,) * 2)
 
 
-def test_a_job_that_was_back_meanwhile_is_waited_for_anew(
+def test_a_job_that_came_back_during_the_wait_is_waited_for_again(
     job: JobDirectory, other: JobDirectory, wait: Any
 ) -> None:
     """Also if no process looked while it lived."""
@@ -360,7 +360,7 @@ def test_a_job_that_was_back_meanwhile_is_waited_for_anew(
 
 
 @pytest.mark.parametrize("mark", ["another boot's", "of later", "rubbish", "a directory"])
-def test_a_mark_that_tells_nothing_removes_nothing(
+def test_an_invalid_mark_removes_nothing(
     mark: str, job: JobDirectory, other: JobDirectory, wait: Any
 ) -> None:
     assert job.remove_dead_jobs(linger_seconds=3000) == []
@@ -392,7 +392,7 @@ def test_a_living_job_is_never_removed(
 
 
 @pytest.mark.parametrize("look", ["dead_seconds", "has_trainer"])
-def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
+def test_a_job_that_comes_back_while_the_dead_are_removed_keeps_its_place(
     look: str, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It arrives right after the check that found no process, and must not be removed with its
@@ -432,7 +432,7 @@ def waits_for_a_lock(pid: int) -> bool:
     return any(line[1] == "->" and line[5] == str(pid) for line in lines)
 
 
-def test_a_place_whose_folder_is_just_being_removed_is_made_anew(
+def test_a_place_whose_folder_is_being_removed_is_made_again(
     job: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the end of the run before: between creating the folder and locking a file in it."""
@@ -481,7 +481,7 @@ def test_a_job_of_the_same_process_stays_locked_when_another_one_is_made(
         job.unlock_rank(first)
 
 
-def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirectory) -> None:
+def test_files_of_killed_jobs_go_and_those_of_running_ones_stay(job: JobDirectory) -> None:
     """Locks of ranks that are elsewhere now, and of an agent; another one is alive, as is rank
     0."""
     job.create()
@@ -505,7 +505,7 @@ def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirecto
 HOLD = "fd = take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
-def test_surplus_is_what_no_rank_of_this_life_will_use(job: JobDirectory) -> None:
+def test_surplus_slots_are_those_that_no_rank_of_this_run_will_use(job: JobDirectory) -> None:
     """Ranks 0 and 1 are here, with two slots each; none of them is alive now."""
     for rank, index in itertools.product(range(4), range(3)):
         Slot.create(job.slot_path(rank, index), "r", SEAL_BYTES, IMAGE_BYTES).close()

@@ -23,7 +23,7 @@ def one_slot(job: TinyJob) -> None:
 
 @pytest.mark.parametrize("agent", ["process", "inline"])
 @pytest.mark.parametrize("remove", [everything, one_slot])
-def test_slots_are_made_anew_and_the_end_is_durable(
+def test_slots_are_made_again_and_the_end_is_durable(
     remove: Callable[[TinyJob], None], agent: str, path: Path, shm_dir: Path
 ) -> None:
     settings = {"shm_dir": str(shm_dir), "agent": agent, "local_every_steps": 1}
@@ -39,7 +39,7 @@ def test_slots_are_made_anew_and_the_end_is_durable(
         assert again.fingerprint() == job.fingerprint()
 
 
-def test_what_was_sealed_behind_it_survives_a_kill(path: Path, shm_dir: Path) -> None:
+def test_a_version_sealed_afterwards_survives_a_kill(path: Path, shm_dir: Path) -> None:
     settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_every_steps": 100}
     job = TinyJob(path, **settings).run(REMOVED)
     everything(job)

@@ -107,7 +107,7 @@ def test_a_wrong_one_is_an_error_that_does_not_repeat_it(
         assert not path.is_file() or WRONG.encode() not in path.read_bytes(), path
 
 
-def test_a_job_does_not_start_afresh_beside_what_it_is_not_let_see(
+def test_a_job_does_not_start_afresh_beside_files_that_it_may_not_see(
     job: Any, proxy: Proxy, tmp_path: Path
 ) -> None:
     right = s3_options(proxy.url)
@@ -163,7 +163,7 @@ def test_a_directory_takes_some_of_its_own(job: Any, tmp_path: Path) -> None:
     assert WRONG not in failed.text()
 
 
-def test_a_directory_is_read_whatever_the_environment_says_for_a_url(
+def test_a_directory_is_read_whatever_options_the_environment_has_for_a_url(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared = str(tmp_path / "shared")

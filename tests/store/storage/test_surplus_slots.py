@@ -85,7 +85,7 @@ def held(path: Path, is_lock: bool, told: Connection) -> None:
 
 
 @pytest.mark.parametrize("by", ["its trainer", "an agent"])
-def test_what_somebody_holds_stays_as_long(settings: dict[str, Any], by: str) -> None:
+def test_a_slot_stays_as_long_as_it_is_in_use(settings: dict[str, Any], by: str) -> None:
     with TinyJob(**settings) as job:
         place = folder(job)
         path = place.slot_path(1, 0)

@@ -111,7 +111,7 @@ def test_no_fresh_start_beside_records_that_cannot_be_read(obstacle: str, left: 
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_one_record_that_cannot_be_read_is_said_and_the_version_before_is_taken(
+def test_one_unreadable_record_is_reported_and_the_previous_version_is_taken(
     obstacle: str, left: Left
 ) -> None:
     newest = left.records()[-1]
@@ -151,7 +151,7 @@ def newer(path: Path) -> object:
     [newer, lambda path: path.write_bytes(b"?"), lambda path: path.symlink_to(path.name)],
     ids=["newer", "damaged", "unseen"],
 )
-def test_what_is_wrong_with_many_shards_is_told_of_a_few(
+def test_damage_in_many_shards_is_reported_for_a_few(
     spoil: Callable[[Path], object], tmp_path: Path, shm_dir: Path
 ) -> None:
     """Every rank of a job of thousands reports it."""
@@ -170,7 +170,7 @@ def test_what_is_wrong_with_many_shards_is_told_of_a_few(
     assert not said or said[-1] == f"and {MANY - len(said) + 1} more"
 
 
-def test_what_has_a_manifest_of_any_kind_is_not_cleaned_away(tmp_path: Path) -> None:
+def test_a_version_with_any_manifest_is_not_cleaned_away(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.create()
     for version, obstacle in enumerate(OBSTACLES.values()):

@@ -1,4 +1,4 @@
-"""Elastic state in one process, without a launcher: what is refused, and what a commit is."""
+"""Elastic state in one process, without a launcher: refused arguments, and effects of a commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierckpt import ConfigError, UnsupportedStateError
 
 
 class Thing:
-    """What no checkpoint can hold."""
+    """An object that no checkpoint can hold."""
 
 
 def main(folder: Path, shm_dir: Path) -> None:
@@ -31,7 +31,7 @@ def main(folder: Path, shm_dir: Path) -> None:
         named_parameters=model.named_parameters(),
         backward_passes_per_step=2,
     )
-    optimizer._register_hooks()  # which Horovod leaves out for one process, but not if elastic
+    optimizer._register_hooks()  # Horovod omits it for one process, but not in an elastic job
 
     for given, lacking in (({"net": model}, "Optimizer"), ({"opt": optimizer}, "Module")):
         with pytest.raises(
@@ -69,7 +69,7 @@ def main(folder: Path, shm_dir: Path) -> None:
             state.commit()
 
     def fail() -> tuple[int, int, int]:
-        """A rank fails, as Horovod's loop has it; what came back, and its version."""
+        """A rank fails, as in Horovod's loop; the restored state, and its version."""
         failures = iter([HorovodInternalError("a rank is gone")])
 
         def train(_: TorchState) -> None:
@@ -82,7 +82,7 @@ def main(folder: Path, shm_dir: Path) -> None:
 
     go(3)
     weights = exact.replicated(model, optimizer)
-    assert fail() == (2, 0, 1)  # the step; not what lies between the backward passes of the next
+    assert fail() == (2, 0, 1)  # the step; no gradients between the backward passes of the next
     assert exact.replicated(model, optimizer) == weights
 
     go(2)
@@ -95,15 +95,15 @@ def main(folder: Path, shm_dir: Path) -> None:
     assert any("extra['attributes']['epoch'] is a" in text for text in told), told
     assert fail() == (4, 1, 3)
 
-    # Hosts come in the middle of a step, and a script asks there by itself: back to its beginning.
+    # Hosts come in the middle of a step, and the script itself asks there: back to its start.
     state.on_hosts_updated(1, HostUpdateResult.added)
-    go(1)  # whose commit does not ask
+    go(1)  # this commit does not ask
     with pytest.raises(HostsUpdatedInterrupt):
         state.check_host_updates()
     state.sync()
     assert (state.batch, state.restored.version) == (4, 3)
 
-    # Behind a step: nothing to come back from. Horovod would not sync when hosts only leave.
+    # After a step: nothing to undo. Horovod would not sync when hosts only leave.
     go(1)
     state.on_hosts_updated(2, HostUpdateResult.removed)
     with pytest.raises(HostsUpdatedInterrupt) as interrupt:
@@ -122,7 +122,7 @@ def main(folder: Path, shm_dir: Path) -> None:
     ask = state.check_host_updates
     state.check_host_updates = lambda: (asked.append(state.batch), ask())
     go(8)
-    assert asked == [10, 12]  # behind a step, until two votes were cast, and the second is known
+    assert asked == [10, 12]  # after a step, until two votes were cast, and the second is known
     state.on_hosts_updated(3, HostUpdateResult.added)
     go(3)
     with pytest.raises(HostsUpdatedInterrupt):

@@ -1,16 +1,16 @@
-"""The script that elastic Horovod runs and the tests kill: small, and told in a journal.
+"""The script that elastic Horovod runs and the tests kill: small, and recorded in a journal.
 
-It has what makes resuming hard (BatchNorm, dropout, AdamW, clipped gradients, a learning rate that
-changes every step, data from random streams, an ElasticSampler) and epochs whose end changes values
-only. Beside the ElasticSampler goes a ResumableSampler, whose samples are told and not trained on.
-Nobody but the state deals them to the ranks that there are.
-Nothing in it knows of checkpoints but the import: with ELASTIC_HVD=horovod_ckpt.torch it is a
-script for Horovod as it comes, settings are in the environment.
+It has the parts that make an exact resume hard (BatchNorm, dropout, AdamW, clipped gradients, a
+learning rate that changes every step, data from random streams, an ElasticSampler) and epochs whose
+end changes values only. Besides the ElasticSampler it has a ResumableSampler, whose samples are
+recorded and not trained on. Only the state distributes them to the current ranks.
+Only the import depends on checkpoints: with ELASTIC_HVD=horovod_ckpt.torch it is a plain script for
+Horovod, and settings are in the environment.
 
 Fault points, besides the package's own (see `tierckpt._faults`):
 
 - `elastic:place=backward,step=5,rank=1`, half through the backward pass; also `synchronized` and
-  `updated`, before and behind the optimizer's step; `commit`, between saving and asking for new
+`updated`, before and after the optimizer's step; `commit`, between saving and asking for new
   hosts; `epoch`, the same in the commit that ends an epoch;
 - `elastic:place=loading,rank=0`, in `sync()`, before a shard is loaded.
 
@@ -46,13 +46,13 @@ else:
 
 FOLDER = Path(os.environ["ELASTIC_FOLDER"])
 OPTIONS: dict[str, Any] = json.loads(os.environ["ELASTIC_OPTIONS"])
-"""`steps`: how many in all; `gates`: names, by the step before which all ranks wait there; `joins`:
-after so many steps rank 0 waits, in the commit, until Horovod has told it of hosts; `machines`:
-every host has memory and disk of its own; `drifts`: after that step one bit of a weight flips on
-that rank, in pairs."""
+"""`steps`: their number; `gates`: names, by the step before which all ranks wait there; `joins`:
+steps after which rank 0 waits, in the commit, until Horovod has reported hosts to it; `machines`:
+every host has memory and disk of its own; `drifts`: pairs of a step and a rank; one bit of a weight
+flips there."""
 WIDTH, ROWS, CLASSES = 32, 4, 4
 EPOCH_STEPS = 8
-"""With two ranks. Samples are dealt out without a remainder on one rank, too."""
+"""Steps of an epoch on two ranks. Samples are distributed without a remainder on one rank, too."""
 
 
 def tell(**line: Any) -> None:
@@ -82,7 +82,7 @@ def build() -> tuple[nn.Module, Any, Any]:
 
 
 def digests(state: Any) -> dict[str, str]:
-    """Of every bit that a next step would depend on, by name."""
+    """Digests of every bit that a next step would depend on, by name."""
     found = {
         **exact.replicated(state.model, state.optimizer),
         **exact.buffers(state.model),
@@ -141,7 +141,7 @@ def train_one(state: Any, indices: list[int], dealt: list[int]) -> None:
 
 
 def now(state: Any) -> dict[str, Any]:
-    """Where the state is, and every bit of it."""
+    """Position of the state, and digests of every bit."""
     return {"step": state.step, "epoch": state.epoch, "digests": digests(state)}
 
 
@@ -186,7 +186,7 @@ def main() -> None:
     resumable = ResumableSampler(samples, ROWS, rank=hvd.rank(), ranks=hvd.size(), seed=5)
     objects = {"schedule": schedule, "sampler": sampler, "resumable": resumable}
     state = TorchState(model, optimizer, **objects, step=0, epoch=0, seen=[])
-    # The middle of the backward pass: what is behind this layer was launched, what is before, not.
+    # The middle of the backward pass: later layers' reductions were launched, earlier ones not.
     model[5].weight.register_hook(lambda _: point("backward", step=state.step))
     state.where = ""
     state.register_reset_callbacks([lambda: tell(reset=True)])

@@ -3,8 +3,8 @@
     job.start(min_np=2, spares=1, rules=["kill@elastic:place=backward,step=3,rank=1"])
     job.until_over() assert job.course() == undisturbed
 
-A host is one more way to write this machine's loopback address: Horovod takes what is spelled
-differently for different hosts, and never uses one again on which a process died, unless told to.
+A host is another spelling of this machine's loopback address: Horovod takes different spellings for
+different hosts. It never reuses a host on which a process died, unless an option allows it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tierckpt import _faults
 PATIENCE_SECONDS = 240.0
 Line = dict[str, Any]
 Moment = tuple[int, int, int]
-"""Rank, steps made, epoch; of a job whose size stays the same."""
+"""Rank, steps made, epoch, for a job whose size stays the same."""
 
 
 class ElasticJob:
-    """One job, started once or several times; see the module's text."""
+    """One job, started once or several times."""
 
     def __init__(
         self, folder: Path, shm_dir: Path, hvd: str = "horovod.torch", **settings: str
@@ -52,7 +52,7 @@ class ElasticJob:
         script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
         script.chmod(0o755)
 
-    # --- what a launcher and a cluster do ------------------------------------------------------
+    # --- actions of a launcher and a cluster ---------------------------------------------------
 
     def start(
         self,
@@ -104,7 +104,7 @@ class ElasticJob:
             "TIERCKPT_EVENTS_DIR": str(self.folder / "events"),
             "TIERCKPT_LOCAL_EVERY_STEPS": "4",
             "TIERCKPT_LOCAL_EVERY_SECONDS": "0",
-            # Every commit is taken, also on a machine so busy that the disk lags behind.
+            # Every commit is taken, also on a machine so busy that the disk lags.
             "TIERCKPT_SLOTS": "3",
             "TIERCKPT_WHEN_BUSY": "wait",
             **self._settings,
@@ -114,7 +114,7 @@ class ElasticJob:
         }
 
     def add_host(self, name: str = "") -> str:
-        """A new one, or one that was there before."""
+        """Add a host, new or used before."""
         self.hosts.append(name or next(self._names))
         self._tell_hosts()
         return self.hosts[-1]
@@ -132,7 +132,7 @@ class ElasticJob:
         (self.folder / f"gate-{gate}").touch()
 
     def until_over(self, well: bool = True) -> None:
-        """Return when Horovod says that the job went well, or did not."""
+        """Wait until Horovod reports the success or the failure of the job."""
         assert self._launcher is not None
         try:
             status = self._launcher.wait(PATIENCE_SECONDS)
@@ -141,14 +141,14 @@ class ElasticJob:
         assert (status == 0) == well, self.output()
 
     def kill(self) -> None:
-        """SIGKILL the launcher and every worker; agents go on."""
+        """SIGKILL the launcher and every worker; agents keep running."""
         self._kill(lambda command: b"tierckpt.agent.process" not in command)
 
     def kill_everything(self) -> None:
         self._kill(lambda command: True)
 
     def lose_memory(self) -> None:
-        """What is left after `kill`, agents and shared memory, ends as by a reboot."""
+        """Remove the rest after `kill`, agents and shared memory, as a reboot would."""
         self.kill_everything()
         for entry in self.shm_dir.iterdir():
             shutil.rmtree(entry)
@@ -169,14 +169,14 @@ class ElasticJob:
             self._launcher.wait()
 
     def _processes(self) -> Iterator[tuple[int, bytes]]:
-        """All that this job started and that is still there: id and command line."""
+        """Processes of this job that still exist: id and command line."""
         mark = f"ELASTIC_FOLDER={self.folder}\0".encode()
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 if mark in Path(f"/proc/{pid}/environ").read_bytes():
                     yield int(pid), Path(f"/proc/{pid}/cmdline").read_bytes()
 
-    # --- what happened -------------------------------------------------------------------------
+    # --- records -------------------------------------------------------------------------------
 
     def journal(self, **having: Any) -> list[Line]:
         """Lines that have these values, or this key if the value is `...`; in order of time."""
@@ -186,8 +186,8 @@ class ElasticJob:
         return [x for x in found if all(k in x and v in (..., x[k]) for k, v in having.items())]
 
     def course(self) -> dict[Moment, dict[str, str]]:
-        """The state at every commit, by name of its parts; who was there twice, because of a
-        failure in between or because it was restored, must have been alike."""
+        """The state at every commit, by name of its parts. Commits that happened twice, because of
+        a failure in between or a restore, must have had the same state."""
         found: dict[Moment, dict[str, str]] = {}
         for line in self.journal(digests=...):
             moment = (line["rank"], line["step"], line["epoch"])
@@ -199,13 +199,13 @@ class ElasticJob:
         return {(x["rank"], x["step"]): x["loss"] for x in self.journal(loss=...)}
 
     def fired(self) -> int:
-        """How many rules did what they say."""
+        """Number of rules that fired."""
         return len(list((self.folder / "marks").iterdir()))
 
     def marked(self) -> list[int]:
-        """Processes in which a rule did what it says."""
+        """Processes in which a rule fired."""
         told = [mark.read_text() for mark in (self.folder / "marks").iterdir()]
-        return [int(pid) for pid in told if pid]  # the mark is there before the number is in it
+        return [int(pid) for pid in told if pid]  # the mark exists before the number is in it
 
     def events(self, name: str) -> list[Line]:
         paths = sorted((self.folder / "events").glob("*.jsonl"))
@@ -213,7 +213,7 @@ class ElasticJob:
         return [x for x in lines if x["name"] == name]
 
     def left_nothing(self) -> None:
-        """After the end: no process, when agents have finished, and no shared memory."""
+        """After the end, when agents have finished, no process and no shared memory remain."""
         while found := [Process(pid) for pid, _ in self._processes()]:
             for process in found:
                 if not process.ended(PATIENCE_SECONDS):
@@ -226,14 +226,14 @@ class ElasticJob:
         while not true():
             if time.monotonic() > deadline:
                 self.give_up(f"waited in vain for {what}")
-            time.sleep(pause_seconds)  # looking takes time from those that are waited for
+            time.sleep(pause_seconds)  # polling takes CPU time from the processes waited for
             pause_seconds = min(1.5 * pause_seconds, 0.1)
 
     def give_up(self, why: str) -> NoReturn:
         raise AssertionError(f"{why}\n{self.output()}")
 
     def output(self) -> str:
-        """What everybody wrote, and the end of the journal."""
+        """Output of all processes, and the end of the journal."""
         log = (self.folder / "log").read_text(errors="replace").replace("\0", "")
         lines = [str({k: v for k, v in x.items() if k != "digests"}) for x in self.journal()]
         return "\n".join(["--- log", log[-8000:], "--- end of the journal", *lines[-40:]])

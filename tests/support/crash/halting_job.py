@@ -1,6 +1,6 @@
-"""The job of `job.py`, told to end: under torchrun, with a loop that asks or does not.
+"""The job of `job.py`, halted by a signal: under torchrun, with a loop that asks or does not.
 
-Whatever happens to it, it tells its exit status in the journal just before it ends.
+In every case it records its exit status in the journal just before it ends.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.support.crash.job import (
 from tests.support.crash.scenario import VARIABLE, Scenario
 
 ASKS_VARIABLE = "CRASH_ASKS"
-"""Set when the loop asks whether to end."""
+"""The variable that is set if the loop asks whether to end."""
 WORKERS_VARIABLE = "CRASH_WORKERS"
-"""Workers of the DataLoader that the loop reads from; without it, there is none."""
+"""Number of workers of the loop's DataLoader; unset: there is no DataLoader."""
 
 
 def make_batches(workers: int) -> Iterator[object]:
-    """Something for every step, which takes nothing of the job's random numbers."""
+    """A dataset with an item for every step, which draws no random numbers of the job."""
     if not workers:
         return itertools.repeat(None)
     return iter(DataLoader(range(10**6), num_workers=workers, generator=torch.Generator()))
@@ -45,7 +45,7 @@ def make_batches(workers: int) -> Iterator[object]:
 def main(scenario: Scenario, rank: int, journal: Journal, asks: bool) -> None:
     torch.set_num_threads(1)
     prepare_faults(scenario, rank, journal)
-    # There before the checkpointer: it has to be called, too.
+    # Installed before the checkpointer: it has to be called, too.
     signal.signal(signal.SIGTERM, lambda number, _: journal.write(signal=int(number)))
     dist.init_process_group("gloo")
     model, optimizer, scheduler = make_training(scenario, rank)

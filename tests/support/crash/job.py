@@ -1,13 +1,13 @@
-"""The job that is killed: a real two-rank DDP training over gloo, small enough for seconds.
+"""The job that is killed: a real two-rank DDP training over gloo that takes seconds.
 
-It has what makes resuming hard (BatchNorm, dropout, AdamW, a learning rate that changes every step,
-data from random streams) and it tells everything in a journal, written so that SIGKILL loses no
-line. Besides the package's own fault points it has two of its own:
+It has the parts that make an exact resume hard (BatchNorm, dropout, AdamW, a learning rate that
+changes every step, data from random streams) and records everything in a journal, written so that
+SIGKILL loses no line. Besides the package's own fault points it has two of its own:
 
 - `script:step=12,phase=backward`, the training loop itself, see `scenario.PHASES`;
 - `call:what=...`, just before some function of the package is called, see `CALLS`.
 
-Runs as a fork of `zygote` or under torchrun; what to do is JSON in the variable `CRASH_JOB`.
+It runs as a fork of `zygote` or under torchrun; its scenario is JSON in the variable `CRASH_JOB`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CALLS: dict[str, tuple[Any, str]] = {
 
 
 class Journal:
-    """One JSON line for everything that happened on a rank."""
+    """Record of a rank: one JSON line for each event."""
 
     def __init__(self, folder: str, rank: int, life: int) -> None:
         path = Path(folder) / f"journal-r{rank}.jsonl"
@@ -68,7 +68,7 @@ class Journal:
 
 
 def main(scenario: Scenario, rank: int, meeting: str | None) -> None:
-    """One rank's life."""
+    """One run of one rank."""
     torch.set_num_threads(1)
     journal = Journal(scenario.folder, rank, scenario.life)
     prepare_faults(scenario, rank, journal)
@@ -124,7 +124,7 @@ def make_training(
         layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2)]
     # Large enough for blocks of their own.
     layers += [nn.Linear(WIDTH, LARGE), nn.ReLU(), nn.Dropout(0.2), nn.Linear(LARGE, WIDTH)]
-    # A bucket per layer or so: layers are released one after the other.
+    # About one bucket per layer: layers are released one after the other.
     model = DistributedDataParallel(
         nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)), bucket_cap_mb=0.001
     )
@@ -174,7 +174,7 @@ def digests(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     stream: np.random.Generator,
 ) -> dict[str, str]:
-    """Of every bit that a next step would depend on, by name."""
+    """Digests of every bit that a next step would depend on, by name."""
     state = {
         **exact.replicated(model, optimizer),
         **exact.buffers(model),
@@ -198,7 +198,7 @@ def wait_at_gates(scenario: Scenario, step: int, journal: Journal) -> None:
 
 def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     """The rules of this rank, for this process and the agents it starts."""
-    # Each rank has an agent of its own, and so rules of its own: as if on a node of its own.
+    # Each rank has its own agent, and so its own rules, as if on its own node.
     os.environ["TIERCKPT_NODE"] = f"node{rank}"
     os.environ[_faults.FIRED_VARIABLE] = str(scenario.marks(rank))
     os.environ[_faults.FAULTS_VARIABLE] = scenario.rules.get(str(rank), "")
@@ -207,7 +207,7 @@ def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
         setattr(owner, name, announced(what, getattr(owner, name)))
     tell_refusals(journal, scenario.unprotected)
     if scenario.late_release:
-        # As on CUDA: whoever is ahead wants its next slot as early as it ever can.
+        # As on CUDA: a rank that is ahead asks for its next slot as early as it can.
         snapshot.Snapshot.starts_at_once = True
         snapshot.QUIET_SECONDS = 1e6  # a slow machine must not release them either
     if str(rank) in scenario.late_release:
@@ -226,7 +226,7 @@ def announced(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tell_refusals(journal: Journal, unprotected: bool) -> None:
-    """Write down when no slot may be overwritten yet; or let any be overwritten."""
+    """Record the moments at which no slot may be overwritten yet; or let any be overwritten."""
     choose = slot_pool.SlotPool.choose
 
     def telling(self: slot_pool.SlotPool, protected: set[Any], *args: Any) -> Any:
@@ -240,7 +240,7 @@ def tell_refusals(journal: Journal, unprotected: bool) -> None:
 
 
 def hold_layers_back(version: int) -> None:
-    """Release nothing of `version` during the backward pass, and of all others as ever."""
+    """Release no layer of `version` during the backward pass; other versions are unchanged."""
     release = snapshot.Snapshot.release
 
     def late(self: snapshot.Snapshot, params: Any) -> None:
@@ -254,7 +254,7 @@ def hold_layers_back(version: int) -> None:
 
 
 def run(environment: Mapping[str, str]) -> None:
-    """Be the rank that the environment describes; never returns."""
+    """Run the rank that the environment describes; never returns."""
     status = 1
     try:
         scenario = Scenario(**json.loads(environment[VARIABLE]))
@@ -264,7 +264,7 @@ def run(environment: Mapping[str, str]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        # Not sys.exit: gloo's C++ teardown sometimes aborts, which says nothing about anything.
+        # Not sys.exit: gloo's C++ teardown sometimes aborts, which is no finding.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,12 +1,12 @@
-"""What a launcher and the machine under it do to a job: start, kill, reboot; and what came of it.
+"""A launcher and its machine: start, kill and reboot of a job, and access to its records.
 
     job.live(rules={1: "kill@seal:version=12"})   # rank 1 kills itself, the launcher the other
     resumed = job.live()                          # the next run, to the end
     assert resumed.start == 11
     job.ended_as_undisturbed()
 
-Nothing here decides by the clock: waits are for a journal line, a mark or the end of a process, and
-PATIENCE_SECONDS only says when to give up, showing what the ranks wrote.
+Nothing here decides by the clock: waits are for a journal line, a mark or the end of a process. A
+wait gives up after PATIENCE_SECONDS, and shows the output of the ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Line = dict[str, Any]
 
 
 class Zygote:
-    """The process that forks ranks; see `zygote.py`."""
+    """The process that forks ranks (`zygote.py`)."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -77,19 +77,19 @@ class Zygote:
 
 
 def quiet_environment() -> dict[str, str]:
-    """Of everything that trains: one thread each, or two ranks fight over the cores."""
+    """Environment of every trainer: one thread each, or two ranks compete for the cores."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        # Else a restarted gloo job reads addresses of the run before from torchrun's store.
+        # Otherwise a restarted gloo job reads addresses of the previous run from torchrun's store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
 class Process:
-    """Somebody else's child, held by a descriptor, so that no stranger is ever signalled."""
+    """A child of another process, held by a descriptor, so that no other process is signalled."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -118,7 +118,7 @@ class Process:
             raise AssertionError(f"process {self.pid} outlived SIGKILL")
 
     def wake(self) -> None:
-        """Go on after SIGSTOP."""
+        """Continue it after SIGSTOP."""
         self.signal(signal.SIGCONT)
 
     def forget(self) -> None:
@@ -128,7 +128,7 @@ class Process:
 
 
 class Job:
-    """A two-rank job and its place on this machine; lives as often as it is told to."""
+    """A two-rank job and its files on this machine; it has as many runs as the test starts."""
 
     def __init__(
         self, zygote: Zygote, folder: Path, shm_dir: Path, expected: Mapping[int, Expected] | None
@@ -147,16 +147,16 @@ class Job:
         }
         self.lives: list[Life] = []
         self.foreign: subprocess.Popen[bytes] | None = None
-        """A launcher that is not ours."""
+        """A launcher outside of this project."""
         self._watched: list[Process] = []
         self.scenario = Scenario(str(folder), settings=self.settings)
         for rank in range(RANKS):
             self.scenario.marks(rank).mkdir(parents=True)
 
-    # --- life and death ------------------------------------------------------------------------
+    # --- start and end -------------------------------------------------------------------------
 
     def start(self, rules: Mapping[int, str] | None = None, **changes: Any) -> Life:
-        """A new run, running. `changes` are fields of the scenario; `settings` are added."""
+        """Start a new run. `changes` are fields of the scenario; `settings` are added."""
         settings = self.settings
         if changes.get("settings") is not None:
             settings = {**settings, **changes.pop("settings")}
@@ -171,11 +171,11 @@ class Job:
         return life
 
     def live(self, rules: Mapping[int, str] | None = None, **changes: Any) -> Life:
-        """A whole run: until all ranks end, or one does and the launcher kills the other."""
+        """Play a whole run: until all ranks end, or one does and the launcher kills the other."""
         return self.start(rules, **changes).until_over()
 
     def reboot(self) -> None:
-        """The machine lost power: every process is gone, and all of shared memory."""
+        """Kill every process and remove all shared memory, as a loss of power does."""
         self.kill_everything()
         for entry in self.shm_dir.iterdir():
             shutil.rmtree(entry)
@@ -184,7 +184,7 @@ class Job:
         for life in self.lives:
             life.kill()
         if self.foreign is not None:
-            self.foreign.terminate()  # it ends its ranks
+            self.foreign.terminate()  # its end ends its ranks
             self.foreign.wait()
         for agent in [*self._watched, *self.agents()]:
             agent.kill()
@@ -211,12 +211,12 @@ class Job:
 
     def agents_end(self) -> None:
         """Return when every agent of this job has ended by itself."""
-        while agents := self.agents():  # each may have begun to be replaced
+        while agents := self.agents():  # the replacement of each may have started
             for agent in agents:
                 if not agent.ended(PATIENCE_SECONDS):
                     self.give_up("waited in vain for the agents' end")
 
-    # --- what happened -------------------------------------------------------------------------
+    # --- records -------------------------------------------------------------------------------
 
     def journal(self, rank: int, life: int | None = None, **having: Any) -> list[Line]:
         """Lines of one rank, of one run or of all, that have these values."""
@@ -230,13 +230,13 @@ class Job:
         ]
 
     def fired(self, rank: int, rule: str) -> bool:
-        """True when the rule did what it says, in any run."""
+        """True when the rule fired, in any run."""
         name = "".join(c if c.isalnum() else "_" for c in rule)
         return (self.scenario.marks(rank) / name).exists()
 
     def losses(self, rank: int, life: int | None = None) -> dict[int, str]:
-        """Exact loss by step; a step that was done in two runs must have given the same, but for
-        lives that were told to compute something else."""
+        """Exact loss by step. A step in two runs must have had the same loss, except in runs with
+        another weight decay."""
         found: dict[int, str] = {}
         others = {x.number for x in self.lives if x.scenario.decay is not None}
         for line in self.journal(rank, life):
@@ -245,8 +245,8 @@ class Job:
         return found
 
     def ended_as_undisturbed(self) -> None:
-        """The whole course and the final state are those of a job nobody touched, and nothing is
-        left in shared memory, and nobody is left running."""
+        """Check that the whole course and the final state are those of the undisturbed job, and
+        that no shared memory and no process remain."""
         assert self.expected is not None
         for rank in range(RANKS):
             losses, final = self.expected[rank]
@@ -260,11 +260,11 @@ class Job:
         assert list(self.shm_dir.rglob("*")) == []
 
     def committed(self, rank: int, life: int | None = None) -> list[int]:
-        """Versions that this rank heard are on disk."""
+        """Versions that were reported to this rank as written to disk."""
         return [x["version"] for x in self.journal(rank, life, event="committed", level="local")]
 
     def sealed(self, rank: int, life: int | None = None) -> list[int]:
-        """Versions that this rank says are in its memory."""
+        """Versions that this rank reported as sealed in its memory."""
         return [x["version"] for x in self.journal(rank, life, event="sealed")]
 
     def segments(self) -> list[Path]:
@@ -272,12 +272,12 @@ class Job:
         return [path for job in self._memories() for path in job.segments()]
 
     def in_memory_of(self, rank: int) -> dict[int, int]:
-        """Generation by version of what this rank has sealed."""
+        """Generation of each version that this rank has sealed."""
         sealed = [manifest for job in self._memories() for _, manifest in job.sealed()]
         return {m.id.version: m.id.generation for m in sealed if m.shard == rank}
 
     def _memories(self) -> list[JobDirectory]:
-        """Of all nodes; each rank is on one of its own."""
+        """Folders of all nodes; each rank has its own node."""
         job = job_id_of(self.store.directory)
         return [JobDirectory.at(self.shm_dir, job, f"node{rank}") for rank in range(RANKS)]
 
@@ -299,7 +299,7 @@ class Job:
         while not true():
             if time.monotonic() > deadline:
                 self.give_up(f"waited in vain for {what}")
-            time.sleep(pause_seconds)  # looking takes time from those that are waited for
+            time.sleep(pause_seconds)  # polling takes CPU time from the processes waited for
             pause_seconds = min(1.5 * pause_seconds, 0.05)
 
     def wait_fired(self, rank: int, rule: str) -> None:
@@ -313,7 +313,7 @@ class Job:
         raise AssertionError(f"{why}\n{self.output()}")
 
     def output(self) -> str:
-        """All that ranks and agents wrote, and the end of the journals."""
+        """Output of ranks and agents, and the end of the journals."""
         parts = []
         for path in sorted(self.folder.glob("*.log")):
             parts.append(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}")
@@ -379,11 +379,11 @@ class Life:
 
     @property
     def survived(self) -> bool:
-        """True when it trained to the end."""
+        """True when the run trained to the end."""
         return all(self._done(rank) for rank in range(RANKS))
 
     def resumed(self) -> Line:
-        """How it began; the same on all ranks."""
+        """The first journal line of the run; it is the same on all ranks."""
         told = [[x for x in self.job.journal(r, self.number) if "start" in x] for r in range(RANKS)]
         assert all(len(x) == 1 for x in told), self.job.output()
         assert len({json.dumps(x[0]) for x in told}) == 1, told
@@ -391,7 +391,7 @@ class Life:
 
     @property
     def start(self) -> int:
-        """The version it resumed."""
+        """The version from which the run resumed."""
         return int(self.resumed()["start"])
 
     def passed(self, rank: int) -> int:
@@ -404,8 +404,8 @@ class Life:
         """The oldest version that the next run may resume after this one was killed, with a
         version to memory at every step.
 
-        Where all ranks passed boundary v, all sealed v-1 before. So the next run resumes v-1 or
-        newer: at most the version before the one being taken (by the slowest rank) is lost.
+        If all ranks passed boundary v, all sealed v-1 before. So the next run resumes v-1 or
+        newer: at most the version that the slowest rank was taking is lost.
         """
         slowest = min(self.passed(rank) for rank in range(RANKS))
         begun = self.resumed()["start"] if self._begun() else 0

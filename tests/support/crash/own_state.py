@@ -1,5 +1,5 @@
-"""What jobs that are killed have beside parameters and optimizer state: what a module saves by
-methods of its own, and what an optimizer's `state_dict()` has besides, its remainder."""
+"""State of killed jobs besides parameters and optimizer state: extra state of a module, and the
+remainder, which an optimizer's `state_dict()` has besides state and options."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.support import exact
 
 
 class Metered(nn.Module):
-    """Adds a mean of all that this rank has seen, which it saves and loads by methods of its own,
-    as modules of metrics do."""
+    """Adds a mean of all values that this rank has seen, which it saves and loads by methods of
+    its own, as modules of metrics do."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Metered(nn.Module):
 
 
 class Decaying(torch.optim.AdamW):
-    """Its `state_dict()` has more than the state of parameters: a remainder."""
+    """An optimizer whose `state_dict()` has more than the state of parameters: a remainder."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, lr=lr)
@@ -59,7 +59,7 @@ class Decaying(torch.optim.AdamW):
 
 
 def own_digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
-    """Of what module and optimizer save of their own."""
+    """Digests of the extra state of module and optimizer."""
     (metered,) = (each for each in model.modules() if isinstance(each, Metered))
     own = {
         "metered": [metered.batches, metered.total],

@@ -1,4 +1,4 @@
-"""What one run of the job is told; read by tests without importing torch."""
+"""The orders for one run of the job; tests read them without importing torch."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ RANKS = 2
 STEPS = 25
 
 PHASES = ("begin", "forward", "backward", "optimizer", "scheduler", "boundary")
-"""Of one step; each is over when its point is reached, but for the first."""
+"""Phases of one step; each but the first is over when its fault point is reached."""
 
 
 @dataclass
 class Scenario:
-    """See the module's text."""
+    """Orders for one run."""
 
     folder: str
-    """For journals and marks."""
+    """Folder of journals and marks."""
     life: int = 1
     steps: int = STEPS
     settings: dict[str, Any] | None = None
-    """For the Checkpointer; None: train without one."""
+    """Settings of the Checkpointer; None: train without one."""
     rules: dict[str, str] = field(default_factory=dict)
     """Faults, by rank; see `tierckpt._faults`."""
     decay: float | None = None
     """Weight decay, set after the restore, so that this run computes something else."""
     gates: dict[str, int] = field(default_factory=dict)
-    """By name: before this step, all ranks wait for the file of that name in `folder`."""
+    """Step by name: before it, all ranks wait for the file of that name in `folder`."""
     unprotected: bool = False
     """Break the protection of slots, to prove that a test would notice."""
     late_release: dict[str, int] = field(default_factory=dict)
-    """By rank: the version whose layers are all released at the barrier, not before."""
+    """Version by rank: its layers are all released at the barrier, not before."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     def marks(self, rank: int) -> Path:
-        """Where a rule of this rank leaves a file when it fires."""
+        """Folder in which a rule of this rank leaves a file when it fires."""
         return Path(self.folder) / f"marks-r{rank}"

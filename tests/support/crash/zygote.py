@@ -1,10 +1,10 @@
-"""Forks ranks: torch is imported once for all of them, and a run of a job takes about a second.
+"""A process that forks ranks: torch is imported once for all, and a run takes about a second.
 
-Sound because there is nothing to lose in a fork: one thread, no process group, no agent, checked
-before every fork. (`OMP_NUM_THREADS=1` sees to it that numpy and torch start none.)
+The fork is safe because the process has one thread, no process group and no agent, which is checked
+before every fork. (`OMP_NUM_THREADS=1` keeps numpy and torch from starting threads.)
 
-Reads one JSON line per rank from standard input, `{"environment": {...}, "log": path}`, and answers
-with the process id. Ends, and its ranks with it, at the end of the input.
+The process reads one JSON line per rank from standard input, `{"environment": {...}, "log": path}`,
+and answers with the process id. At the end of the input it ends, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def threads() -> int:
 def serve() -> None:
     from tests.support.crash import job
 
-    gc.freeze()  # or each rank would look through all that was imported, and so copy it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here asks how they ended
+    gc.freeze()  # otherwise each rank's collector would visit, and so copy, all imported objects
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here needs their exit status
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -46,7 +46,7 @@ def serve() -> None:
 
 
 def become(environment: dict[str, str], log: str) -> None:
-    """In the child: cut every tie to the zygote but its run."""
+    """In the child: cut every tie to the zygote; the child still dies with it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent()
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""What scripts do to their state while they run: groups, freezing, several optimizers."""
+"""Changes that scripts make to their state while they run: groups, freezing, several optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = Cases()
 
 
 def add_changes() -> None:
-    """What scripts do to their state while they run."""
+    """Cases of scripts that change their state while they run."""
 
     def groups(optimizer: Callable[..., Any]) -> Job:
         model = mlp()
@@ -76,7 +76,7 @@ def two_optimizers(**job: Any) -> Job:
 
 
 def by_turns(job: Job, loss_now: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Two steps of the one for each of the other's."""
+    """Two steps of one optimizer for each step of the other."""
     for name in ("first", "first", "second"):
         job.model.zero_grad()
         loss = loss_now()

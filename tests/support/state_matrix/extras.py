@@ -1,4 +1,4 @@
-"""What goes into `extra`: schedulers, generators, averages, metrics, scalers."""
+"""Objects for `extra`: schedulers, generators, averages, metrics, scalers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plateau_step(job: Job, loss: torch.Tensor) -> None:
 
 
 class Metrics:
-    """What a hand-written metric keeps."""
+    """State of a hand-written metric."""
 
     def __init__(self) -> None:
         self.total = torch.zeros((), dtype=torch.float64)

@@ -1,7 +1,7 @@
 """A fleet: many small trainings, each with a model and an optimizer of its own, in one job.
 
-What one checkpoint costs is paid once for all of them. Each is proved by itself: what it had at the
-boundary comes back bit for bit, and it trains on as if nothing had happened.
+All share the cost of one checkpoint. Each is proved by itself: its state at the boundary is
+restored bit for bit, and its training continues exactly.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Maker = Callable[[], Ship]
 
 
 def plain(model: nn.Module, optimizer: Any) -> None:
-    """One iteration."""
+    """Run one iteration."""
     optimizer.zero_grad()
     loss_of(model).backward()
     optimizer.step()
 
 
 def with_closure(model: nn.Module, optimizer: Any) -> None:
-    """One whose gradients the optimizer asks for, and that has some before."""
+    """A training in which the optimizer asks for gradients, and some exist before."""
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -57,7 +57,7 @@ def with_closure(model: nn.Module, optimizer: Any) -> None:
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    """Of new data."""
+    """Loss on new data."""
     inputs = torch.randint(9, (5,)) if isinstance(model[0], nn.Embedding) else torch.randn(5, 6)
     loss: torch.Tensor = model(inputs).square().mean()
     return loss
@@ -69,8 +69,8 @@ def small() -> nn.Sequential:
 
 
 def image(ship: Ship) -> dict[str, Any]:
-    """What it is made of, and what its optimizer says of itself. That has no order, and a parameter
-    that nothing is kept of may be named in it or not."""
+    """Its tensors, and the `state_dict()` of its optimizer. That one has no order, and a parameter
+    without state may be in it or not."""
     told = ship.optimizer.state_dict()
     return {**exact.parameters(ship.model), "state_dict()": exact.image(_sorted(told))}
 
@@ -83,7 +83,7 @@ def _sorted(value: Any) -> Any:
 
 
 class Fleet:
-    """All of it."""
+    """Images of all trainings."""
 
     def __init__(self, makers: Mapping[str, Maker], seed: int) -> None:
         seed_everything(seed)
@@ -114,8 +114,8 @@ def _plain(name: str) -> str:
 
 
 def differences(makers: Mapping[str, Maker], path: Path, shm: Path) -> dict[str, list[str]]:
-    """By name, what was not as it should be; and under the empty name what the job complained of.
-    Empty where all is well."""
+    """Differences by name of the training, and warnings of the job under the empty name. Empty if
+    there are none."""
     events: list[tierckpt.Event] = []
     fleet = Fleet(makers, seed=1)
     ckpt = fleet.attach(path, shm, events)

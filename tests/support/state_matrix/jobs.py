@@ -1,4 +1,4 @@
-"""What a case of the matrix is made of: a small training script, and what it does in an iteration.
+"""Parts of a case of the matrix: a small training script, and its iteration.
 
 A case makes its job from random numbers, so that a job made with another seed is another one.
 """
@@ -20,22 +20,22 @@ from tests.support import exact
 
 @dataclass
 class Job:
-    """A training script: its objects, and what it does in one iteration."""
+    """A training script: its objects, and its iteration."""
 
     model: nn.Module
     optimizers: dict[str, torch.optim.Optimizer]
     inputs: Callable[[], torch.Tensor]
     extra: dict[str, Any] = field(default_factory=dict)
     before: dict[int, Callable[[Job], None]] = field(default_factory=dict)
-    """What the script does to itself before an iteration: freeze a layer, add a group, ..."""
+    """Change that the script makes before an iteration: freeze a layer, add a group, ..."""
     after: Callable[[Job, torch.Tensor], None] = lambda job, loss: None
-    """After the optimizer's step: the scheduler's, and the like."""
+    """Work after the optimizer's step: the scheduler's step, and the like."""
     update: Callable[[Job, Callable[[], torch.Tensor]], torch.Tensor] | None = None
     """Replaces zero_grad, backward and step."""
     versions: int = 1
-    """By how many an iteration advances: steps of one optimizer in it."""
+    """Versions per iteration: steps of one optimizer in it."""
     wrapper: nn.Module | None = None
-    """What the forward pass goes through, if it is not the model itself."""
+    """Module that the forward pass calls, if not the model itself."""
 
     def prepare(self, iteration: int) -> None:
         if iteration in self.before:
@@ -59,7 +59,7 @@ class Job:
 
 
 def beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What it says of itself beside state of parameters and options."""
+    """Parts of its `state_dict()` besides state of parameters and options."""
     told = optimizer.state_dict()
     others = {k: v for k, v in told["state"].items() if not isinstance(k, int)}
     return {**{k: v for k, v in told.items() if k not in ("state", "param_groups")}, **others}
@@ -123,7 +123,7 @@ def trained(model: nn.Module, optimizer: Callable[[Iterable[Any]], Any] = sgd, *
 
 
 class Cases(dict[str, Case]):
-    """By names that no other has."""
+    """Cases by unique name."""
 
     def add(self, name: str, make: Case) -> None:
         assert name not in self

@@ -17,7 +17,7 @@ CASES = Cases()
 
 
 class Reshaped(nn.Module):
-    """A layer between two views, so that all take the same input."""
+    """A layer between two views, so that all layers take the same input."""
 
     def __init__(self, layer: nn.Module, *shape: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Adaptive(nn.Module):
 
 
 class Together(nn.Module):
-    """Many layers beside each other."""
+    """Many parallel layers."""
 
     def __init__(self, layers: dict[str, Callable[[], nn.Module]]) -> None:
         super().__init__()
@@ -161,11 +161,11 @@ CASES.add("prepared for quantization", prepared)
 CASES.add("observers", lambda: trained(Together(OBSERVERS)))
 
 
-# --- buffers that become others ------------------------------------------------------------------
+# --- buffers that are replaced -------------------------------------------------------------------
 
 
 class Filled(Wrapped):
-    """A buffer that is None at first, one that grows, one that comes, one that is None later."""
+    """A buffer that is None at first, one that grows, one that is added, one that is None later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Filled(Wrapped):
 
 
 class SharedBuffer(Filled):
-    """The one that grows is at two places."""
+    """The growing buffer is registered at two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,6 +200,6 @@ class SharedBuffer(Filled):
 
 
 TORCH_REFUSES = ("buffers that become others", "a growing buffer at two places")
-"""To load them into a model that has just been made."""
+"""Cases that torch refuses to load into a newly made model."""
 CASES.add("buffers that become others", lambda: trained(nn.Sequential(Filled())))
 CASES.add("a growing buffer at two places", lambda: trained(SharedBuffer()))

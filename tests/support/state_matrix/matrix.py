@@ -17,4 +17,4 @@ TORCH_2_4_CANNOT = {
     "scheduler SequentialLR": "warns of its own argument",
     "scheduler SWALR": "has a function in its state_dict",
 }
-"""What torch itself learned in 2.5."""
+"""Cases that need torch 2.5."""

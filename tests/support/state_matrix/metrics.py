@@ -25,7 +25,7 @@ from torchmetrics import image as images
 from tests.support.state_matrix.models import Wrapped
 
 Update = Callable[[Any, torch.Tensor], None]
-"""Gives a metric what it measures; made of one row of random numbers for each sample."""
+"""Gives a metric its arguments, made of one row of random numbers for each sample."""
 
 CLASSES, LABELS = 3, 3
 
@@ -111,15 +111,15 @@ OTHER = {
     "KernelInceptionDistance",
     "MemorizationInformedFrechetInceptionDistance",
     "PerceptualPathLength",
-    "RunningMean",  # where these are in their window is in an attribute, and in no state_dict
+    "RunningMean",  # the position of these in their window is in an attribute, and in no state_dict
     "RunningSum",
-    "BaseAggregator",  # and these are no metrics by themselves
+    "BaseAggregator",  # these are not metrics by themselves
     "Running",
 }
 
 
 def options_of(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """What the class has to be given."""
+    """Arguments of the class."""
     found = {}
     for name, parameter in inspect.signature(kind).parameters.items():
         if name in given:
@@ -130,7 +130,7 @@ def options_of(kind: type, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_metrics() -> Iterator[tuple[str, Callable[[], Any], Update]]:
-    """Every class of these families that can be made and updated here, and how."""
+    """Every class of these families that can be made and updated here, with its arguments."""
     for family, begin, given, updates in FAMILIES:
         for name in sorted(vars(family)):
             kind = getattr(family, name)
@@ -146,13 +146,13 @@ def all_metrics() -> Iterator[tuple[str, Callable[[], Any], Update]]:
 def _goes(kind: type, options: dict[str, Any], update: Update) -> bool:
     try:
         update(kind(**options), torch.randn(4, 6))
-    except Exception:  # another kind of arguments, or what it needs is not installed
+    except Exception:  # other arguments, or a package that is not installed
         return False
     return True
 
 
 def wrapped_metrics() -> Iterator[tuple[str, Callable[[], Any], Update]]:
-    """What has metrics inside."""
+    """Models with metrics in them."""
     per_class = classification.MulticlassAccuracy(num_classes=CLASSES, average=None)
     yield "in ClasswiseWrapper", lambda: wrappers.ClasswiseWrapper(per_class.clone()), multiclass
     error = torchmetrics.MeanSquaredError
@@ -166,7 +166,7 @@ METRICS = {name: (make, update) for name, make, update in (*all_metrics(), *wrap
 
 
 class Measured(Wrapped):
-    """Has all of them, and updates each in its forward pass."""
+    """A model that has all metrics, and updates each in its forward pass."""
 
     def __init__(self) -> None:
         super().__init__()

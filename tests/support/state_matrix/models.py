@@ -1,4 +1,4 @@
-"""Models that have, each, something that a checkpoint can get wrong."""
+"""Models with features that a checkpoint may restore wrongly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def channels_last() -> nn.Module:
 
 
 class Wrapped(nn.Module):
-    """A linear layer and something that the case is about."""
+    """A linear layer and the feature under test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class OddShapes(Wrapped):
 
 
 class Unused(Wrapped):
-    """Parameters that never get a gradient, and one that may not."""
+    """Parameters that never get a gradient, and one that must not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Replaced(Wrapped):
 
 
 class Late(Wrapped):
-    """A branch that joins in only later, so that its optimizer state is created then."""
+    """A branch that is used only later, so that its optimizer state is created then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Renormed(nn.Module):
 
 
 class TiedRenormed(nn.Module):
-    """Such a weight that is another layer's, too."""
+    """Such a weight, shared with another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Recurrent(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Remembers the largest values that it saw, as layers of 8 bits do."""
+    """Keeps the largest values that it saw, as 8-bit layers do."""
 
     def __init__(self) -> None:
         super().__init__()

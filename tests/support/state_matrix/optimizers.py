@@ -1,4 +1,4 @@
-"""Optimizers: torch's own with their options, and one with state of other kinds."""
+"""Torch's optimizers with their options, and one with state of other kinds."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Homemade(torch.optim.Optimizer):
 
 
 class Climbing(torch.optim.Optimizer):
-    """SAM: steps another one, with gradients of a place near by. Counts, and saves that itself."""
+    """SAM: steps another optimizer, with gradients of a nearby point. It saves its own counter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"rho": 0.05, "lr": 0.05})
@@ -162,7 +162,8 @@ class Climbing(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Adam):
-    """Its rate follows a counter that is no option, and a sum under a key that is no parameter."""
+    """Its learning rate depends on a counter that is no option; a sum has a key that is no
+    parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01)

@@ -1,4 +1,4 @@
-"""Models with modules that are saved, or loaded, in a way of their own."""
+"""Models with modules that have their own methods to save or load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.state_matrix.jobs import Cases, Job, adam, trained
 from tests.support.state_matrix.models import Scaled, Wrapped, normalised
 
 CASES = Cases()
-"""Of which `tierckpt.load().model` loads with `strict=True`."""
+"""Names of the cases that `tierckpt.load().model` loads with `strict=True`."""
 
 
 class Counting(Wrapped):
@@ -60,7 +60,7 @@ Hook = Callable[..., None]
 
 
 def add_hooks(module: nn.Module, out: Hook, take: Hook, private: bool = False) -> None:
-    """`out` changes what is saved, `take` what is loaded. torch 2.4 has these in private alone."""
+    """`out` changes saved values, `take` loaded ones. In torch 2.4 these hooks are private."""
     if private or not hasattr(module, "register_state_dict_post_hook"):
         module._register_state_dict_hook(lambda *given: out(*given))
         module._register_load_state_dict_pre_hook(take, with_module=True)
@@ -126,7 +126,7 @@ class Replacing(Overridden):
 
 
 class Late(Overridden):
-    """Has nothing of its own to save before the first forward pass."""
+    """Has no extra state before the first forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Transposing(Wrapped):
 
 
 def prefixing() -> nn.Module:
-    """All names begin with something, on the outside."""
+    """All names have a prefix in the `state_dict()`."""
     model = nn.Sequential(Overridden(), nn.Linear(6, 2))
 
     def out(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
@@ -198,7 +198,7 @@ def dropping() -> nn.Module:
 
 
 class Nested(Wrapped):
-    """The root's `state_dict()` is something else altogether."""
+    """The root's `state_dict()` has a different structure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Nested(Wrapped):
 
 
 class Adapted(Wrapped):
-    """Only the adapters are saved, as scripts have it that train such."""
+    """Only the adapters are saved, as in scripts that train adapters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Adapted(Wrapped):
 
 
 class Averaging(nn.Module):
-    """An average inside the model: a deep copy and a counter, beside what is trained."""
+    """An average inside the model: a deep copy and a counter, besides the trained modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class Overridden5(Overridden):
 
 
 def checkpointed() -> nn.Module:
-    """torch's own wrappers, whose hooks take their name out."""
+    """torch's own wrappers, whose hooks remove their name."""
     return nn.Sequential(
         *(checkpoint_wrapper(layer) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), hooked()))
     )

@@ -14,8 +14,8 @@ from tests.support.state_matrix.models import Tied, Transposed, Unused, channels
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-# Not torch's fused SGD: with numbers of 16 bits under DDP, one run in 60 was another, by garbage in
-# its momentum, without any checkpoint (torch 2.13).
+# Not torch's fused SGD: with 16-bit numbers under DDP, one run in 60 differed by garbage in its
+# momentum, without any checkpoint (torch 2.13).
 OPTIMIZERS: dict[str, Make] = {
     "sgd foreach": partial(sgd, foreach=True),
     "adam foreach": partial(adam, foreach=True, amsgrad=True),

@@ -1,8 +1,9 @@
-"""The proof: what a job had at a boundary comes back bit for bit, and trains on bit for bit.
+"""The proof: a job's state at a boundary is restored, and trains on, bit for bit.
 
-Three steps, a boundary after each, and a fourth step during which version 3 finishes copying; then
-the job is let go, as a crash would. A second job, made with another seed, restores version 3 and
-makes the fourth step too. It must find what the first one had, and arrive where that arrived.
+A job makes three steps, with a boundary after each, and a fourth step during which version 3
+finishes copying. Then it is abandoned, as in a crash. A second job, made with another seed,
+restores version 3 and makes the fourth step too. Before and after this step it must have the state
+of the first job.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ BOUNDARIES = 3
 
 @dataclass
 class Bench:
-    """Where the two jobs of a case run, and what they reported."""
+    """Folders of the two jobs of a case, and their events."""
 
     path: Path
     shm: Path
     on_disk: bool
-    """Restored from there, not from memory."""
+    """Restore from disk, not from memory."""
     checkpointer: Callable[..., tierckpt.Checkpointer] = tierckpt.Checkpointer
     ranks: int = 1
     events: list[tierckpt.Event] = field(default_factory=list)
@@ -49,10 +50,10 @@ class Bench:
             extra=job.extra,
             path=self.path / "ckpts",
             shm_dir=self.shm,
-            # One alone: while a version is written the next may be skipped.
+            # One version only: while it is written the next may be skipped.
             local_every_steps=BOUNDARIES * job.versions if self.on_disk else 0,
             local_every_seconds=0,
-            agent="inline",  # what is written is the matter here, not by whom
+            agent="inline",  # the written bytes matter here, not their writer
             on_event=self.events.append,
         )
 
@@ -70,7 +71,7 @@ def seed_everything(seed: int) -> None:
 
 
 def restores_and_trains_on(case: Case, bench: Bench) -> None:
-    """Raises AssertionError where it does not."""
+    """Check one case. Raises AssertionError at a difference."""
     version, at_boundary, one_step_later = first_life(case, bench)
     if bench.on_disk:
         bench.lose_memory()
@@ -91,7 +92,7 @@ def restores_and_trains_on(case: Case, bench: Bench) -> None:
 
 
 def nothing_differs(expected: dict[str, Any], job: Job) -> None:
-    """Says what does, also where nobody rewrites assertions: in the processes of ranks."""
+    """Name the differences, also in processes of ranks, where assertions are not rewritten."""
     found = exact.differences(expected, job.image())
     assert found == [], found
 

@@ -1,11 +1,11 @@
-"""A process that has imported torch and torch._dynamo, and forks whatever Python is asked of it.
+"""A process that has imported torch and torch._dynamo, and forks Python processes on request.
 
 A start of Python costs three seconds of CPU where the program trains, nearly all of it imports. A
 fork costs 30 ms. `python` in this folder is the client; `servers.py` starts this.
 
-Sound because there is nothing to lose in a fork: one thread, no process group, no agent, nothing of
-this project imported; checked before every fork. What is forked dies with its client and with the
-server, by the kernel's hand, so it need not be running for that.
+The fork is safe because the process has one thread, no process group, no agent and no module of
+this project, which is checked before every fork. The kernel kills a fork when its client or the
+server ends, even if the fork is stopped.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def serve(listener: socket.socket) -> NoReturn:
     while True:
         ready, _, _ = select.select([0, awake, listener], [], [])
         if 0 in ready:
-            os._exit(0)  # the test process is gone
+            os._exit(0)  # the test process has ended
         if awake in ready:
             os.read(awake, 4096)
             report_ends(clients)
@@ -65,7 +65,7 @@ def serve(listener: socket.socket) -> NoReturn:
             client, _ = listener.accept()
             try:
                 order, descriptors = receive(client)
-            except OSError:  # it was killed, or stopped, before it had said what it wants
+            except OSError:  # it was killed, or stopped, before its request was complete
                 client.close()
                 continue
             assert threads() == 1
@@ -86,8 +86,8 @@ def serve(listener: socket.socket) -> NoReturn:
 
 
 def receive(client: socket.socket) -> tuple[Order, list[int]]:
-    """What is to be run; its standard streams, a pipe that only the client can write to, and the
-    client's network namespace. Raises OSError when it ends, or says nothing for long."""
+    """Receive a request: the command, its standard streams, a pipe that only the client can write
+    to, and the client's network namespace. Raises OSError when the client ends or stays silent."""
     client.settimeout(PATIENCE_SECONDS)
     descriptors = array.array("i")
     head, rights, _, _ = client.recvmsg(8, socket.CMSG_SPACE(5 * descriptors.itemsize))
@@ -127,7 +127,7 @@ def threads() -> int:
 
 
 def become(order: Order, descriptors: list[int], server: int) -> None:
-    """Cut every tie to the server but the run of it and the client."""
+    """Cut every tie to the server; the process still dies with the server and the client."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)
@@ -154,8 +154,8 @@ def become(order: Order, descriptors: list[int], server: int) -> None:
 
 
 def show(order: Order) -> None:
-    """Have /proc show the command and the environment of this process, not those of the server:
-    they are written where those were, which `servers.py` made large."""
+    """Have /proc show the command and the environment of this process, not those of the server.
+    They overwrite the server's, for which `servers.py` made enough room."""
     ends = [int(x) for x in Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[45:49]]
     command = [os.environ["WARM_PYTHON"], *order["arguments"]]
     environment = [f"{name}={value}" for name, value in os.environ.items()]
@@ -166,15 +166,15 @@ def show(order: Order) -> None:
 
 
 def die_with_writer(client: int) -> None:
-    """Have the kernel kill this process, though it were stopped, when nobody has the pipe `client`
-    open for writing any more. Nobody may write to it."""
+    """Have the kernel kill this process, even if it is stopped, when no process has the pipe
+    `client` open for writing any more. No process may write to it."""
     os.set_inheritable(client, False)
     fcntl.fcntl(client, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(client, F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(client, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     poll = select.poll()
     poll.register(client, 0)
-    if poll.poll(0):  # gone already
+    if poll.poll(0):  # already ended
         os._exit(1)
 
 
@@ -188,8 +188,8 @@ def text_stream(file: int) -> io.TextIOWrapper:
 
 
 def finish(arguments: list[str]) -> NoReturn:
-    """`run`, and end as the interpreter does, but for the second that it takes to free all that
-    was imported."""
+    """Call `run`, and end as the interpreter does, without the second that it takes to free all
+    imported modules."""
     status = 0
     try:
         run(arguments)
@@ -211,7 +211,7 @@ def finish(arguments: list[str]) -> NoReturn:
 
 
 def run(arguments: list[str]) -> None:
-    """Be `python *arguments`."""
+    """Act as `python *arguments`."""
     if arguments[0] == "-u":
         del arguments[0]
     paths = [x for x in os.environ.get("PYTHONPATH", "").split(os.pathsep) if x]

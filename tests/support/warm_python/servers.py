@@ -1,4 +1,4 @@
-"""Starts the servers that fork Python, see `server.py`, for the tests of one run of pytest."""
+"""Start of the servers that fork Python (`server.py`), for the tests of one run of pytest."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PYTHON = str(HERE / "python")
-"""Stands for `sys.executable` in commands; as fast only under `warm_python`."""
+"""Replaces `sys.executable` in commands; it is fast only under `warm_python`."""
 THROUGHOUT = {
     "WARM_PYTHON_EXECUTABLE": PYTHON,
     "PATH": f"{HERE}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }
-"""An environment in which it also stands for the `sys.executable` of what it starts, and for the
-`python` and the `torchrun` that scripts call."""
+"""An environment in which it also replaces `sys.executable` in its child processes, and the
+`python` and `torchrun` that scripts call."""
 os.environ["WARM_PYTHON"] = sys.executable
 SERVERS = 2
-"""Hash seeds that ranks have."""
+"""Hash seeds of ranks."""
 ROOM = 60_000 * "-"
-"""For the command and the environment of what is forked."""
+"""Room for the command and the environment of a fork."""
 
 
 @contextlib.contextmanager
 def warm_python() -> Iterator[None]:
-    """As long as this lasts, PYTHON forks: also in the workers of pytest-xdist that the caller
+    """Serve forks for PYTHON as long as this lasts, also in workers of pytest-xdist that the caller
     starts, which need no servers of their own."""
     if "WARM_PYTHON_SERVERS" in os.environ:
         yield
         return
     if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
-        yield  # which measures what is started, not what is forked
+        yield  # this measures started programs, not forks
         return
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-"))

@@ -12,7 +12,9 @@ from ddp_ckpt.launched import restarts_share_a_store
     ("shares", "restarts", "warned"),
     [("True", "3", True), ("True", "0", False), ("False", "3", False)],
 )
-def test_who_may_not_meet_again_is_told(shares: str, restarts: str, warned: bool) -> None:
+def test_ranks_that_may_not_meet_again_are_reported(
+    shares: str, restarts: str, warned: bool
+) -> None:
     told = {"TORCHELASTIC_USE_AGENT_STORE": shares, "TORCHELASTIC_MAX_RESTARTS": restarts}
     assert restarts_share_a_store(told) == warned
 

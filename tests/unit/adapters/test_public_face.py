@@ -25,7 +25,7 @@ def test_the_class_for_ddp_only_makes_its_adapter() -> None:
     assert made == {"__init__"}
 
 
-def test_an_adapter_overrides_what_the_protocol_has_and_no_more() -> None:
+def test_an_adapter_overrides_only_the_methods_of_the_protocol() -> None:
     asked = {name for name in dir(Adapter) if not name.startswith("_")}
     asked |= set(Adapter.__annotations__)
     plain = {name for name in vars(PlainAdapter) if not name.startswith("_")}

@@ -146,7 +146,7 @@ def test_a_process_is_started_again_after_a_while_at_the_earliest() -> None:
     assert after(at, NobodyListens(), seconds=AGAIN_SECONDS)[1] == [StartProcess()]
 
 
-def test_what_served_and_ended_is_no_failed_start() -> None:
+def test_an_agent_that_served_and_ended_is_no_failed_start() -> None:
     at, _ = after(STARTING, Connected(0), Welcomed(7), Ended(), HangUp(), ProcessEnded(-9))
     assert (at.state, at.unproved) == (State.SEARCHING, False)
     assert after(at, NobodyListens())[1] == [StartProcess()]
@@ -197,7 +197,7 @@ def test_an_agent_that_is_not_for_us_is_passed_over(event: Event, text: str, sev
     assert actions == [Close(), Report(said, severity)]
 
 
-def test_where_all_are_passed_over_it_is_said_once_and_tried_again() -> None:
+def test_where_all_addresses_are_skipped_it_is_reported_once_and_tried_again() -> None:
     at, reports = NEEDED, list[Action]()
     for number in (*ALL, *ALL):
         at, _ = next_state(at, Connected(number), NOW)
@@ -237,7 +237,7 @@ def test_a_predecessors_end_is_awaited_at_its_place() -> None:
     assert (at.index, actions) == (1, [Close(), Report(text, logging.ERROR)])
 
 
-def test_what_a_predecessor_leaves_needs_a_successor() -> None:
+def test_a_predecessor_with_an_inheritance_needs_a_successor() -> None:
     at, _ = after(replace(GREETING, needed=False), PredecessorEnds(9, inherits=True))
     assert (at.needed, at.inherits) == (True, True)
     at, _ = after(at, Tick(), Connected(0), Welcomed(10), seconds=1.0)

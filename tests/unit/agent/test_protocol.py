@@ -49,7 +49,7 @@ SESSION = SessionSettings("/disk", 0, 2, 2, 0, PersistentSettings("/far", every_
 
 
 @given(MESSAGES)
-def test_every_message_is_what_it_was_with_all_types(message: Message) -> None:
+def test_every_message_keeps_all_types_through_encoding(message: Message) -> None:
     again = decode(encode(message))
     assert again == message
     assert repr(again) == repr(message), "no list for a tuple, no int for a float"
@@ -97,7 +97,7 @@ VALID = json.loads(encode(Commit(ShardKey(VersionId(1, 7), 0, 1), None)))
         ),
     ],
 )
-def test_what_is_no_message_is_refused_with_the_reason(data: Any, why: str) -> None:
+def test_an_invalid_message_is_refused_with_the_reason(data: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         decode(data if isinstance(data, bytes) else json.dumps(data).encode())
 
@@ -141,7 +141,7 @@ def test_the_version_that_a_message_is_about() -> None:
 
 
 @given(st.lists(st.text('+.{}"é', max_size=3 * PACKET_BYTES // 2), max_size=6))
-def test_what_is_taken_apart_is_joined_again(texts: list[str]) -> None:
+def test_a_message_in_pieces_is_joined_again(texts: list[str]) -> None:
     joiner, heard = PacketJoiner(), []
     for text in texts:
         parts = packets_of(Problem(text))

@@ -84,13 +84,13 @@ def test_the_copy_is_judged_with_the_hashing_that_held_it_up(
         ({"model": "toy"}, "not measured"),
     ],
 )
-def test_the_slowdown_may_be_one_percent_or_what_the_copy_is_longer(
+def test_the_slowdown_may_be_one_percent_or_the_excess_of_the_copy(
     targets: Any, changed: dict[str, Any], verdict: str
 ) -> None:
     assert judged(targets, "slowdown", **changed)[0] == verdict
 
 
-def test_a_verdict_that_is_no_verdict_says_what_to_run(targets: Any) -> None:
+def test_a_missing_verdict_names_the_command_to_run(targets: Any) -> None:
     assert judged(targets, "sustained copy", bare=None)[1] == "run with --device cuda"
     assert "--world 1" in judged(targets, "sustained copy", world=2)[1]
     assert judged(targets, "slowdown", every=4)[1] == "run with --every 1"

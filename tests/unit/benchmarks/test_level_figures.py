@@ -38,14 +38,14 @@ def row(modules: argparse.Namespace, *samples: Any, **changed: Any) -> Any:
     ("overall", "overlap"),
     [(10.0, 1.0), (10.2, 0.95), (12.0, 0.5), (14.0, 0.0), (15.0, 0.0), (9.0, 1.0)],
 )
-def test_overlap_is_what_the_work_does_not_add(
+def test_overlap_is_the_work_that_adds_no_time(
     overall: float, overlap: float, modules: argparse.Namespace
 ) -> None:
     found = sample(modules, alone=4.0, overall=overall).overlap
     assert found == pytest.approx(overlap)
 
 
-def test_what_bare_sockets_cost_the_training_is_the_limit_of_overlap(
+def test_the_cost_of_bare_sockets_is_the_limit_of_overlap(
     modules: argparse.Namespace,
 ) -> None:
     assert sample(modules, 4.0, 10.4).bare_overlap is None  # not of a disk

@@ -71,7 +71,7 @@ def test_a_family_that_is_mapping_while_it_is_read_is_no_sample(
     assert sampler.peak["Pss"] == 150 * MIB
 
 
-def test_what_is_freed_goes_back() -> None:
+def test_freed_memory_goes_back_to_the_system() -> None:
     """In a process of its own: the setting is for good."""
     code = """
 import os, sys

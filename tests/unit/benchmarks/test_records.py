@@ -155,7 +155,7 @@ def test_a_write_that_fails_leaves_the_file_before_it(
     assert json.loads(before)["partial"]["rounds"] == 0
 
 
-def test_what_is_left_is_told_from_the_newest_of_each_part(
+def test_remaining_figures_come_from_the_newest_record_of_each_part(
     modules: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, 10.0, 10.0, 40.0, 40.0, 52.0])
@@ -193,7 +193,7 @@ def test_options_that_cannot_be_run_are_refused_with_the_way_out(
     assert said in capsys.readouterr().err
 
 
-def test_settings_are_what_is_measured_and_not_where_it_is_written(
+def test_settings_are_the_measured_job_and_not_the_place_of_its_files(
     modules: argparse.Namespace, tmp_path: Path
 ) -> None:
     def settings(line: str) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def test_a_version_is_flushed_when_it_is_complete_and_not_before(
     assert not rank.promotion.awaits(id_)
 
 
-def test_a_node_is_told_once(tmp_path: Path) -> None:
+def test_a_node_receives_each_promotion_once(tmp_path: Path) -> None:
     other = Rank(1, tmp_path)
     id_ = other.take(3)
     other.agree(id_, DONE)
@@ -157,7 +157,7 @@ def test_a_node_is_told_once(tmp_path: Path) -> None:
     assert other.promotion.ordered == id_
 
 
-def test_what_broke_is_not_flushed_and_counts_for_nothing(rank: Rank) -> None:
+def test_a_broken_version_is_not_flushed_and_does_not_count(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
     assert (rank.client.safe, rank.client.void) == (None, [lost])
@@ -169,7 +169,7 @@ def test_what_broke_is_not_flushed_and_counts_for_nothing(rank: Rank) -> None:
     assert [order.id.version for order in rank.client.flushes] == [4]
 
 
-def test_what_broke_and_is_tried_again_is_not_void(rank: Rank) -> None:
+def test_a_broken_version_that_is_tried_again_is_not_void(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
     rank.agreement.local.open.append(lost)
@@ -188,7 +188,7 @@ def test_the_best_stays_though_a_newer_one_is_safe(tmp_path: Path) -> None:
     assert rank.client.kept == {better}
 
 
-def test_what_peers_can_bring_back_stays_until_they_can_bring_back_something_newer(
+def test_a_version_that_peers_can_restore_stays_until_they_can_restore_a_newer_one(
     rank: Rank,
 ) -> None:
     """Otherwise the loss of a node in between would lose the last version that all nodes had."""
@@ -291,7 +291,9 @@ def test_ranks_drop_the_same_whichever_node_is_slow(tmp_path: Path) -> None:
     assert len(zero.dropped) == 1
 
 
-def test_what_becomes_safe_as_the_last_flush_ends_is_the_one_that_waits(rank: Rank) -> None:
+def test_a_version_that_becomes_safe_when_the_last_flush_ends_is_the_waiting_one(
+    rank: Rank,
+) -> None:
     rank.make_safe(4, 8)
     rank.agreement.tell(PERSISTENT, VersionId(1, 4), DONE)
     rank.make_safe(12)
@@ -315,7 +317,7 @@ def test_a_flush_is_superseded_twice_in_a_row_and_then_ends(tmp_path: Path) -> N
     assert rank.flushed() == [4, 8, 12, 20, 24], "and the next may be superseded again"
 
 
-def test_who_prefers_to_wait_waits_and_loses_none(tmp_path: Path) -> None:
+def test_a_level_that_prefers_to_wait_waits_and_loses_none(tmp_path: Path) -> None:
     rank = Rank(0, tmp_path, when_busy="wait")
     rank.make_safe(4, 8)
     assert (rank.flushed(), rank.client.waits) == ([4], 0)
@@ -323,7 +325,7 @@ def test_who_prefers_to_wait_waits_and_loses_none(tmp_path: Path) -> None:
     assert (rank.flushed(), rank.client.waits, rank.dropped) == ([4, 8, 12], 2, [])
 
 
-def test_who_prefers_to_wait_waits_for_no_store_that_hangs(tmp_path: Path) -> None:
+def test_a_level_that_prefers_to_wait_does_not_wait_for_a_store_that_hangs(tmp_path: Path) -> None:
     """Other ranks do not know of it, and order flushes that this rank's agent no longer
     receives."""
     pair = Pair(tmp_path, when_busy="wait")
@@ -344,14 +346,14 @@ def test_who_prefers_to_wait_waits_for_no_store_that_hangs(tmp_path: Path) -> No
     assert (zero.flushed(), one.dropped, pair.versions()) == ([4, 16, 20], [], ids(20))
 
 
-def test_at_the_end_what_waits_is_flushed(rank: Rank) -> None:
+def test_at_the_end_waiting_versions_are_flushed(rank: Rank) -> None:
     rank.make_safe(4, 8)
     rank.promotion.backlog.flush_last()
     rank.promotion.backlog.flush_last()
     assert rank.flushed() == [4, 8]
 
 
-def test_another_life_does_not_flush_what_waited(rank: Rank) -> None:
+def test_another_run_does_not_flush_waiting_versions(rank: Rank) -> None:
     rank.make_safe(4, 8)
     rank.agreement.restart()
     rank.promotion.restart()

@@ -61,14 +61,14 @@ def test_shards_are_all_there_and_parity_was_not_made_yet() -> None:
     assert parities_to_mend(plan, [GROUP], parities) == {2}
 
 
-def test_what_was_rebuilt_is_to_be_kept_where_it_was_lost() -> None:
+def test_a_rebuilt_shard_is_kept_where_it_was_lost() -> None:
     shards, parities = world(1, 3)
     plan = plan_of(shards, parities)
     assert shards_to_mend(plan, shards) == {1, 3}
     assert parities_to_mend(plan, [GROUP], parities) == {1, 3}
 
 
-def test_what_other_nodes_can_make_is_not_fetched_from_far_away() -> None:
+def test_a_shard_that_other_nodes_can_rebuild_is_not_fetched_from_the_store() -> None:
     far = Location("persistent", EVERYWHERE, "s3://far")
     every = [found_at(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
     shards, parities = world(1, 3)
@@ -93,7 +93,7 @@ def test_damaged_parity_is_made_again() -> None:
     assert parities_to_mend(plan, [GROUP], parities) == {0, 1}
 
 
-def test_what_is_on_no_disk_was_not_lost_but_what_some_disks_lack_or_was_damaged_there() -> None:
+def test_a_version_on_no_disk_is_not_lost_but_one_missing_or_damaged_on_some_disks_is() -> None:
     far = Location("persistent", EVERYWHERE, "s3://far")
     every = [found_at(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
     slots = [replace(f, place=Location("memory", f"node{n}", "/shm")) for n, f in enumerate(every)]
@@ -135,7 +135,7 @@ def test_parity_that_a_node_without_a_rank_has_is_on_no_rank_of_the_jobs() -> No
     assert parities_to_mend(plan, [GROUP], parities) == {0}
 
 
-def test_parity_of_another_life_is_none() -> None:
+def test_parity_of_another_run_does_not_count() -> None:
     shards, parities = world(1)
     plan = plan_of(shards, parities)
     stranger = [[], *parities[1:]]

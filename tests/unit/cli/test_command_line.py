@@ -39,9 +39,7 @@ def run(
 
 
 @pytest.mark.parametrize("command", [each.__name__.rstrip("_") for each in COMMANDS])
-def test_every_command_tells_how_it_is_used(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_shows_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
     assert end.value.code == 0
@@ -72,7 +70,7 @@ def test_in_quotes_too_a_tilde_is_the_home_directory(
 
 @pytest.mark.parametrize("command", TAKE_A_PLACE)
 @pytest.mark.parametrize("what", ["a file", "not there", "below a file", "too long"])
-def test_what_is_no_directory_is_one_sentence(
+def test_a_path_that_is_no_directory_is_an_error_of_one_sentence(
     what: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file := tmp_path / "a file").touch()
@@ -88,7 +86,7 @@ def test_what_is_no_directory_is_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["チェックポイント", b"no text \xff\xfe"])
-def test_a_name_that_the_terminal_cannot_show_is_told_all_the_same(
+def test_a_name_that_the_terminal_cannot_encode_is_shown_nevertheless(
     name: str | bytes, tmp_path: Path
 ) -> None:
     path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))

@@ -63,7 +63,7 @@ def story(tmp_path: Path) -> Story:
     return Story(tmp_path)
 
 
-def test_a_jobs_own_events_say_what_to_set(
+def test_a_jobs_own_events_give_the_settings(
     story: Story, capsys: pytest.CaptureFixture[str]
 ) -> None:
     story.tell("restored", level="", version=0)
@@ -110,7 +110,9 @@ def test_costs_that_the_job_measured_itself_are_believed(story: Story) -> None:
     assert math.isnan(job.levels["memory"].failures_per_second), "nothing has failed yet"
 
 
-def test_what_was_not_measured_is_said(story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_measurement_is_reported(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
     story.steps(range(1, 101))
     files = story.end()
     out = said(capsys, "--events", *files, "--failure-every", "1h")
@@ -153,7 +155,7 @@ def test_the_last_line_of_a_killed_rank_may_be_cut(
         ("--step 1 --level memory 2ms 6h inf", "'inf' is not a finite time of 0 or more"),
     ],
 )
-def test_what_is_missing_is_named(line: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_events_are_named(line: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert what in refused(capsys, *line.split())
 
 
@@ -180,7 +182,7 @@ def test_a_level_that_no_failure_needs_is_never_taken(capsys: pytest.CaptureFixt
         b"\x80\x81",
     ],
 )
-def test_what_is_no_event_is_named(
+def test_an_invalid_event_is_named(
     line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "events.jsonl"

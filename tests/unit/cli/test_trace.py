@@ -96,7 +96,7 @@ def test_a_picture_is_made(traces: list[str], tmp_path: Path) -> None:
         (["--ranks", "5"], "no version was copied by all of the ranks 5"),
     ],
 )
-def test_a_picture_of_what_is_not_there(
+def test_a_picture_of_a_missing_trace(
     options: list[str],
     problem: str,
     traces: list[str],
@@ -110,7 +110,7 @@ def test_a_picture_of_what_is_not_there(
     assert not (tmp_path / "x.png").exists()
 
 
-def test_without_matplotlib_it_says_what_to_install(
+def test_without_matplotlib_the_error_names_the_package(
     traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -183,7 +183,7 @@ def test_a_module_is_a_row() -> None:
     }
 
 
-def test_many_layers_are_drawn_by_what_they_are_in() -> None:
+def test_many_layers_are_drawn_by_their_parent_modules() -> None:
     layers = [f"layer{i}.{j}.conv.weight" for i in range(4) for j in range(4)]
     assert set(row_names(spans_of(layers)).values()) == {
         f"layer{i}.{j}.conv" for i in range(4) for j in range(4)
@@ -203,7 +203,7 @@ def test_each_ranks_own_state_has_a_row_of_its_own(tmp_path: Path) -> None:
     assert rows[TREE_ROW] == TREE_ROW
 
 
-def test_what_cannot_be_put_together_shares_the_last_row() -> None:
+def test_layers_without_a_common_parent_share_the_last_row() -> None:
     rows = list(row_names(spans_of([f"p{i}" for i in range(50)])).values())
     assert len(set(rows)) == MOST_ROWS
     assert rows.count("others") == 50 - MOST_ROWS + 1
@@ -236,7 +236,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_as_a_module_it_runs_and_says_what_went_wrong_in_one_line(tmp_path: Path) -> None:
+def test_as_a_module_it_runs_and_reports_an_error_in_one_line(tmp_path: Path) -> None:
     done = run("trace", "summary", "--ours", str(tmp_path / "none.json"))
     assert done.returncode == 1
     assert done.stdout == ""

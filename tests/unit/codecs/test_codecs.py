@@ -114,7 +114,7 @@ def test_a_level_that_does_not_exist_is_refused(level: Any) -> None:
         Zstd(level)
 
 
-def test_encryption_is_what_format_md_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encryption_follows_format_md(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decrypted with HKDF written out (RFC 5869) and AES-256-GCM alone."""
     aead = pytest.importorskip("cryptography.hazmat.primitives.ciphers.aead")
     monkeypatch.setenv(KEY_VARIABLE, KEY)
@@ -156,14 +156,14 @@ def test_a_key_file_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize("text", ["5e" * 31, "not hexadecimal at all, but secret", "5e" * 32 + "x"])
-def test_what_is_no_key_is_not_shown(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_key_is_not_shown(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, text)
     with pytest.raises(CodecError, match="64 hexadecimal digits") as caught:
         AesGcm()
     assert text not in str(caught.value)
 
 
-def test_another_key_is_told_by_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_key_is_named_by_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     written = AesGcm()
     monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
     with pytest.raises(CodecError, match=f"{written.key_id}.*{KEY_VARIABLE}") as caught:
@@ -214,13 +214,15 @@ def test_a_row_is_undone_in_reverse() -> None:
         ("zstd,,aes-gcm", "the codec '' is unknown"),
     ],
 )
-def test_a_setting_that_cannot_be_is_told_before_the_first_commit(text: str, why: str) -> None:
+def test_an_impossible_setting_is_reported_before_the_first_commit(text: str, why: str) -> None:
     for level, kind in (("local", LocalConfig), ("persistent", PersistentConfig)):
         with pytest.raises(ConfigError, match=f"{level}_codecs.*{why}"):
             Config(**{level: kind(codecs=text)})
 
 
-def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r"pip install 'tierckpt\[compression\]'"):
         Config(local=LocalConfig(codecs="zstd"))

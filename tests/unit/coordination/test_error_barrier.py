@@ -54,7 +54,7 @@ def test_one_error_for_all(at: int, raisers: tuple[int, ...]) -> None:
     assert f"rank {raisers[0]}: MemoryError: none at {at}" in told
 
 
-def test_what_all_raise_is_each_ones_own() -> None:
+def test_an_error_raised_on_all_ranks_is_each_ranks_own() -> None:
     def program(group: ThreadGroup) -> str:
         with pytest.raises(KeyError) as caught, ErrorBarrier(group):
             raise KeyError(group.rank)
@@ -89,7 +89,7 @@ def test_it_is_good_for_another_stretch() -> None:
     assert run_ranks(RANKS, program) == [[0, 1, 2]] * RANKS
 
 
-def test_what_the_group_raises_goes_through_and_an_interrupt_tells_nobody() -> None:
+def test_an_error_of_the_group_passes_through_and_an_interrupt_is_not_shared() -> None:
     """The others cannot be informed; a rank that gathered once more would wait."""
 
     class Broken(SingleGroup):
@@ -134,12 +134,12 @@ def gathered(raised: dict[int, Exception]) -> list[object]:
     return run_ranks(RANKS, program)
 
 
-def test_all_have_what_the_work_gave_on_each() -> None:
+def test_all_ranks_receive_the_result_of_each() -> None:
     assert gathered({}) == [[10, 11, 12]] * RANKS
 
 
 @pytest.mark.parametrize("raisers", [{1}, {0, 2}, {0, 1, 2}])
-def test_all_raise_what_is_made_of_the_first_with_all_that_raise_the_same(
+def test_all_ranks_raise_the_first_error_with_the_ranks_that_share_it(
     raisers: set[int],
 ) -> None:
     told = gathered({rank: ConfigError("no such place") for rank in raisers})

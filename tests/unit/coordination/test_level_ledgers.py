@@ -44,7 +44,7 @@ def agreement() -> Agreement:
     return Agreement(group, ballots, CONFIG, lambda *_: None, lambda: None)
 
 
-def test_what_is_not_done_at_the_end_is_broken_where_somebody_waits(agreement: Agreement) -> None:
+def test_a_level_unfinished_at_the_end_is_broken_where_somebody_waits(agreement: Agreement) -> None:
     agreement.open(v(1), INTERVALS)
     for level in (PEER, PERSISTENT):
         agreement.open_later(level, v(1))

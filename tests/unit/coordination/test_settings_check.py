@@ -22,7 +22,7 @@ def refusals(arguments: list[dict[str, Any]]) -> list[str]:
     return run_ranks(len(arguments), attach)
 
 
-def test_one_that_differs_is_named_on_all_with_what_differs() -> None:
+def test_a_rank_that_differs_is_named_on_all_with_the_difference() -> None:
     given = [{"local_keep_last": 2}, {"local_keep_last": 2}, {"local_keep_last": 3}]
     for text in refusals(given):
         assert text.startswith("rank 2 and rank 0 have different settings")
@@ -42,7 +42,7 @@ def test_settings_that_cannot_be_used_on_one_are_an_error_on_all() -> None:
         assert text.startswith("rank 1: slots in the arguments is 'many'")
 
 
-def test_places_may_differ_and_all_hear_of_each_others() -> None:
+def test_places_may_differ_and_all_receive_each_others() -> None:
     def attach(group: Any) -> Any:
         mine = {"path": f"here{group.rank}", "node": f"node{group.rank}"}
         return agree_on_settings({**mine, "peer_domain": f"rack{group.rank}"}, None, group)

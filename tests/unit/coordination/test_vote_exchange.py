@@ -168,7 +168,7 @@ def rows_of(group: ThreadGroup, box: Ballots) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", [on_page, partial(GroupBallots, width=WIDTH)])
-def test_what_ranks_give_along_is_read_by_all(kind: Callable[[ThreadGroup], Ballots]) -> None:
+def test_attachments_of_votes_are_read_by_all(kind: Callable[[ThreadGroup], Ballots]) -> None:
     size = 3
     expected = [tuple(rank * 1000 + i for i in range(OWN_WIDTH)) for rank in range(size)]
 
@@ -197,7 +197,7 @@ def test_a_rank_that_gives_nothing_along_keeps_nobody() -> None:
 
 
 @pytest.mark.parametrize("damaged", range(0, 8 * (OWN_WIDTH + 1) + 4, 61))
-def test_half_of_what_is_given_along_is_no_vote(damaged: int) -> None:
+def test_half_of_an_attachment_is_no_vote(damaged: int) -> None:
     def program(group: ThreadGroup, box: SharedBallots) -> Any:
         box.all_reduce_min([1] * WIDTH, [2] * OWN_WIDTH)
         group.barrier()
@@ -236,7 +236,7 @@ def test_the_vote_of_a_rank_that_ended_after_it_counts() -> None:
     assert on_pages(2, program, gone=[0, 1]) == [[0] * WIDTH] * 2
 
 
-def test_a_rank_that_lives_and_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_runs_and_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.02)
 
     def program(group: ThreadGroup, box: SharedBallots) -> str:
@@ -250,7 +250,7 @@ def test_a_rank_that_lives_and_never_comes_is_named(monkeypatch: pytest.MonkeyPa
     assert on_pages(2, program)[0] == "rank 1 has not reached this boundary in 0.02 s"
 
 
-def test_who_comes_too_late_gets_no_other_vote() -> None:
+def test_a_rank_that_comes_too_late_gets_no_other_vote() -> None:
     def program(group: ThreadGroup, box: SharedBallots) -> bool:
         first = box.all_reduce_min([1] * WIDTH)
         for _ in range(module.TURNS):
@@ -382,7 +382,7 @@ def test_a_rank_that_went_on_without_its_vote_is_seen() -> None:
     assert on_pages(3, program) == [[*before, *after, *voted], [], []]
 
 
-def test_what_an_interrupt_kept_from_being_cast_is_made_up_for() -> None:
+def test_a_vote_that_an_interrupt_prevented_is_made_up_for() -> None:
     def program(group: ThreadGroup, box: SharedBallots) -> list[int]:
         late = None
         if group.rank == 1:

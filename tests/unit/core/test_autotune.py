@@ -125,7 +125,7 @@ class Training:
         return spent / (steps * STEP_SECONDS)
 
 
-def test_nothing_is_said_before_enough_was_seen() -> None:
+def test_nothing_is_reported_before_enough_samples() -> None:
     training = Training(memory=0.01)
     training.run(ENOUGH_STEPS - 1, memory_every=1000)
     assert training.meter.figures() == CostEstimate()
@@ -134,7 +134,7 @@ def test_nothing_is_said_before_enough_was_seen() -> None:
     assert training.meter.figures().of(MEMORY).us == 0, "not known is not free"
 
 
-def test_what_each_level_adds_is_told_apart() -> None:
+def test_the_cost_of_each_level_is_separated() -> None:
     training = Training(memory=0.01, local=0.06, writing=3)
     training.run(200, memory_every=2, local_every=12)
     found = training.meter.figures()
@@ -144,7 +144,7 @@ def test_what_each_level_adds_is_told_apart() -> None:
     assert found.of(LOCAL).steps == 3
 
 
-def test_what_local_adds_is_told_apart_where_every_step_has_a_version_to_memory() -> None:
+def test_the_cost_of_local_is_separated_where_every_step_has_a_version_to_memory() -> None:
     training = Training(memory=0.01, local=0.06, writing=3)
     for _ in range(200):
         training.run(1, memory_every=1, local_every=12)
@@ -163,7 +163,7 @@ def test_a_disk_that_is_always_busy_is_seen() -> None:
 
 
 @pytest.mark.parametrize("memory_every", [1, 2, 1000])
-def test_what_a_flush_adds_is_told_apart(memory_every: int) -> None:
+def test_the_cost_of_a_flush_is_separated(memory_every: int) -> None:
     training = Training(memory=0.01, local=0.06, writing=3, flush=0.4, flushing=20)
     training.run(600, memory_every, local_every=10, flush_every=50)
     found = training.meter.figures()
@@ -250,7 +250,7 @@ def test_it_moves_in_both_directions() -> None:
         assert made.every_steps["memory"] == expected
 
 
-def test_what_is_little_different_changes_nothing() -> None:
+def test_a_small_difference_changes_nothing() -> None:
     made = tuner(local_every_steps=0)
     heed(made, step_us=100_000, memory_us=60_000)
     for cost in (63_000, 57_000, 46_000, 65_000):
@@ -397,7 +397,7 @@ def test_the_budget_is_held_while_costs_change(noise: float) -> None:
     assert 0.015 <= dearer <= 0.034
 
 
-def test_one_step_in_so_many_is_left_out_to_see_what_it_is_like() -> None:
+def test_some_steps_are_left_out_as_samples() -> None:
     made = tuner(local_every_steps=0)
     heed(made, step_us=100_000, memory_us=10)
     due = [v for v in range(1, 65) if made.due(MEMORY, v - 1, v)]

@@ -80,7 +80,7 @@ costs = st.floats(1e-3, 30.0)
 
 
 @given(costs, rates_of)
-def test_young_balances_what_is_paid_and_what_is_lost(cost: float, rate: float) -> None:
+def test_young_balances_the_paid_and_the_lost_time(cost: float, rate: float) -> None:
     interval = young_seconds(cost, rate)
     assert cost / interval == pytest.approx(rate * interval / 2)
 
@@ -208,7 +208,7 @@ slow_levels_of = st.lists(
 
 
 @given(slow_levels_of, st.floats(1e-4, 0.3), st.floats(0.0, 100.0), st.booleans())
-def test_what_a_slow_level_may_not_spend_the_others_share(
+def test_time_that_a_slow_level_may_not_spend_goes_to_the_others(
     levels: list[LevelModel], budget: float, least: float, use_all: bool
 ) -> None:
     """A level is at its latency, or stretched by the factor of all others; no budget is left that

@@ -30,7 +30,7 @@ def test_a_level_is_its_name_everywhere(level: Level) -> None:
     assert RANK[str(level)] == RANK[level]
 
 
-def test_what_a_level_is_made_from_comes_first() -> None:
+def test_the_source_of_a_level_comes_first() -> None:
     """Versions are scheduled, opened and resolved in the order of the table."""
     for level in Level:
         if level.source is not None:
@@ -40,7 +40,7 @@ def test_what_a_level_is_made_from_comes_first() -> None:
     assert AWAITED == (MEMORY, LOCAL)
 
 
-def test_what_is_due_has_a_ledger_and_settings() -> None:
+def test_every_scheduled_level_has_a_ledger_and_settings() -> None:
     for level in INTERVALS:
         assert level in LEDGERS
         assert {"every_steps", "every_seconds"} <= vars(TABLES[level]()).keys()

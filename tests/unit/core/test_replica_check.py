@@ -50,7 +50,7 @@ def test_each_byte_is_in_one_slice_and_none_is_long(sizes: list[int], slices: in
     assert max(costs) <= sum(costs) / slices + UNIT_BYTES + UNIT_OVERHEAD_BYTES
 
 
-def test_slices_of_little_are_looked_at_together() -> None:
+def test_small_slices_are_compared_in_one_check() -> None:
     assert stride_of([100], 50) == 50
     assert stride_of([1 << 30], 50) == 1
     assert stride_of([6 << 20], 50) == 5  # some 126 KB a slice
@@ -59,7 +59,7 @@ def test_slices_of_little_are_looked_at_together() -> None:
     assert stride_of([100] * 3600, 50) == 1, "to come to so many is work, too"
 
 
-def test_minima_tell_whether_all_agree_and_nothing_where_one_has_none() -> None:
+def test_minima_show_whether_all_agree_and_nothing_where_one_has_none() -> None:
     source = random.Random(1)
     for _ in range(300):
         digests = [fold((source.getrandbits(60),), [1])] * source.randrange(2, 5)
@@ -77,7 +77,7 @@ def test_a_digest_is_of_its_place_and_head() -> None:
     assert 0 < fold((), []) < 1 << 62
 
 
-def test_buckets_are_few_and_tell_where_it_differs() -> None:
+def test_buckets_are_few_and_locate_the_difference() -> None:
     for count in (0, 1, 63, 64, 65, 20_000):
         runs = buckets_of(count)
         assert len(runs) <= BUCKETS
@@ -102,7 +102,7 @@ def test_the_odd_ranks_are_those_outside_a_majority() -> None:
     assert find(["w"], [("w", "abc"), ("w", "aab")]) == (("w",), None)
 
 
-def test_what_is_said_names_tensors_and_ranks() -> None:
+def test_the_report_names_tensors_and_ranks() -> None:
     text = Finding(("model/w", "model/b"), (3,), 8, 120, 70).text()
     assert text == (
         "model/w, model/b: rank 3 differs from the other 7. First seen at v120; at v70 all were "
@@ -158,7 +158,7 @@ def test_any_bit_of_any_parameter_is_in_one_digest() -> None:
     assert digests(state) == before
 
 
-def test_a_look_follows_what_an_optimizer_puts_in_its_place() -> None:
+def test_a_check_follows_tensors_that_an_optimizer_replaces() -> None:
     model = nn.Linear(5, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(5)).sum().backward()
@@ -209,7 +209,7 @@ def trained(**more: Any) -> tuple[TrainingState, dict[str, Any], Any]:
     return state, held, look
 
 
-def test_a_look_follows_another_dict_around_what_is_kept() -> None:
+def test_a_check_follows_another_dict_around_the_same_state() -> None:
     state, held, look = trained()
     before, optimizer = look(), state.optimizers["optimizer"]
     optimizer.load_state_dict(optimizer.state_dict())
@@ -270,7 +270,7 @@ def test_little_is_hashed_at_the_boundary_itself() -> None:
     assert found[0] != found[1]
 
 
-def test_what_changes_under_a_look_has_no_digest() -> None:
+def test_a_tensor_that_changes_during_a_check_has_no_digest() -> None:
     model = nn.Linear(512, 600)
     look = Look(ReplicatedState(state_of(model), 1), range(1), 0, 0)
     with torch.no_grad():

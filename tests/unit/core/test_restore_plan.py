@@ -133,7 +133,7 @@ def test_a_place_that_is_not_mounted_is_not_an_empty_one(
     )
 
 
-def test_a_store_whose_client_fails_is_told_and_not_raised(
+def test_a_store_whose_client_fails_is_reported_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 alone takes the inventory, and the others wait for its result."""
@@ -152,7 +152,7 @@ def test_a_store_whose_client_fails_is_told_and_not_raised(
 
 @given(worlds(), st.data())
 @settings(max_examples=200)
-def test_what_a_rank_cannot_get_at_is_as_if_it_had_never_seen_it(
+def test_a_copy_that_a_rank_cannot_read_is_as_if_it_had_never_seen_it(
     world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Location]]], data: st.DataObject
 ) -> None:
     inventories, bad = world
@@ -185,7 +185,7 @@ FAR = Location("persistent", EVERYWHERE, "/far")
 
 @given(st.integers(1, 6), st.integers(1, 5), st.data())
 @settings(max_examples=200)
-def test_who_lacks_the_mount_is_not_asked_shard_after_shard(
+def test_a_rank_without_the_mount_is_not_asked_shard_after_shard(
     ranks: int, shards: int, data: st.DataObject
 ) -> None:
     """Two versions that rank 0 saw. A version is lost when every rank failed at one of its shards.
@@ -221,7 +221,7 @@ def test_who_lacks_the_mount_is_not_asked_shard_after_shard(
         assert not source.direct
 
 
-def test_a_rank_that_cannot_map_what_others_map_is_sent_it() -> None:
+def test_a_rank_that_cannot_map_a_shard_receives_it_from_others() -> None:
     inventory = [found(3, shard, 2) for shard in range(2)]
     key, place = inventory[1].key, inventory[1].place
     plan = plan_restore([inventory] * 2, unreachable=frozenset([(key, place, 1)]))
@@ -258,7 +258,7 @@ def test_reading_is_spread_when_the_world_size_changed() -> None:
     assert [readers.count(r) for r in range(3)] == [3, 3, 3]
 
 
-def test_on_one_level_what_is_nearest_to_its_plain_bytes_comes_first() -> None:
+def test_on_one_level_the_copy_nearest_to_its_plain_bytes_comes_first() -> None:
     """An agent's memory comes before its disk, and plain copies before encoded ones, which one rank
     decodes and sends."""
     disk = found(3, 0, 1, "agent", "disk")
@@ -287,7 +287,7 @@ def test_levels_may_be_mixed_within_a_version() -> None:
     assert plan.levels == {"memory": 1, "local": 1}
 
 
-def test_shards_of_two_lives_never_make_a_version() -> None:
+def test_shards_of_two_runs_never_make_a_version() -> None:
     """Runs that did not see each other's nodes may have taken the same generation number."""
     mine, theirs = found(11, 0, 2), found(11, 1, 2, run_id="another")
     assert plan_restore([[mine], [theirs]]) is None

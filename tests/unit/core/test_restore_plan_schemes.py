@@ -183,7 +183,7 @@ def planned(world: World) -> RestorePlan | None:
 
 @given(worlds())
 @settings(max_examples=300)
-def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
+def test_only_shards_that_can_be_rebuilt_are_found(world: World) -> None:
     """Only shards that the nodes neither have nor can rebuild come from far away, although others
     are lost, too."""
     plan = planned(world)
@@ -267,7 +267,7 @@ def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(2, 9), st.integers(0, 99))
-def test_parity_behind_agents_is_read_by_all_ranks_alike(
+def test_parity_held_by_agents_is_read_by_all_ranks_equally(
     nodes: int, per_node: int, groups: int, number: int
 ) -> None:
     """Any rank may have asked the agent: mirrored pairs whose first shard is lost, on nodes without
@@ -332,7 +332,7 @@ def test_reading_is_spread_evenly(world: World) -> None:
 
 @given(worlds(), st.integers(0, 99))
 @settings(max_examples=300)
-def test_what_was_fetched_is_not_fetched_again_when_a_copy_turns_out_bad(
+def test_a_fetched_shard_is_not_fetched_again_when_a_copy_turns_out_bad(
     world: World, number: int
 ) -> None:
     found, parities = inventories_of(world)
@@ -350,7 +350,7 @@ def test_what_was_fetched_is_not_fetched_again_when_a_copy_turns_out_bad(
 
 @given(worlds())
 @settings(max_examples=300)
-def test_what_is_lost_is_made_by_its_own_rank_or_else_spread_evenly(world: World) -> None:
+def test_a_lost_shard_is_rebuilt_by_its_own_rank_or_else_spread_evenly(world: World) -> None:
     plan = planned(world)
     if plan is None:
         return
@@ -362,7 +362,7 @@ def test_what_is_lost_is_made_by_its_own_rank_or_else_spread_evenly(world: World
 
 @given(worlds())
 @settings(max_examples=300)
-def test_what_is_lost_is_made_on_all_nodes_alike(world: World) -> None:
+def test_lost_shards_are_rebuilt_on_all_nodes_equally(world: World) -> None:
     """Compared with all assignments: none that is even over ranks gives less work to the busiest
     node."""
     plan = planned(world)
@@ -383,7 +383,7 @@ def least_most(nodes: list[int], pieces: int) -> int:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.booleans())
-def test_what_all_see_is_read_on_all_nodes_alike(
+def test_shards_visible_to_all_are_read_on_all_nodes_equally(
     nodes: int, per_node: int, shards: int, dealt: bool
 ) -> None:
     """Nodes with the same number of ranks each, numbered node by node or in turns."""
@@ -430,7 +430,7 @@ def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
     assert [s.place.level for s in plan.sources] == ["peer", "peer"]
 
 
-def test_shards_and_parity_of_two_lives_are_no_version() -> None:
+def test_shards_and_parity_of_two_runs_are_no_version() -> None:
     """Runs that did not see each other's nodes may have taken the same generation."""
     found = [
         found_at(ShardKey(VersionId(1, 1), 1, 2), Location("local", "node1", "/disk"), LINEAGE, "a")

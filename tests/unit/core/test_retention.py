@@ -48,7 +48,7 @@ def test_nothing_goes_before_a_version_is_known_to_be_safe(
 
 
 @given(histories(), st.data())
-def test_what_is_incomplete_costs_no_complete_version(
+def test_an_incomplete_version_costs_no_complete_one(
     written: dict[VersionId, Lineage], data: st.DataObject
 ) -> None:
     """A rank with its shard of a void version keeps the same complete versions as one without."""
@@ -64,7 +64,7 @@ def test_what_is_incomplete_costs_no_complete_version(
     assert set(retirable(written, policy, None, lineage, void=void)) <= void
 
 
-def test_what_an_ancestor_wrote_after_the_fork_goes_once_this_life_is_safe() -> None:
+def test_versions_that_an_ancestor_wrote_after_the_fork_go_once_this_run_is_safe() -> None:
     lineage = ((1, 0), (2, 5))
     held = [VersionId(1, v) for v in (4, 5, 9)] + [VersionId(2, 6)]
     assert VersionId(1, 9) not in retirable(held, RetentionPolicy(2), VersionId(1, 5), lineage)
@@ -169,7 +169,7 @@ def situations(draw: st.DrawFn) -> tuple[list[HeldVersion], Lineage]:
 
 
 @given(situations(), policies)
-def test_retention_does_what_the_rules_say(
+def test_retention_follows_the_rules(
     situation: tuple[list[HeldVersion], Lineage], policy: RetentionPolicy
 ) -> None:
     held, lineage = situation
@@ -209,7 +209,7 @@ def test_a_version_that_was_taken_again_takes_one_place_among_the_best() -> None
     assert {(name.id.generation, name.id.version) for name in gone} == {(1, 3), (2, 8)}
 
 
-def test_two_lives_of_one_generation_leave_each_other_alone() -> None:
+def test_two_runs_of_one_generation_leave_each_other_alone() -> None:
     """Two experiments with the same place, or runs that never saw each other's nodes."""
     here = held_by("aaaa", 1, 1, 2, 3, lineage=((1, 0),))
     there = held_by("bbbb", 1, 4, 5, 6, lineage=((1, 0),))
@@ -218,7 +218,7 @@ def test_two_lives_of_one_generation_leave_each_other_alone() -> None:
     assert gone == [h.name for h in here[:2]]
 
 
-def test_of_two_lives_that_may_be_the_ancestor_neither_is_touched() -> None:
+def test_of_two_runs_that_may_be_the_ancestor_neither_is_touched() -> None:
     now = held_by("cccc", 2, 9, 10, lineage=((1, 8), (2, 8)))
     one = held_by("aaaa", 1, 7, 8, lineage=((1, 0),))
     other = held_by("bbbb", 1, 6, lineage=((1, 0),))

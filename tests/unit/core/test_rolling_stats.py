@@ -43,7 +43,7 @@ def test_the_error_is_that_of_the_median() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 1.0])
-def test_what_changed_is_not_mixed_with_what_was(noise: float) -> None:
+def test_samples_before_and_after_a_change_are_not_mixed(noise: float) -> None:
     chance = random.Random(2)
     window = filled([10 + noise * chance.gauss(0, 1) for _ in range(300)])
     for _ in range(16):  # twice the number that is enough: the check runs every eight values

@@ -68,7 +68,7 @@ def test_a_vote_survives_packing(vote: Vote) -> None:
 
 
 @given(st.lists(votes, min_size=1, max_size=5))
-def test_the_minimum_says_what_holds_on_all_ranks(cast: list[Vote]) -> None:
+def test_the_minimum_holds_on_all_ranks(cast: list[Vote]) -> None:
     agreed = reduced(cast)
     for level, found in agreed.levels.items():
         each = [c.levels[level] for c in cast]
@@ -101,7 +101,7 @@ def test_steps_that_are_jumped_over_still_count() -> None:
     assert taken(schedule, {}, range(4, 40, 4)) == dict.fromkeys((12, 20, 32), ("memory",))
 
 
-def test_what_goes_to_local_is_in_memory_too() -> None:
+def test_a_version_to_local_is_in_memory_too() -> None:
     schedule = Schedule(configured(local_every_steps=2))
     assert taken(schedule, {}, range(1, 5)) == dict.fromkeys((2, 4), ("memory", "local"))
 
@@ -153,7 +153,7 @@ def test_a_busy_local_level_does_not_keep_memory_from_its_version() -> None:
     assert schedule.decide(3, Vote()).take == ("memory", "local")
 
 
-def test_what_is_persistent_goes_by_local_and_is_held_up_with_it() -> None:
+def test_a_persistent_version_passes_through_local_and_is_delayed_with_it() -> None:
     far = {"persistent_path": "/far", "persistent_every_steps": 2, "persistent_every_seconds": 0}
     schedule = Schedule(configured(**far))
     assert schedule.decide(2, Vote()).take == ("memory", "local", "persistent")
@@ -163,7 +163,7 @@ def test_what_is_persistent_goes_by_local_and_is_held_up_with_it() -> None:
     assert schedule.decide(5, Vote()).take == ("memory", "local", "persistent")
 
 
-def test_waiting_takes_what_is_due_instead_of_skipping() -> None:
+def test_waiting_takes_due_versions_instead_of_skipping() -> None:
     schedule = Schedule(configured(local_every_steps=1, when_busy="wait"))
     for busy in (SLOTS_BUSY, LOCAL_BUSY):
         decision = schedule.decide(schedule.last[LOCAL] + 1, busy)
@@ -212,7 +212,7 @@ def test_a_version_that_broke_anywhere_is_given_up_and_the_one_before_stays_safe
     assert ledger.protected() == {v(1), v(3)}
 
 
-def test_what_broke_is_remembered_for_a_while_unless_it_is_taken_again() -> None:
+def test_a_broken_version_is_remembered_for_a_while_unless_it_is_taken_again() -> None:
     ledger = Ledger(open=[v(n) for n in range(1, REMEMBERED + 3)])
     for version in list(ledger.open):
         ledger.resolve(BROKEN, version)
@@ -231,7 +231,7 @@ def test_votes_about_nothing_or_something_settled_change_nothing(
     assert ledger == Ledger(safe=v(1), open=[v(2)])
 
 
-def test_what_was_just_learned_to_be_safe_frees_what_it_supersedes() -> None:
+def test_a_version_newly_known_to_be_safe_frees_its_predecessors() -> None:
     ledger = Ledger(safe=v(1), open=[v(2), v(3)])
     assert ledger.protected(also_safe=v(2)) == {v(2), v(3)}
 

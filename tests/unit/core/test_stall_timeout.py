@@ -6,14 +6,14 @@ from tierckpt.core import stall_timeout
 from tierckpt.core.stall_timeout import StallTimeout, most_quiet_seconds
 
 
-def test_what_gets_on_is_waited_for_however_long_that_takes() -> None:
+def test_a_wait_with_progress_has_no_limit() -> None:
     wait = StallTimeout(10.0, now=100.0)
     for now in range(105, 1000, 5):
         wait.heard(9.5, now)
         assert not wait.is_over(now)
 
 
-def test_what_hangs_and_what_does_not_answer_are_not() -> None:
+def test_a_wait_without_progress_or_answers_ends() -> None:
     hangs, silent = StallTimeout(10.0, now=100.0), StallTimeout(10.0, now=100.0)
     over = []
     for now in range(104, 120, 2):
@@ -23,7 +23,7 @@ def test_what_hangs_and_what_does_not_answer_are_not() -> None:
     assert [now for now, hung, _ in over if hung] == [116, 118]
 
 
-def test_what_has_hung_for_long_is_not_waited_for_again() -> None:
+def test_a_level_that_has_hung_for_long_is_not_waited_for_again() -> None:
     wait = StallTimeout(10.0, now=100.0)
     wait.heard(1000.0, 101.0)
     assert not wait.is_over(101.0), "all of us may have been stopped"
@@ -31,7 +31,7 @@ def test_what_has_hung_for_long_is_not_waited_for_again() -> None:
     assert wait.is_over(102.0)
 
 
-def test_who_was_stopped_with_all_others_waits_on() -> None:
+def test_a_rank_that_was_stopped_with_all_others_waits_on() -> None:
     wait = StallTimeout(10.0, now=100.0)
     assert not wait.is_over(5000.0)
     wait.heard(0.5, 5001.0)

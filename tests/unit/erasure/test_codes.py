@@ -183,7 +183,7 @@ def test_the_example_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(4, 0, 1), (4, 1, 0), (4, 3, 2), (300, 250, 7)])
-def test_what_is_no_code_is_refused(numbers: tuple[int, int, int]) -> None:
+def test_an_invalid_code_is_refused(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="at most"):
         Code(*numbers)
 
@@ -195,7 +195,7 @@ def test_lengths_must_be_of_all_members() -> None:
 
 
 @given(clusters(), windows)
-def test_extents_and_windows_cover_what_is_stored_and_no_more(
+def test_extents_and_windows_cover_exactly_the_stored_bytes(
     cluster: Cluster, window_bytes: int
 ) -> None:
     stripes = cluster.stripes
@@ -243,7 +243,7 @@ def test_the_stored_parity_is_pinned() -> None:
 
 
 @given(clusters(), windows)
-def test_parity_is_what_the_definition_says(cluster: Cluster, window_bytes: int) -> None:
+def test_parity_follows_its_definition(cluster: Cluster, window_bytes: int) -> None:
     cluster.encode(window_bytes)
     code, length = cluster.stripes.code, cluster.stripes.segment_bytes
     padded = [bytes(m.shard).ljust(code.k * length, b"\0") for m in cluster.members]

@@ -84,7 +84,7 @@ def test_it_is_an_error_exactly_when_there_is_no_way(
 
 
 @given(jobs(), asked)
-def test_sizes_are_even_and_near_to_what_was_asked(
+def test_sizes_are_even_and_near_the_requested_one(
     domains: list[str], ask: tuple[str, int]
 ) -> None:
     scheme, groups = planned(domains, ask)
@@ -201,7 +201,7 @@ def test_none_protects_nobody() -> None:
         ),
     ],
 )
-def test_what_cannot_be_protected_is_refused_with_the_arithmetic(
+def test_groups_that_cannot_be_protected_are_refused_with_the_arithmetic(
     domains: list[str], form: str, parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -211,7 +211,9 @@ def test_what_cannot_be_protected_is_refused_with_the_arithmetic(
 
 
 @given(jobs(), asked)
-def test_what_the_refusal_offers_works(domains: list[str], ask: tuple[str, int]) -> None:
+def test_the_alternative_that_the_refusal_offers_works(
+    domains: list[str], ask: tuple[str, int]
+) -> None:
     try:
         plan_groups(domains, Scheme.parse(ask[0]), ask[1])
     except ConfigError as error:

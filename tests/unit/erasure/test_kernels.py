@@ -107,7 +107,7 @@ LONG_BYTES = 4 << 20
 
 
 @backends
-def test_what_it_computes_is_in_no_copy(library: Isal | None) -> None:
+def test_computed_output_is_not_copied(library: Isal | None) -> None:
     """At any length: sources and outputs are used in place."""
     product = Product(decoding(4, range(4), range(4, 6)), library)
     sources = [memoryview(noise(LONG_BYTES, seed)) for seed in range(4)]
@@ -152,7 +152,7 @@ def test_other_threads_run_while_it_computes(library: Isal | None) -> None:
 
 
 @backends
-def test_what_cannot_be_computed_is_refused(library: Isal | None) -> None:
+def test_unusable_arguments_are_refused(library: Isal | None) -> None:
     with pytest.raises(ValueError, match="read-only"):
         Product(((1,),), library).run([b"a"], [memoryview(b"b")])
     with pytest.raises(ValueError, match="1 x 2 was given 1 outputs and 1 sources"):

@@ -85,7 +85,7 @@ def test_a_restart_sees_the_past_of_the_newest_version_and_nothing_else(
     assert set(order) == past_of(newest, written)
 
 
-def test_what_was_taken_back_is_nobodys_past() -> None:
+def test_a_withdrawn_run_is_nobodys_ancestor() -> None:
     old, back = ((1, 0),), ((1, 0), (2, 5))
     written = {VersionId(1, v): old for v in (4, 5, 6, 12)} | {VersionId(2, 6): back}
     assert newest_first(written.items()) == [VersionId(2, 6), VersionId(1, 5), VersionId(1, 4)]

@@ -110,7 +110,7 @@ def test_the_load_is_even_at_any_prefix(striped: list[TensorSpec], ranks: int) -
 
 
 @given(spec_lists, world_sizes)
-def test_what_is_smaller_than_a_unit_goes_to_one_rank_whole(
+def test_a_tensor_smaller_than_a_unit_goes_to_one_rank_whole(
     striped: list[TensorSpec], ranks: int
 ) -> None:
     for tensor, bounds in zip(striped, stripe_bounds(striped, ranks), strict=True):

@@ -74,7 +74,7 @@ def test_every_truncation_is_rejected(manifest: Manifest) -> None:
             Manifest.decode(encoded[:length])
 
 
-def test_it_says_what_its_iteration_counts() -> None:
+def test_it_names_the_unit_of_its_iteration() -> None:
     """Calls of `step()`, or optimizer steps; any other unit is refused."""
     steps = dataclasses.replace(
         EXAMPLE, facts=dataclasses.replace(EXAMPLE.facts, iteration_counts="steps")
@@ -100,7 +100,7 @@ def test_every_flipped_bit_is_rejected() -> None:
             Manifest.decode(bytes(damaged))
 
 
-def test_what_follows_it_is_rejected() -> None:
+def test_trailing_bytes_are_rejected() -> None:
     with pytest.raises(CorruptShardError):
         Manifest.decode(EXAMPLE.encode() + b"\0")
 
@@ -120,7 +120,7 @@ def values_of(manifest: Manifest) -> dict[str, object]:
     return dict(json.loads(manifest.encode().partition(b"\n")[0]))
 
 
-def test_a_newer_major_version_is_refused_and_says_what_to_do() -> None:
+def test_a_newer_major_version_is_refused_with_the_remedy() -> None:
     newer = values_of(EXAMPLE) | {"format_version": "2.0"}
     with pytest.raises(FormatError, match=r"format version 2\.0.*reads up to 1\.x.*newer"):
         Manifest.decode(sign(newer))

@@ -153,7 +153,7 @@ def rewritten(shard: bytes, **metadata: object) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def test_a_newer_major_version_is_refused_and_says_what_to_do() -> None:
+def test_a_newer_major_version_is_refused_with_the_remedy() -> None:
     shard = shard_of({"a": torch.ones(2)}, 0, 1)
     with pytest.raises(FormatError, match=r"this shard has format version 3\.1.*newer"):
         decode_header(rewritten(shard, format_version="3.1"))

@@ -42,7 +42,7 @@ def contents_of(headers: Sequence[ShardHeader]) -> VersionSummary:
     st.lists(st.lists(st.integers(0, 200), max_size=2), max_size=9),
     st.integers(1, 7),
 )
-def test_every_tensor_is_told_of_once_and_the_whole_is_known_to_be_whole(
+def test_every_tensor_is_listed_once_and_a_complete_list_is_recognized(
     shapes: list[list[int]], ranks: int
 ) -> None:
     striped = [spec(f"model/{number}", *shape) for number, shape in enumerate(shapes)]
@@ -66,7 +66,7 @@ def test_every_tensor_is_told_of_once_and_the_whole_is_known_to_be_whole(
         (False, "model/a: only 65536 of 98304 elements are in the shards"),
     ],
 )
-def test_what_is_missing_is_named(beginning: bool, said: str) -> None:
+def test_missing_tensors_are_named(beginning: bool, said: str) -> None:
     headers = headers_of([spec("model/a", 3 << 15), spec("model/b", 1 << 14)], [], 3)
     gone = next(
         piece
@@ -89,7 +89,7 @@ def test_elements_of_one_tensor_do_not_stand_for_anothers() -> None:
     assert not contents.whole()
 
 
-def test_ten_thousand_ranks_are_told_little() -> None:
+def test_ten_thousand_ranks_make_a_short_summary() -> None:
     """1,200 tensors with a piece on every rank; all headers would be a gigabyte."""
     ranks, tensors = 10_000, 1_200
     striped = [spec(f"blocks.{n}.attention.weight", 4096, 40_000) for n in range(tensors)]

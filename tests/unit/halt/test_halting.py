@@ -79,7 +79,7 @@ def test_a_request_survives_the_file(request_: HaltRequest) -> None:
 
 
 @given(requests, requests)
-def test_what_is_asked_later_is_added(first: HaltRequest, second: HaltRequest) -> None:
+def test_a_later_request_is_added(first: HaltRequest, second: HaltRequest) -> None:
     both = first.merged(second)
     assert both.now == (first.now or second.now)
     for name in ("after_version", "before_seconds", "seconds_left"):
@@ -102,7 +102,7 @@ def test_what_is_asked_later_is_added(first: HaltRequest, second: HaltRequest) -
         HaltRequest(before_seconds=1e300).encode(),
     ],
 )
-def test_what_is_no_request_is_refused(text: str) -> None:
+def test_an_invalid_request_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="halt request"):
         HaltRequest.decode(text)
 
@@ -191,7 +191,7 @@ def test_the_command_refuses_a_directory_where_no_job_would_look(
 
 
 @pytest.mark.parametrize("asked", [["--show"], ["--clear"]])
-def test_where_no_job_ever_was_none_is_said_to_go_on(
+def test_where_no_job_ever_ran_none_is_reported_as_running(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a mistyped path the user would believe that the request was withdrawn."""
@@ -204,7 +204,7 @@ def test_where_no_job_ever_was_none_is_said_to_go_on(
     assert "may continue" in capsys.readouterr().out
 
 
-def test_the_command_says_who_will_read_the_request(
+def test_the_command_names_the_job_that_will_read_the_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ".claim.9f8e7d6c.0").touch()
@@ -236,7 +236,7 @@ def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
         (["--now"], "cannot be used: .*No such file.*give the job's checkpoint directory"),
     ],
 )
-def test_the_command_says_what_is_wrong(
+def test_the_command_names_the_mistake(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["halt", str(tmp_path / "nowhere"), *arguments]) == 1
@@ -256,7 +256,7 @@ def test_the_command_says_what_is_wrong(
         ["--clear", "--after-version=-3"],
     ],
 )
-def test_the_command_refuses_what_would_never_or_always_hold(
+def test_the_command_refuses_conditions_that_never_or_always_hold(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The current request stays unchanged."""
@@ -296,7 +296,7 @@ def test_a_request_that_cannot_be_read_is_named_with_the_way_out(
     assert request_file.read(tmp_path) == HaltRequest(now=True)
 
 
-def test_the_command_says_whose_margin_counts(
+def test_the_command_names_the_job_whose_margin_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00", "--force"]) == 0
@@ -346,7 +346,7 @@ def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) 
     ],
     ids=["no text", "too deep", "too large"],
 )
-def test_what_is_no_request_is_passed_over_and_the_next_one_found(
+def test_an_invalid_request_is_skipped_and_the_next_one_found(
     content: bytes, often: None, tmp_path: Path
 ) -> None:
     (tmp_path / request_file.FILE_NAME).write_bytes(content)
@@ -371,7 +371,7 @@ def test_a_fifo_is_no_request(often: None, tmp_path: Path) -> None:
     assert "no regular file instead of a file" in watcher.problems[0]
 
 
-def test_who_looks_where() -> None:
+def test_first_ranks_of_nodes_watch_local_directories_and_rank_0_the_shared_one() -> None:
     first, second = Node(1, 2, (4, 5)), Node(0, 2, (0, 1))
     own = load_config({"path": "/local/ckpts"}, {})
     both = load_config({"path": "/local/ckpts", "persistent_path": "/shared"}, {})
@@ -435,7 +435,7 @@ def test_a_signal_is_remembered_and_ends_nothing(listen: Any) -> None:
     assert signals.received is signal.SIGTERM
 
 
-def test_who_was_there_before_is_told_too(listen: Any) -> None:
+def test_an_earlier_signal_handler_is_called_too(listen: Any) -> None:
     told = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
     signals = listen("SIGUSR1")
@@ -445,7 +445,7 @@ def test_who_was_there_before_is_told_too(listen: Any) -> None:
     assert signals.received is inner.received is signal.SIGUSR1
 
 
-def test_where_ranks_cannot_agree_a_signal_does_what_it_always_did(listen: Any) -> None:
+def test_where_ranks_cannot_agree_a_signal_keeps_its_default_effect(listen: Any) -> None:
     seen: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     signals = listen("SIGUSR1")
@@ -485,7 +485,7 @@ def test_between_a_clean_end_and_the_process_s_the_same_request_kills_nobody(lis
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, "not chained to what is over"
 
 
-def test_what_others_decided_about_a_signal_stands(listen: Any) -> None:
+def test_an_ignored_signal_or_one_with_another_handler_is_left_alone(listen: Any) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals = listen("SIGUSR1")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
@@ -502,7 +502,7 @@ def test_what_others_decided_about_a_signal_stands(listen: Any) -> None:
             faulthandler.unregister(signal.SIGUSR2)
 
 
-def test_on_another_thread_nothing_is_heard_and_nothing_breaks() -> None:
+def test_on_another_thread_no_signal_is_received_and_nothing_breaks() -> None:
     made: list[Signals] = []
     thread = threading.Thread(target=lambda: made.append(Signals(parse_signals("SIGUSR1"))))
     thread.start()
@@ -617,7 +617,7 @@ def test_how_long_before_a_time_a_job_ends(
     assert found == [Reason.NONE, Reason.TIME]
 
 
-def test_no_end_of_the_allocation_is_said_once(make_rank: Any) -> None:
+def test_a_missing_end_of_the_allocation_is_reported_once(make_rank: Any) -> None:
     rank = make_rank(halt_seconds_left=10)
     for version in range(1, 4):
         assert rank.halting.vote(version)[0] is Reason.NONE
@@ -667,7 +667,7 @@ def test_how_long_an_end_may_take(
     assert halting.seconds_for_others() == others
 
 
-def test_what_a_signal_grants_is_counted_from_when_it_came(
+def test_the_time_that_a_signal_grants_counts_from_its_arrival(
     make_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The boundary at which all ranks agree may come an evaluation later."""
@@ -678,7 +678,7 @@ def test_what_a_signal_grants_is_counted_from_when_it_came(
     assert halting.seconds_for_others() == pytest.approx(20 - 12)
 
 
-def test_an_end_that_is_no_time_is_told_as_it_is(make_rank: Any) -> None:
+def test_an_end_that_is_no_time_is_shown_as_it_is(make_rank: Any) -> None:
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "tomorrow"})
     rank.halting.vote(1)
     assert "SLURM_JOB_END_TIME is 'tomorrow', which is not a Unix time in seconds" in rank.texts()
@@ -686,7 +686,7 @@ def test_an_end_that_is_no_time_is_told_as_it_is(make_rank: Any) -> None:
 
 
 @pytest.mark.parametrize("agreed", [False, True])
-def test_who_parted_is_ended_by_a_signal_unless_the_end_was_agreed_on(
+def test_a_rank_that_left_is_ended_by_a_signal_unless_the_end_was_agreed_on(
     agreed: bool, make_rank: Any, listen: Any
 ) -> None:
     halting = make_rank(halt_signals="SIGINT").halting

@@ -86,7 +86,7 @@ def prints(value: Any) -> dict[str, str]:
         lambda at: collections.deque([{at}]),
     ],
 )
-def test_what_differs_by_one_element_differs(kept: Callable[[int], Any]) -> None:
+def test_a_difference_in_one_element_is_found(kept: Callable[[int], Any]) -> None:
     assert prints(kept(1)) == prints(kept(1))
     assert prints(kept(1)) != prints(kept(2))
 

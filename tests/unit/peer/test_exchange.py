@@ -68,7 +68,7 @@ def test_more_losses_than_promised_are_refused_with_the_arithmetic(tmp_path: Pat
             members.rebuilt({1, 2})
 
 
-def test_what_is_sent_is_what_the_plan_costs(tmp_path: Path) -> None:
+def test_the_bytes_sent_are_those_of_the_plan(tmp_path: Path) -> None:
     """(k + m - 1) / k shards a member: nothing is sent twice, and padding never."""
     code = Code(6, 4, 2)
     with Members(tmp_path, code, [4 * MIB] * 6) as members:

@@ -136,7 +136,7 @@ def test_an_agent_that_starts_late_is_waited_for(tmp_path: Path) -> None:
         assert len(members.parities()) == 3
 
 
-def test_a_member_that_skipped_the_version_says_so_at_once(tmp_path: Path) -> None:
+def test_a_member_that_skipped_the_version_reports_it_at_once(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
         first = [members.start(members.exchange(member, 1)) for member in (0, 2)]
         ahead = members.exchange(1, 2)
@@ -154,7 +154,7 @@ def test_a_member_that_skipped_the_version_says_so_at_once(tmp_path: Path) -> No
         assert len(members.parities(2)) == 3
 
 
-def test_a_member_that_comes_when_another_has_given_up_is_told_why(tmp_path: Path) -> None:
+def test_a_member_that_comes_after_another_gave_up_receives_the_reason(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
         ahead = members.start(members.exchange(1, 2))
         members.start(members.exchange(0, 1)).join()
@@ -211,7 +211,7 @@ def test_an_older_version_stays_when_the_next_one_fails(tmp_path: Path) -> None:
         check_next_version(members, 3)
 
 
-def test_a_member_that_begins_anew_ends_what_the_others_had(tmp_path: Path) -> None:
+def test_a_member_that_restarts_ends_the_exchange_of_the_others(tmp_path: Path) -> None:
     """It was killed and started again while the others were in the middle of the version."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         first = members.exchange(1)
@@ -234,7 +234,7 @@ def test_a_member_that_begins_anew_ends_what_the_others_had(tmp_path: Path) -> N
         check_next_version(members)
 
 
-def test_who_waits_for_one_that_still_joins_a_third_does_not_blame_it(
+def test_a_member_that_waits_for_a_third_one_is_not_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Member 1 stops when all but member 2 have joined it. Member 2 has `join_seconds` to reach it,
@@ -330,7 +330,7 @@ def test_cancelled_while_it_waits_for_others(tmp_path: Path) -> None:
         check_next_version(members)
 
 
-def test_cancelled_in_the_middle_the_others_hear_why(tmp_path: Path) -> None:
+def test_members_receive_the_reason_of_a_cancelled_exchange(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
         exchanges = [members.exchange(member) for member in range(3)]
         asked: list[int] = []
@@ -376,7 +376,7 @@ def test_the_same_exchange_twice_at_once_is_refused(tmp_path: Path) -> None:
 # --- other processes ---------------------------------------------------------------------------
 
 
-def test_shards_of_another_life_make_no_parity(tmp_path: Path) -> None:
+def test_shards_of_another_run_make_no_parity(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS, Limits(join_seconds=2, stall_seconds=20)) as members:
         members.run([members.exchange(0), members.exchange(1, run_id="dead"), members.exchange(2)])
         assert len(members.errors) == 3
@@ -385,7 +385,7 @@ def test_shards_of_another_life_make_no_parity(tmp_path: Path) -> None:
         check_next_version(members)
 
 
-def test_an_agent_with_another_secret_is_refused_and_told_so(tmp_path: Path) -> None:
+def test_an_agent_with_another_secret_is_refused_with_the_reason(tmp_path: Path) -> None:
     heard: list[str] = []
     with Transport(SECRET, "127.0.0.1", notice=heard.append) as ours:
         ours.read_server.add(Members(tmp_path, CODE, LENGTHS).store(0))
@@ -433,7 +433,7 @@ def test_garbage_on_the_port_is_hung_up_on_and_does_no_harm(sent: bytes, tmp_pat
         members.protect()
 
 
-def test_no_more_strangers_than_a_number_are_let_wait(
+def test_the_number_of_unauthenticated_connections_is_limited(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tierckpt.peer.transport.MOST_UNVERIFIED", 2)
@@ -528,7 +528,7 @@ def test_a_peer_that_does_not_read_slows_the_sender_and_is_named() -> None:
     assert sum(taken) < 64 << 20, "no more than the kernel buffers"
 
 
-def test_what_is_too_little_to_be_woken_for_is_progress_all_the_same() -> None:
+def test_progress_too_small_for_a_wakeup_is_still_progress() -> None:
     """Half of a window arrives, and the other half only after the first has been noticed."""
     seen = threading.Event()
     half, whole = bytes(wire.WAKE_BYTES // 4), bytearray(wire.WAKE_BYTES // 2)
@@ -678,20 +678,20 @@ def test_where_to_listen() -> None:
         ("169.254.1.7", "is no address of this machine"),
     ],
 )
-def test_what_other_nodes_could_not_use_is_refused_by_name(wrong: str, why: str) -> None:
+def test_values_that_other_nodes_could_not_use_are_refused_by_name(wrong: str, why: str) -> None:
     name = re.escape(wrong.partition("%")[0])
     with pytest.raises(ConfigError, match=rf"{name}\W.*{why}.*set peer_interface to one of .*lo"):
         own_host(wrong)
 
 
-def test_another_node_whose_name_is_unknown_here_is_no_riddle() -> None:
+def test_another_node_whose_name_is_unknown_here_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError) as caught:
         own_host(towards="nd1.invalid")
     assert "'nd1.invalid' is no known host" in str(caught.value)
     assert "set peer_interface to one of" in str(caught.value)
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_what_to_set() -> None:
+def test_a_port_in_use_is_an_error_that_names_the_setting() -> None:
     with (
         Transport(SECRET, "127.0.0.1") as one,
         pytest.raises(ConfigError, match="set another interface or port"),
@@ -699,7 +699,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_what_to_set() -> None:
         Transport(SECRET, "127.0.0.1", one.address.port)
 
 
-def test_versions_are_told_by_their_generation_too(tmp_path: Path) -> None:
+def test_versions_of_different_generations_are_distinguished(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, [8192] * 3) as members:
         exchange = members.exchange(0, 7)
         assert exchange.id == VersionId(1, 7)

@@ -47,7 +47,7 @@ def passes_of(length: int, versions: int) -> list[list[list[int]]]:
     return [[[1 + v // length, length, 1 + v % length]] for v in range(versions)]
 
 
-def test_what_did_not_change_is_named(tmp_path: Path) -> None:
+def test_unchanged_state_is_named(tmp_path: Path) -> None:
     run = run_of(tmp_path, [{}] * 9, one_pass(9))
     assert run.unsaved == ["StepLR ..."]
     epochs, rate, still = gaps(run, range(5, 10), ASKED)
@@ -56,7 +56,7 @@ def test_what_did_not_change_is_named(tmp_path: Path) -> None:
     assert still == "not compared: extra/scaler, extra/schedule did not change in these steps"
 
 
-def test_what_changed_is_not(tmp_path: Path) -> None:
+def test_changed_state_is_not_named(tmp_path: Path) -> None:
     moves = [
         {
             "options/o[0]/lr": f"float {version}",

@@ -46,7 +46,7 @@ def test_without_one_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None
     assert redirected(config) is config
 
 
-def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: ProofOrder) -> None:
+def test_all_output_of_a_script_goes_to_the_folder_of_the_run(order: ProofOrder) -> None:
     given = {
         "path": "/data/{node}/ckpts",
         "job_id": "mine",
@@ -79,7 +79,7 @@ def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: ProofOrder)
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"until": "x", "keep": 1, "kill_at": 1}'])
-def test_a_job_whose_order_cannot_be_read_does_not_begin(
+def test_a_job_whose_order_cannot_be_read_does_not_start(
     content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would write to the user's checkpoints."""
@@ -162,7 +162,9 @@ def test_an_option_is_named_before_many_weights() -> None:
     assert description(found).startswith("7 of 9 names: options/opt[0]/lr (0.1 and 0.2), model/0,")
 
 
-def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_path: Path) -> None:
+def test_a_tensor_in_one_run_only_differs_and_parts_of_a_tensor_are_one_name(
+    tmp_path: Path,
+) -> None:
     one = runs(tmp_path / "one", {"model/w[0:5]": "float32[9] #a", "model/w[5:9]": "#b"})
     other = runs(tmp_path / "other", {"model/w[0:5]": "float32[9] #c", "extra/x": "int 3"})
     found = departure(one, other, [1])
@@ -171,7 +173,7 @@ def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_pat
     assert found.values == {"extra/x": ("not there", "int 3")}
 
 
-def test_what_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
+def test_a_value_that_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
     one, other = runs(tmp_path / "one", SAME), runs(tmp_path / "other", SAME)
     with pytest.raises(IncomparableError, match="rank 0 recorded no version 2"):
         departure(one, other, [1, 2])
@@ -198,7 +200,7 @@ def test_what_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
         (("adapter/x",), "none of the usual ones"),
     ],
 )
-def test_what_usually_causes_it(names: tuple[str, ...], said: str) -> None:
+def test_the_usual_causes_are_named(names: tuple[str, ...], said: str) -> None:
     assert said in cause(Departure(3, names, (0,)))
 
 

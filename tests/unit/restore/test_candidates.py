@@ -59,7 +59,7 @@ def test_a_damaged_copy_is_out_on_all_ranks_and_the_next_place_is_in() -> None:
     assert "(as rank 1 found, on node node9)" in each.rejected[0]
 
 
-def test_what_is_out_of_sight_of_one_rank_is_read_by_another_until_none_is_left() -> None:
+def test_a_shard_out_of_sight_of_one_rank_is_read_by_another_until_none_is_left() -> None:
     only = [[found(2, rank, SHARED) for rank in range(RANKS)]]
     each = Candidates([*only, [], []])
     readers = set()
@@ -93,14 +93,14 @@ def test_nothing_older_is_planned_where_a_version_lacks_a_key() -> None:
         each.plan(1)
 
 
-def test_what_is_gone_is_a_failure_only_where_the_next_look_finds_it() -> None:
+def test_a_missing_copy_is_a_failure_only_if_the_next_scan_still_lists_it() -> None:
     each = candidates()
     failures = [(rank, failure(found(2, rank), gone=rank > 0)) for rank in range(RANKS)]
     each.look([[found(2, 1)], [], []], [])
     assert each.still_there(failures) == failures[:2]
 
 
-def test_what_was_fetched_stays_with_its_reader() -> None:
+def test_a_fetched_shard_stays_with_its_reader() -> None:
     each = Candidates([[found(2, rank, SHARED) for rank in range(RANKS)], [], []])
     first = planned(each)
     each.keep_readers(first)

@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
         (1, None, True, False),
     ],
 )
-def test_who_shows_one(
+def test_progress_is_shown_by_rank_0_on_a_terminal_or_on_request(
     rank: int, asked: bool | None, there: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal() if there else io.StringIO())
@@ -47,7 +47,7 @@ def shown_by(progress: Progress) -> str:
     return terminal.getvalue()
 
 
-def test_what_takes_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_restore_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     text = shown_by(Progress(True, patience_seconds=0.0))
     assert "verifying v7" in text
@@ -56,7 +56,7 @@ def test_what_takes_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_what_is_over_soon_shows_nothing(shown: bool) -> None:
+def test_a_short_restore_shows_nothing(shown: bool) -> None:
     assert shown_by(Progress(shown, patience_seconds=1e6 if shown else 0.0)) == ""
 
 

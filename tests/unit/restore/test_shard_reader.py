@@ -135,7 +135,7 @@ def test_the_first_damage_of_several_is_named(disk: Disk, pool: ThreadPoolExecut
     assert len(failures) == 1
 
 
-def test_what_is_sound_is_shown_in_order_up_to_the_first_damage(
+def test_sound_parts_are_shown_in_order_up_to_the_first_damage(
     disk: Disk, pool: ThreadPoolExecutor
 ) -> None:
     disk.stored[1][4096 + RUN_BYTES] ^= 1
@@ -151,7 +151,9 @@ def test_what_is_sound_is_shown_in_order_up_to_the_first_damage(
     assert shown[1] == disk.stored[1][: run.high]
 
 
-def test_what_is_short_or_cannot_be_opened_is_lost(disk: Disk, pool: ThreadPoolExecutor) -> None:
+def test_a_shard_that_is_short_or_cannot_be_opened_is_lost(
+    disk: Disk, pool: ThreadPoolExecutor
+) -> None:
     del disk.stored[0][-4096:]
     disk.broken.add(2)
     failures, images, reads = read(pool, TransferStats())
@@ -175,7 +177,7 @@ def test_a_mistake_of_ours_is_no_damage(disk: Disk, pool: ThreadPoolExecutor) ->
     assert sorted(images) == [1, 2]
 
 
-def test_what_was_put_aside_comes_back_and_a_disk_that_lost_it_is_no_copys_fault(
+def test_a_spilled_shard_is_read_back_and_a_disk_that_lost_it_is_not_blamed_on_a_copy(
     disk: Disk, pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = in_file(disk.manifests[0], tmp_path)
@@ -227,7 +229,9 @@ def wrapped(cause: Exception) -> PersistentError:
     ],
     ids=str,
 )
-def test_what_is_to_blame(error: Exception, near: FaultScope, far: FaultScope) -> None:
+def test_the_scope_of_a_fault_follows_from_the_place_and_the_error(
+    error: Exception, near: FaultScope, far: FaultScope
+) -> None:
     """All ranks that see a node's copy see the same bytes; each rank has its own path to a remote
     copy."""
     assert FaultScope.of(Location("local", "node", "/disk"), error) is near
@@ -264,7 +268,9 @@ class Other(SingleGroup):
             buffer.copy_(torch.tensor(list(self.said[at : at + len(buffer)]), dtype=torch.uint8))
 
 
-def test_a_rank_holds_a_window_of_what_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_holds_only_a_window_of_shards_that_others_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     said = bytes(i % 251 for i in range(2500))
     group, volume, seen = Other(said), TransferStats(), bytearray()
@@ -291,7 +297,7 @@ def test_the_first_window_has_the_whole_header(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_was_mapped_is_brought_again_before_it_is_shown(
+def test_mapped_pages_are_loaded_again_before_they_are_shown(
     direct: bool, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have left memory since then; access to a page that cannot be read again is SIGBUS."""
@@ -324,7 +330,7 @@ def test_what_was_mapped_is_brought_again_before_it_is_shown(
     assert sent.lengths == ([] if direct else [1400, 1000, 1000, 600]), "others wait for each"
 
 
-def test_what_is_mapped_and_not_wanted_is_not_touched(
+def test_mapped_pages_that_are_not_wanted_are_not_touched(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
@@ -353,7 +359,7 @@ def test_what_is_mapped_and_not_wanted_is_not_touched(
     assert not broadcaster.trouble
 
 
-def test_what_is_sent_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may need it."""
     monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     group = Other(bytes(2500))
@@ -376,7 +382,7 @@ def outline(header_bytes: int, data_bytes: int) -> ShardSummary:
     return ShardSummary(header_bytes, data_bytes, (), 0, None)
 
 
-def test_what_was_fetched_is_let_go_when_it_is_loaded(disk: Disk, pool: ThreadPoolExecutor) -> None:
+def test_a_fetched_shard_is_freed_when_it_is_loaded(disk: Disk, pool: ThreadPoolExecutor) -> None:
     _, images, _ = read(pool, TransferStats())
     plan = RestorePlan(VersionId(1, 1), sources([0] * SHARDS))
     headers = [decode_header(bytes(disk.stored[s])) for s in range(SHARDS)]

@@ -82,7 +82,7 @@ def test_memory_of_one_foreseen_is_given_once() -> None:
     assert tree_codec.spec_of(again, spec.name) == spec
 
 
-def test_nothing_is_made_for_what_is_there_or_fits_nothing() -> None:
+def test_no_tensor_is_made_for_values_that_exist_or_fit_nothing() -> None:
     saved = header_of(live(steps=1))
     for state in (live(steps=1), TrainingState(nn.ReLU(), {})):
         new = TensorPreallocator(state)
@@ -110,7 +110,7 @@ def test_a_lie_in_a_header_is_left_to_the_loading(stride: tuple[int, ...] | None
     assert new.make(piece.spec, "cpu").shape == (WIDTH, WIDTH)
 
 
-def test_what_was_made_for_one_try_serves_the_next_and_goes_where_that_has_no_use_for_it() -> None:
+def test_a_tensor_made_for_one_try_serves_the_next_or_is_freed() -> None:
     header = header_of(live(steps=1))
     new = TensorPreallocator(live())
     foresee(new, header)
@@ -139,7 +139,7 @@ def parts_of(state: TrainingState) -> tuple[ShardHeader, list[Part]]:
     return decode_header(memoryview(shard)), parts
 
 
-def test_what_is_filled_is_in_the_tensor_that_is_given() -> None:
+def test_filled_values_are_in_the_given_tensor() -> None:
     saved = live(steps=1)
     header, parts = parts_of(saved)
     new = TensorPreallocator(live())
@@ -168,7 +168,7 @@ def test_a_piece_of_which_a_part_is_missing_is_not_there() -> None:
     assert not new.has(0, large[0])
 
 
-def test_what_was_filled_of_one_version_is_not_of_the_next() -> None:
+def test_values_filled_from_one_version_are_not_those_of_the_next() -> None:
     header, parts = parts_of(live(steps=1))
     new = TensorPreallocator(live())
     foresee(new, header)

@@ -50,7 +50,7 @@ def test_a_tree_that_varies_a_little_has_one_header_and_one_length(
         assert its_length == length
 
 
-def test_a_tree_that_grows_and_grows_leaves_no_headers_behind(plan: CopyPlan) -> None:
+def test_a_tree_that_keeps_growing_leaves_no_stale_headers(plan: CopyPlan) -> None:
     for tree_bytes in range(KIB, 2 * MIB, 3 * KIB):
         plan.header(tree_bytes)
     assert len(plan._headers) <= copy_plan.HEADERS

@@ -79,7 +79,7 @@ def lane() -> CudaLane:
     return made
 
 
-def test_a_clone_leaves_the_training_what_it_needed_at_its_peak(
+def test_a_clone_leaves_the_training_the_memory_of_its_peak(
     lane: CudaLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Device(monkeypatch)
@@ -88,7 +88,7 @@ def test_a_clone_leaves_the_training_what_it_needed_at_its_peak(
     assert lane.has_room(room - 1)
 
 
-def test_what_is_cached_for_the_next_forward_pass_is_no_room(
+def test_memory_cached_for_the_next_forward_pass_does_not_count_as_free(
     lane: CudaLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(monkeypatch)
@@ -118,7 +118,7 @@ def runs(sources: dict[int, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
     return [(blocks, source.tolist()) for blocks, source in found]
 
 
-def test_what_lies_side_by_side_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_parts_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(12, dtype=torch.uint8)
     parts = {3: tensor[0:4], 4: tensor[4:8], 5: tensor[8:12]}
     assert runs(parts) == [([3, 4, 5], list(range(12)))]
@@ -126,7 +126,7 @@ def test_what_lies_side_by_side_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> 
     assert runs(parts) == [([3, 4], list(range(8))), ([5], list(range(8, 12)))]
 
 
-def test_what_is_apart_in_the_shard_or_in_memory_stays_apart() -> None:
+def test_parts_that_are_not_adjacent_in_both_places_stay_separate() -> None:
     tensor, other = torch.arange(8, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8)
     assert runs({3: tensor[:4], 5: tensor[4:]}) == [([3], [0, 1, 2, 3]), ([5], [4, 5, 6, 7])]
     assert runs({3: tensor[4:], 4: tensor[:4]}) == [([3], [4, 5, 6, 7]), ([4], [0, 1, 2, 3])]

@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_stored_is_refused_with_the_modules_name(name: str) -> None:
+def test_a_value_that_cannot_be_stored_is_refused_with_the_modules_name(name: str) -> None:
     give, why = REFUSED[name]
     model = nn.Sequential(nn.Linear(6, 6), Given(give))
     with pytest.raises(UnsupportedStateError, match=r"module '1' \(a Given\)") as caught:
@@ -104,7 +104,7 @@ def test_what_cannot_be_stored_is_refused_with_the_modules_name(name: str) -> No
     attach.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
 
 
-def test_a_model_whose_state_dict_is_none_is_refused() -> None:
+def test_a_model_without_a_state_dict_is_refused() -> None:
     model = mlp()
     model.state_dict = lambda *_, **__: ["not", "a", "dict"]
     with pytest.raises(UnsupportedStateError, match=r"the model \(a Sequential\).*returns a list"):
@@ -112,7 +112,7 @@ def test_a_model_whose_state_dict_is_none_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore::DeprecationWarning")
-def test_scripts_are_refused_and_what_they_were_made_of_goes(settings: Any) -> None:
+def test_scripts_are_refused_and_the_modules_they_were_made_of_are_accepted(settings: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     script = torch.jit.script(model)
     with pytest.raises(UnsupportedStateError, match="is a ScriptModule") as caught:
@@ -143,7 +143,7 @@ def test_much_beside_the_tensors_is_reported() -> None:
     assert "0.own" in large
 
 
-def test_what_nothing_takes_back_is_reported_and_a_restore_compares(settings: Any) -> None:
+def test_state_that_nothing_loads_is_reported_and_a_restore_compares_it(settings: Any) -> None:
     model = run(nn.Sequential(nn.Linear(6, 6), Given(lambda: 1)), settings)
     events: list[tierckpt.Event] = []
     again = nn.Sequential(nn.Linear(6, 6), Given(lambda: 1))
@@ -254,7 +254,7 @@ def test_versions_without_it_are_refused_by_name(settings: Any) -> None:
     ckpt.abandon()
 
 
-def test_what_the_model_has_no_more_is_refused_by_name(settings: Any) -> None:
+def test_state_that_the_model_no_longer_has_is_refused_by_name(settings: Any) -> None:
     run(nn.Sequential(nn.Linear(6, 6), hooked()), settings)
     model = nn.Sequential(nn.Linear(6, 6), hooked())
     model[1]._state_dict_hooks.clear()

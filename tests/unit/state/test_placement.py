@@ -31,13 +31,13 @@ def test_without_an_adapters_word_all_but_renormed_weights_are_replicated() -> N
     assert per_rank(Placements(None, ()), Model()) == {"rows.weight"}
 
 
-def test_what_nobody_reduces_is_every_ranks_own() -> None:
+def test_tensors_that_nobody_reduces_are_per_rank() -> None:
     model = Model()
     placements = Placements([*model.layer.parameters()], ())
     assert per_rank(placements, model) == {"rows.weight", "beside"}
 
 
-def test_what_nobody_trains_counts_as_replicated_until_it_is_kept_apart() -> None:
+def test_tensors_that_nobody_trains_are_replicated_until_they_are_declared_per_rank() -> None:
     model = Model()
     placements = Placements([*model.parameters()], [model.layer.bias, model.beside])
     assert per_rank(placements, model) == {"rows.weight"}
@@ -49,7 +49,7 @@ def test_what_nobody_trains_counts_as_replicated_until_it_is_kept_apart() -> Non
     assert left is model.layer.bias
 
 
-def test_what_the_forward_pass_changes_is_named_with_patterns() -> None:
+def test_tensors_that_the_forward_pass_changes_are_named_with_patterns() -> None:
     model, placements = Model(), Placements(None, ())
     names = [name for name, _ in model.named_parameters()]
     placements.forward_changes("layer.*, beside", names)

@@ -49,7 +49,7 @@ def undisturbed(saved: dict[str, Any]) -> dict[str, Any]:
     return draws()
 
 
-def test_ranks_that_were_there_go_on_where_they_were() -> None:
+def test_ranks_that_were_there_continue_where_they_were() -> None:
     saved = [seeded(1, 2, 3), seeded(4, 5, 6)]
     expected = [undisturbed(each) for each in saved]
     for size in (1, 2, 5):
@@ -66,7 +66,7 @@ def test_no_two_ranks_draw_the_same(before: int) -> None:
     assert drawn == [after_restore(rank, 7, saved) for rank in range(7)], "nor at another time"
 
 
-def test_what_all_ranks_drew_alike_they_go_on_drawing_alike() -> None:
+def test_ranks_with_equal_random_streams_keep_them_equal() -> None:
     """Decisions that all ranks make together, with Python's stream."""
     saved = [seeded(1, 20 + rank, 30 + rank) for rank in range(2)]
     drawn = [after_restore(rank, 4, saved) for rank in range(4)]
@@ -96,7 +96,7 @@ def test_the_rule_is_the_documented_one() -> None:
     assert rng.seed_of("torch", 9, ["a", "b"], 5) == expected
 
 
-def test_thirty_two_bits_of_the_seeds_tell_the_ranks_apart() -> None:
+def test_thirty_two_bits_of_the_seeds_distinguish_the_ranks() -> None:
     """torch's generator on the CPU takes no more of them."""
     seeds = [rng.seed_of("torch", 9, ["a"], rank) for rank in range(1, 20_000)]
     assert len({(seed or 0) % 2**32 for seed in seeds}) == len(seeds)

@@ -177,7 +177,7 @@ def test_weights_that_the_forward_pass_scales_are_every_ranks_own(kind: Any) -> 
     assert attach.shard_bytes(found, ranks) == pytest.approx(max(taken), abs=2 * UNIT_BYTES)
 
 
-def test_who_changed_what_was_being_copied_is_named() -> None:
+def test_a_change_during_a_copy_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
     plan = CopyPlan(found, found.walk(), 0, 1)

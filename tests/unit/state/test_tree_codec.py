@@ -255,7 +255,7 @@ def test_torchs_small_types_come_back(value: Any) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4))
-def test_density_is_what_the_memory_says(dims: list[tuple[int, int]]) -> None:
+def test_density_is_that_of_the_memory(dims: list[tuple[int, int]]) -> None:
     """Compared with the definition: every address of the range occurs exactly once."""
     shape = [size for size, _ in dims]
     stride = [step for _, step in dims]

@@ -54,7 +54,7 @@ def test_each_folder_is_durable_before_the_next_is_made(root: Path, calls: Calls
     assert calls == MADE
 
 
-def test_one_that_is_there_is_synced_for_whoever_made_it_and_came_no_further(
+def test_an_existing_folder_is_synced_for_a_creator_that_did_not_finish(
     root: Path, calls: Calls
 ) -> None:
     durable.make(root)
@@ -90,7 +90,7 @@ def test_so_does_the_check_of_a_nodes_health_that_comes_before(root: Path, calls
 
 
 @pytest.mark.parametrize("code", sorted(durable.REFUSALS), ids=errno.errorcode.__getitem__)
-def test_a_file_system_that_syncs_no_folders_is_used_all_the_same(
+def test_a_file_system_that_syncs_no_folders_is_used_nevertheless(
     code: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int) -> None:

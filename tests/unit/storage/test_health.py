@@ -57,7 +57,9 @@ def test_where_a_file_system_has_to_be_mounted_one_folder_is_made(place: Path) -
 
 @pytest.mark.parametrize("op", POINTS)
 @pytest.mark.parametrize("processes", [True, False])
-def test_an_error_of_the_device_is_told(op: str, processes: bool, fault: Any, place: Path) -> None:
+def test_an_error_of_the_device_is_reported(
+    op: str, processes: bool, fault: Any, place: Path
+) -> None:
     marks = fault(f"eio@health:op={op}")
     (problem,) = examine([Need(str(place))], processes=processes)
     assert problem.startswith(f"{place}: [Errno 5]")
@@ -80,7 +82,7 @@ def test_bytes_that_come_back_wrong_are_found(place: Path, monkeypatch: Any) -> 
     assert "7 of" in check_directory(Need(str(place)))
 
 
-def test_what_hangs_is_named_and_the_others_are_heard(fault: Any, place: Path) -> None:
+def test_a_place_that_hangs_is_named_and_the_others_are_checked(fault: Any, place: Path) -> None:
     """The first of the two to write is stopped, like a process on a dead file system."""
     other = place / "other"
     other.mkdir()
@@ -146,7 +148,7 @@ def test_the_command_is_for_prologue_scripts(
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-5"])
-def test_the_command_refuses_what_is_no_time(
+def test_the_command_refuses_an_invalid_time(
     seconds: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["health", str(place), "--seconds", seconds]) == 1
@@ -176,7 +178,9 @@ def test_ctrl_c_is_an_exit_status(place: Path, fault: Any) -> None:
     assert (command.returncode, out, error) == (130, "", "")
 
 
-def test_what_is_read_back_is_the_devices(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_read_back_come_from_the_device(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the page cache's bytes: they can be dropped only once the device has them."""
     calls: list[str] = []
     for name in ("fsync", "posix_fadvise", "pread"):

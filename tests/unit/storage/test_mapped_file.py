@@ -34,13 +34,17 @@ def file(path: Path) -> Iterator[MappedFile]:
 @pytest.mark.parametrize(
     ("low", "high"), [(0, SIZE), (5, 6), (4096, 8192), (SIZE - 1, SIZE), (0, SIZE + 10**6), (7, 7)]
 )
-def test_what_is_there_is_brought(low: int, high: int, file: MappedFile, path: Path) -> None:
+def test_pages_of_an_existing_file_are_loaded(
+    low: int, high: int, file: MappedFile, path: Path
+) -> None:
     file.ask(low, high)
     file.bring(low, high)
     assert file.view[low:high] == path.read_bytes()[low:high]
 
 
-def test_what_cannot_be_read_is_an_error_and_the_rest_is_not(file: MappedFile, path: Path) -> None:
+def test_an_unreadable_page_is_an_error_and_the_others_are_not(
+    file: MappedFile, path: Path
+) -> None:
     """Touching the page instead would end this process."""
     whole = path.read_bytes()
     os.truncate(path, 100 * mmap.PAGESIZE)

@@ -152,7 +152,7 @@ def test_a_record_of_another_kind_or_of_the_future_is_refused() -> None:
         unseal("group", seal("group", {"format_version": "2.0"}))
 
 
-def test_a_versions_manifest_is_read_back_without_what_is_no_number() -> None:
+def test_a_manifest_is_read_back_without_values_that_are_not_numbers() -> None:
     facts = facts_of(VersionId(2, 8), 3, lineage=((1, 0), (2, 7)), metric=0.5, suspect="model/a")
     made = VersionManifest(facts, 4096, 64, (("g", "abc"),), 12345)
     assert VersionManifest.decode(made.encode()) == made

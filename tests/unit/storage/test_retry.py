@@ -51,7 +51,7 @@ class ReadTimeoutError(Exception):
         ReadTimeoutError(),
     ],
 )
-def test_what_may_pass(error: Exception) -> None:
+def test_transient_errors(error: Exception) -> None:
     assert is_transient(error)
 
 
@@ -71,7 +71,7 @@ def test_what_may_pass(error: Exception) -> None:
         (OSError(errno.EBADF, "odd"), "documentation"),
     ],
 )
-def test_what_does_not_pass_comes_with_advice(error: Exception, told: str) -> None:
+def test_a_permanent_error_comes_with_advice(error: Exception, told: str) -> None:
     assert not is_transient(error)
     assert told in advice(error)
 
@@ -91,7 +91,7 @@ def test_what_does_not_pass_comes_with_advice(error: Exception, told: str) -> No
         (OSError(errno.EROFS, "ro"), False),
     ],
 )
-def test_what_room_would_end_is_told_from_the_rest(cause: Exception, full: bool) -> None:
+def test_errors_that_more_room_would_end_are_distinguished(cause: Exception, full: bool) -> None:
     assert lacks_room(caused_by(PersistentError("", "", False), cause)) == full
     assert not lacks_room(cause)
 
@@ -122,7 +122,7 @@ def retrying(inner: Failing, waits: list[float], tries: int = 4) -> RetryingBack
     return RetryingBackend(inner, policy, waits.append, uniform=lambda: 0.0)
 
 
-def test_it_goes_on_when_the_trouble_is_over() -> None:
+def test_it_continues_when_the_trouble_is_over() -> None:
     inner, waits = Failing(OSError(errno.EIO, "eio"), 3), list[float]()
     assert retrying(inner, waits).size("x") == 42
     assert waits == [0.5, 1.0, 2.0]
@@ -136,7 +136,7 @@ def test_waits_leave_the_training_s_random_stream_alone() -> None:
     assert random.getstate() == before
 
 
-def test_it_gives_up_and_says_so() -> None:
+def test_it_gives_up_with_a_report() -> None:
     inner, waits = Failing(OSError(errno.EIO, "eio"), 99), list[float]()
     with pytest.raises(
         PersistentError, match=r"/nowhere/x: OSError: .*given up after 4 tries"
@@ -146,7 +146,7 @@ def test_it_gives_up_and_says_so() -> None:
     assert (inner.calls, len(waits)) == (4, 3)
 
 
-def test_what_does_not_pass_is_not_tried_again() -> None:
+def test_a_permanent_error_is_not_retried() -> None:
     inner, waits = Failing(OSError(errno.ENOSPC, "full"), 99), list[float]()
     with pytest.raises(PersistentError, match=r"/nowhere/x: .*free space") as e:
         retrying(inner, waits).size("x")
@@ -170,7 +170,9 @@ def test_an_impatient_caller_can_give_up_between_tries() -> None:
     assert inner.calls == 1
 
 
-def test_without_fsspec_a_url_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fsspec_a_url_is_an_error_that_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     with pytest.raises(ConfigError, match=r"s3://bucket/x needs .*pip install 'tierckpt\[s3\]'"):
         open_backend("s3://bucket/x")

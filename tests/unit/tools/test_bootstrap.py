@@ -105,7 +105,7 @@ def test_without_a_gpu_nothing_is_installed_that_is_made_for_one(
     assert f"TORCH_INSTALL_ARGS='{TORCH}'" in str(stopped.value), "the way to have it all the same"
 
 
-def test_where_pip_cannot_say_what_it_would_bring_nothing_is_installed(machine: Machine) -> None:
+def test_where_pip_cannot_report_its_plan_nothing_is_installed(machine: Machine) -> None:
     machine.fails = "--dry-run"
     with pytest.raises(SystemExit, match="pip could not get torch"):
         machine.install_torch()
@@ -239,7 +239,7 @@ def test_one_that_is_there_is_completed_and_not_made_again(
 
 
 @pytest.mark.parametrize("pip", ["22.3", "23.0.1", "9", "23.1", "26.0b1"])
-def test_a_pip_that_cannot_say_what_it_would_do_is_updated(
+def test_a_pip_that_cannot_report_its_plan_is_updated(
     pip: str, machine: Machine, made_with: list[list[str]], tmp_path: Path
 ) -> None:
     machine.pip = pip
@@ -262,7 +262,7 @@ def run(
     return bootstrap.main
 
 
-def test_torch_comes_before_what_would_bring_another(run: Run, machine: Machine) -> None:
+def test_torch_comes_before_packages_that_would_bring_another(run: Run, machine: Machine) -> None:
     """The dev extra requires a torch: pip alone would take any."""
     run()
     assert machine.installed == [[TORCH], ["--editable", ".[dev]"]]

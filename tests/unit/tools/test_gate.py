@@ -52,7 +52,7 @@ def test_with_everything_the_last_word_is_that_of_the_tests(gate: Gate) -> None:
     assert said == [f"{x} 1 1 1" for x in ("venv", "horovod", "s3-for-tests", "test")]
 
 
-def test_where_mpi_cannot_be_installed_the_last_line_says_so(gate: Gate) -> None:
+def test_where_mpi_cannot_be_installed_the_last_line_reports_it(gate: Gate) -> None:
     done = gate(make='echo "$2 ${REQUIRE_MPI-optional}"')
     assert done.returncode == 0, done.stdout
     *_, tests, last = done.stdout.splitlines()
@@ -60,7 +60,7 @@ def test_where_mpi_cannot_be_installed_the_last_line_says_so(gate: Gate) -> None
     assert "PASSED WITHOUT OPEN MPI" in last
 
 
-def test_what_can_be_installed_must_be(gate: Gate, tmp_path: Path) -> None:
+def test_packages_that_can_be_installed_must_be(gate: Gate, tmp_path: Path) -> None:
     tries = tmp_path / "tries"
     done = gate(id="echo 0", apt_get=f'echo "$1" >> {tries}; echo "no network" >&2; exit 100')
     assert done.returncode == 1
@@ -71,7 +71,7 @@ def test_what_can_be_installed_must_be(gate: Gate, tmp_path: Path) -> None:
     assert tries.read_text().split().count("install") == 3
 
 
-def test_what_was_installed_is_required(gate: Gate, tmp_path: Path) -> None:
+def test_installed_packages_are_required(gate: Gate, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     install = f"for x in mpirun mpicxx; do cp {programs}/id {programs}/$x; done"
     done = gate(
@@ -83,7 +83,7 @@ def test_what_was_installed_is_required(gate: Gate, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["horovod", "s3-for-tests"])
-def test_what_fails_beside_lint_ends_it_and_hides_nothing(
+def test_a_failure_beside_lint_ends_the_gate_and_hides_nothing(
     failing: str, gate: Gate, tmp_path: Path
 ) -> None:
     """That nothing lives on is seen by the fixture that watches for processes."""
@@ -98,7 +98,7 @@ def test_what_fails_beside_lint_ends_it_and_hides_nothing(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp.")] == []
 
 
-def test_what_lint_finds_fails_the_gate_before_the_tests(gate: Gate) -> None:
+def test_a_finding_of_lint_fails_the_gate_before_the_tests(gate: Gate) -> None:
     make = 'echo "$2"; [ "$2" != lint ] || { echo "found by lint"; exit 2; }'
     done = gate(mpirun="", mpicxx="", make=make)
     assert done.returncode == 1
@@ -106,7 +106,7 @@ def test_what_lint_finds_fails_the_gate_before_the_tests(gate: Gate) -> None:
     assert "test" not in done.stdout.splitlines()
 
 
-def test_what_fails_in_the_benchmarks_is_the_last_word(gate: Gate) -> None:
+def test_a_failure_of_the_benchmarks_is_the_last_word(gate: Gate) -> None:
     make = 'echo "$2"; [ "$2" != bench ] || { echo "a broken benchmark"; exit 2; }'
     done = gate(mpirun="", mpicxx="", make=make)
     assert done.returncode == 1
@@ -115,7 +115,9 @@ def test_what_fails_in_the_benchmarks_is_the_last_word(gate: Gate) -> None:
     assert last == "[ci] FAILED: make bench, for the reason above"
 
 
-def test_what_the_tests_find_does_not_wait_for_the_benchmarks(gate: Gate, tmp_path: Path) -> None:
+def test_a_failure_of_the_tests_does_not_wait_for_the_benchmarks(
+    gate: Gate, tmp_path: Path
+) -> None:
     begun = tmp_path / "begun"
     make = f"""echo "$2"; case $2 in
         bench) : > {begun}; exec sleep 1000;;

@@ -73,7 +73,7 @@ def test_a_key_is_one_readable_name() -> None:
         ("#define MPI_VERSION 3\n#define MPI_SUBVERSION 1\n", "mpi-3.1"),
     ],
 )
-def test_the_mpi_library_is_told_by_its_header(macros: str, name: str) -> None:
+def test_the_mpi_library_is_recognized_by_its_header(macros: str, name: str) -> None:
     assert mpi_name(macros) == name
 
 
@@ -277,7 +277,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
     return stand_in
 
 
-def test_without_a_network_it_is_said(pip: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_missing_network_is_reported(pip: Callable[[str], None], tmp_path: Path) -> None:
     pip("echo 'ERROR: No matching distribution found for horovod==0.28.1'; exit 1")
     with pytest.raises(NotPossible, match=r"could not get its source.*check the network"):
         horovod_build.fetch(tmp_path)
@@ -315,7 +315,7 @@ def test_an_interrupted_build_leaves_no_compilers(
     assert seen
 
 
-def test_a_long_build_tells_how_far_it_is(
+def test_a_long_build_reports_its_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Process:
@@ -362,7 +362,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
         make_horovod.cache_folder(TARGET)
 
 
-def test_a_user_without_a_home_is_told_of_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_gets_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> NoReturn:
         raise RuntimeError("Could not determine home directory.")
 
@@ -579,7 +579,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("option", "expected"), [("--check", 1), ("--for-tests", 0)])
-def test_what_is_missing_is_said_and_counts_as_asked(
+def test_missing_tools_are_reported_and_count_as_asked(
     option: str, expected: int, command: Command
 ) -> None:
     status, said = command("--check", option)
@@ -589,7 +589,7 @@ def test_what_is_missing_is_said_and_counts_as_asked(
 
 
 @pytest.mark.parametrize("at", ["needs", "build", "wheel"])
-def test_an_interruption_says_what_it_leaves(
+def test_an_interruption_reports_the_remains(
     at: str,
     folder: Path,
     builds: Callable[[BaseException | None], list[Path]],
@@ -665,7 +665,7 @@ def test_mpi_is_left_out_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("step", ["this_target", "install_needs", "new_wheel"])
 @pytest.mark.parametrize("option", [[], ["--for-tests"]], ids=["make", "for-tests"])
-def test_what_works_is_kept_where_mpi_cannot_be_added(
+def test_a_working_build_is_kept_where_mpi_cannot_be_added(
     step: str,
     option: list[str],
     folder: Path,
@@ -689,7 +689,7 @@ def test_what_works_is_kept_where_mpi_cannot_be_added(
     assert "will NOT run" not in said
 
 
-def test_what_no_longer_works_is_not_called_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_no_longer_works_is_not_called_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(again: bool) -> Horovod:
         raise NotPossible("pip was interrupted")
 

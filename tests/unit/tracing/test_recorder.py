@@ -185,7 +185,7 @@ def test_a_step_around_a_step_is_one_update_the_inner_one(recording: Recording) 
     assert kinds(recording.path).count("update") == 1
 
 
-def test_what_horovod_calls_the_reductions_is_told_by_every_life(tmp_path: Path) -> None:
+def test_horovods_names_of_reductions_are_recorded_in_every_run(tmp_path: Path) -> None:
     """The newest run's names win; a name is not a span."""
     for names in ({"allreduce.a": ["a"], "x_1of2": ["b"]}, {"x_1of2": ["c", "d"]}):
         recording = Recording(tmp_path / "t.json")
@@ -196,7 +196,7 @@ def test_what_horovod_calls_the_reductions_is_told_by_every_life(tmp_path: Path)
     assert [s.kind for s in found.spans] == ["begin", "begin"]
 
 
-def test_whatever_thread_says_it_it_is_recorded(recording: Recording) -> None:
+def test_a_record_from_any_thread_is_kept(recording: Recording) -> None:
     def record() -> None:
         for version in range(200):
             recording.trace.span("copy", 0.0, 1.0, version=version)
@@ -231,7 +231,7 @@ def test_a_reduction_lasts_from_its_launch_until_its_future_is_done(recording: R
     assert found["name"] == "p3 +1"
 
 
-def test_the_end_of_a_last_reduction_that_is_told_late_is_not_lost(tmp_path: Path) -> None:
+def test_the_end_of_a_last_reduction_that_is_reported_late_is_not_lost(tmp_path: Path) -> None:
     """A thread that waits for a future may wake up before the callbacks are called."""
     tells: list[threading.Thread] = []
 
@@ -258,7 +258,7 @@ def test_the_end_of_a_last_reduction_that_is_told_late_is_not_lost(tmp_path: Pat
     assert recording.said == []
 
 
-def test_what_the_agent_did_is_drawn_behind_the_seal(recording: Recording) -> None:
+def test_the_agents_work_is_drawn_after_the_seal(recording: Recording) -> None:
     recording.trace.span("seal", 1.0, 2.0, version=4)
     seconds = {"write": 0.5, "commit": 0.25}
     recording.trace.on_event(Event("committed", "local", 4, nbytes=9, seconds=seconds))

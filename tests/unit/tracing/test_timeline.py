@@ -50,7 +50,9 @@ def test_a_union_covers_the_same_points_and_is_disjoint(intervals: list[Interval
 
 
 @given(INTERVALS, INTERVALS)
-def test_an_intersection_is_what_both_cover(one: list[Interval], other: list[Interval]) -> None:
+def test_an_intersection_is_the_time_that_both_cover(
+    one: list[Interval], other: list[Interval]
+) -> None:
     found = intersection(union(one), union(other))
     assert points(found) == points(one) & points(other)
     assert length(found) == len(points(found))
@@ -128,7 +130,7 @@ def test_the_rank_tree_is_copied_too(timeline: Timeline) -> None:
     assert summarize(timeline).durations["tree"] == Stats(2, 30, 30.0, 30)
 
 
-def test_gaps_between_updates_leave_lives_apart(timeline: Timeline) -> None:
+def test_gaps_between_updates_separate_runs(timeline: Timeline) -> None:
     assert list(update_gaps(timeline, 0)) == [900, 900]
     timeline.add([Span("begin", 0, 1_002_100, 1_002_100)])
     assert list(update_gaps(timeline, 0)) == [900]
@@ -229,9 +231,7 @@ def test_an_allreduce_is_launched_when_the_rank_asked(releases: list[int], launc
     assert summarize(found).buckets[0].latency.max_us == 200
 
 
-def test_merging_into_a_folder_that_is_not_there_says_so(
-    timeline: Timeline, tmp_path: Path
-) -> None:
+def test_a_merge_into_a_missing_folder_is_reported(timeline: Timeline, tmp_path: Path) -> None:
     with pytest.raises(TimelineError, match=r"cannot write .*nowhere/out.json: No such file"):
         write(timeline, tmp_path / "nowhere" / "out.json")
 
@@ -252,7 +252,7 @@ def test_merging_into_a_folder_that_is_not_there_says_so(
         ('[{"a":1},{"a":1', 1),
     ],
 )
-def test_what_was_written_of_an_array_is_read(text: str, expected: int, tmp_path: Path) -> None:
+def test_the_records_of_a_written_array_are_read(text: str, expected: int, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     assert len(list(read_entries(tmp_path / "t.json"))) == expected
 
@@ -267,7 +267,7 @@ def test_what_was_written_of_an_array_is_read(text: str, expected: int, tmp_path
         ("[1, 2]", "is not a trace: the entry before character 2 is 1"),
     ],
 )
-def test_what_is_no_trace_is_refused_by_name(text: str, problem: str, tmp_path: Path) -> None:
+def test_an_invalid_trace_is_refused_by_name(text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(TimelineError, match=f"bad.json {problem}"):
         list(read_entries(tmp_path / "bad.json"))
@@ -344,7 +344,7 @@ NAMES = {
         ("mine", ("mine",)),
     ],
 )
-def test_tensors_are_of_the_layers_that_the_traces_tell(
+def test_tensors_belong_to_the_layers_that_the_traces_name(
     tensor: str, layers: tuple[str, ...], tmp_path: Path
 ) -> None:
     file = HorovodFile()
@@ -419,7 +419,7 @@ def test_clocks_that_differ_by_more_are_found_out(
         assert fit.delay_us == 50 + shift_us
 
 
-def test_only_the_last_life_is_compared(tmp_path: Path) -> None:
+def test_only_the_last_run_is_compared(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.add(
         s for turn in range(3) for s in step(0, turn, 1000 * turn) if s.kind != "allreduce"
