@@ -205,7 +205,7 @@ class Adapter(Protocol):
         pass): `boundary_begins`; `vote`; if a version is taken `resume_iteration`,
         `newly_unreduced` and `pack`; `boundary_passed`.
     5.  In `save(now=True)` and `close()`: `inconsistent`; if a version can be taken, in the context
-        of `saving_now`: `resume_iteration`; if the last version is complete `keeps_boundary`,
+        of `saving_now`: if the last version is complete `keeps_boundary`,
         `resume_iteration`, `newly_unreduced` and `pack`, to compare the live state with it; and a
         boundary (4) unless they are the same.
     6.  In `restore()`: `restore_begins`; `load` for a version that was loaded; `resumed`.

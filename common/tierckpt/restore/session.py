@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,13 @@ class RestoreSession:
         self._version = version
         with contextlib.ExitStack() as on_failure:
             with self._error_barrier:
-                found = self._find()
+                found = self._find(on_failure)
                 id_ = found.plan.id if found else None
                 if version is None:
                     self._notices.before_loading(id_)
                 if found is None:
                     self._nothing_found(live_version)
                 else:
-                    on_failure.callback(found.close)
                     if version is None:
                         self._judge_suspects(found.plan.id)
                         self._report_loss(found.plan.id)
@@ -119,19 +118,27 @@ class RestoreSession:
             on_failure.pop_all()
         return found
 
-    def _find(self) -> VerifiedVersion | None:
-        steps = self._context, self._candidates, self._version
+    def _find(self, on_failure: contextlib.ExitStack) -> VerifiedVersion | None:
+        """The version to restore; `on_failure` closes it."""
         try:
             self._judge_inventory()
             if self._version is None and self._config.on_drift == "stop" and self._history.suspects:
-                avoid = self._history.suspects.keys()
-                found = find(*steps, avoid, self._still_found)
+                found = self._find_sound(on_failure, self._history.suspects.keys())
                 if found is not None:
                     self.passed_over = self._history.newer_suspects(found.plan.id)
                     return found
-            return find(*steps, still_found=self._still_found)
+            return self._find_sound(on_failure)
         finally:
             self._notices.end_of_rejected()
+
+    def _find_sound(
+        self, on_failure: contextlib.ExitStack, avoid: Container[VersionId] = ()
+    ) -> VerifiedVersion | None:
+        steps = self._context, self._candidates, self._version
+        found = find(*steps, avoid, self._still_found)
+        if found is not None:
+            on_failure.callback(found.close)
+        return found
 
     def load(
         self, found: VerifiedVersion, strict: bool, load_adapter: Callable[[Any], None]

@@ -316,7 +316,7 @@ def test_an_object_without_a_call_is_refused_when_the_state_is_made(
 ) -> None:
     """And not only at the first `sync()`."""
     told = ranks(1, HOROVODRUN).run(without_what_can_be_called, Place.under(tmp_path, shm_dir))
-    assert told == [["3 is not a tierckpt.Cal", "on_event is 3; give "]]
+    assert told == [["3 is not a tierckpt.", "on_event is 3; give "]]
 
 
 def watched(place: Place) -> list[tuple[Any, ...]]:

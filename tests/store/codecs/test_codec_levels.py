@@ -193,7 +193,7 @@ def test_with_another_key_or_none_nothing_starts_and_the_reason_is_reported(
         second.restore()
     text = str(refused.value)
     assert f"encrypted with the key whose id is {key_id(KEY)}" in text
-    assert (f"{KEY_VARIABLE} has {key_id(OTHER_KEY)}" if key else "no key is given") in text
+    assert (f"{KEY_VARIABLE} has the id {key_id(OTHER_KEY)}" if key else "no key is given") in text
     assert FILE_VARIABLE in text
     assert KEY not in text
     assert OTHER_KEY not in text

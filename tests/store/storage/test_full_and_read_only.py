@@ -214,7 +214,7 @@ def test_a_full_disk_under_the_events_costs_their_file_and_not_the_end_of_the_jo
         fill_up(small_tmpfs / "filler")
         job.run(4 * STEPS)
         assert job.fingerprint() == course[4 * STEPS]
-    said = [e for e in job.heard("notice") if "is not continued" in e.message]
+    said = [e for e in job.heard("notice") if "no more events are written" in e.message]
     assert [e.severity for e in said] == [logging.ERROR]
     versions = [json.loads(line)["version"] for line in file.read_text().splitlines()]
     assert max(versions) >= STEPS - 1

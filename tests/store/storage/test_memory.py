@@ -78,7 +78,7 @@ def measure(
         forget_peak()
         job.run(8)
         job.settle()
-        agent = job.checkpointer._agent._line._process
+        agent = job.checkpointer._agent._connection._process
         assert agent is not None
         told = {
             "extra": peak_bytes() - alone_bytes,

@@ -135,7 +135,7 @@ def killed(does: str, at: str, folder: Path) -> None:
 def test_a_flush_killed_in_an_upload_is_repeated_and_leaves_no_upload(
     at: str, endpoint: str, url: str, tmp_path: Path, backend: ObjectBackend
 ) -> None:
-    killed("store.flush(p.name_of(key), p.facts_of(key, 1 << 25), [t.large(key)])", at, tmp_path)
+    killed("store.flush(p.facts_of(key), 1 << 25, [t.large(key)])", at, tmp_path)
     other = f"{url}/{name_of(key_of(2)).stem}/00000of00001/s00000-00000.shards"
     bucket, key, _ = backend._fs.split_path(other.removeprefix("s3://"))
     backend._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)  # another writer's

@@ -98,7 +98,7 @@ def close(fd: int) -> None:
     """Close the file, and with it give up its lock, if it has one."""
     with _registry:
         _locks.pop(fd, None)
-        os.close(fd)
+    os.close(fd)  # may take long on a network file system, while others lock and probe
 
 
 def held_here(path: Path) -> bool:
