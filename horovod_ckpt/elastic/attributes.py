@@ -127,7 +127,7 @@ def refuse_names(given: Iterable[str], own: Iterable[str]) -> None:
 
 def _taken(name: str, owner: str) -> str:
     return (
-        f"TorchState was given {name}=..., but {owner} uses that name itself; choose another one "
+        f"TorchState was given {name}=..., but {owner} uses this name; choose another one "
         f"(my_{name}=...)"
     )
 

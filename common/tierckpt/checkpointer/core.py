@@ -158,7 +158,7 @@ class CheckpointerCore(abc.ABC):
                 if text and self.group.rank == 0:
                     self._reports.notice(text, logging.ERROR)
             if idle := self.config.idle:
-                self._warn(f"{some(idle)} have no effect without persistent_path")
+                self._warn(f"without persistent_path there is no effect of {some(idle)}")
             if omitted := attach.left_out(self._state):
                 self._say(omitted, logging.INFO)
             for text in attach.own_ways(self._state):

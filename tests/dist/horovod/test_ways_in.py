@@ -315,7 +315,7 @@ def test_an_end_after_a_shutdown_is_reported(ranks: Any, tmp_path: Path, shm_dir
     for messages, left in ranks(2, HOROVODRUN).run(shut_down_behind_our_back, place):
         (said,) = messages
         assert "the communication was shut down before" in said
-        assert "up to v3 stays, also in memory" in said
+        assert "up to v3 stay, also in memory" in said
         assert left
 
 

@@ -220,7 +220,7 @@ FAULTS: dict[str, tuple[str, Exception]] = {
     ),
     "in a check": ("tierckpt.restore.shard_reader.digest_at", MemoryError("in a check")),
     "opening": ("tierckpt.restore.verification.Reads.open", RuntimeError("can't start new thread")),
-    "telling": ("tierckpt.restore.verification._told_here", MemoryError("telling")),
+    "telling": ("tierckpt.restore.verification._report_of_this_rank", MemoryError("telling")),
 }
 
 

@@ -443,5 +443,5 @@ def test_a_parameter_that_takes_anothers_place_is_reported_at_once(
         for _ in range(3):
             model.weight = nn.Parameter(torch.ones(6, 3))
             job.run(1)
-        (said,) = [e for e in job.events if "in its place" in e.message]
+        (said,) = [e for e in job.events if "did the forward pass replace it?" in e.message]
     assert said.message.startswith("weight: an optimizer steps this parameter")

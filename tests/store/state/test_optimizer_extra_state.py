@@ -631,4 +631,4 @@ def test_large_extra_state_is_reported(
     with Job(Masters, path, settings) as job:
         job.run(3)
         (said,) = job.repeated_errors()
-        assert "that the state_dict() of optimizers has beside state and options" in said
+        assert "in the state_dict() of optimizers, besides state and options" in said

@@ -45,10 +45,12 @@ def main(folder: Path, shm_dir: Path) -> None:
     with pytest.raises(UnsupportedStateError, match=r"attribute 'things'\[1\]"):
         TorchState(model, optimizer, things=[1, Thing()])
     for name in ("restored", "checkpointer", "save", "commit", "_live", "_rank", "_attributes"):
-        with pytest.raises(ConfigError, match=f"{name}=.*TorchState has.*my_{name}="):
+        with pytest.raises(ConfigError, match=f"{name}=.*TorchState uses this name.*my_{name}="):
             TorchState(model, optimizer, **{name: 0})
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)
-    with pytest.raises(ConfigError, match=r"attributes=.*the checkpoint has.*my_attributes="):
+    with pytest.raises(
+        ConfigError, match=r"attributes=.*the checkpoint uses this name.*my_attributes="
+    ):
         TorchState(model, optimizer, attributes=schedule)
     assert TorchState(model, optimizer, attributes=3, type=4).attributes == 3
 

@@ -105,8 +105,8 @@ def test_the_odd_ranks_are_those_outside_a_majority() -> None:
 def test_the_report_names_tensors_and_ranks() -> None:
     text = Finding(("model/w", "model/b"), (3,), 8, 120, 70).text()
     assert text == (
-        "model/w, model/b: rank 3 differs from the other 7. First seen at v120; at v70 all were "
-        "alike"
+        "model/w, model/b: rank 3 differs from the other 7. First seen at v120; at v70 all "
+        "ranks were equal"
     )
     assert "ranks 1, 2 differ from the other 6" in Finding((), (1, 2), 8, 1).text()
     assert "the 4 ranks differ" in Finding((), None, 4, 1).text()
