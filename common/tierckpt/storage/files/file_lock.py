@@ -40,6 +40,9 @@ class _Lock:
 
 _locks: dict[int, _Lock] = {}
 """By descriptor."""
+_closing: list[_Lock] = []
+"""Locks of files that are being closed: the kernel has them until then, and a new lock of the file
+would go with them."""
 _registry = threading.Lock()
 """Held while a file is locked or probed: a probe that ends later would drop the new lock."""
 
@@ -97,14 +100,20 @@ def unlock(fd: int) -> None:
 def close(fd: int) -> None:
     """Close the file, and with it give up its lock, if it has one."""
     with _registry:
-        _locks.pop(fd, None)
-    os.close(fd)  # may take long on a network file system, while others lock and probe
+        closing = _locks.pop(fd, None)
+        if closing is not None:
+            _closing.append(closing)
+    try:
+        os.close(fd)  # outside: it may take long on a network file system
+    finally:
+        if closing is not None:
+            _closing.remove(closing)
 
 
 def held_here(path: Path) -> bool:
     """True while this process has the file locked, be it by another name of its folder. A file that
     was removed meanwhile counts by its name."""
-    held = list(_locks.values())
+    held = _held()
     if any(each.path == path for each in held):
         return True
     with contextlib.suppress(OSError):
@@ -115,7 +124,7 @@ def held_here(path: Path) -> bool:
 
 def any_held(folder: Path | None = None) -> bool:
     """True while this process has locked any file by its name, in that folder if one is given."""
-    paths = [each.path for each in list(_locks.values()) if each.path is not None]
+    paths = [each.path for each in _held() if each.path is not None]
     return any(folder in (None, path.parent) for path in paths)
 
 
@@ -127,7 +136,7 @@ def unlocked(path: Path) -> bool:
         name = os.open(path, os.O_PATH | os.O_CLOEXEC)
         opened.callback(os.close, name)
         file = _file_of(name)
-        if any(each.file == file for each in _locks.values()):
+        if any(each.file == file for each in _held()):
             return False
         link = f"/proc/self/fd/{name}"
         try:
@@ -177,6 +186,10 @@ def _try(fd: int, how: int) -> bool:
     return True
 
 
+def _held() -> list[_Lock]:
+    return [*_locks.copy().values(), *_closing]
+
+
 def _file_of(fd: int) -> tuple[int, int]:
     found = os.fstat(fd)
     return found.st_dev, found.st_ino
@@ -188,6 +201,7 @@ def _give_up_in_child() -> None:
     _registry = threading.Lock()  # another thread may have had it
     for_good = [fd for fd, each in _locks.items() if each.for_good]
     _locks.clear()
+    _closing.clear()
     if for_good:
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in for_good:
