@@ -232,7 +232,7 @@ class HorovodAdapter(PlainAdapter):
     def inconsistent(self) -> str:
         """ENDS_BETWEEN if the job ends early and its restart would lack gradients; else empty.
         Collective."""
-        if all(each.passes == 1 for each in self._reductions.values()):
+        if not self._several_passes:
             return ""
         facts = (self.handle.ends_early, self.handle.has_version)
         ends, have_version = zip(*self.group.all_gather_object(facts), strict=True)
@@ -251,10 +251,15 @@ class HorovodAdapter(PlainAdapter):
         through = bool(self.handle.steps_since_boundary) or self._between
         return CUT if any(self.group.all_gather_object(through)) else ACCUMULATED
 
+    @property
+    def _several_passes(self) -> bool:
+        """True if any optimizer makes several backward passes per step; equal on all ranks."""
+        return any(each.passes != 1 for each in self._reductions.values())
+
     def _between_passes(self) -> bool:
         """True if any rank is between the passes of a step. Collective, if any optimizer makes
         several passes per step. Ranks may differ: one may have had no batch for a pass."""
-        if all(each.passes == 1 for each in self._reductions.values()):
+        if not self._several_passes:
             return False
         return any(self.group.all_gather_object(bool(self._pending_gradients.names)))
 

@@ -129,10 +129,8 @@ class CheckpointerCore(abc.ABC):
         try:
             refuse_model(model)
             optimizers = label_optimizers(optimizer)
-            reduced, untrained = (
-                self.adapter.reduced_parameters(),
-                self.adapter.untrained_parameters(),
-            )
+            reduced = self.adapter.reduced_parameters()
+            untrained = self.adapter.untrained_parameters()
             self._state = TrainingState(
                 model, optimizers, extra, extra_per_rank, reduced, untrained
             )
@@ -154,15 +152,7 @@ class CheckpointerCore(abc.ABC):
             undo.callback(self._resources.let_go)
             self._pool = self._resources.pool
             self._resources.tell_of_room(self._state, self.group, self._node)
-            for text in (unwell, unprotected):
-                if text and self.group.rank == 0:
-                    self._reports.notice(text, logging.ERROR)
-            if idle := self.config.idle:
-                self._warn(f"without persistent_path there is no effect of {some(idle)}")
-            if omitted := attach.left_out(self._state):
-                self._say(omitted, logging.INFO)
-            for text in attach.own_ways(self._state):
-                self._warn(text)
+            self._report_problems(unwell, unprotected)
             self._join(topology, groups, undo)
             self._watch(model, undo)
             self._halt = HaltController(
@@ -174,6 +164,19 @@ class CheckpointerCore(abc.ABC):
             self.adapter.attached(Handle(self))
             shutdown.at_exit(self._end_with_process)
             undo.pop_all()
+
+    def _report_problems(self, *severe: str) -> None:
+        """Report `severe` problems if they are not empty, settings without effect, and state that
+        is not stored or is stored in a way of its own."""
+        for text in severe:
+            if text and self.group.rank == 0:
+                self._reports.notice(text, logging.ERROR)
+        if idle := self.config.idle:
+            self._warn(f"without persistent_path there is no effect of {some(idle)}")
+        if omitted := attach.left_out(self._state):
+            self._say(omitted, logging.INFO)
+        for text in attach.own_ways(self._state):
+            self._warn(text)
 
     def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
         """Open the event log and the votes of all ranks."""

@@ -80,8 +80,9 @@ class RestoreContext:
     kept: Kept = field(default_factory=dict)
     """Sound shards that this rank fetched for an attempt that failed on another rank."""
     volume: TransferStats = field(default_factory=TransferStats)
+    """Bytes read and exchanged in all attempts."""
     seconds: float = 0.0
-    """Bytes read in all attempts."""
+    """Time spent in `find`: planning, reading and verifying, in all attempts."""
     rebuild_seconds: float = 0.0
     """Time spent on rebuilding, which overlaps with reading."""
 
