@@ -39,6 +39,8 @@ class PosixBackend:
     (NFS): every writer then has its own files.
     """
 
+    in_parts = False
+
     def __init__(self, path: str, direct: bool = False, shared_writes: bool = True) -> None:
         self.root = Path(os.path.abspath(path))
         self.url = str(self.root)

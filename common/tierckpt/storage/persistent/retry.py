@@ -12,7 +12,7 @@ from typing import TypeVar
 from tierckpt.errors import PersistentError
 
 from .backend import Backend, Content
-from .fsspec_backend import error_code, http_status
+from .object_stores.client_errors import error_code, http_status
 
 Result = TypeVar("Result")
 
@@ -169,6 +169,7 @@ class RetryingBackend:
     ) -> None:
         self.inner = inner
         self.url, self.shared_writes = inner.url, inner.shared_writes
+        self.in_parts = inner.in_parts
         self.policy, self.sleep = policy, sleep
         self._uniform, self._on_retry = uniform, on_retry
 
