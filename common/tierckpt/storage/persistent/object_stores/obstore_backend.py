@@ -17,7 +17,7 @@ from tierckpt import _faults
 from tierckpt.errors import ConfigError
 from tierckpt.storage.persistent.backend import Content
 
-from .client_errors import StoreError, http_status, of_text
+from .client_errors import StoreError, of_text
 
 REQUEST_SECONDS = 120.0
 """Limit for a request, with its body: a connection that moves nothing must end some time, and a
@@ -69,15 +69,15 @@ class ObstoreBackend:
         condition; for those, only the check before the request helps.
         """
         windows = list(content())
-        _faults.point("file", op="put", target=name)
-        if exclusive and self._exists(name):
-            raise FileExistsError(errno.EEXIST, f"{self.url}/{name} exists")
         mode = "create" if exclusive else "overwrite"
         try:
+            _faults.point("file", op="put", target=name)
+            if exclusive and self._exists(name):
+                raise FileExistsError(errno.EEXIST, f"{self.url}/{name} exists")
             with self._translated(name):
                 self._client.put(self._store, name, windows, mode=mode, use_multipart=False)
-        except OSError as error:
-            if exclusive and http_status(error) in (409, 412):
+        except StoreError as error:
+            if exclusive and error.status in (409, 412):
                 raise FileExistsError(errno.EEXIST, f"{self.url}/{name} exists") from error
             raise
         finally:
