@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.store.storage.test_persistent_posix import GROUPS, PersistentConformance
 from tests.support.persistent_shards import Shards, facts_of, name_of, s3_options
-from tests.support.s3_server import Proxy
+from tests.support.s3_server import Proxy, proxied, serving
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey
@@ -179,6 +182,60 @@ def test_a_throttling_server_is_asked_again_and_a_forbidding_one_is_not(
         store.flush(facts_of(key_of(2)), 1 << 20, [source])
     assert overloaded.value.transient
     assert store.versions() == [name_of(key)]
+    store.close()
+
+
+def kill_servers(directory: Path) -> None:
+    """SIGKILL the servers of this directory that this process has started."""
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"serve" in words and str(directory).encode() in words:
+                os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_a_flush_survives_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+    served, said, once = tmp_path / "served", list[str](), threading.Lock()
+    (served / "bucket").mkdir(parents=True)
+    with contextlib.ExitStack() as servers:
+        front = servers.enter_context(proxied(servers.enter_context(serving(served)), served))
+
+        def rule(method: str, path: str, number: int) -> None:
+            if method == "PUT" and path.endswith(".parts/00001"):
+                kill_servers(served)
+                front.rule = lambda *_: None
+
+        def wait(seconds: float) -> None:
+            with once:
+                if len(said) and "again" not in said:
+                    said.append("again")
+                    url = servers.enter_context(serving(served))
+                    front.upstream = urlsplit(url).netloc
+
+        options = {"sleep": wait, "on_retry": said.append, **s3_options(front.url)}
+        store = PersistentStore("s3://bucket/job", **options)
+        front.rule = rule
+        assert store.flush(facts_of(key_of(1)), 1 << 25, [large(key_of(1))]).committed
+        assert "again" in said
+        store.open_shard(name_of(key_of(1)), 0).verify()
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advised"),
+    [(400, "ExpiredToken", "check the credentials"), (507, "InsufficientStorage", "device is full")],
+)
+def test_an_error_in_the_middle_of_a_flush_names_the_remedy(
+    status: int, code: str, advised: str, proxy: Proxy, url: str
+) -> None:
+    store = PersistentStore(url, **s3_options(proxy.url))
+    proxy.rule = lambda method, path, number: (status, code) if ".parts/00001" in path else None
+    with pytest.raises(PersistentError, match=f"{advised}") as failed:
+        store.flush(facts_of(key_of(1)), 1 << 25, [large(key_of(1))])
+    assert not failed.value.transient
+    proxy.reset()
+    assert store.flush(facts_of(key_of(1)), 1 << 25, [large(key_of(1))]).committed
     store.close()
 
 
