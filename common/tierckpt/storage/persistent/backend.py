@@ -17,7 +17,7 @@ from typing import Protocol
 
 Content = Callable[[], Iterator[memoryview]]
 """Yields the windows to write, in order; called again for every attempt. A window is at most
-WINDOW_BYTES long, and its bytes do not change."""
+WINDOW_BYTES long, belongs to the caller, and its bytes do not change."""
 
 WINDOW_BYTES = 8 << 20
 

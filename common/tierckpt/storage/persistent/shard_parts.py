@@ -29,15 +29,18 @@ def write_parts(backend: Backend, path: str, windows: Iterator[memoryview]) -> N
             for number, part in enumerate(_cut(windows)):
                 if len(under_way) == PARTS_AT_ONCE:
                     under_way = _after_one(under_way)
-                nbytes, name = sum(map(len, part)), f"{path}/{part_name(number)}"
-                put = (backend.put, name, part.__iter__, nbytes)
-                under_way.add(pool.submit(*put))
+                name = f"{path}/{part_name(number)}"
+                under_way.add(pool.submit(_put, backend, name, part))
             while under_way:
                 under_way = _after_one(under_way)
         except BaseException:
             for future in under_way:
                 future.cancel()
             raise
+
+
+def _put(backend: Backend, name: str, part: list[memoryview]) -> None:
+    backend.put(name, lambda: map(memoryview, part), sum(map(len, part)))
 
 
 def _after_one(under_way: set[Future[None]]) -> set[Future[None]]:
