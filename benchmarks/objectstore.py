@@ -48,7 +48,7 @@ class Cost:
 
     wall_s: float
     cpu_s: float
-    server_cpu_s: float
+    server_cpu_s: float | None
 
 
 @dataclass
@@ -72,8 +72,9 @@ class Row:
         self.of_bare = spread(bare.wall_s / ours.wall_s for ours, bare in self.samples)
         self.cpu_seconds = spread(ours.cpu_s for ours, _ in self.samples)
         self.bare_cpu_seconds = spread(bare.cpu_s for _, bare in self.samples)
-        self.server_cpu_seconds = spread(ours.server_cpu_s for ours, _ in self.samples)
-        self.bare_server_cpu_seconds = spread(bare.server_cpu_s for _, bare in self.samples)
+        if self.samples[0][0].server_cpu_s is not None:
+            self.server_cpu_seconds = spread(ours.server_cpu_s for ours, _ in self.samples)
+            self.bare_server_cpu_seconds = spread(bare.server_cpu_s for _, bare in self.samples)
         self.samples = []
 
 
@@ -173,13 +174,12 @@ class Bench:
         self.bare.get(parts)
 
     def _timed(self, work: Callable[[], None]) -> Cost:
-        wall, cpu, server = time.perf_counter(), time.process_time(), self.server.cpu_seconds()
+        server = self.server.cpu_seconds()
+        wall, cpu = time.perf_counter(), time.process_time()
         work()
-        return Cost(
-            time.perf_counter() - wall,
-            time.process_time() - cpu,
-            self.server.cpu_seconds() - server,
-        )
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        after = self.server.cpu_seconds()
+        return Cost(wall, cpu, None if server is None or after is None else after - server)
 
     def close(self) -> None:
         """Close the stores, and remove the bare client's objects."""
@@ -217,8 +217,12 @@ def _cells(row: Row) -> tuple[str, ...]:
         *head,
         "{:.2f} ({:.2f}..{:.2f})".format(*speeds),
         f"{of.median:.2f} ({of.low:.2f}..{of.high:.2f})",
-        *(f"{each.median / row.data_bytes * 1e9:.2f}" for each in costs if each is not None),
+        *(_each_gigabyte(each, row.data_bytes) for each in costs),
     )
+
+
+def _each_gigabyte(cost: Spread | None, nbytes: int) -> str:
+    return "-" if cost is None else f"{cost.median / nbytes * 1e9:.2f}"
 
 
 def measure(options: argparse.Namespace, server: Server, folder: Path) -> Iterator[Row]:

@@ -45,8 +45,8 @@ class Server:
         """Storage options for Tierckpt."""
         return {"endpoint": self.endpoint, **self.keys}
 
-    def cpu_seconds(self) -> float:
-        return cpu_seconds_of(self.pid) if self.pid is not None else float("nan")
+    def cpu_seconds(self) -> float | None:
+        return cpu_seconds_of(self.pid) if self.pid is not None else None
 
 
 @contextmanager

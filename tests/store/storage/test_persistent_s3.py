@@ -226,7 +226,7 @@ def test_a_flush_survives_a_server_that_is_killed_and_comes_back(tmp_path: Path)
     ("status", "code", "advised"),
     [
         (400, "ExpiredToken", "check the credentials"),
-        (507, "InsufficientStorage", "device is full"),
+        (507, "NoSpace", "device is full"),
     ],
 )
 def test_an_error_in_the_middle_of_a_flush_names_the_remedy(
