@@ -27,15 +27,30 @@ from lib.report import align
 from lib.shards import manifest, shared
 from tierckpt.agent.priority import lower_priority, shorten_slices
 from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.storage.files import direct_file
 from tierckpt.storage.local.store import LocalStore
 
 AGENT_NICE = 10
 """The setting's default."""
 PAUSE_SECONDS = 0.1
 """Time between two versions: a thread that waited before has a claim to a core."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the agent writes: bytes a system call, its slices, and the niceness of its threads."""
+
+    write_bytes: int
+    short_slices: bool
+    raised: bool = False
+
+
 WAYS = {
-    "ours": "the agent",
-    "8 MiB writes": "the agent with writes of 8 MiB and ordinary slices",
+    "ours": Way(direct_file.WRITE_BYTES, short_slices=True),
+    "8-mib": Way(8 << 20, short_slices=False),
+    "8-mib-short-slices": Way(8 << 20, short_slices=True),
+    "one-write": Way(direct_file.WRITE_BYTES, short_slices=False),
+    "normal-priority": Way(direct_file.WRITE_BYTES, short_slices=False, raised=True),
 }
 
 
@@ -82,17 +97,17 @@ def _serve(
     os.setsid()
     if nice:
         lower_priority(nice)
-    if way != "ours":
-        from tierckpt.storage.files import direct_file
-
-        direct_file.WRITE_BYTES = 8 << 20
+    how = WAYS[way]
+    direct_file.WRITE_BYTES = how.write_bytes
     store = LocalStore(folder)
     store.create()
     images = [shared(shard_bytes) for _ in range(shards)]
     version, together = 0, threading.Barrier(shards + 1)
 
     def commits(shard: int) -> None:
-        if way == "ours":
+        if how.raised:  # needs the right to do that
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 0)
+        if how.short_slices:
             shorten_slices()
         while True:
             together.wait()
@@ -143,11 +158,11 @@ def table(rows: list[Row]) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.durable is None or row.bare is None:
-        return (str(row.busy), WAYS[row.way], "not measured")
+        return (str(row.busy), row.way, "not measured")
     d = row.durable
     durable = f"{d.median * 1e3:.0f} ({d.low * 1e3:.0f}..{d.high * 1e3:.0f})"
     share = f"{row.bare.median / d.median:.2f}"
-    return (str(row.busy), WAYS[row.way], str(row.nice), durable, share)
+    return (str(row.busy), row.way, str(row.nice), durable, share)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
@@ -156,7 +171,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     data_bytes = shard_bytes * options.shards
     limits = Limits(data_bytes, folder)
     bare = spread(limits.write_recycled().wall_s for _ in range(options.rounds))
-    cases = [(way, nice) for nice in options.nice for way in WAYS]
+    cases = [(way, nice) for nice in options.nice for way in options.ways]
     agents = {
         case: Agent(folder / f"{n}", shard_bytes, options.shards, *case)
         for n, case in enumerate(cases)
@@ -192,11 +207,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shard-mb", type=int, help="size of a shard; default 96, toy 1")
     parser.add_argument("--shards", type=int, default=2, help="trainers of the node; default 2")
     parser.add_argument("--busy", type=numbers, help="busy processes; default 0,2,8,16, toy 0,2")
+    parser.add_argument(
+        "--ways",
+        type=lambda text: text.split(","),
+        default=["ours", "8-mib"],
+        help=f"of {', '.join(WAYS)}",
+    )
     parser.add_argument("--nice", type=numbers, default=[AGENT_NICE], help="of the agent")
     parser.add_argument("--rounds", type=int, help="versions of each; default 12, toy 2")
     parser.add_argument("--dir", type=Path, help="where shards are written; default a disk")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
+    if unknown := set(options.ways) - set(WAYS):
+        parser.error(f"ways are {', '.join(WAYS)}, not {', '.join(sorted(unknown))}")
     options.shard_mb = options.shard_mb or (1 if options.toy else 96)
     options.busy = options.busy or ([0, 2] if options.toy else [0, 2, 8, 16])
     options.rounds = options.rounds or (2 if options.toy else 12)
