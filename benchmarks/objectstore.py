@@ -37,8 +37,9 @@ from tierckpt.storage.persistent import PersistentStore, ShardSource
 from tierckpt.storage.persistent.object_stores.fsspec_backend import FsspecBackend
 from tierckpt.storage.persistent.retry import RetryingBackend, RetryPolicy
 
-SHARDS = 2
-"""Ranks of the node: its agent flushes this many shards of a version."""
+MOST_SHARD_MB = 125
+LEAST_SHARDS = 2
+"""Ranks of the node: its agent flushes their shards as one version."""
 CLIENTS = ("tierckpt", "fsspec")
 
 
@@ -85,19 +86,20 @@ class Bench:
         self.server = server
         self.local = LocalStore(folder / f"local-{megabytes}")
         self.local.create()
-        shard_bytes = (megabytes * 10**6 // SHARDS // PAGE_BYTES) * PAGE_BYTES
-        self.images = [shared(shard_bytes) for _ in range(SHARDS)]
-        self.keys = [ShardKey(VersionId(1, 0), s, SHARDS) for s in range(SHARDS)]
+        self.shards = max(LEAST_SHARDS, -(-megabytes // MOST_SHARD_MB))
+        shard_bytes = (megabytes * 10**6 // self.shards // PAGE_BYTES) * PAGE_BYTES
+        self.images = [shared(shard_bytes) for _ in range(self.shards)]
+        self.keys = [ShardKey(VersionId(1, 0), s, self.shards) for s in range(self.shards)]
         for key, image in zip(self.keys, self.images, strict=True):
             digests = make_sound(image)
-            record = manifest(key.shard, SHARDS, 0, len(image), digests)
+            record = manifest(key.shard, self.shards, 0, len(image), digests)
             self.local.commit(key, image, record)
-        self.data_bytes = shard_bytes * SHARDS
+        self.data_bytes = shard_bytes * self.shards
         self.target = memoryview(mmap.mmap(-1, self.data_bytes))
         self.target[:] = bytes(1) * len(self.target)  # no page faults later
         self.stores = {client: self._store(client) for client in clients}
         low = range(0, shard_bytes, PART_BYTES)
-        self.bare = BareClient(server, [f"bare/{i:05d}" for i in range(SHARDS * len(low))])
+        self.bare = BareClient(server, [f"bare/{i:05d}" for i in range(self.shards * len(low))])
         self.parts = [image[i : i + PART_BYTES] for image in self.images for i in low]
         self.rows = [
             Row(client, direction, self.data_bytes)
@@ -129,7 +131,7 @@ class Bench:
                 ours = self._timed(lambda store=store: self.restore(store))
                 self.check()
                 bare = self._timed(self._bare_get)
-                store.retire(facts_of(self.version, SHARDS).name)
+                store.retire(facts_of(self.version, self.shards).name)
             row.samples.append((ours, bare))
 
     def flush(self, store: PersistentStore) -> None:
@@ -137,14 +139,14 @@ class Bench:
         with ExitStack() as stack:
             opened = [stack.enter_context(open_shard(self.local, key)) for key in self.keys]
             sources = [ShardSource(s, image, record) for s, (image, record) in enumerate(opened)]
-            facts = facts_of(self.version, SHARDS)
+            facts = facts_of(self.version, self.shards)
             if not store.flush(facts, len(self.images[0]), sources).committed:
                 raise RuntimeError("the version is not complete")
 
     def restore(self, store: PersistentStore) -> None:
         """Do the work of a restart's reader: read and verify all runs of blocks."""
-        name = facts_of(self.version, SHARDS).name
-        readers = [store.open_shard(name, shard) for shard in range(SHARDS)]
+        name = facts_of(self.version, self.shards).name
+        readers = [store.open_shard(name, shard) for shard in range(self.shards)]
         size = len(self.images[0])
 
         def check(shard: int, low: int) -> None:
@@ -155,7 +157,7 @@ class Bench:
                 digest(view[at : at + BLOCK_BYTES])
 
         with ThreadPoolExecutor(READERS) as pool:
-            runs = [(s, low) for s in range(SHARDS) for low in range(0, size, RUN_BYTES)]
+            runs = [(s, low) for s in range(self.shards) for low in range(0, size, RUN_BYTES)]
             for done in [pool.submit(check, *run) for run in runs]:
                 done.result()
 
@@ -292,7 +294,8 @@ def main() -> None:
     with temporary(options.dir) as folder, chosen_server(options, folder) as server:
         rows = list(measure(options, server, folder))
     print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{server.name} over loopback, its data on {about['filesystem']}; {SHARDS} shards\n")
+    place = f"its data on {about['filesystem']}"
+    print(f"{server.name} over loopback, {place}; shards of up to {MOST_SHARD_MB} MB\n")
     print(table(rows))
     if options.json:
         write_json(
