@@ -45,7 +45,7 @@ class Family:
 
     def cpu_seconds(self) -> float:
         """User and system time of all living members and of their reaped children."""
-        return sum(_cpu_seconds(pid) for pid in self.pids())
+        return sum(cpu_seconds_of(pid) for pid in self.pids())
 
     def kill(self) -> None:
         """Kill every member."""
@@ -124,7 +124,7 @@ def machine_busy_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / _TICKS
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds_of(pid: int) -> float:
     """CPU time of a living process, with all threads and its reaped children.
 
     utime and stime of /proc count in ticks of 10 ms, too coarse for one checkpoint. The CPU clock

@@ -33,5 +33,5 @@ def directory_of(path: str | os.PathLike[str]) -> str:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """True for URLs that fsspec must open; `file:` and plain paths are directories."""
+    """True for URLs that a client must open; `file:` and plain paths are directories."""
     return "://" in directory_of(path)

@@ -99,8 +99,7 @@ class PersistentConfig:
     """
 
     path: str = ""
-    """A directory that all nodes see, or a URL for fsspec (s3://bucket/prefix); empty: no such
-    level."""
+    """A directory that all nodes see, or a URL (s3://bucket/prefix); empty: no such level."""
     every_steps: Steps = 0
     """Take a version to this level every N optimizer steps; 0: not by steps; `auto`: as for memory,
     with at most half of the time spent on flushing."""
@@ -125,7 +124,7 @@ class PersistentConfig:
     codecs: str = ""
     """As for local; the local level's codecs are undone first."""
     storage_options: str = field(default="", repr=False)
-    """Options for the store's client besides the path, for fsspec: endpoint, key, region. A
+    """Options for the store's client besides the path: endpoint, keys, region. A
     directory takes `direct` and `shared_writes`. Given as a table (a mapping) or as JSON; kept as
     JSON. The options may be secret: they are shown nowhere, and the agent gets them over its
     private socket."""

@@ -13,7 +13,7 @@ from tests.support.persistent_shards import ENDPOINT, SERVED, s3_options
 from tests.support.s3_server import Proxy, proxied, serving
 from tests.support.tiny_course import fingerprints
 from tests.support.tmpfs import SIZE_BYTES, mount, unmount
-from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
+from tierckpt.storage.persistent.object_stores.obstore_backend import ObstoreBackend
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,11 +72,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endpoint(served: Path) -> Iterator[str]:
-    """A server for all tests of a module; fsspec's thread is started, too, and stays."""
+    """A server for all tests of a module; the client's threads are started, too, and stay."""
     with serving(served) as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv(SERVED, str(served))
         patch.setenv(ENDPOINT, url)
-        first = ObjectBackend("s3://nobucket", **s3_options(url))
+        first = ObstoreBackend("s3://nobucket", **s3_options(url))
         with pytest.raises(FileNotFoundError, match="no bucket"):
             first.sizes()
         first.close()

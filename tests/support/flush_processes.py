@@ -2,16 +2,14 @@
 
     python -m tests.support.flush_processes <plan>
 
-`plan` is JSON: the `url` of the place, fsspec's `options`, the `shard`, the number of `shards` and
-their `pages`, the `tries` of an operation, and the `stall_seconds` without an acknowledged byte
-after which a connection is closed. Every input line is a version; the answer is true if it is
-complete now, false if it is not, or the error.
+`plan` is JSON: the `url` of the place, the client's `options`, the `shard`, the number of `shards`
+and their `pages`, and the `tries` of an operation. Every input line is a version; the answer is
+true if it is complete now, false if it is not, or the error.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from typing import Any
 
@@ -33,22 +31,9 @@ def name_of(version: int, shards: int) -> VersionName:
 
 
 def open_store(plan: dict[str, Any]) -> PersistentStore:
-    """Open the place without the client's own retries: the test is about Tierckpt's."""
-    stall_ms = int(1e3 * plan["stall_seconds"])
-
-    def impatient(where: tuple[Any, ...]) -> socket.socket:
-        """Set the kernel's timeout for sent bytes, which the client's timeouts do not cover."""
-        made = socket.socket(*where[:3])
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
-        return made
-
-    options = dict(plan["options"])
-    connector = {"connector_args": {"socket_factory": impatient}}
-    options["config_kwargs"] = {**options["config_kwargs"], **connector}
+    """Open the place."""
     policy = RetryPolicy(tries=plan["tries"], first_seconds=0.1)
-    store = PersistentStore(plan["url"], retry=policy, **options)
-    store.backend.inner._fs.retries = 1  # type: ignore[attr-defined]
-    return store
+    return PersistentStore(plan["url"], retry=policy, **plan["options"])
 
 
 def flush(store: PersistentStore, plan: dict[str, Any], version: int) -> dict[str, Any]:

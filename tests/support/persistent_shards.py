@@ -80,6 +80,11 @@ def own(directory: Path) -> Shards:
     return Shards(str(directory), shared_writes=False)
 
 
+def fsspec_local(directory: Path) -> Shards:
+    """A store on fsspec's own view of the local file system."""
+    return Shards(f"local://{directory}", auto_mkdir=True)
+
+
 def s3(directory: Path) -> Shards:
     """A store on the test server, which keeps objects as files below `directory`."""
     path = directory.relative_to(os.environ[SERVED])
@@ -87,9 +92,11 @@ def s3(directory: Path) -> Shards:
 
 
 def s3_options(endpoint: str) -> dict[str, Any]:
+    """Options without the client's own retries: Tierckpt's are tested."""
     return {
-        "key": "testkey",
-        "secret": "testsecret",
-        "endpoint_url": endpoint,
-        "config_kwargs": {"retries": {"max_attempts": 0}},
+        "access_key_id": "testkey",
+        "secret_access_key": "testsecret",
+        "endpoint": endpoint,
+        "region": "us-east-1",
+        "retry_config": {"max_retries": 0},
     }

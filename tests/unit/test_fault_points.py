@@ -9,6 +9,7 @@ from pathlib import Path
 import tierckpt
 from tests.crash.agent.test_agents import BEFORE_EXCHANGE, IN_MID_EXCHANGE, IN_MID_FLUSH
 from tests.crash.checkpointer.test_sweep import AGENT_POINTS, TRAINER_POINTS
+from tests.store.storage.test_persistent_fsspec import FSSPEC_KILLS
 from tests.store.storage.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
 from tests.store.storage.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS
 from tests.unit.storage.test_health import POINTS as HEALTH_POINTS
@@ -28,7 +29,10 @@ CHECKPOINT = [*TRAINER_POINTS.values(), *AGENT_POINTS.values()]
 SWEEPS = {
     "storage/health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
     "peer/exchange.py": [f"kill@peer:op={op}" for op in IN_MID_EXCHANGE],
-    "storage/persistent/fsspec_backend.py": of_files([*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]),
+    "storage/persistent/object_stores/obstore_backend.py": of_files(
+        [*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]
+    ),
+    "storage/persistent/object_stores/fsspec_backend.py": of_files(FSSPEC_KILLS),
     "storage/persistent/posix_backend.py": of_files(
         [*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]
     ),

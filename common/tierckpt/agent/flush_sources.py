@@ -116,10 +116,9 @@ class EncodedSource:
 
 
 def _windows(block: Buffer) -> Iterator[memoryview]:
-    with memoryview(block) as view:
-        for low in range(0, len(view), WINDOW_BYTES):
-            with view[low : low + WINDOW_BYTES] as window:
-                yield window
+    view = memoryview(block)
+    for low in range(0, len(view), WINDOW_BYTES):
+        yield view[low : low + WINDOW_BYTES]
 
 
 @contextlib.contextmanager

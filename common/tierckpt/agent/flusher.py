@@ -382,13 +382,16 @@ class Flusher:
             self._warn(f"{self._now[0].id}: {text}", "retry")
 
     def _warn(self, text: str, kind: str = "") -> None:
-        """Send a warning to the trainer; one of a `kind` per flush, and each text once."""
+        """Send a warning to the trainer; one of a `kind` per flush, and each text once. Any thread:
+        parts of a shard are sent by several."""
         if self._now is None:
             return
         order, answer = self._now
         warning = f"{order.id} {kind}" if kind else text
-        if warning not in self._warned:
+        with self._changed:
+            is_new = warning not in self._warned
             self._warned.add(warning)
+        if is_new:
             answer(Problem(text, level="persistent", severity=logging.WARNING))
 
 

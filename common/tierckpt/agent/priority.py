@@ -9,6 +9,9 @@ import platform
 import time
 from pathlib import Path
 
+SHORTEST_SLICE_NANOSECONDS = 100_000
+"""The kernel gives no less."""
+
 
 def lower_priority(nice: int, pid: int = 0) -> None:
     """Lower the priority of a process with one thread (0: this one) below the training's, for CPU
@@ -21,6 +24,32 @@ def lower_priority(nice: int, pid: int = 0) -> None:
     if number is not None:
         best_effort_lowest = 2 << 13 | 7
         ctypes.CDLL(None, use_errno=True).syscall(number, 1, pid, best_effort_lowest)
+
+
+def shorten_slices() -> None:
+    """Let the calling thread run soon after it wakes up, for a short time, at the same share of the
+    processor. For a thread that mostly waits for a device: with long slices it would have to wait
+    for those of all others after each wait. Linux 6.12 and newer; ignored elsewhere."""
+    number = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
+    if number is not None:
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        asked = _SchedAttr(ctypes.sizeof(_SchedAttr), nice=nice, runtime=SHORTEST_SLICE_NANOSECONDS)
+        ctypes.CDLL(None, use_errno=True).syscall(number, 0, ctypes.byref(asked), 0)
+
+
+class _SchedAttr(ctypes.Structure):
+    """`struct sched_attr` of sched_setattr(2). For ordinary threads, `runtime` is the slice."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32),
+        ("runtime", ctypes.c_uint64),
+        ("deadline", ctypes.c_uint64),
+        ("period", ctypes.c_uint64),
+    )
 
 
 def _lower_session(nice: int, pid: int, tries: int) -> None:
@@ -40,4 +69,4 @@ def _lower_session(nice: int, pid: int, tries: int) -> None:
             time.sleep(0.1)
 
 
-__all__ = ["lower_priority"]
+__all__ = ["lower_priority", "shorten_slices"]

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from . import protocol
 from .address import _peer_uid
 from .flusher import Flusher
+from .priority import shorten_slices
 from .protocol import (
     PROTOCOL,
     Finished,
@@ -229,6 +230,7 @@ class Agent:
         made, said_goodbye = None, True
         try:
             with channel:
+                shorten_slices()  # commits wait for the disk most of the time
                 hello = _greeting(channel)
                 if hello is None:
                     return

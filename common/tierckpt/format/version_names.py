@@ -24,7 +24,10 @@ SHARDS_PER_GROUP = 64
 """10,000 ranks make 157 groups, 1,000 make 16, up to 64 make one."""
 
 MANIFEST, RETIRED, PIN, SUSPECT = ".manifest", ".retired", ".pin", ".suspect"
-GROUP, SHARDS = ".group", ".shards"
+GROUP, SHARDS, PARTS = ".group", ".shards", ".parts"
+PART_BYTES = 16 << 20
+"""Length of all parts of a shard but the last. It bounds what a writer has in memory, and what is
+sent again after an error; smaller parts would need more requests, also for reads across an edge."""
 
 _STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.of(\d{5,})\.([0-9A-Za-z]+)")
 _RUN = re.compile(r"s(\d{5,})-(\d{5,})\.shards")
@@ -104,6 +107,16 @@ class Groups:
 def run_name(run: range) -> str:
     """Return the name, in its group's folder, of one writer's file of consecutive shards."""
     return f"s{run[0]:05d}-{run[-1]:05d}{SHARDS}"
+
+
+def parts_name(shard: int) -> str:
+    """Return the name, in its group's folder, of the folder with the parts of one shard."""
+    return f"s{shard:05d}{PARTS}"
+
+
+def part_name(number: int) -> str:
+    """Return the name of a part in that folder."""
+    return f"{number:05d}"
 
 
 def parse_run(name: str) -> range | None:

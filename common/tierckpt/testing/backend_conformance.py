@@ -11,12 +11,11 @@ from tierckpt.storage.persistent.backend import WINDOW_BYTES, Backend, Content
 
 
 def windows(data: bytes, size: int = WINDOW_BYTES) -> Content:
-    """`data` as content of a put: new windows for every attempt, each valid until the next."""
+    """`data` as content of a put: new windows for every attempt."""
 
     def content() -> Iterator[memoryview]:
         for offset in range(0, len(data), size):
-            with memoryview(data)[offset : offset + size] as window:
-                yield window
+            yield memoryview(data)[offset : offset + size]
 
     return content
 

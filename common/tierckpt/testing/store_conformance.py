@@ -79,7 +79,7 @@ class StoreConformance:
         self.check_files(tmp_path, key_of(1))
 
     def test_a_shard_larger_than_one_write_is_whole(self, store: Any) -> None:
-        """Two full writes and a remainder."""
+        """Two windows of 8 MiB and a remainder, for stores that write those."""
         commit_one(store, key_of(1), pages=2 * 2048 + 1)
         assert is_sound(store, key_of(1))
 

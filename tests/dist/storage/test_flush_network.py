@@ -23,8 +23,8 @@ from tierckpt.testing.store_program import content_of
 
 NODES, VICTIM = 3, 1
 PAGES = 5120
-"""20 MiB: an upload of three parts."""
-IN_MID_UPLOAD = "stop@file:op=write,hit=2"
+"""20 MiB: two parts."""
+IN_MID_UPLOAD = "stop@file:op=put,hit=2"
 SLOW_BYTES_PER_SECOND = 4e6
 PART, WHOLE = {"committed": False, "reused_bytes": 0}, {"committed": True, "reused_bytes": 0}
 
@@ -39,15 +39,16 @@ class Site:
     nodes: list[NodeProcess] = field(default_factory=list)
 
     def start(self, number: int, rule: str = "") -> NodeProcess:
-        patience = {"connect_timeout": 3, "read_timeout": 6, "retries": {"max_attempts": 0}}
-        options = {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
-        plan: dict[str, Any] = {"url": "s3://bucket/job", "shard": number, "shards": NODES}
-        plan |= {
-            "pages": PAGES,
-            "tries": 2,
-            "stall_seconds": 4,
-            "options": {**options, "config_kwargs": patience},
+        options = {
+            "access_key_id": KEY,
+            "secret_access_key": SECRET,
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "client_options": {"connect_timeout": "3s", "timeout": "8s"},
+            "retry_config": {"max_retries": 0},
         }
+        plan: dict[str, Any] = {"url": "s3://bucket/job", "shard": number, "shards": NODES}
+        plan |= {"pages": PAGES, "tries": 2, "options": options}
         return NodeProcess(
             self.network,
             number,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.processes import end, python
 from tierckpt import _faults
+from tierckpt.storage.files import direct_file
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.testing import StoreConformance
 from tierckpt.testing.store_program import commit_one, content_of, is_sound, key_of
@@ -141,6 +142,27 @@ def test_memory_that_is_not_aligned_is_written_nevertheless(tmp_path: Path) -> N
     times = store.commit(key_of(1), shifted, b"whatever")
     assert not times.direct or times.write_seconds >= 0
     assert store._data(key_of(1)).read_bytes() == content_of(key_of(1))
+
+
+@pytest.mark.parametrize(("write_bytes", "writes"), [(direct_file.WRITE_BYTES, 1), (8192, 3)])
+def test_a_shard_is_one_write_if_it_is_no_longer_than_that(
+    write_bytes: int, writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two writes the device would wait for the thread."""
+    sizes: list[int] = []
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        sizes.append(len(data))
+        return os_pwrite(fd, data, offset)
+
+    os_pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(direct_file, "WRITE_BYTES", write_bytes)
+    store = LocalStore(tmp_path)
+    commit_one(store, key_of(1), pages=5)
+    assert len(sizes) == writes
+    assert sum(sizes) == 5 * 4096
+    assert is_sound(store, key_of(1))
 
 
 def test_names_of_others_are_no_shards(tmp_path: Path) -> None:

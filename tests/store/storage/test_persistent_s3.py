@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.store.storage.test_persistent_posix import GROUPS, PersistentConformance
 from tests.support.persistent_shards import Shards, facts_of, name_of, s3_options
-from tests.support.s3_server import Proxy
+from tests.support.s3_server import Proxy, proxied, serving
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey
-from tierckpt.format.version_names import MANIFEST, run_name
+from tierckpt.format.version_names import MANIFEST, PART_BYTES, run_name
 from tierckpt.storage.persistent import (
     Lease,
     LeaseHeldError,
@@ -29,12 +32,13 @@ from tierckpt.storage.persistent import (
 )
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
 from tierckpt.storage.persistent.clock import SystemClock
-from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
+from tierckpt.storage.persistent.object_stores.obstore_backend import ObstoreBackend
 from tierckpt.testing import BackendConformance
 from tierckpt.testing.backend_conformance import put
 from tierckpt.testing.store_program import commit_one, content_of, is_sound, key_of, manifest_of
 
 LARGE_PAGES = 3 * WINDOW_BYTES // 4096 + 1
+"""A shard in two parts."""
 
 
 @pytest.fixture
@@ -43,27 +47,14 @@ def url(tmp_path: Path, served: Path) -> str:
 
 
 @pytest.fixture
-def backend(endpoint: str, url: str) -> Iterator[ObjectBackend]:
-    made = ObjectBackend(url, **s3_options(endpoint))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def through_proxy(proxy: Proxy, url: str) -> Iterator[ObjectBackend]:
-    made = ObjectBackend(url, **s3_options(proxy.url))
+def backend(endpoint: str, url: str) -> Iterator[ObstoreBackend]:
+    made = ObstoreBackend(url, **s3_options(endpoint))
     yield made
     made.close()
 
 
 class TestS3Backend(BackendConformance):
-    """As rclone does: without conditional puts."""
-
-
-class TestS3BackendWithConditions(BackendConformance):
-    @pytest.fixture
-    def backend(self, through_proxy: ObjectBackend) -> ObjectBackend:
-        return through_proxy
+    """With conditional puts."""
 
 
 @pytest.mark.usefixtures("endpoint")
@@ -99,19 +90,9 @@ def large(key: ShardKey) -> ShardSource:
     return ShardSource(key.shard, image, manifest_of(key, LARGE_PAGES))
 
 
-def uploads(backend: ObjectBackend) -> list[str]:
-    """Keys of all unfinished multipart uploads below the backend's prefix."""
-    bucket, prefix, _ = backend._fs.split_path(backend._root)
-    try:
-        page = backend._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-    except FileNotFoundError:
-        return []  # the server's error for it
-    return [str(u["Key"]) for u in page.get("Uploads") or ()]
-
-
-UPLOAD_KILLS = ["op=open", "op=write,hit=2", "op=close", "op=complete", "op=put"]
-"""The upload is of the shard; the put is its record."""
-OBJECT_REMOVAL_KILLS = ["op=put", "op=delete,hit=1", "op=abort", "op=delete,hit=2"]
+UPLOAD_KILLS = [f"op=put,hit={hit}" for hit in (1, 2, 3)]
+"""One part is durable or not, or both are; the third put is the records'."""
+OBJECT_REMOVAL_KILLS = ["op=put", "op=delete,hit=1", "op=delete,hit=2", "op=delete,hit=3"]
 
 
 def killed(does: str, at: str, folder: Path) -> None:
@@ -132,25 +113,20 @@ def killed(does: str, at: str, folder: Path) -> None:
 
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("at", UPLOAD_KILLS)
-def test_a_flush_killed_in_an_upload_is_repeated_and_leaves_no_upload(
-    at: str, endpoint: str, url: str, tmp_path: Path, backend: ObjectBackend
+def test_a_flush_killed_among_parts_is_repeated_and_leaves_nothing_beside(
+    at: str, endpoint: str, url: str, tmp_path: Path
 ) -> None:
     killed("store.flush(p.facts_of(key), 1 << 25, [t.large(key)])", at, tmp_path)
-    other = f"{url}/{name_of(key_of(2)).stem}/00000of00001/s00000-00000.shards"
-    bucket, key, _ = backend._fs.split_path(other.removeprefix("s3://"))
-    backend._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)  # another writer's
-    begun, complete = at not in ("op=open", "op=put"), at == "op=put"
-    assert len(uploads(backend)) == 1 + begun
-
     store = PersistentStore(url, **s3_options(endpoint))
     assert store.versions() == []
     result = store.flush(facts_of(key_of(1)), 1 << 25, [large(key_of(1))])
     assert result.committed
-    assert result.written_bytes == (0 if complete else len(large(key_of(1)).image))
-    assert uploads(backend) == [key], "another writer's upload is left alone, ours is not left"
+    assert result.written_bytes == len(large(key_of(1)).image)
     store.open_shard(name_of(key_of(1)), 0).verify()
-    store.retire(name_of(key_of(2)))
-    assert uploads(backend) == []
+    parts = sorted(p.stat().st_size for p in tmp_path.rglob("*.parts/*"))
+    assert parts == [LARGE_PAGES * 4096 - PART_BYTES, PART_BYTES]
+    assert store.retire(name_of(key_of(1)))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     store.close()
 
 
@@ -186,7 +162,6 @@ def test_a_throttling_server_is_asked_again_and_a_forbidding_one_is_not(
         on_retry=said.append,
         **s3_options(proxy.url),
     )
-    store.backend.inner._fs.retries = 1  # type: ignore[attr-defined]  # ours are what is tested
     key = key_of(1)
     source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
     failures = iter([503, 500])
@@ -207,6 +182,63 @@ def test_a_throttling_server_is_asked_again_and_a_forbidding_one_is_not(
         store.flush(facts_of(key_of(2)), 1 << 20, [source])
     assert overloaded.value.transient
     assert store.versions() == [name_of(key)]
+    store.close()
+
+
+def kill_servers(directory: Path) -> None:
+    """SIGKILL the servers of this directory that this process has started."""
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"serve" in words and str(directory).encode() in words:
+                os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_a_flush_survives_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+    served, said, once = tmp_path / "served", list[str](), threading.Lock()
+    (served / "bucket").mkdir(parents=True)
+    with contextlib.ExitStack() as servers:
+        front = servers.enter_context(proxied(servers.enter_context(serving(served)), served))
+
+        def rule(method: str, path: str, number: int) -> None:
+            if method == "PUT" and path.endswith(".parts/00001"):
+                kill_servers(served)
+                front.rule = lambda *_: None
+
+        def wait(seconds: float) -> None:
+            with once:
+                if len(said) and "again" not in said:
+                    said.append("again")
+                    url = servers.enter_context(serving(served))
+                    front.upstream = urlsplit(url).netloc
+
+        options = {"sleep": wait, "on_retry": said.append, **s3_options(front.url)}
+        store = PersistentStore("s3://bucket/job", **options)
+        front.rule = rule
+        assert store.flush(facts_of(key_of(1)), 1 << 25, [large(key_of(1))]).committed
+        assert "again" in said
+        store.open_shard(name_of(key_of(1)), 0).verify()
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advised"),
+    [
+        (400, "ExpiredToken", "check the credentials"),
+        (507, "NoSpace", "device is full"),
+    ],
+)
+def test_an_error_in_the_middle_of_a_flush_names_the_remedy(
+    status: int, code: str, advised: str, proxy: Proxy, url: str
+) -> None:
+    store = PersistentStore(url, **s3_options(proxy.url))
+    proxy.rule = lambda method, path, number: (status, code) if ".parts/00001" in path else None
+    with pytest.raises(PersistentError, match=f"{advised}") as failed:
+        store.flush(facts_of(key_of(1)), 1 << 25, [large(key_of(1))])
+    assert not failed.value.transient
+    proxy.reset()
+    assert store.flush(facts_of(key_of(1)), 1 << 25, [large(key_of(1))]).committed
     store.close()
 
 
@@ -235,10 +267,10 @@ def test_a_corrupted_object_is_found(endpoint: str, tmp_path: Path, url: str) ->
     shards.store.close()
 
 
-def test_of_two_jobs_at_one_url_one_is_refused(through_proxy: ObjectBackend) -> None:
+def test_of_two_jobs_at_one_url_one_is_refused(backend: ObstoreBackend) -> None:
     clock = SystemClock()
-    first = Lease(through_proxy, "1111", "job one", clock)
-    second = Lease(through_proxy, "2222", "job two", clock)
+    first = Lease(backend, "1111", "job one", clock)
+    second = Lease(backend, "2222", "job two", clock)
     assert first.ensure() == 1
     with pytest.raises(LeaseHeldError, match="in use by job one"):
         second.ensure()
@@ -248,13 +280,13 @@ def test_of_two_jobs_at_one_url_one_is_refused(through_proxy: ObjectBackend) -> 
 
 def test_a_race_for_a_free_lease_has_one_winner(proxy: Proxy, url: str) -> None:
     """Both saw it free. The store's conditional put decides."""
-    backends = [ObjectBackend(url, **s3_options(proxy.url)) for _ in range(2)]
+    backends = [ObstoreBackend(url, **s3_options(proxy.url)) for _ in range(2)]
     leases = [
         Lease(b, run_id, run_id, SystemClock()) for b, run_id in zip(backends, "12", strict=True)
     ]
     assert leases[0]._take(1, None) == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends[1]._fs, "exists", lambda path: False)  # it looked a moment before
+        patch.setattr(backends[1], "_exists", lambda name: False)  # it looked a moment before
         assert leases[1]._take(1, None) is None
     with pytest.raises(LeaseHeldError):
         leases[1].ensure()

@@ -31,7 +31,7 @@ def url(tmp_path: Path, served: Path) -> str:
 @pytest.fixture
 def job(url: str, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`job(**settings)`; neither the environment nor the home directory helps the client."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "FSSPEC_S3_KEY"):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
 
@@ -86,7 +86,7 @@ def test_they_reach_the_store_for_writing_and_for_reading(
     there = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".toml"]
     assert len(there) > 3
     for path in there:
-        assert s3_options(endpoint)["secret"].encode() not in path.read_bytes(), path
+        assert s3_options(endpoint)["secret_access_key"].encode() not in path.read_bytes(), path
 
 
 def test_a_wrong_one_is_an_error_that_does_not_repeat_it(
@@ -94,7 +94,7 @@ def test_a_wrong_one_is_an_error_that_does_not_repeat_it(
 ) -> None:
     """The options decide: the server refuses the job, which continues, and names the place to
     look."""
-    options = {**s3_options(proxy.url), "secret": WRONG}
+    options = {**s3_options(proxy.url), "secret_access_key": WRONG}
     with job(agent="inline", **{STORAGE_OPTIONS: options}) as first:
         first.run(STEPS)
         assert WRONG not in repr(first.checkpointer.config)
@@ -116,7 +116,9 @@ def test_a_job_does_not_start_afresh_beside_files_that_it_may_not_see(
         fingerprint = first.fingerprint()
     shutil.copytree(tmp_path / "ckpts", tmp_path / "copy")
     shutil.rmtree(tmp_path / "ckpts")
-    with job(agent="inline", **{STORAGE_OPTIONS: {**right, "secret": WRONG}}) as shut_out:
+    with job(
+        agent="inline", **{STORAGE_OPTIONS: {**right, "secret_access_key": WRONG}}
+    ) as shut_out:
         with pytest.raises(RestoreError, match="credentials") as refused:
             shut_out.restore()
         with pytest.raises(RestoreError, match=r"v2 was found on any level; .* could not be read"):
@@ -131,7 +133,7 @@ def test_a_job_does_not_start_afresh_beside_files_that_it_may_not_see(
     # locations.
     shutil.rmtree(tmp_path / "ckpts")
     shutil.move(tmp_path / "copy", tmp_path / "ckpts")
-    with job(agent="inline", **{STORAGE_OPTIONS: {**right, "secret": WRONG}}) as third:
+    with job(agent="inline", **{STORAGE_OPTIONS: {**right, "secret_access_key": WRONG}}) as third:
         restored = third.restore()
     assert restored.levels == {"local": 1}
     assert any("credentials" in text for text in restored.rejected)

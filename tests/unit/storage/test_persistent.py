@@ -273,12 +273,12 @@ def test_a_superseded_flush_ends_while_it_waits() -> None:
     assert len(kept) >= 6
 
 
-def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
+def test_it_is_imported_without_clients_torch_or_numpy() -> None:
     """The agent stays small; a directory needs no client for object stores."""
     program = (
         "import sys, tierckpt.storage.persistent.store as s; "
         "s.PersistentStore('/nowhere').versions()\n"
-        "print([m for m in ('fsspec', 'torch', 'numpy') if m in sys.modules])"
+        "print([m for m in ('fsspec', 'obstore', 'torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

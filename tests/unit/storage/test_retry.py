@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
+import sys
 
 import pytest
 from hypothesis import given
@@ -170,10 +171,13 @@ def test_an_impatient_caller_can_give_up_between_tries() -> None:
     assert inner.calls == 1
 
 
-def test_without_fsspec_a_url_is_an_error_that_names_the_package(
+def test_without_a_client_a_url_is_an_error_that_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    for module in ("obstore", "fsspec"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"memory://x needs a package .*fsspec"):
+        open_backend("memory://x")
     with pytest.raises(ConfigError, match=r"s3://bucket/x needs .*pip install 'tierckpt\[s3\]'"):
         open_backend("s3://bucket/x")
     assert open_backend("/some/where").url == "/some/where"

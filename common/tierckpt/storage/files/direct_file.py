@@ -16,8 +16,10 @@ from tierckpt.format.ids import PAGE_BYTES
 
 from . import durable, file_lock
 
-WRITE_BYTES = 8 * 1024 * 1024
-"""Size of one write: large enough for the device, small enough to be interrupted."""
+WRITE_BYTES = 256 * 1024 * 1024
+"""Size of one write. The kernel gives all of it to the device at once; between two writes the
+device waits until this thread has a core again, which takes milliseconds where training uses all
+cores. A process that is killed lives until its write has ended."""
 
 
 class DirectFile:

@@ -18,9 +18,11 @@ from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.encoding import Buffer
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, round_up
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.files.direct_file import WRITE_BYTES
 
 from .store import CommitTimes, Draft, LocalStore
+
+BUFFER_BYTES = 8 * 1024 * 1024
+"""Size of one write."""
 
 
 def commit_encoded(
@@ -35,7 +37,7 @@ def commit_encoded(
     """As `LocalStore.commit`, through the codecs; also returns the number of bytes written.
 
     `chain` names the version that the shard may refer to, and records the new one. Buffers
-    WRITE_BYTES and a block. Raises OSError or CodecError, after which the shard does not exist.
+    BUFFER_BYTES and a block. Raises OSError or CodecError, after which the shard does not exist.
     """
     begin = time.perf_counter()
     base = chain.base_for_next(pipeline.full_every)
@@ -64,16 +66,16 @@ def _write_all(draft: Draft, stored: Iterable[Buffer]) -> int:
     The last write is padded to a page, so that it can bypass the page cache too.
     """
     offset = used = 0
-    with contextlib.closing(mmap.mmap(-1, WRITE_BYTES)) as memory, memoryview(memory) as room:
+    with contextlib.closing(mmap.mmap(-1, BUFFER_BYTES)) as memory, memoryview(memory) as room:
         for block in stored:
             rest = memoryview(block)
             while rest:
-                part = rest[: WRITE_BYTES - used]
+                part = rest[: BUFFER_BYTES - used]
                 room[used : used + len(part)] = part
                 used, rest = used + len(part), rest[len(part) :]
-                if used == WRITE_BYTES:
+                if used == BUFFER_BYTES:
                     draft.write(room, offset)
-                    offset, used = offset + WRITE_BYTES, 0
+                    offset, used = offset + BUFFER_BYTES, 0
         if used:
             padded = round_up(used, PAGE_BYTES)
             room[used:padded] = bytes(padded - used)

@@ -5,8 +5,8 @@
     store.versions(); store.read_manifest(name)              # any process
     store.open_shard(name, 3).read(offset, nbytes)
 
-Standard library and xxhash only; fsspec is imported for URLs. docs/internals/persistent.md has the
-protocols and their reasons, FORMAT.md the bytes.
+Standard library and xxhash only; obstore and fsspec are imported for URLs.
+docs/internals/persistent.md has the protocols and their reasons, FORMAT.md the bytes.
 """
 
 from tierckpt.core.retention import HeldVersion, RetentionPolicy

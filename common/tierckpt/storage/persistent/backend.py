@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 Content = Callable[[], Iterator[memoryview]]
-"""Yields the windows to write, in order; called again for every attempt. A window is valid until
-the next one is requested, and is at most WINDOW_BYTES long."""
+"""Yields the windows to write, in order; called again for every attempt. A window is at most
+WINDOW_BYTES long, belongs to the caller, and its bytes do not change."""
 
 WINDOW_BYTES = 8 << 20
 
@@ -30,6 +30,9 @@ class Backend(Protocol):
     """Address for messages; contains no credentials."""
     shared_writes: bool
     """Several writers may write disjoint ranges of one file (`write_at`)."""
+    in_parts: bool
+    """Many files do no harm, and are written faster than one; `put` is called by several threads
+    then. False if each `put` may be long."""
 
     def create(self) -> None:
         """Create the root if it can be created."""

@@ -9,6 +9,7 @@ from typing import Any
 from tierckpt._text import directory_of, is_url
 from tierckpt.errors import ConfigError
 
+from . import object_stores
 from .backend import Backend
 
 GROUP = "tierckpt.backends"
@@ -16,19 +17,18 @@ GROUP = "tierckpt.backends"
 
 
 def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backend:
-    """The backend of a directory, of a URL with its own entry point, or of a URL that fsspec knows.
+    """The backend of a directory, of a URL with its own entry point, or of a client's URL.
 
     An entry point of the group `tierckpt.backends`, named as the URL's scheme, is called with the
-    URL and `storage_options`; else the options go to fsspec (keys, endpoint). Raises ConfigError if
-    fsspec, or a package it needs for this kind of URL, is not installed, or the entry point fails.
+    URL and `storage_options`; else the options go to the client (keys, endpoint): obstore for the
+    URLs of object stores, fsspec for all others. Raises ConfigError if a package that is needed for
+    this kind of URL is not installed, or the entry point fails.
     """
     if is_url(path):
         make_backend = _entry_point(os.fspath(path))
         if make_backend is not None:
             return make_backend(os.fspath(path), **storage_options)
-        from .fsspec_backend import ObjectBackend
-
-        return ObjectBackend(os.fspath(path), **storage_options)
+        return _of_url(os.fspath(path), **storage_options)
     from .posix_backend import PosixBackend
 
     try:
@@ -38,6 +38,16 @@ def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backen
         raise ConfigError(
             f"{path} is a directory: its storage options are direct and shared_writes, not {names}"
         ) from None
+
+
+def _of_url(url: str, **storage_options: Any) -> Backend:
+    if url.partition("://")[0] in object_stores.SCHEMES:
+        from .object_stores.obstore_backend import ObstoreBackend
+
+        return ObstoreBackend(url, **storage_options)
+    from .object_stores.fsspec_backend import FsspecBackend
+
+    return FsspecBackend(url, **storage_options)
 
 
 def _entry_point(url: str) -> Callable[..., Backend] | None:

@@ -39,6 +39,8 @@ class PosixBackend:
     (NFS): every writer then has its own files.
     """
 
+    in_parts = False
+
     def __init__(self, path: str, direct: bool = False, shared_writes: bool = True) -> None:
         self.root = Path(os.path.abspath(path))
         self.url = str(self.root)
@@ -207,11 +209,12 @@ def _write(fd: int, offset: int, content: Content) -> None:
     begin = offset
     for window in content():
         done = 0
-        while done < len(window):
-            _faults.point("file", op="write", offset=offset)
-            count = os.pwrite(fd, window[done:], offset)
-            done += count
-            offset += count
+        with window:  # or a traceback would keep the memory in use
+            while done < len(window):
+                _faults.point("file", op="write", offset=offset)
+                count = os.pwrite(fd, window[done:], offset)
+                done += count
+                offset += count
     _faults.point("file", op="fsync")
     os.fsync(fd)
     os.posix_fadvise(fd, begin, offset - begin, os.POSIX_FADV_DONTNEED)

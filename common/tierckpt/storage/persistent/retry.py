@@ -12,7 +12,7 @@ from typing import TypeVar
 from tierckpt.errors import PersistentError
 
 from .backend import Backend, Content
-from .fsspec_backend import error_code, http_status
+from .object_stores.client_errors import error_code, http_status
 
 Result = TypeVar("Result")
 
@@ -65,6 +65,8 @@ _INSUFFICIENT_STORAGE = 507
 _USED_UP = re.compile(r"(?!.*Throttle).*(QuotaExceeded|StorageFull)")
 """Error codes of S3 servers for a full store, with any status: Ceph and others use QuotaExceeded,
 with 403; MinIO puts its own name before that, or before StorageFull."""
+_OF_CREDENTIALS = {"ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+"""Error codes of S3 servers for credentials, some with status 400."""
 _LESS = "keep fewer versions (one more than persistent_keep_last must fit)"
 _ADVICE = {
     errno.EACCES: "give this user the right to write there",
@@ -121,7 +123,7 @@ def advice(error: BaseException) -> str:
         return _ADVICE[errno.EDQUOT]
     if error_code(error) == "RequestTimeTooSkewed":
         return "set this machine's clock: the store rejects signatures minutes off its own time"
-    status = http_status(error)
+    status = 401 if error_code(error) in _OF_CREDENTIALS else http_status(error)
     if status in _STATUS_ADVICE:
         return _STATUS_ADVICE[status]
     if type(error).__name__ == "NoCredentialsError":
@@ -169,6 +171,7 @@ class RetryingBackend:
     ) -> None:
         self.inner = inner
         self.url, self.shared_writes = inner.url, inner.shared_writes
+        self.in_parts = inner.in_parts
         self.policy, self.sleep = policy, sleep
         self._uniform, self._on_retry = uniform, on_retry
 
@@ -253,8 +256,5 @@ def _of_the_store(error: Exception) -> bool:
         return not isinstance(error, PersistentError)
     return http_status(error) is not None or type(error).__module__.split(".")[0] in (
         "aiohttp",
-        "botocore",
         "fsspec",
-        "gcsfs",
-        "azure",
     )

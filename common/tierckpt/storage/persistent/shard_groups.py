@@ -19,11 +19,13 @@ from tierckpt.format.version_names import (
     SharedPlaces,
     VersionName,
     parse_run,
+    parts_name,
     run_name,
 )
 from tierckpt.format.version_records import ShardRecord, decode_shards, encode_shards
 
-from .backend import WINDOW_BYTES, Backend
+from . import shard_parts
+from .backend import WINDOW_BYTES, Backend, Content
 
 FOOTER_BYTES = 1 << 16
 """Bytes of a file's end that are read first; usually they contain all records."""
@@ -46,7 +48,7 @@ class Source(Protocol):
 
     def windows(self) -> Iterator[memoryview]:
         """The windows of the shard, from the beginning at every call; each is at most WINDOW_BYTES
-        long and valid until the next one is requested."""
+        long, and its bytes do not change."""
         ...
 
     @property
@@ -90,8 +92,7 @@ class ShardSource:
     def windows(self) -> Iterator[memoryview]:
         """See `Source.windows`."""
         for offset in range(0, len(self.image), WINDOW_BYTES):
-            with self.image[offset : offset + WINDOW_BYTES] as window:
-                yield window
+            yield self.image[offset : offset + WINDOW_BYTES]
 
     def is_stored_as(self, record: ShardRecord) -> bool:
         """See `Source.is_stored_as`."""
@@ -163,7 +164,7 @@ def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: 
     """Read stored bytes back. Raises CorruptShardError if they do not match `digest`."""
     found, end = xxhash.xxh3_128(), offset + nbytes
     for begin in range(offset, end, WINDOW_BYTES):
-        found.update(backend.read(path, begin, min(WINDOW_BYTES, end - begin)))
+        found.update(shard_parts.read(backend, path, begin, min(WINDOW_BYTES, end - begin)))
     if found.hexdigest() != digest:
         raise CorruptShardError(
             f"{backend.url}/{path}: bytes {offset} to {end} differ from their checksum"
@@ -273,9 +274,10 @@ def _only(area: bytes) -> ShardRecord | None:
 
 
 class WriterGroupFiles:
-    """One object per writer and group: its shards one after the other, their records at the end.
+    """One file per writer and group: its shards one after the other, their records at the end.
 
-    An existing object is complete, so it needs no other mark.
+    An existing file is complete, so it needs no other mark. On an object store, shards that do not
+    fit into a window are in parts beside it, which are durable before the records are written.
     """
 
     def __init__(
@@ -292,41 +294,50 @@ class WriterGroupFiles:
         """See `GroupFiles.write`."""
         ordered = sorted(sources, key=lambda s: s.shard)
         file = self._file(range(ordered[0].shard, ordered[-1].shard + 1))
-        path = f"{self._name.stem}/{file}"
-        records: list[ShardRecord] = []
-
-        def content() -> Iterator[memoryview]:
-            records.clear()
-            offset = 0
-            for source in ordered:
-                stream = Stream(source, pacer)
-                yield from stream.windows()
-                records.append(stream.record(file, offset))
-                offset += stream.nbytes
-            yield memoryview(_footer(records))
-
-        self._backend.discard(path)  # own upload, interrupted by a kill
         about = sum(s.most_bytes + s.most_bytes // 8192 + 4096 for s in ordered)
-        self._backend.put(path, content, about)
-        if self._read_back:
-            try:
-                for r in records:
-                    check_stored(self._backend, path, r.offset, r.nbytes, r.digest)
-            except CorruptShardError:
-                self._backend.delete(path)
-                raise
+        if self._backend.in_parts and about > WINDOW_BYTES:
+            records = [self._write_parts(source, pacer) for source in ordered]
+            self._put(file, lambda: iter([memoryview(_footer(records))]), about)
+        else:
+            records = []
+            self._put(file, lambda: _in_one(ordered, file, pacer, records), about)
+            if self._read_back:
+                self._check(file, records)
         return sum(r.nbytes for r in records)
 
+    def _put(self, file: str, content: Content, about: int) -> None:
+        path = f"{self._name.stem}/{file}"
+        self._backend.discard(path)  # an own file that a kill left unfinished
+        self._backend.put(path, content, about)
+
+    def _check(self, file: str, records: Sequence[ShardRecord]) -> None:
+        path = f"{self._name.stem}/{file}"
+        try:
+            for r in records:
+                check_stored(self._backend, path, r.offset, r.nbytes, r.digest)
+        except CorruptShardError:
+            self._backend.delete(path)
+            raise
+
+    def _write_parts(self, source: Source, pacer: Callable[[int], None]) -> ShardRecord:
+        file = f"{self._groups.label(self._groups.of(source.shard))}/{parts_name(source.shard)}"
+        path, stream = f"{self._name.stem}/{file}", Stream(source, pacer)
+        shard_parts.write_parts(self._backend, path, stream.windows())
+        record = stream.record(file, 0)
+        if self._read_back:
+            check_stored(self._backend, path, 0, record.nbytes, record.digest)
+        return record
+
     def stored(self, run: range) -> dict[int, ShardRecord]:
-        """See `GroupFiles.stored`: the end of the run's object."""
+        """See `GroupFiles.stored`: the end of the run's file."""
         try:
             return self._records(self._file(run)) or {}
         except FileNotFoundError:
             return {}
 
     def whole(self, group: int) -> dict[int, ShardRecord] | None:
-        """See `GroupFiles.whole`. The names in the group's folder show whether an object is
-        missing; the objects' ends are read only if none is."""
+        """See `GroupFiles.whole`. The names in the group's folder show whether a file is missing;
+        the files' ends are read only if none is."""
         label, members = self._groups.label(group), set(self._groups.members(group))
         runs = [parse_run(n) for n in self._backend.sizes(f"{self._name.stem}/{label}")]
         if not members <= {shard for run in runs if run for shard in run}:
@@ -340,7 +351,7 @@ class WriterGroupFiles:
         return f"{self._groups.label(self._groups.of(run[0]))}/{run_name(run)}"
 
     def _records(self, file: str) -> dict[int, ShardRecord] | None:
-        """Records at the end of an object; None if the end is not valid."""
+        """Records at the end of a file; None if the end is not valid."""
         path = f"{self._name.stem}/{file}"
         size = self._backend.size(path)
         guess = min(size, FOOTER_BYTES)
@@ -354,8 +365,32 @@ class WriterGroupFiles:
             found = decode_shards("shard", tail[-nbytes:-16])
         except (CorruptShardError, FormatError):
             return None
-        fits = all(r.offset + r.nbytes + nbytes <= size for r in found.values())
-        return found if fits else None
+        return found if all(self._fits(r, size - nbytes) for r in found.values()) else None
+
+    def _fits(self, record: ShardRecord, before_bytes: int) -> bool:
+        """Whether the shard's bytes are as many as the record says; `before_bytes`: those before
+        the records in their file."""
+        path, end = f"{self._name.stem}/{record.file}", record.offset + record.nbytes
+        if shard_parts.is_in_parts(path):
+            return end <= shard_parts.stored_bytes(self._backend, path)
+        return end <= before_bytes
+
+
+def _in_one(
+    sources: Sequence[Source],
+    file: str,
+    pacer: Callable[[int], None],
+    records: list[ShardRecord],
+) -> Iterator[memoryview]:
+    """The content of a file with all shards and their records, which `records` receives."""
+    records.clear()  # of an earlier attempt
+    offset = 0
+    for source in sources:
+        stream = Stream(source, pacer)
+        yield from stream.windows()
+        records.append(stream.record(file, offset))
+        offset += stream.nbytes
+    yield memoryview(_footer(records))
 
 
 def _footer(records: Sequence[ShardRecord]) -> bytes:

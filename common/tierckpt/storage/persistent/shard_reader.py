@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tierckpt.format.version_records import ShardRecord
 
+from . import shard_parts
 from .backend import Backend
 from .shard_groups import check_stored
 
@@ -38,14 +39,15 @@ class ShardReader:
         """Read a range of the shard. Raises EOFError if the file has become shorter."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         begin = self._begin_of(offset, nbytes)
-        data = self._backend.read(self._path, begin, nbytes)
+        data = shard_parts.read(self._backend, self._path, begin, nbytes)
         self._see_that_all_came(len(data), nbytes)
         return data
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of the shard; otherwise as `read`."""
         begin = self._begin_of(offset, len(into))
-        self._see_that_all_came(self._backend.read_into(self._path, begin, into), len(into))
+        came = shard_parts.read_into(self._backend, self._path, begin, into)
+        self._see_that_all_came(came, len(into))
 
     def _begin_of(self, offset: int, nbytes: int) -> int:
         """Offset in the file."""

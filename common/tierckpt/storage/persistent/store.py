@@ -69,7 +69,7 @@ class PersistentStore:
     """Store of one persistent path. One thread per instance; any number of instances, on any
     machine.
 
-    `path` is a directory or any URL that fsspec knows, which receives `storage_options`. All
+    `path` is a directory or a URL, whose client receives `storage_options`. All
     writers of a job must give the same `shards_per_group`. `sleep` waits between attempts and may
     raise to give up. Errors are PersistentError; FileNotFoundError is raised for things that do not
     exist.
