@@ -242,7 +242,7 @@ def _unheard(params: Iterable[torch.Tensor]) -> Iterator[None]:
     # Empty and refill the same dicts: handles of registered hooks refer to them.
     found = [hooks for p in params for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
     kept = [(hooks, dict(hooks)) for hooks in found if hooks]
-    streams = pack_rng().make()
+    streams = pack_rng()
     try:
         for hooks, _ in kept:
             hooks.clear()

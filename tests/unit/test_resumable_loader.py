@@ -130,7 +130,7 @@ class Loop:
         arena = tree_codec.Arena()
         place = json.dumps(tree_codec.pack(self.data.state_dict(), "data", arena.keep))
         return json.dumps([place, [t.tolist() for t in arena.tensors]]), json.dumps(
-            rng.pack_rng().make()
+            {kind: rng.pack_rng()[kind].tolist() for kind in ("python", "numpy", "torch")}
         )
 
     def restore(self, saved: tuple[str, str]) -> None:
@@ -139,7 +139,11 @@ class Loop:
         self.data.load_state_dict(
             tree_codec.unpack(json.loads(place), lambda node: kept[node["v"]])
         )
-        rng.load_rng(json.loads(saved[1]))
+        streams = {
+            kind: torch.tensor(each, dtype=torch.uint8)
+            for kind, each in json.loads(saved[1]).items()
+        }
+        rng.load_rng({**streams, "cuda": []})
         self.data.restored()
         noise()  # numbers drawn before the loop do not count
 

@@ -6,6 +6,7 @@ it is copied here, on the training thread. Parameters and optimizer state follow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -141,9 +142,10 @@ class Staging:
         return own, arena
 
     def _pack_own(self, objects: Mapping[str, Any]) -> tuple[dict[str, Any], tree_codec.Arena]:
-        arena = tree_codec.Arena()
+        streams, arena = pack_rng(self._state.cuda_device()), tree_codec.Arena()
+        arena.tensors = [streams["python"], streams["numpy"], streams["torch"], *streams["cuda"]]
         packed = {
-            "rng": pack_rng(self._state.cuda_device()),
+            "rng": _places_of_streams(len(streams["cuda"])),
             "extra_per_rank": self._state.pack_extra(objects, arena),
         }
         return packed, arena
@@ -161,6 +163,13 @@ class Staging:
         if self.lane is not None:
             self.lane.close()
         self.plan = None
+
+
+@functools.cache
+def _places_of_streams(devices: int) -> tree_codec.Packed:
+    """The node of the generators' states, which are the first tensors of a tree."""
+    python, numpy, cpu, *cuda = ({tree_codec.TAG: "tensor", "v": n} for n in range(3 + devices))
+    return tree_codec.Packed({"python": python, "numpy": numpy, "torch": cpu, "cuda": cuda})
 
 
 __all__ = ["Staging"]

@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import isfinite
 from operator import is_
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -133,6 +134,9 @@ class TrainingState:
         self._unstored: set[tuple[str, int | str, str]] = set()
         """See `extra_state.Unstored`."""
         self._beside_bytes, self._heavy_reported = 0, False
+        self._options: tuple[list[Any], list[Any], tree_codec.Packed] | None = None
+        """All groups' keys (with their numbers) and values, and the node that they were packed
+        to."""
         self._nothing_left: dict[str, tuple[int, int]] = {}
         """Optimizers with a `state_dict()` of their own that had no remainder: `looks` at that
         time, and the number of boundaries since."""
@@ -379,15 +383,29 @@ class TrainingState:
             grouped.setdefault(f"{labels[index]}/{self.name_of(param)}", {})[key] = node
         return grouped
 
-    def pack_groups(self, keep: tree_codec.KeepTensor) -> dict[str, Any]:
+    def pack_groups(self, keep: tree_codec.KeepTensor) -> dict[str, Any] | tree_codec.Packed:
         """Options of every param group (learning rate, betas, ...)."""
-        return {
+        lists = [optimizer.param_groups for optimizer in self.optimizers.values()]
+        groups = [*chain.from_iterable(lists)]
+        keys = [*map(len, lists), *map(len, groups), *chain.from_iterable(groups)]
+        values = [*chain.from_iterable(map(dict.values, groups))]
+        if self._options is not None:
+            then, its_values, packed = self._options
+            if then == keys and all(map(is_, its_values, values)):
+                return packed
+        found = {
             label: [
                 self._pack_group(label, number, group, keep)
                 for number, group in enumerate(optimizer.param_groups)
             ]
             for label, optimizer in self.optimizers.items()
         }
+        self._options = None
+        items = chain.from_iterable(map(dict.items, groups))
+        if not all(k in _GROUP_KEYS_NOT_STORED or _is_constant(v) for k, v in items):
+            return found
+        self._options = keys, values, tree_codec.Packed(found)
+        return self._options[2]
 
     def _pack_group(
         self, label: str, number: int, group: Mapping[str, Any], keep: tree_codec.KeepTensor
@@ -395,6 +413,9 @@ class TrainingState:
         """Options of one group. Functions and classes are left out: they are code, not state."""
         found = {}
         for key, value in group.items():
+            if type(value) in _PLAIN or (type(value) is float and isfinite(value)):
+                found[key] = value
+                continue
             if key in _GROUP_KEYS_NOT_STORED or isinstance(value, CODE):
                 continue
             try:
@@ -481,6 +502,14 @@ class TrainingState:
 
 
 _NOTHING: dict[str, Any] = {}
+_PLAIN = (bool, int, str, NoneType)
+
+
+def _is_constant(value: Any) -> bool:
+    """True for a value that cannot change in place."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return type(value) in (*_PLAIN, float) or isinstance(value, CODE)
 
 
 def _named_values(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:

@@ -47,6 +47,11 @@ TAG = "~"
 INLINE_BYTES = 16 * 1024
 """Arrays up to this size go into the JSON itself."""
 
+SMALL_BYTES = 64 * 1024
+"""Tensors up to this size are joined, when a tree is encoded, instead of being copied alone."""
+
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
 KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
 """Called with a tensor and its path; keeps it somewhere and returns a node in its place."""
 
@@ -151,15 +156,13 @@ def with_entries(value: Any, tensors: dict[str, Any]) -> Any:
     return map_entries(value, lambda entry: tensors.pop(entry.key))
 
 
-class Later:
-    """A node of a packed tree, computed when the tree is encoded.
+class Packed:
+    """A node of a packed tree that stays for many versions, with its JSON, which is made once. The
+    node must not change. Any thread."""
 
-    `make` returns the node, from values that do not change any more; it runs on the thread that
-    encodes. For values that take longer to write as text than to copy.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.text = _JSON.encode(node)
 
 
 class Arena:
@@ -189,15 +192,19 @@ class EncodedTree:
     """
 
     def __init__(self, node: Any, arena: Arena) -> None:
-        """Takes the tensors out of `arena`."""
+        """Takes the tensors out of `arena`. The values of a dict may be `Packed`."""
         tensors, arena.tensors = arena.tensors, []
-        specs = [spec_of(tensor, "") for tensor in tensors]
-        table = [[s.dtype, s.shape, s.stride, s.device] for s in specs]
-        document = {"tree": node, "tensors": table}
-        text = json.dumps(document, separators=(",", ":"), default=_made).encode()
-        head = bytearray(len(text).to_bytes(8, "little") + text)
-        parts = [torch.frombuffer(head, dtype=torch.uint8)]
-        parts += [flat(tensor).view(torch.uint8) for tensor in tensors]
+        text = f'{{"tree":{_text_of(node)},"tensors":[{",".join(map(_row_of, tensors))}]}}'.encode()
+        small: list[Any] = [len(text).to_bytes(8, "little"), text]
+        parts: list[torch.Tensor] = []
+        for tensor in tensors:
+            raw = flat(tensor).view(torch.uint8)
+            if raw.numel() > SMALL_BYTES or raw.device.type != "cpu":
+                parts += [_joined(small), raw] if small else [raw]
+                small = []
+            elif raw.numel():
+                small.append(raw.numpy())
+        parts += [_joined(small)] if small else []
         self._parts = dict(enumerate(parts))
         """Parts with bytes that were not copied yet."""
         self._left = [part.numel() for part in parts]
@@ -233,10 +240,29 @@ class EncodedTree:
                 del self._parts[index]
 
 
-def _made(node: Any) -> Any:
-    if isinstance(node, Later):
-        return node.make()
-    raise TypeError(f"a packed tree holds a {type(node).__name__}")
+def _text_of(node: Any) -> str:
+    """JSON of a packed tree; the same, whether its parts are `Packed` or not."""
+    if type(node) is not dict:
+        return _JSON.encode(node)
+    return f"{{{','.join([f'{_JSON.encode(key)}:{_part_of(each)}' for key, each in node.items()])}}}"
+
+
+def _part_of(node: Any) -> str:
+    if type(node) is Packed:
+        return node.text
+    return "{}" if node == {} else _JSON.encode(node)
+
+
+def _row_of(tensor: torch.Tensor) -> str:
+    """The tensor's row in the table, as JSON."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
+        return f'["uint8",[{len(tensor)}],null,"{tensor.device.type}"]'  # most are: random streams
+    spec = spec_of(tensor, "")
+    return _JSON.encode([spec.dtype, spec.shape, spec.stride, spec.device])
+
+
+def _joined(small: list[Any]) -> torch.Tensor:
+    return torch.frombuffer(bytearray().join(small), dtype=torch.uint8)
 
 
 def decode(data: bytes | memoryview) -> Any:
