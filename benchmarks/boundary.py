@@ -21,8 +21,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -211,20 +212,29 @@ class Rank:
         self.ckpt = ddp_ckpt.Checkpointer(*self.sides[1], **places, **every)
         self.ckpt.restore()
 
-    def block(self, steps: int, ours: bool) -> tuple[float, float]:
-        """Train; return the CPU seconds per step of this thread, and of the process."""
+    def block(self, steps: int, ours: bool) -> Counter[str]:
+        """Train; return the CPU seconds per step by the name of the thread."""
         model, optimizer = self.sides[ours]
         dist.barrier()
-        thread, process = time.thread_time(), time.process_time()
+        before = threads_seconds()
         for _ in range(steps):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(self.x), self.y).backward()
             optimizer.step()
             if ours:
                 self.ckpt.step()
-        found = time.thread_time() - thread, time.process_time() - process
+        found = threads_seconds()
         dist.barrier()
-        return found[0] / steps, found[1] / steps
+        return Counter({name: (found[name] - before[name]) / steps for name in found})
+
+
+def threads_seconds() -> Counter[str]:
+    """CPU seconds of this process's threads; those with one name together."""
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        name = "training" if int(task.name) == os.getpid() else (task / "comm").read_text().strip()
+        found[name] += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
 
 
 def measure(rank: int, ranks: int, name: str, rounds: int, steps: int, off: bool, at: str) -> None:
@@ -234,12 +244,13 @@ def measure(rank: int, ranks: int, name: str, rounds: int, steps: int, off: bool
     one = Rank(name, at, off)
     one.block(24, False)
     one.block(24, True)
-    more: list[tuple[float, float]] = []
+    more: list[Counter[str]] = []
     for turn in range(rounds):
         found = {}
         for ours in (turn % 2 == 0, turn % 2 == 1):
             found[ours] = one.block(steps, ours)
-        more.append((found[True][0] - found[False][0], found[True][1] - found[False][1]))
+        more.append(Counter(found[True]))
+        more[-1].subtract(found[False])
     one.parts.name_threads()
     one.parts.on = True
     for _ in range(rounds):
@@ -248,8 +259,11 @@ def measure(rank: int, ranks: int, name: str, rounds: int, steps: int, off: bool
     one.parts.on = False
     if rank == 0:
         show(one.parts, rounds * steps)
-        thread, process = (1e3 * median(each) for each in zip(*more, strict=True))
-        print(f"more than the plain twin: this thread {thread:.3f}, process {process:.3f}")
+        names = {name for each in more for name in each}
+        by_thread = {name: 1e3 * median(each[name] for each in more) for name in names}
+        by_thread["all"] = 1e3 * median(each.total() for each in more)
+        text = ", ".join(f"{name} {ms:.3f}" for name, ms in sorted(by_thread.items()))
+        print(f"more than the plain twin: {text}", flush=True)
     one.ckpt.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -283,7 +297,10 @@ def main() -> None:
     try:
         os.mkdir(f"{folder}/shm")
         args = (options.ranks, options.model, rounds, steps, options.off, folder)
-        torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
+        if options.ranks == 1:
+            measure(0, *args)
+        else:
+            torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

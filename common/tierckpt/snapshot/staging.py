@@ -168,7 +168,7 @@ class Staging:
 @functools.cache
 def _places_of_streams(devices: int) -> tree_codec.Packed:
     """The node of the generators' states, which are the first tensors of a tree."""
-    python, numpy, cpu, *cuda = ({tree_codec.TAG: "tensor", "v": n} for n in range(3 + devices))
+    python, numpy, cpu, *cuda = ({tree_codec.TAG: "raw", "v": n} for n in range(3 + devices))
     return tree_codec.Packed({"python": python, "numpy": numpy, "torch": cpu, "cuda": cuda})
 
 

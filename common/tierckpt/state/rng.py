@@ -5,39 +5,31 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from struct import Struct
 from typing import Any
 
 import numpy as np
 import torch
 
-_PYTHON = Struct("<625I?d")
-"""State of Python's generator: its words and position; a kept deviate, if there is one."""
-_NUMPY = Struct("<2496sq?d")
-"""State of numpy's, in the same way."""
+from .generator_memory import NUMPY, PYTHON, numpy_state, python_state
 
 
 def pack_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Copies of the states of the process-wide generators, as tensors of bytes: Python, numpy,
-    torch CPU, and all CUDA devices if CUDA is in use, with `device`, on which the process trains,
-    as the first."""
-    _, words, gauss = random.getstate()
-    _, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
-    cuda: list[torch.Tensor] = []
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    """The states of the process-wide generators as bytes: Python, numpy, torch CPU, and all CUDA
+    devices if CUDA is in use, with `device`, on which the process trains, as the first."""
+    cuda: list[bytes] = []
+    if torch.cuda.is_initialized():
         # Philox keeps seed and offset on the host: nothing is read back from a device here.
-        cuda = [torch.cuda.get_rng_state(i) for i in _devices(device)]
-    kept = (gauss is not None, gauss or 0.0)
-    return {
-        "python": _tensor_of(_PYTHON.pack(*words, *kept)),
-        "numpy": _tensor_of(_NUMPY.pack(keys.tobytes(), place, has_gauss, cached)),
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
+        cuda = [_bytes_of(torch.cuda.get_rng_state(i)) for i in _devices(device)]
+    cpu = _bytes_of(torch.default_generator.get_state())
+    return {"python": python_state(), "numpy": numpy_state(), "torch": cpu, "cuda": cuda}
 
 
-def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return bytes(state.numpy().data)
+
+
+def _tensor_of(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _devices(first: torch.device | None) -> list[int]:
@@ -49,15 +41,15 @@ def _devices(first: torch.device | None) -> list[int]:
 
 def load_rng(value: dict[str, Any], device: torch.device | None = None) -> list[str]:
     """Set the generators; returns problems in words (fewer CUDA devices than saved)."""
-    *words, has_gauss, gauss = _PYTHON.unpack(value["python"].numpy())
-    random.setstate((3, tuple(words), gauss if has_gauss else None))
-    keys, *rest = _NUMPY.unpack(value["numpy"].numpy())
+    place, *words, has_kept, kept = PYTHON.unpack(value["python"])
+    random.setstate((3, (*words, place), kept if has_kept else None))
+    keys, *rest = NUMPY.unpack(value["numpy"])
     np.random.set_state(("MT19937", np.frombuffer(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(value["torch"])
+    torch.set_rng_state(_tensor_of(value["torch"]))
     problems = []
     devices = _devices(device) if value["cuda"] and torch.cuda.is_available() else []
     for index, state in zip(devices, value["cuda"], strict=False):
-        torch.cuda.set_rng_state(state, index)
+        torch.cuda.set_rng_state(_tensor_of(state), index)
     if len(value["cuda"]) > len(devices):
         problems.append(
             f"RNG of {len(value['cuda'])} CUDA devices was saved, this process has {len(devices)}"
@@ -119,9 +111,8 @@ def seed_of(kind: str, version: int, states: Sequence[str], rank: int) -> int | 
     return (int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") + rank) % 2**256
 
 
-def _digest(state: torch.Tensor | Sequence[torch.Tensor]) -> str:
-    parts = [state] if isinstance(state, torch.Tensor) else state
-    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in parts)).hexdigest()
+def _digest(state: bytes | Sequence[bytes]) -> str:
+    return hashlib.sha256(state if isinstance(state, bytes) else b"".join(state)).hexdigest()
 
 
 def _reseed(kind: str, seed: int) -> None:

@@ -436,9 +436,13 @@ class TrainingState:
         Most optimizers have none, and are not asked. One with thousands of parameters that had none
         is asked again after a change of structure, and after 1, 2, 4, ... boundaries.
         """
-        before = sum(tensor.nbytes for tensor in arena.tensors)
-        found = {label: packed(left, label, arena) for label, left in self.remainders().items()}
-        self._beside_bytes = sum(tensor.nbytes for tensor in arena.tensors) - before
+        remainders = self.remainders()
+        if not remainders:
+            self._beside_bytes = 0
+            return {}
+        before = arena.nbytes
+        found = {label: packed(left, label, arena) for label, left in remainders.items()}
+        self._beside_bytes = arena.nbytes - before
         return found
 
     def new_heavy(self) -> str:

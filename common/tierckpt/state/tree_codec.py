@@ -16,7 +16,7 @@ import json
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -46,6 +46,9 @@ TAG = "~"
 
 INLINE_BYTES = 16 * 1024
 """Arrays up to this size go into the JSON itself."""
+
+SHORT_BYTES = 256
+"""Bytes up to this length go into the JSON, too."""
 
 SMALL_BYTES = 64 * 1024
 """Tensors up to this size are joined, when a tree is encoded, instead of being copied alone."""
@@ -103,6 +106,8 @@ def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     if kind in ("tensor", "item"):
         value = tensor(node)
         return value.item() if kind == "item" else value
+    if kind == "raw":
+        return bytes(tensor(node).numpy().data)
     unpacker = _UNPACKERS.get(kind)
     if unpacker is None:
         raise FormatError(f"a tree holds a node of unknown kind {kind!r}")
@@ -161,21 +166,49 @@ class Packed:
     node must not change. Any thread."""
 
     def __init__(self, node: Any) -> None:
+        """The values of a dict may be `Packed` themselves."""
         self.node = node
-        self.text = _JSON.encode(node)
+        self.text = _text_of(node)
+        self.rows: tuple[str, ...] | None = None
+        """The table of tensors of the tree that was encoded last with this node, and its head."""
+        self.head = b""
+
+
+def _text_of(node: Any) -> str:
+    if type(node) is not dict:
+        return _JSON.encode(node)
+    parts = [
+        f"{_JSON.encode(key)}:{each.text if type(each) is Packed else _JSON.encode(each)}"
+        for key, each in node.items()
+    ]
+    return f"{{{','.join(parts)}}}"
+
+
+NOTHING = Packed({})
 
 
 class Arena:
-    """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here."""
+    """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here.
+    Keeps long bytes as they are."""
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor | bytes] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all of them."""
+        return sum(len(t) if isinstance(t, bytes) else t.nbytes for t in self.tensors)
 
     def keep(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         """Clone `tensor`; see `KeepTensor`."""
         refuse_tensor(tensor, path)
         self.tensors.append(tensor.detach().clone())
         return {TAG: "tensor", "v": len(self.tensors) - 1}
+
+    def keep_bytes(self, value: bytes) -> dict[str, Any]:
+        """Keep bytes; returns a node in their place."""
+        self.tensors.append(value)
+        return {TAG: "raw", "v": len(self.tensors) - 1}
 
     def keep_item(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Like `keep`, for a tensor of one element, to be stored as its value (`.item()`)."""
@@ -192,14 +225,15 @@ class EncodedTree:
     """
 
     def __init__(self, node: Any, arena: Arena) -> None:
-        """Takes the tensors out of `arena`. The values of a dict may be `Packed`."""
+        """Takes the tensors out of `arena`. The node, and values of a dict, may be `Packed`."""
         tensors, arena.tensors = arena.tensors, []
-        text = f'{{"tree":{_text_of(node)},"tensors":[{",".join(map(_row_of, tensors))}]}}'.encode()
-        small: list[Any] = [len(text).to_bytes(8, "little"), text]
+        small: list[Any] = [_head_of(node if isinstance(node, Packed) else Packed(node), tensors)]
         parts: list[torch.Tensor] = []
         for tensor in tensors:
-            raw = flat(tensor).view(torch.uint8)
-            if raw.numel() > SMALL_BYTES or raw.device.type != "cpu":
+            raw = tensor if type(tensor) is bytes else flat(tensor).view(torch.uint8)
+            if type(raw) is bytes:
+                small.append(raw)
+            elif raw.numel() > SMALL_BYTES or raw.device.type != "cpu":
                 parts += [_joined(small), raw] if small else [raw]
                 small = []
             elif raw.numel():
@@ -240,23 +274,19 @@ class EncodedTree:
                 del self._parts[index]
 
 
-def _text_of(node: Any) -> str:
-    """JSON of a packed tree; the same, whether its parts are `Packed` or not."""
-    if type(node) is not dict:
-        return _JSON.encode(node)
-    return f"{{{','.join([f'{_JSON.encode(key)}:{_part_of(each)}' for key, each in node.items()])}}}"
+def _head_of(node: Packed, tensors: Sequence[torch.Tensor | bytes]) -> bytes:
+    """The length and the JSON of a tree with these tensors."""
+    rows = tuple(map(_row_of, tensors))
+    if rows != node.rows:
+        text = f'{{"tree":{node.text},"tensors":[{",".join(rows)}]}}'.encode()
+        node.rows, node.head = rows, len(text).to_bytes(8, "little") + text
+    return node.head
 
 
-def _part_of(node: Any) -> str:
-    if type(node) is Packed:
-        return node.text
-    return "{}" if node == {} else _JSON.encode(node)
-
-
-def _row_of(tensor: torch.Tensor) -> str:
+def _row_of(tensor: torch.Tensor | bytes) -> str:
     """The tensor's row in the table, as JSON."""
-    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
-        return f'["uint8",[{len(tensor)}],null,"{tensor.device.type}"]'  # most are: random streams
+    if type(tensor) is bytes:
+        return f'["uint8",[{len(tensor)}],null,"cpu"]'
     spec = spec_of(tensor, "")
     return _JSON.encode([spec.dtype, spec.shape, spec.stride, spec.device])
 
@@ -451,6 +481,13 @@ def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> 
     return np.frombuffer(raw, dtype=_dtype_of_text(node["dtype"])).reshape(node["shape"]).copy()
 
 
+def _pack_bytes(value: bytes, keep: KeepTensor) -> dict[str, Any]:
+    arena = getattr(keep, "__self__", None)
+    if isinstance(arena, Arena) and len(value) > SHORT_BYTES:
+        return arena.keep_bytes(value)
+    return {TAG: "bytes", "v": base64.b64encode(value).decode()}
+
+
 _WHOLE_BYTES = (torch.qint8, torch.quint8, torch.qint32)
 
 
@@ -540,7 +577,7 @@ _PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
     torch.dtype: lambda v, _p, _k: {TAG: "dtype", "v": str(v).removeprefix("torch.")},
     torch.device: lambda v, _p, _k: {TAG: "device", "v": str(v)},
     complex: lambda v, _p, _k: {TAG: "complex", "v": [repr(v.real), repr(v.imag)]},
-    bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
+    bytes: lambda v, _p, k: _pack_bytes(v, k),
     bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
     np.ndarray: _pack_array,
     collections.defaultdict: _pack_default,
