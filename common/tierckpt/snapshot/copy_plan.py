@@ -7,10 +7,11 @@ made once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from operator import attrgetter, eq, is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierckpt.format.layout import (
@@ -27,6 +28,8 @@ from tierckpt.state.modules import changing_buffers
 from tierckpt.state.names import named_buffers
 from tierckpt.state.training_state import TrainingState, Walk
 from tierckpt.storage.memory.slots import Slot
+
+from .copy_engine import Table
 
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
@@ -89,6 +92,7 @@ class CopyPlan:
         """Striped blocks by the `id()` of the parameter to which their data belongs."""
         self._sources = self._find_sources(specs, entries)
         self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+        self._table: Table | None = None
 
     def _find_sources(
         self,
@@ -208,6 +212,31 @@ class CopyPlan:
         if views:
             self._block_sources[block] = found
         return found
+
+    def table(self) -> Table | None:
+        """Addresses of all sources, for the copy engine; None if some are on another device, or
+        have gaps. Right for as long as the plan fits, which keeps the memory alive as well."""
+        if self._table is None:
+            views = [s for s in self._sources if isinstance(s, torch.Tensor) and s.is_cpu]
+            if len(views) == len(self._sources):
+                self._table = self._make_table(views)
+        return self._table
+
+    def _make_table(self, sources: list[torch.Tensor]) -> Table:
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.uint64, len(sources))
+        sizes = np.array([p.spec.itemsize_bytes for p in self.layout.pieces], np.uint64)
+        blocks = self.layout.blocks
+        parts = np.array([p for b in blocks for p in b.parts], np.uint64).reshape(-1, 3)
+        piece, low, high = parts.T
+        lengths = (high - low) * sizes[piece]
+        segments = np.stack([addresses[piece] + low * sizes[piece], lengths], axis=1)
+        counts = [len(b.parts) for b in blocks]
+        firsts = accumulate(counts, initial=0)
+        rows = [
+            (first, count, block.offset, block.nbytes)
+            for first, count, block in zip(firsts, counts, blocks, strict=False)
+        ]
+        return Table(segments, np.array(rows, np.uint64).reshape(-1, 4))
 
 
 _version_counter = attrgetter("_version")

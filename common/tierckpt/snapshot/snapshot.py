@@ -285,6 +285,7 @@ class Snapshot:
             self._record("slot", begin)
             _faults.point("refill", version=self.facts.id.version)
             binding = Binding(self.slot)
+            self._bound(binding)
             with self._changed:
                 if self.phase is Phase.OPEN:
                     self._tree_todo.extend(range(others, blocks))
@@ -292,6 +293,9 @@ class Snapshot:
                     self._left += blocks - others
                     self._binding = binding
                     self._changed.notify_all()
+
+    def _bound(self, binding: Binding) -> None:
+        """Prepare the copy into this slot; no thread copies yet."""
 
     def work(self) -> bool:
         """Copy one released block, or else one of the tree; False if there is none."""
@@ -421,7 +425,7 @@ class Snapshot:
         assert binding is not None
         start = len(self._header)
         binding.view[:start] = self._header
-        digests = [digest(self._header), *self._digests]
+        digests = [digest(self._header), *self._all_digests()]
         self.manifest = Manifest(
             facts=self.facts,
             shard=self.plan.layout.rank,
@@ -431,6 +435,10 @@ class Snapshot:
             digests=b"".join(digests),
             created_seconds=time.time(),
         )
+
+    def _all_digests(self) -> list[bytes]:
+        """The digests of all blocks, in order."""
+        return self._digests
 
     def _record_copy(self, block: int, begin_seconds: float) -> None:
         if block >= len(self.plan.layout.blocks):

@@ -20,8 +20,10 @@ from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
 from tierckpt.storage.memory.slots import Slot
 
+from . import copy_engine
 from .comparison import is_unmoved
 from .copy_plan import CopyPlan
+from .native_snapshot import NativeSnapshot
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -89,7 +91,11 @@ class Staging:
                 locks = cuda.PageLocks(plan.device, self._pool.on_notice)
                 self._pool.on_map, self._pool.on_unmap = locks.lock, locks.unlock
             return cuda.CudaSnapshot(*parts, lane=self.lane)
-        return Snapshot(*parts)
+        engine = copy_engine.find()
+        table = plan.table() if engine is not None else None
+        if engine is None or table is None:
+            return Snapshot(*parts)
+        return NativeSnapshot(*parts, engine=engine, table=table)
 
     def is_unmoved(self, manifest: Manifest, image: memoryview, adapter: Any) -> bool:
         """True if a snapshot taken now would equal this sealed one; nothing may be copied during
