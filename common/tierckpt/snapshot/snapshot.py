@@ -103,7 +103,7 @@ class Snapshot:
     plan: CopyPlan
     levels: tuple[str, ...]
     """Levels of the version after the seal: `memory`, and perhaps `local`."""
-    node: dict[str, Any]
+    node: tree_codec.Packed | None
     """The packed rank tree."""
     arena: tree_codec.Arena
     """The tensors in the tree."""
@@ -272,8 +272,8 @@ class Snapshot:
         with self._leaving():
             if not self.plan.state_stands():
                 raise SnapshotError(
-                    "an optimizer's tensor got another shape, stride or dtype in place; the next "
-                    "version will have the new one"
+                    "a tensor of the state was replaced or moved, or got another shape, stride or "
+                    "dtype in place; the next version will have the new one"
                 )
             self._tree = tree_codec.EncodedTree(self.node, self.arena)
             self._tree_bytes = self._tree.nbytes
@@ -470,11 +470,8 @@ class Snapshot:
             if self.phase is Phase.OPEN or self._in_flight or self._reporting:
                 return
             self._reporting = True
-        self._tree, self.node, self.arena = (
-            None,
-            {},
-            tree_codec.Arena(),
-        )  # as large as the state, perhaps
+        # As large as the state, perhaps.
+        self._tree, self.node, self.arena = None, None, tree_codec.Arena()
         try:
             self.on_done(self)
         except Exception:  # the training may be what waits here, or what called

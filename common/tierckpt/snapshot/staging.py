@@ -7,7 +7,9 @@ it is copied here, on the training thread. Parameters and optimizer state follow
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from tierckpt.format.facts import VersionFacts
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from .cuda import CudaLane
 
 
+WARY_BOUNDARIES = 64
+"""After a change that only a copier noticed: some optimizers make new tensors at every step."""
+
+
 class Staging:
     """Makes the snapshots of one checkpointer. Training thread."""
 
@@ -38,6 +44,11 @@ class Staging:
         """Plan of the last snapshot; None before the first one and after a restore."""
         self.lane: CudaLane | None = None
         self._state, self._group, self._pool = state, group, pool
+        self._wary_boundaries = 0.0
+        """Boundaries at which all tensors are checked, since a copier has found a difference."""
+        self._adapter = self._tree = _NOTHING
+        """The last adapter's node and tree. No plain dict or list in them is used again, so the same
+        object has the same contents."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
         """Error of the state's own objects within a step, where raising would end the training."""
@@ -82,6 +93,7 @@ class Staging:
         Raises the errors of the state's own objects, and SnapshotError.
         """
         plan, node, arena = self._stage(adapter)
+        self._wary_boundaries = max(self._wary_boundaries - 1, 0)
         parts = (facts, plan, levels, node, arena, choose_slot, on_done)
         if plan.device.type == "cuda":
             from . import cuda
@@ -100,19 +112,22 @@ class Staging:
     def is_unmoved(self, manifest: Manifest, image: memoryview, adapter: Any) -> bool:
         """True if a snapshot taken now would equal this sealed one; nothing may be copied during
         the call. Raises the errors of the state's own objects."""
-        plan, node, arena = self._stage(adapter)
+        plan, node, arena = self._stage(adapter, whole=True)
         return is_unmoved(plan, tree_codec.EncodedTree(node, arena), manifest, image)
 
-    def _stage(self, adapter: Any) -> tuple[CopyPlan, dict[str, Any], tree_codec.Arena]:
-        """Copy the rank's tree and the buffers, before the next forward pass changes them."""
+    def _stage(
+        self, adapter: Any, whole: bool = False
+    ) -> tuple[CopyPlan, tree_codec.Packed, tree_codec.Arena]:
+        """Copy the rank's tree and the buffers, before the next forward pass changes them. `whole`:
+        as in `_fitting_plan`."""
         if self._failed is not None:
             raise self._failed
-        plan, state = self._fitting_plan(), self._state
+        plan, state = self._fitting_plan(whole), self._state
         own, arena = self._own_now()
         state.look_again()
         modules = state.pack_module_states(arena)
         if modules:  # a hook may have changed buffers
-            plan = self._fitting_plan()
+            plan = self._fitting_plan(whole)
         plan.buffers.stage()
         node = {
             **own,
@@ -121,19 +136,42 @@ class Staging:
             "remainders": state.pack_remainders(arena),
             "shared": plan.shared,
             "extra": {**state.pack_extra(state.extra, arena), **modules},
-            "adapter": adapter,
+            "adapter": self._adapter_node(adapter),
         }
         if plan.began:
             node["began"] = plan.began
-        return plan, node, arena
+        return plan, self._packed(node), arena
 
-    def _fitting_plan(self) -> CopyPlan:
-        if self.plan is None or not self.plan.fits(self._state):
+    def _adapter_node(self, value: Any) -> tree_codec.Packed:
+        if value is not self._adapter.node:
+            self._adapter = tree_codec.Packed(value)
+        return self._adapter
+
+    def _packed(self, node: dict[str, Any]) -> tree_codec.Packed:
+        """Return the tree; the one of the last version if no part is another object."""
+        parts = {key: _NOTHING if part == {} else part for key, part in node.items()}
+        last = self._tree.node
+        if parts.keys() != last.keys() or not all(map(is_, parts.values(), last.values())):
+            self._tree = tree_codec.Packed(parts)
+        return self._tree
+
+    def _fitting_plan(self, whole: bool = False) -> CopyPlan:
+        """The plan, a new one if the last does not fit. `whole`: check all tensors now; see
+        `plan_check`."""
+        plan, wary = self.plan, self._wary_boundaries > 0
+        if plan is not None and plan.outlived:
+            wary, fits = True, plan.fits(self._state, whole=True)
+            # If it fits again, something changes the state between boundaries and puts it back.
+            self._wary_boundaries = math.inf if fits else WARY_BOUNDARIES
+        elif plan is not None:
+            fits = plan.fits(self._state, whole or wary)
+            if wary and not fits:
+                self._wary_boundaries = max(self._wary_boundaries, WARY_BOUNDARIES)
+        if plan is None or plan.outlived or not fits:
             self._state.refresh_names()
-            self.plan = CopyPlan(
-                self._state, self._state.walk(), self._group.rank, self._group.size
-            )
-        return self.plan
+            walk = self._state.walk()
+            self.plan = plan = CopyPlan(self._state, walk, self._group.rank, self._group.size)
+        return plan
 
     def _own_now(self) -> tuple[dict[str, Any], tree_codec.Arena]:
         """Generators and each rank's own objects: as kept by `keep_streams`, else as of now. Kept
@@ -169,6 +207,9 @@ class Staging:
         if self.lane is not None:
             self.lane.close()
         self.plan = None
+
+
+_NOTHING = tree_codec.Packed({})
 
 
 @functools.cache

@@ -125,7 +125,10 @@ class TrainingState:
         self._modules: list[torch.nn.Module] = []
         self._buffer_slots: list[tuple[dict[str, Any], str]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
-        self._buffer_names: tuple[list[Any], ...] = ()
+        self._buffer_sizes: list[int] = []
+        self._with_buffers: list[torch.nn.Module] = []
+        self._buffer_names: list[Any] = []
+        """Names of the buffers of each of these modules, and those left out."""
         self._names: dict[int, str] = {}
         self._of_model: dict[int, str] = {}
         self._orphans: list[str] = []
@@ -153,7 +156,7 @@ class TrainingState:
         """Look up the modules and parameter names again, after a structural change."""
         self.looks += 1
         self._modules = list(self.model.modules())
-        self._buffer_names = ()
+        self._buffer_sizes = []
         self._find_extra_states()
         before = self._of_model
         self._of_model = {id(p): n for n, p in named_parameters(self.model)}
@@ -281,13 +284,27 @@ class TrainingState:
     def buffer_slots(self) -> list[tuple[dict[str, Any], str]]:
         """Places of all persistent buffers; the same list object while the places are the same."""
         dicts = [m._buffers for m in self._modules]
-        left_out = [m._non_persistent_buffers_set for m in self._modules]
-        names = (list(chain.from_iterable(dicts)), list(map(len, dicts)), left_out)
-        if names != self._buffer_names or not all(map(is_, dicts, self._buffer_dicts)):
-            self._buffer_dicts = dicts
-            self._buffer_names = (*names[:2], list(map(set, left_out)))
-            each = zip(dicts, left_out, strict=True)
-            self._buffer_slots = [(held, n) for held, out in each for n in held if n not in out]
+        sizes = [*map(len, dicts)]
+        if sizes != self._buffer_sizes or not all(map(is_, dicts, self._buffer_dicts)):
+            # A module without buffers has no name that is left out.
+            self._buffer_dicts, self._buffer_sizes = dicts, sizes
+            self._with_buffers = [m for m in self._modules if m._buffers]
+            self._buffer_names = []
+        names = [
+            part
+            for module in self._with_buffers
+            for part in (list(module._buffers), module._non_persistent_buffers_set)
+        ]
+        if names != self._buffer_names:
+            self._buffer_names = [type(part)(part) for part in names]
+            self._buffer_slots = [
+                (m._buffers, name)
+                for m in self._with_buffers
+                for name in m._buffers
+                if name not in m._non_persistent_buffers_set
+            ]
+        elif not names and self._buffer_slots:
+            self._buffer_slots = []
         return self._buffer_slots
 
     # --- naming (at layout time only) ----------------------------------------------------------

@@ -184,9 +184,6 @@ def _text_of(node: Any) -> str:
     return f"{{{','.join(parts)}}}"
 
 
-NOTHING = Packed({})
-
-
 class Arena:
     """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here.
     Keeps long bytes as they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 import tierckpt
 from tierckpt.errors import StateMismatchError, UnsupportedStateError
+from tierckpt.snapshot import plan_check
 
 
 class Net(nn.Module):
@@ -71,11 +73,17 @@ class Job:
 
     def run(self, steps: int) -> Job:
         for _ in range(steps):
-            for param in self.params:
-                param.grad = torch.ones_like(param)
-            self.optimizer.step()
+            self.step()
             self.checkpointer.step()
         return self
+
+    def step(self) -> None:
+        for param in self.params:
+            param.grad = torch.ones_like(param)
+        self.optimizer.step()
+
+    def lost(self) -> set[int]:
+        return {event.version for event in self.events if event.name == "failed"}
 
     def failures(self) -> list[str]:
         return [str(event.message) for event in self.events if event.name == "failed"]
@@ -162,25 +170,139 @@ def test_the_next_version_has_it_as_it_is(
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_change_of_an_optimizers_extra_state_costs_one_version(path: Path, settings: Any) -> None:
-    """The copier checks after the boundary, and reports it."""
+class Deep(nn.Sequential):
+    """Layers of one size each, with their momentum: the last ones are no part of a sample."""
 
-    def square() -> nn.Module:
-        return nn.Linear(3, 3, bias=False)
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
 
-    with Job(path, settings, square()) as job:
+
+def last(job: Job) -> Any:
+    return job.optimizer.state[job.model[2].weight]
+
+
+def move_parameter(job: Job) -> None:
+    job.model[2].weight.data = torch.full((4, 4), 7.0)
+
+
+def flatten_parameter(job: Job) -> None:
+    job.model[2].weight.data = job.model[2].weight.data.view(-1)
+    last(job)["momentum_buffer"] = last(job)["momentum_buffer"].view(-1)
+
+
+def transpose_state(job: Job) -> None:
+    last(job)["momentum_buffer"].copy_(torch.arange(16.0).view(4, 4))
+    last(job)["momentum_buffer"].t_()
+
+
+def replace_state(job: Job) -> None:
+    last(job)["momentum_buffer"] = torch.arange(16.0).view(4, 4)
+
+
+def rename_parameter(job: Job) -> None:
+    held = job.model[2]._parameters
+    held["more"] = held.pop("bias")
+
+
+def add_state(job: Job) -> None:
+    last(job)["more"] = torch.arange(3.0)
+
+
+def replace_layer(job: Job) -> None:
+    before, job.model[2] = job.model[2], nn.Linear(4, 4)
+    params = job.optimizer.param_groups[0]["params"]
+    for old, new in zip(before.parameters(), job.model[2].parameters(), strict=True):
+        params[[p is old for p in params].index(True)] = new
+        job.optimizer.state[new] = job.optimizer.state.pop(old)
+
+
+CHANGES: dict[Callable[[Job], None], int] = {
+    move_parameter: 1,
+    flatten_parameter: 1,
+    transpose_state: 1,
+    replace_state: 1,
+    rename_parameter: 1,
+    add_state: 0,
+    replace_layer: 0,
+}
+"""The number of versions that each costs where the boundary looks at a sample."""
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_only_the_copier_sees_costs_one_version(
+    change: Callable[[Job], None],
+    sampled: bool,
+    path: Path,
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a sample all is seen at the boundary, and no version is lost."""
+    if sampled:
+        monkeypatch.setattr(plan_check, "FEW", 0)
+        monkeypatch.setattr(plan_check, "SAMPLE", 1)
+    with Job(path, settings, Deep()) as job:
         job.checkpointer.restore()
+        job.run(2).checkpointer.complete()
+        change(job)
         job.run(2)
-        kept = job.optimizer.state[job.params[0]]["momentum_buffer"]
-        kept.copy_(torch.arange(9.0).reshape(3, 3))
-        kept.t_()
-        job.run(2)
-        wanted = kept.clone()
-    # Only now: the copier may report v3 after the boundary of v4.
-    assert [text for text in job.failures() if "shape, stride or dtype" in text]
-    with Job(path, settings, square()) as again:
+        wanted = copy.deepcopy((job.model.state_dict(), [*job.optimizer.state.values()]))
+    assert len(job.lost()) == (CHANGES[change] if sampled else 0)
+    assert all("shape, stride or dtype" in job.failures()[0] for _ in job.lost())
+    with Job(path, settings, Deep()) as again:
+        again.step()
+        change(again)
         assert again.checkpointer.restore() == 4
-        assert torch.equal(again.optimizer.state[again.params[0]]["momentum_buffer"], wanted)
+        found = (again.model.state_dict(), [*again.optimizer.state.values()])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_an_optimizer_that_makes_a_new_tensor_at_every_step_loses_one_version_at_most(
+    sampled: bool, path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sampled:
+        monkeypatch.setattr(plan_check, "FEW", 0)
+        monkeypatch.setattr(plan_check, "SAMPLE", 1)
+    with Job(path, settings, Deep()) as job:
+        job.checkpointer.restore()
+        job.run(1)
+        for _ in range(6):
+            last(job)["momentum_buffer"] = last(job)["momentum_buffer"].clone()
+            job.run(1)
+        wanted = last(job)["momentum_buffer"].clone()
+    assert len(job.lost()) == (1 if sampled else 0)
+    with Job(path, settings, Deep()) as again:
+        assert again.checkpointer.restore() == 7
+        assert torch.equal(last(again)["momentum_buffer"], wanted)
+
+
+def test_a_tensor_that_is_away_while_the_copier_looks_costs_one_version(
+    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a forward pass with other parameters does (`functional_call`). From then on all tensors
+    are checked at the boundary."""
+    monkeypatch.setattr(plan_check, "FEW", 0)
+    monkeypatch.setattr(plan_check, "SAMPLE", 1)
+    confirm = plan_check.PlanCheck.confirm
+    looks = []
+
+    def away(self: plan_check.PlanCheck) -> bool:
+        held, param = job.model[2]._parameters, job.model[2].weight
+        held["weight"] = nn.Parameter(torch.zeros(4, 4))
+        try:
+            looks.append(confirm(self))
+        finally:
+            held["weight"] = param
+        return looks[-1]
+
+    monkeypatch.setattr(plan_check.PlanCheck, "confirm", away)
+    with Job(path, settings, Deep()) as job:
+        job.checkpointer.restore()
+        for _ in range(6):
+            job.run(1).checkpointer.complete()
+    assert looks == [True, False, True, True, True, True]
+    assert job.lost() == {2}
 
 
 # --- parameters outside the model, and groups ----------------------------------------------------
