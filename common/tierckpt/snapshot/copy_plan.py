@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -70,10 +70,8 @@ class CopyPlan:
         self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
         pieces = {p.spec.name for p in self.layout.pieces if p.placement is REPLICATED}
         copied = [(n, t) for n, t, _ in entries if n in pieces]
-        self._counted = [(n, t) for n, t in copied if not t.is_inference()]
-        self._counted_tensors = [t for _, t in self._counted]
-        self._check = PlanCheck(state, walk)
-        self._check.copies([t for _, t in copied])
+        self._check = PlanCheck(state, walk, [t for _, t in copied])
+        self._counted = [n for n, t in copied if not t.is_inference()]
         self._headers: dict[int, tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
@@ -117,14 +115,15 @@ class CopyPlan:
         """Odd state, as of the last call of `fits`."""
         return self._check.odd
 
-    @property
-    def outlived(self) -> bool:
-        """True after `state_stands` found a difference."""
-        return self._check.outlived
+    def differs_alone(self, new: CopyPlan) -> bool:
+        """True if other ranks may still have this plan's layout, which `new` has not: `fits` found
+        another length of a tensor in its place."""
+        return self._check.only_here and self._check.lengths != new._check.lengths
 
     def fits(self, state: TrainingState, whole: bool = False) -> bool:
-        """True while all tensors are the same objects, at the same addresses, with the same kinds,
-        as when the plan was made. Without `whole`, `state_stands` completes this check."""
+        """True while all tensors are the same objects, and those that this rank copies are at the
+        same addresses, with the same kinds, as when the plan was made. `whole`: also compare the
+        lengths of those that it does not copy."""
         return self._check.holds(state, whole) and self._buffers_fit(state)
 
     def _buffers_fit(self, state: TrainingState) -> bool:
@@ -137,19 +136,20 @@ class CopyPlan:
         self._buffer_slots, self._held = slots, held
         return True
 
-    def state_stands(self) -> bool:
-        """Complete the check of `fits`; False if the plan fits no more. Copier thread."""
-        return self._check.confirm()
+    @property
+    def baseline(self) -> list[int]:
+        """The result of `counters` at the last call of `fits`."""
+        return self._check.baseline
 
     def counters(self) -> list[int]:
         """Autograd's version counters of the striped tensors that this rank copies: a cheap check
         for torn copies."""
-        return list(map(_version_counter, self._counted_tensors))
+        return self._check.counters()
 
     def changed_since(self, counters: list[int]) -> list[str]:
         """Names of the tensors with changed counters."""
         both = zip(self._counted, counters, self.counters(), strict=True)
-        return [name for (name, _), then, now in both if then != now]
+        return [name for name, then, now in both if then != now]
 
     def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
         """The shard's header and the length of its data, with some room for the tree to grow."""
@@ -214,9 +214,6 @@ class CopyPlan:
             for first, count, block in zip(firsts, counts, blocks, strict=False)
         ]
         return Table(segments, np.array(rows, np.uint64).reshape(-1, 4))
-
-
-_version_counter = attrgetter("_version")
 
 
 def _same_objects(now: list[Any], then: list[Any]) -> bool:

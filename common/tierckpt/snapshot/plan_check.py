@@ -1,13 +1,12 @@
 """Plan check: whether the live tensors are those for which a copy plan was made.
 
 A plan has the addresses of its sources, so it must be given up when a tensor is replaced, moves, or
-changes its shape, strides or type in place. To look at all of thousands of tensors takes
-milliseconds. So the boundary looks at the dicts that hold them, and at a sample of the tensors. The
-thread that copies looks at all of them before it copies any; if one differs, this version fails,
-and the next one has a new plan. A state of few tensors is checked at the boundary as a whole.
+changes its shape, strides or type in place. Every boundary compares the dicts that hold the
+tensors, on all ranks. A rank looks into the tensors themselves only if it copies them: that takes a
+few misses of the cache for each. It does so once, and reads autograd's version counters on the way.
 
-All ranks look at the same tensors, except for the addresses of those that another rank copies. So
-all ranks find a change that affects the layout at the same version.
+So a rank that copies no part of a tensor does not see that it changed in its place. That matters
+only if its length changed, as the layout depends on it: see `Staging`.
 """
 
 from __future__ import annotations
@@ -23,18 +22,16 @@ import torch
 from tierckpt.state.training_state import TrainingState, Walk
 
 FEW = 128
-"""A state of at most this many tensors is checked at the boundary as a whole."""
-SAMPLE = 32
-"""Number of tensors that the boundary looks at otherwise."""
+"""In a state of at most this many tensors every rank looks into all."""
 CHUNK = 512
-"""Tensors that are checked together, while a core's caches have them; in between another thread may
-run."""
+"""Tensors that are looked into together, while a core's caches have them."""
 
 
 class PlanCheck:
-    """The state as it was when a plan was made. Each method names its thread."""
+    """The state as it was when a plan was made. Training thread, except `counters`."""
 
-    def __init__(self, state: TrainingState, walk: Walk) -> None:
+    def __init__(self, state: TrainingState, walk: Walk, copied: Sequence[torch.Tensor]) -> None:
+        """`copied`: the striped tensors of which this rank copies a part."""
         self._containers = state.containers()
         self._sizes = [*map(len, self._containers)]
         self._keys, self._values = _keys(self._containers), [*_values(self._containers)]
@@ -47,54 +44,40 @@ class PlanCheck:
         self._state_keys = [key for *_, key in walk.state]
         self.odd = walk.odd
         """Odd state, as of the last call of `holds`."""
-        chunks = range(0, len(self._tensors), CHUNK)
-        self._kinds = [Kinds(self._tensors[low : low + CHUNK]) for low in chunks]
-        self._copied, self._addresses = self._tensors, addresses(self._tensors)
-        self._whole = self._has_odd or len(self._tensors) <= FEW
-        sample = self._tensors[:: -(-len(self._tensors) // SAMPLE) or 1]
-        self._sample = sample, Kinds(sample), addresses(sample), self._cells_of(sample)
-        self._is_checked = True
-        """All was checked at this boundary, or found at it."""
-        self.outlived = False
-        """True after `confirm` found a difference."""
-
-    def copies(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Set the tensors that this rank copies: the addresses of the others have no effect."""
-        self._copied, self._addresses = [*tensors], addresses(tensors)
-
-    def _cells_of(self, sample: Iterable[torch.Tensor]) -> tuple[list[Any], ...]:
-        """The dicts that hold these tensors, their keys there, and the tensors; those that are in
-        no dict (a parameter outside the model) are left out."""
-        wanted = set(map(id, sample))
-        found = [
-            (held, key, value)
-            for held in self._containers
-            for key, value in held.items()
-            if id(value) in wanted
+        counted = [t for t in copied if not t.is_inference()]
+        seen = self._tensors if len(self._tensors) <= FEW else copied
+        others = set(map(id, seen)).difference(map(id, counted))
+        self._parts = [
+            *(_Part(counted[low : low + CHUNK], True) for low in range(0, len(counted), CHUNK)),
+            _Part([t for t in seen if id(t) in others], False),
         ]
-        return [h for h, _, _ in found], [k for _, k, _ in found], [v for _, _, v in found]
+        self.baseline = self.counters()
+        """Autograd's version counters at the last boundary, see `counters`."""
+        self.lengths = [*map(torch.Tensor.numel, self._tensors)]
+        """Numbers of elements of all tensors when the plan was made."""
+        self.only_here = False
+        """True if `holds` found a change that other ranks may not see."""
 
     def holds(self, state: TrainingState, whole: bool = False) -> bool:
-        """Training thread, at a boundary: False if the state differs, as far as this looks. `whole`:
-        look at everything, so that `confirm` need not."""
+        """At a boundary: True if the state is the same. Reads the counters. `whole`: look at the
+        lengths of all tensors."""
+        self.only_here = False
         now = state.containers()
-        self._is_checked = whole or self._whole
-        return (
+        for_all = (
             _same_objects(now, self._containers)
             and [*map(len, now)] == self._sizes
+            and _keys(now) == self._keys
+            and all(map(is_, islice(_values(now), self._settled), self._values))
             and state.group_sizes() == self._groups
             and _same_objects(state.group_members(), self._members)
-            and (self._all_hold() if self._is_checked else self._sample_holds())
+            and (not whole or [*map(torch.Tensor.numel, self._tensors)] == self.lengths)
             and (not self._has_odd or self._odd_holds(state))
         )
-
-    def _sample_holds(self) -> bool:
-        sample, kinds, at, (holders, keys, values) = self._sample
-        return (
-            all(map(is_, map(dict.get, holders, keys), values))
-            and kinds.stand()
-            and addresses(sample) == at
-        )
+        if not for_all:
+            return False
+        holds = self._look()
+        self.only_here = not holds and len(self._tensors) > FEW
+        return holds
 
     def _odd_holds(self, state: TrainingState) -> bool:
         """Compare odd state: numbers are new objects at every step, and lists hold tensors."""
@@ -105,32 +88,35 @@ class PlanCheck:
             and [key for *_, key in walk.state] == self._state_keys
         )
 
-    def confirm(self) -> bool:
-        """Copier thread, before it copies: False if the state differs. Takes the place of what
-        `holds` left out."""
-        if not self._is_checked:
-            try:
-                self.outlived = not self._all_hold()
-            except RuntimeError:  # a dict changed meanwhile
-                self.outlived = True
-        return not self.outlived
+    def _look(self) -> bool:
+        found: list[int] = []
+        for part in self._parts:
+            found += part.counters()
+            if not part.stands():
+                return False
+        self.baseline = found
+        return True
 
-    def _all_hold(self) -> bool:
-        containers, place = self._containers, 0
-        for low in range(0, len(containers), CHUNK):
-            part = containers[low : low + CHUNK]
-            keys = _keys(part)
-            if keys != self._keys[place : place + len(keys)]:
-                return False
-            then = self._values[place : min(place + len(keys), self._settled)]
-            if not all(map(is_, islice(_values(part), len(then)), then)):
-                return False
-            place += len(keys)
-        for low in range(0, len(self._copied), CHUNK):
-            part_of = self._copied[low : low + CHUNK]
-            if addresses(part_of) != self._addresses[low : low + CHUNK]:
-                return False
-        return all(kinds.stand() for kinds in self._kinds)
+    def counters(self) -> list[int]:
+        """Autograd's version counters of the tensors that are copied. Any thread."""
+        return [*chain.from_iterable(part.counters() for part in self._parts)]
+
+
+class _Part:
+    """Some tensors, and what a plan needs to know of them."""
+
+    def __init__(self, tensors: list[torch.Tensor], counted: bool) -> None:
+        self._tensors, self._counted = tensors, counted
+        self._kinds, self._addresses = Kinds(tensors), addresses(tensors)
+
+    def counters(self) -> list[int]:
+        return list(map(_version_counter, self._tensors)) if self._counted else []
+
+    def stands(self) -> bool:
+        return addresses(self._tensors) == self._addresses and self._kinds.stand()
+
+
+_version_counter = attrgetter("_version")
 
 
 class Kinds:

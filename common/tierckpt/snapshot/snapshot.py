@@ -144,7 +144,7 @@ class Snapshot:
         self._reporting = self._reported = False
         self._digests: list[bytes] = [b""] * len(blocks)
         self._binding: Binding | None = None
-        self._counters = self.plan.counters()
+        self._counters = self.plan.baseline
         self._header = b""
         self._data_bytes = 0
         self._tree: tree_codec.EncodedTree | None = None
@@ -270,11 +270,6 @@ class Snapshot:
         if not self._enter():
             return
         with self._leaving():
-            if not self.plan.state_stands():
-                raise SnapshotError(
-                    "a tensor of the state was replaced or moved, or got another shape, stride or "
-                    "dtype in place; the next version will have the new one"
-                )
             self._tree = tree_codec.EncodedTree(self.node, self.arena)
             self._tree_bytes = self._tree.nbytes
             self._header, self._data_bytes = self.plan.header(self._tree_bytes)

@@ -7,7 +7,6 @@ it is copied here, on the training thread. Parameters and optimizer state follow
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -26,14 +25,14 @@ from . import copy_engine
 from .comparison import is_unmoved
 from .copy_plan import CopyPlan
 from .native_snapshot import NativeSnapshot
-from .snapshot import Snapshot
+from .snapshot import Snapshot, SnapshotError
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
 
 
-WARY_BOUNDARIES = 64
-"""After a change that only a copier noticed: some optimizers make new tensors at every step."""
+APART_BOUNDARIES = 2
+"""Boundaries until all ranks know that a version was lost, and have the same plan again."""
 
 
 class Staging:
@@ -44,8 +43,9 @@ class Staging:
         """Plan of the last snapshot; None before the first one and after a restore."""
         self.lane: CudaLane | None = None
         self._state, self._group, self._pool = state, group, pool
-        self._wary_boundaries = 0.0
-        """Boundaries at which all tensors are checked, since a copier has found a difference."""
+        self._whole_boundaries = self._apart_boundaries = 0
+        """Boundaries that look at all tensors, and boundaries without a version, because only this
+        rank has a new plan."""
         self._adapter = self._tree = _NOTHING
         """The last adapter's node and tree. No plain dict or list in them is used again, so the same
         object has the same contents."""
@@ -92,8 +92,11 @@ class Staging:
 
         Raises the errors of the state's own objects, and SnapshotError.
         """
-        plan, node, arena = self._stage(adapter)
-        self._wary_boundaries = max(self._wary_boundaries - 1, 0)
+        try:
+            plan, node, arena = self._stage(adapter)
+        finally:
+            self._whole_boundaries = max(self._whole_boundaries - 1, 0)
+            self._apart_boundaries = max(self._apart_boundaries - 1, 0)
         parts = (facts, plan, levels, node, arena, choose_slot, on_done)
         if plan.device.type == "cuda":
             from . import cuda
@@ -156,22 +159,29 @@ class Staging:
         return self._tree
 
     def _fitting_plan(self, whole: bool = False) -> CopyPlan:
-        """The plan, a new one if the last does not fit. `whole`: check all tensors now; see
-        `plan_check`."""
-        plan, wary = self.plan, self._wary_boundaries > 0
-        if plan is not None and plan.outlived:
-            wary, fits = True, plan.fits(self._state, whole=True)
-            # If it fits again, something changes the state between boundaries and puts it back.
-            self._wary_boundaries = math.inf if fits else WARY_BOUNDARIES
-        elif plan is not None:
-            fits = plan.fits(self._state, whole or wary)
-            if wary and not fits:
-                self._wary_boundaries = max(self._wary_boundaries, WARY_BOUNDARIES)
-        if plan is None or plan.outlived or not fits:
-            self._state.refresh_names()
-            walk = self._state.walk()
-            self.plan = plan = CopyPlan(self._state, walk, self._group.rank, self._group.size)
-        return plan
+        """The plan, a new one if the last does not fit. `whole`: look at all tensors.
+
+        Raises SnapshotError if other ranks may not have a new plan as well: see `plan_check`. They
+        learn from the votes that versions are lost, and then look at all tensors, too.
+        """
+        before, state = self.plan, self._state
+        whole = whole or self._whole_boundaries > 0
+        if before is None or not before.fits(state, whole):
+            state.refresh_names()
+            plan = CopyPlan(state, state.walk(), self._group.rank, self._group.size)
+            alone = before is not None and not whole and before.differs_alone(plan)
+            self._apart_boundaries = APART_BOUNDARIES if alone and self._group.size > 1 else 0
+            self.plan = before = plan
+        if self._apart_boundaries > 0:
+            raise SnapshotError(
+                "a tensor got another length in its place, which other ranks may not have seen; "
+                "the next versions will have it"
+            )
+        return before
+
+    def look_at_all(self) -> None:
+        """A version was lost: the next boundaries look at all tensors."""
+        self._whole_boundaries = APART_BOUNDARIES
 
     def _own_now(self) -> tuple[dict[str, Any], tree_codec.Arena]:
         """Generators and each rank's own objects: as kept by `keep_streams`, else as of now. Kept
