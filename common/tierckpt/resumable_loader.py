@@ -61,13 +61,10 @@ class _Streams:
     """States of generators: the process's global ones, and those in `_generators`."""
 
     process: Any
-    """As text, or a `tree_codec.Later` that makes it."""
     own: list[Any]
 
     def packed(self) -> dict[str, Any]:
         """The states for `state_dict`."""
-        if isinstance(self.process, tree_codec.Later):
-            self.process = self.process.make()
         return {"process": self.process, "own": self.own}
 
 

@@ -279,6 +279,8 @@ class CheckpointerCore(abc.ABC):
         if not self._history.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
+        if self._rounds.has_lost:
+            self._active.capture.look_at_all()
         if self._agreement.parted is not None:
             self._part()
         place = self.iteration if self._iterations.explicit else self._released

@@ -103,7 +103,7 @@ class Snapshot:
     plan: CopyPlan
     levels: tuple[str, ...]
     """Levels of the version after the seal: `memory`, and perhaps `local`."""
-    node: dict[str, Any]
+    node: tree_codec.Packed | None
     """The packed rank tree."""
     arena: tree_codec.Arena
     """The tensors in the tree."""
@@ -144,7 +144,7 @@ class Snapshot:
         self._reporting = self._reported = False
         self._digests: list[bytes] = [b""] * len(blocks)
         self._binding: Binding | None = None
-        self._counters = self.plan.counters()
+        self._counters = self.plan.baseline
         self._header = b""
         self._data_bytes = 0
         self._tree: tree_codec.EncodedTree | None = None
@@ -270,11 +270,6 @@ class Snapshot:
         if not self._enter():
             return
         with self._leaving():
-            if not self.plan.state_stands():
-                raise SnapshotError(
-                    "an optimizer's tensor got another shape, stride or dtype in place; the next "
-                    "version will have the new one"
-                )
             self._tree = tree_codec.EncodedTree(self.node, self.arena)
             self._tree_bytes = self._tree.nbytes
             self._header, self._data_bytes = self.plan.header(self._tree_bytes)
@@ -470,11 +465,8 @@ class Snapshot:
             if self.phase is Phase.OPEN or self._in_flight or self._reporting:
                 return
             self._reporting = True
-        self._tree, self.node, self.arena = (
-            None,
-            {},
-            tree_codec.Arena(),
-        )  # as large as the state, perhaps
+        # As large as the state, perhaps.
+        self._tree, self.node, self.arena = None, None, tree_codec.Arena()
         try:
             self.on_done(self)
         except Exception:  # the training may be what waits here, or what called

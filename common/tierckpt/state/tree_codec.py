@@ -16,7 +16,7 @@ import json
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -46,6 +46,14 @@ TAG = "~"
 
 INLINE_BYTES = 16 * 1024
 """Arrays up to this size go into the JSON itself."""
+
+SHORT_BYTES = 256
+"""Bytes up to this length go into the JSON, too."""
+
+SMALL_BYTES = 64 * 1024
+"""Tensors up to this size are joined, when a tree is encoded, instead of being copied alone."""
+
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
 """Called with a tensor and its path; keeps it somewhere and returns a node in its place."""
@@ -98,6 +106,8 @@ def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     if kind in ("tensor", "item"):
         value = tensor(node)
         return value.item() if kind == "item" else value
+    if kind == "raw":
+        return bytes(tensor(node).numpy().data)
     unpacker = _UNPACKERS.get(kind)
     if unpacker is None:
         raise FormatError(f"a tree holds a node of unknown kind {kind!r}")
@@ -151,28 +161,51 @@ def with_entries(value: Any, tensors: dict[str, Any]) -> Any:
     return map_entries(value, lambda entry: tensors.pop(entry.key))
 
 
-class Later:
-    """A node of a packed tree, computed when the tree is encoded.
+class Packed:
+    """A node of a packed tree that stays for many versions, with its JSON, which is made once. The
+    node must not change. Any thread."""
 
-    `make` returns the node, from values that do not change any more; it runs on the thread that
-    encodes. For values that take longer to write as text than to copy.
-    """
+    def __init__(self, node: Any) -> None:
+        """The values of a dict may be `Packed` themselves."""
+        self.node = node
+        self.text = _text_of(node)
+        self.rows: tuple[str, ...] | None = None
+        """The table of tensors of the tree that was encoded last with this node, and its head."""
+        self.head = b""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
+
+def _text_of(node: Any) -> str:
+    if type(node) is not dict:
+        return _JSON.encode(node)
+    parts = [
+        f"{_JSON.encode(key)}:{each.text if type(each) is Packed else _JSON.encode(each)}"
+        for key, each in node.items()
+    ]
+    return f"{{{','.join(parts)}}}"
 
 
 class Arena:
-    """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here."""
+    """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here.
+    Keeps long bytes as they are."""
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor | bytes] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all of them."""
+        return sum(len(t) if isinstance(t, bytes) else t.nbytes for t in self.tensors)
 
     def keep(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         """Clone `tensor`; see `KeepTensor`."""
         refuse_tensor(tensor, path)
         self.tensors.append(tensor.detach().clone())
         return {TAG: "tensor", "v": len(self.tensors) - 1}
+
+    def keep_bytes(self, value: bytes) -> dict[str, Any]:
+        """Keep bytes; returns a node in their place."""
+        self.tensors.append(value)
+        return {TAG: "raw", "v": len(self.tensors) - 1}
 
     def keep_item(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Like `keep`, for a tensor of one element, to be stored as its value (`.item()`)."""
@@ -189,15 +222,20 @@ class EncodedTree:
     """
 
     def __init__(self, node: Any, arena: Arena) -> None:
-        """Takes the tensors out of `arena`."""
+        """Takes the tensors out of `arena`. The node, and values of a dict, may be `Packed`."""
         tensors, arena.tensors = arena.tensors, []
-        specs = [spec_of(tensor, "") for tensor in tensors]
-        table = [[s.dtype, s.shape, s.stride, s.device] for s in specs]
-        document = {"tree": node, "tensors": table}
-        text = json.dumps(document, separators=(",", ":"), default=_made).encode()
-        head = bytearray(len(text).to_bytes(8, "little") + text)
-        parts = [torch.frombuffer(head, dtype=torch.uint8)]
-        parts += [flat(tensor).view(torch.uint8) for tensor in tensors]
+        small: list[Any] = [_head_of(node if isinstance(node, Packed) else Packed(node), tensors)]
+        parts: list[torch.Tensor] = []
+        for tensor in tensors:
+            raw = tensor if type(tensor) is bytes else flat(tensor).view(torch.uint8)
+            if type(raw) is bytes:
+                small.append(raw)
+            elif raw.numel() > SMALL_BYTES or raw.device.type != "cpu":
+                parts += [_joined(small), raw] if small else [raw]
+                small = []
+            elif raw.numel():
+                small.append(raw.numpy())
+        parts += [_joined(small)] if small else []
         self._parts = dict(enumerate(parts))
         """Parts with bytes that were not copied yet."""
         self._left = [part.numel() for part in parts]
@@ -233,10 +271,25 @@ class EncodedTree:
                 del self._parts[index]
 
 
-def _made(node: Any) -> Any:
-    if isinstance(node, Later):
-        return node.make()
-    raise TypeError(f"a packed tree holds a {type(node).__name__}")
+def _head_of(node: Packed, tensors: Sequence[torch.Tensor | bytes]) -> bytes:
+    """The length and the JSON of a tree with these tensors."""
+    rows = tuple(map(_row_of, tensors))
+    if rows != node.rows:
+        text = f'{{"tree":{node.text},"tensors":[{",".join(rows)}]}}'.encode()
+        node.rows, node.head = rows, len(text).to_bytes(8, "little") + text
+    return node.head
+
+
+def _row_of(tensor: torch.Tensor | bytes) -> str:
+    """The tensor's row in the table, as JSON."""
+    if type(tensor) is bytes:
+        return f'["uint8",[{len(tensor)}],null,"cpu"]'
+    spec = spec_of(tensor, "")
+    return _JSON.encode([spec.dtype, spec.shape, spec.stride, spec.device])
+
+
+def _joined(small: list[Any]) -> torch.Tensor:
+    return torch.frombuffer(bytearray().join(small), dtype=torch.uint8)
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -425,6 +478,13 @@ def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> 
     return np.frombuffer(raw, dtype=_dtype_of_text(node["dtype"])).reshape(node["shape"]).copy()
 
 
+def _pack_bytes(value: bytes, keep: KeepTensor) -> dict[str, Any]:
+    arena = getattr(keep, "__self__", None)
+    if isinstance(arena, Arena) and len(value) > SHORT_BYTES:
+        return arena.keep_bytes(value)
+    return {TAG: "bytes", "v": base64.b64encode(value).decode()}
+
+
 _WHOLE_BYTES = (torch.qint8, torch.quint8, torch.qint32)
 
 
@@ -514,7 +574,7 @@ _PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
     torch.dtype: lambda v, _p, _k: {TAG: "dtype", "v": str(v).removeprefix("torch.")},
     torch.device: lambda v, _p, _k: {TAG: "device", "v": str(v)},
     complex: lambda v, _p, _k: {TAG: "complex", "v": [repr(v.real), repr(v.imag)]},
-    bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
+    bytes: lambda v, _p, k: _pack_bytes(v, k),
     bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
     np.ndarray: _pack_array,
     collections.defaultdict: _pack_default,
