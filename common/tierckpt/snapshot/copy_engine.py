@@ -101,7 +101,7 @@ class Engine:
 def _function(
     library: ctypes.CDLL, name: str, takes: list[object], gives: object = None
 ) -> ctypes._FuncPointer:
-    found = getattr(library, f"tierckpt_{name}")
+    found: ctypes._FuncPointer = getattr(library, f"tierckpt_{name}")
     found.argtypes, found.restype = takes, gives
     return found
 

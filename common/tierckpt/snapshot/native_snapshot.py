@@ -1,4 +1,4 @@
-"""The snapshot that the copy engine copies: like `snapshot`, in a few calls without the interpreter.
+"""Native snapshot: copied by the copy engine, in a few calls without the interpreter.
 
 Differences from the snapshot that copies with torch:
 
@@ -153,4 +153,3 @@ class NativeSnapshot(Snapshot):
         super()._end(phase, error)
         if self.phase is Phase.FAILED:
             self._job.abort()
-

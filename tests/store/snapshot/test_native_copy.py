@@ -1,5 +1,5 @@
-"""The copy engine in a training process: the same shards as torch's copies, and killed or interrupted
-in the middle of a call it leaves no version that is not exact."""
+"""The copy engine in a training process: it writes the same shards as torch, and a kill or an
+interrupt in the middle of a call leaves only exact versions."""
 
 from __future__ import annotations
 

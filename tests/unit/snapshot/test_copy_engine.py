@@ -1,4 +1,4 @@
-"""The copy engine copies and hashes what a plan says, when it is allowed to, with several threads."""
+"""The copy engine copies and hashes the blocks of a plan once they are released, on any threads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +144,8 @@ def test_several_threads_share_the_blocks(engine: Engine) -> None:
     for _ in range(20):
         memory.target[:] = 0
         job = memory.job(engine)
-        with running(lambda: job.run(30.0)) as one, running(lambda: job.run(30.0)) as two:
+        run = partial(job.run, 30.0)
+        with running(run) as one, running(run) as two:
             for block in range(0, 500, 50):
                 job.release(range(block, block + 50))
             assert job.help() is Progress.COMPLETE
@@ -284,4 +286,3 @@ class running:
     def __exit__(self, *_: object) -> None:
         self._thread.join(60.0)
         assert not self._thread.is_alive()
-
