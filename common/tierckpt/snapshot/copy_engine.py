@@ -31,6 +31,8 @@ HELP_BYTES = 256 * 1024 * 1024
 HELP_NANOSECONDS = 100_000_000
 """Limit of its wait for another thread."""
 
+_NUMBER_BYTES = 4
+"""Size of a block's number in a job's queue, which is between digests and states."""
 _HASHES = ("XXH3_64bits_dispatch", "XXH3_64bits")
 _NAME = "_copy_engine*.so"
 
@@ -132,6 +134,12 @@ class Job:
     def release_all(self) -> None:
         """Allow the copy of all blocks."""
         self._engine.release(self._at, None, 0)
+
+    def held(self) -> set[int]:
+        """The blocks that are not released."""
+        queue = self._at + self._engine.digests_offset + self._table.count * DIGEST_BYTES
+        states = ctypes.string_at(queue + self._table.count * _NUMBER_BYTES, self._table.count)
+        return {block for block, state in enumerate(states) if not state}
 
     def run(self, wait_seconds: float) -> Progress:
         """Copy released blocks, until none was released for `wait_seconds`."""

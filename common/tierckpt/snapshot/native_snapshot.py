@@ -64,6 +64,10 @@ class NativeSnapshot(Snapshot):
         with self._failing_where_cut_short():
             self._job.release(blocks)
 
+    def held_blocks(self) -> set[int]:
+        """Blocks that may not be copied yet. Any thread."""
+        return self._job.held()
+
     def _let_all_copy(self) -> None:
         with self._failing_where_cut_short():
             if not self._all_released:
