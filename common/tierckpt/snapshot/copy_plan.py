@@ -128,7 +128,8 @@ class CopyPlan:
 
     def _buffers_fit(self, state: TrainingState) -> bool:
         """Accept buffers that were replaced by others of the same names and kinds."""
-        slots, held = state.buffer_slots(), state.live_buffers()
+        slots = state.buffer_slots()
+        held = [holder.get(name) for holder, name in slots]
         if slots is self._buffer_slots and _same_objects(held, self._held) and self.buffers.stand():
             return True
         if not self.buffers.follow([*named_buffers(state.model), *self._own]):
