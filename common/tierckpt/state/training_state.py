@@ -488,6 +488,8 @@ class TrainingState:
     def shared(self, walk: Walk) -> list[list[Any]]:
         """Tensors that several parameters share in an optimizer's state (quantile maps): the
         optimizer's label, the key, and the parameters' names, or None for all parameters."""
+        if len({id(tensor) for tensor, *_ in walk.state}) == len(walk.state):
+            return []
         labels = list(self.optimizers)
         holders: dict[tuple[int, str, int], list[torch.Tensor]] = {}
         having: Counter[tuple[int, str]] = Counter()

@@ -339,6 +339,8 @@ def spec_of(tensor: torch.Tensor, name: str) -> TensorSpec:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """True when the elements fill one gapless range of memory, each once, in any order."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(_strides(tensor)):
         if size == 1:
@@ -429,6 +431,9 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
 
 def refuse_in_place(tensor: torch.Tensor, path: str) -> None:
     """Check as `refuse_tensor`, also for copies from and to the tensor's own memory."""
+    if is_plain(tensor) and not (tensor.is_nested or tensor.is_meta) and tensor.is_contiguous():
+        if not (tensor.is_conj() or tensor.is_neg()):
+            return  # almost all are of this kind
     refuse_tensor(tensor, path)
     for lazy, way_out in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
         if lazy:
