@@ -33,14 +33,16 @@ class Parts:
     """Seconds by part."""
 
     def __init__(self, profiled: str) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, tuple[float, float]] = {}
+        """Of time, and of this process's CPUs."""
         self._profiled = profiled
 
     def time(self, name: str, call: Callable[[], Any]) -> Any:
+        """Make a call, and record its time."""
         profile = cProfile.Profile() if name == self._profiled else None
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         result = profile.runcall(call) if profile is not None else call()
-        self.seconds[name] = time.perf_counter() - begin
+        self.seconds[name] = time.perf_counter() - begin, time.process_time() - cpu
         if profile is not None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(24)
         return result
@@ -76,7 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms")
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms, and CPU ms")
     for params in [40] if options.toy else map(int, options.params.split(",")):
         folder = tempfile.mkdtemp(dir="/dev/shm")
         try:
@@ -86,8 +88,8 @@ def main() -> None:
                 job(params, folder, parts, kind)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        for name, seconds in parts.seconds.items():
-            print(f"{params:>7} {name:<22} {1e3 * seconds:>9.1f}", flush=True)
+        for name, (wall, cpu) in parts.seconds.items():
+            print(f"{params:>7} {name:<22} {1e3 * wall:>9.1f} {1e3 * cpu:>9.1f}", flush=True)
 
 
 if __name__ == "__main__":

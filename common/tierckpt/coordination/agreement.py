@@ -231,6 +231,11 @@ class Agreement:
     def _state(self, level: Level, id_: VersionId) -> int:
         return self._known[level].get(id_, PENDING)
 
+    @property
+    def is_any_undecided(self) -> bool:
+        """True if `undecided` returns a version for some level."""
+        return any(ledger.open and self.undecided(level) for level, ledger in self.ledgers.items())
+
     def undecided(self, level: Level) -> list[VersionId]:
         """Return the open versions of a level whose state on this rank is not reported yet."""
         return [id_ for id_ in self.ledgers[level].open if self._state(level, id_) == PENDING]

@@ -6,7 +6,7 @@ made once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import accumulate
 from operator import is_
 from typing import Any

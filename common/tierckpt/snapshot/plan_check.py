@@ -52,7 +52,7 @@ class PlanCheck:
         others = set(map(id, seen)).difference(map(id, counted))
         self._parts = [
             *(_Part(counted[low : low + CHUNK], True) for low in range(0, len(counted), CHUNK)),
-            _Part([t for t in seen if id(t) in others], False),
+            *([_Part([t for t in seen if id(t) in others], False)] if others else []),
         ]
         self.baseline = self.counters()
         """Autograd's version counters at the last boundary, see `counters`."""
@@ -168,9 +168,7 @@ def _guards() -> Any:
 
     def finds(change: Callable[[torch.Tensor], None]) -> bool:
         tensor = torch.zeros(2, 2)
-        guard = TensorGuards(
-            tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]]
-        )
+        guard = TensorGuards(tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]])
         before = guard.check(tensor)
         change(tensor)
         return bool(before and not guard.check(tensor))

@@ -48,8 +48,8 @@ class Staging:
         """Boundaries that look at all tensors, and boundaries without a version, because only this
         rank has a new plan."""
         self._adapter = self._tree = _NOTHING
-        """The last adapter's node and tree. No plain dict or list in them is used again, so the same
-        object has the same contents."""
+        """The last adapter's node and tree. No plain dict or list in them is used again, so the
+        same object has the same contents."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
         """Error of the state's own objects within a step, where raising would end the training."""
