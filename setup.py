@@ -1,4 +1,4 @@
-"""The one part of the build that is no metadata: the copy engine, a plain C library (see setup.cfg).
+"""The part of the build that is no metadata (see setup.cfg): the copy engine, a C library.
 
 It has no Python in it, so it is built once for all versions, under the name of the stable ABI.
 `optional`: without a C compiler the installation goes on, and Tierckpt copies with torch.

@@ -4,12 +4,12 @@
     python benchmarks/stepcost.py --models cnn,mlp --sleep 0.05
     TIERCKPT_COPY_ENGINE=torch python benchmarks/stepcost.py      # without the copy engine
 
-Two kinds of blocks take turns in the same processes: steps of a plain twin, and steps with a version
-each. Figures are differences within a round, so that other load of the machine affects both equally.
-CPU time is that of all threads of the rank's process. *bare* is what the version's bytes cost at
-least: after each step of the twin the training thread copies as many bytes, block by block, into
-shared memory, and hashes them (these steps' own times leave that out). `--sleep` waits that many
-seconds in each step, as for a GPU: then a core is idle.
+Two kinds of blocks take turns in the same processes: steps of a plain twin, and steps with a
+version each. Figures are differences within a round, so that other load of the machine affects both
+equally. CPU time is that of all threads of the rank's process. *bare* is the least that the
+version's bytes cost: between further steps of the twin the training thread copies as many bytes,
+block by block, into shared memory, and hashes them. `--sleep` waits that many seconds in each step,
+as for a GPU: then a core is idle.
 """
 
 from __future__ import annotations
@@ -179,9 +179,7 @@ def measure(
     dist.destroy_process_group()
 
 
-def _line(
-    name: str, nbytes: int, plain: list[Cost], versions: list[Cost], bare_ms: float
-) -> str:
+def _line(name: str, nbytes: int, plain: list[Cost], versions: list[Cost], bare_ms: float) -> str:
     pairs = list(zip(plain, versions, strict=True))
     walls = [v.wall - p.wall for p, v in pairs]
     low, _, high = quantiles(walls, n=4) if len(walls) > 1 else walls * 3
@@ -208,9 +206,13 @@ def main() -> None:
     rounds, steps = (2, 4) if options.toy else (options.rounds, options.steps)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     engine = "the copy engine" if copy_engine.find() is not None else "torch"
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; copies by {engine}; ms a step, medians")
+    print(
+        f"{os.cpu_count()} cores, torch {torch.__version__}; copies by {engine}; ms a step, medians"
+    )
     print(f"of {rounds} rounds, rank 0; target: CPU <= {ALLOWED_RATIO} bare + {ALLOWED_MS} ms")
-    print("model     MB     step   slower (quartiles)             CPU +   main +     bare  times  met")
+    print(
+        "model     MB     step   slower (quartiles)             CPU +   main +     bare  times  met"
+    )
     for name in models:
         folder = tempfile.mkdtemp(dir="/dev/shm")
         try:

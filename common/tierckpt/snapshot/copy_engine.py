@@ -101,7 +101,7 @@ class Engine:
 def _function(
     library: ctypes.CDLL, name: str, takes: list[object], gives: object = None
 ) -> ctypes._FuncPointer:
-    found = getattr(library, f"tierckpt_{name}")
+    found: ctypes._FuncPointer = getattr(library, f"tierckpt_{name}")
     found.argtypes, found.restype = takes, gives
     return found
 
@@ -173,18 +173,32 @@ class Job:
         return ctypes.string_at(start, self._table.count * DIGEST_BYTES)
 
 
-@cache
 def find() -> Engine | None:
     """The library, if it is there and may be used. Looks once per process."""
+    return _found()[0]
+
+
+def describe() -> str:
+    """A sentence for the log: what copies, and why."""
+    engine, reasons = _found()
+    if engine is not None:
+        return f"versions are copied by the copy engine, {engine.path}"
+    return f"versions are copied by torch, with more time of the CPU: {reasons}"
+
+
+@cache
+def _found() -> tuple[Engine | None, str]:
     if os.environ.get(VARIABLE) == "torch":
-        return None
+        return None, f"{VARIABLE} asks for it"
+    reasons = []
     for path in sorted(Path(__file__).parent.glob(_NAME)):
         for hashes in _hash_libraries():
             try:
-                return Engine(str(path), hashes)
-            except (OSError, AttributeError, ValueError):
-                continue
-    return None
+                return Engine(str(path), hashes), ""
+            except (OSError, AttributeError, ValueError) as error:
+                reasons.append(str(error))
+    none = "the copy engine is not built; install Tierckpt again, with a C compiler"
+    return None, "; ".join(reasons) or none
 
 
 def _hash_libraries() -> Iterator[str]:
@@ -193,4 +207,4 @@ def _hash_libraries() -> Iterator[str]:
     yield "libxxhash.so.0"
 
 
-__all__ = ["Engine", "Job", "Progress", "Table", "find"]
+__all__ = ["Engine", "Job", "Progress", "Table", "describe", "find"]

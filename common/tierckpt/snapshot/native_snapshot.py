@@ -1,4 +1,4 @@
-"""The snapshot that the copy engine copies: like `snapshot`, in a few calls without the interpreter.
+"""Native snapshot: copied by the copy engine, in a few calls without the interpreter.
 
 Differences from the snapshot that copies with torch:
 
@@ -96,17 +96,31 @@ class NativeSnapshot(Snapshot):
     def _advance(self, wait_seconds: float | None) -> Progress:
         """Copy released blocks and wait for more of them; with None, help, and wait for none.
         Seals if nothing is left then."""
-        progress = Progress.ABORTED
-        if not self._enter():
-            return progress
-        with self._leaving():
-            if self._one_by_one():
-                self._copy_one_by_one(wait_seconds or 0.0)
-                wait_seconds = wait_seconds and 0.0
-            progress = self._job.help() if wait_seconds is None else self._job.run(wait_seconds)
+        entered = False
+        try:
+            with self._changed:
+                if self.phase is not Phase.OPEN:
+                    return Progress.ABORTED
+                self._in_flight += 1
+                entered = True  # from here on, an interrupt fails the version
+            progress = self._copy_released(wait_seconds)
             if progress is Progress.COMPLETE and self._count():
                 self._seal()
-        return progress
+            return progress
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise  # a KeyboardInterrupt in the barrier
+            return Progress.ABORTED
+        finally:
+            if entered:
+                self._leave()
+
+    def _copy_released(self, wait_seconds: float | None) -> Progress:
+        if self._one_by_one():
+            self._copy_one_by_one(wait_seconds or 0.0)
+            wait_seconds = wait_seconds and 0.0
+        return self._job.help() if wait_seconds is None else self._job.run(wait_seconds)
 
     def _one_by_one(self) -> bool:
         """True if each block is reported to a trace, or may be hit by a fault."""
@@ -139,4 +153,3 @@ class NativeSnapshot(Snapshot):
         super()._end(phase, error)
         if self.phase is Phase.FAILED:
             self._job.abort()
-

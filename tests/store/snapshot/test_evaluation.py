@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt.format.ids import ShardKey
 from tests.support.late_copies import before_blocks
+from tierckpt.format.ids import ShardKey
 from tierckpt.snapshot import snapshot
 from tierckpt.snapshot.snapshot import Phase, Snapshot
 from tierckpt.testing import TinyJob, run_in_child

@@ -1,11 +1,12 @@
-"""The copy engine copies and hashes what a plan says, when it is allowed to, with several threads."""
+"""The copy engine copies and hashes the blocks of a plan once they are released, on any threads."""
 
 from __future__ import annotations
 
 import ctypes
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +144,8 @@ def test_several_threads_share_the_blocks(engine: Engine) -> None:
     for _ in range(20):
         memory.target[:] = 0
         job = memory.job(engine)
-        with running(lambda: job.run(30.0)) as one, running(lambda: job.run(30.0)) as two:
+        run = partial(job.run, 30.0)
+        with running(run) as one, running(run) as two:
             for block in range(0, 500, 50):
                 job.release(range(block, block + 50))
             assert job.help() is Progress.COMPLETE
@@ -232,22 +234,37 @@ def test_a_library_of_another_interface_is_refused(
         Engine(engine.path, next(copy_engine._hash_libraries()))
 
 
+@pytest.fixture
+def looks_again() -> Iterator[None]:
+    copy_engine._found.cache_clear()
+    yield
+    copy_engine._found.cache_clear()
+
+
+@pytest.mark.usefixtures("looks_again")
 def test_the_variable_forbids_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_engine.find.cache_clear()
     monkeypatch.setenv(copy_engine.VARIABLE, "torch")
-    try:
-        assert copy_engine.find() is None
-    finally:
-        copy_engine.find.cache_clear()
+    assert copy_engine.find() is None
+    assert "copied by torch" in copy_engine.describe()
+    assert copy_engine.VARIABLE in copy_engine.describe()
 
 
-def test_without_a_usable_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_engine.find.cache_clear()
+@pytest.mark.usefixtures("looks_again")
+def test_a_library_that_was_not_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_engine, "_NAME", "no such library")
+    assert copy_engine.find() is None
+    assert "with a C compiler" in copy_engine.describe()
+
+
+@pytest.mark.usefixtures("engine", "looks_again")
+def test_without_a_hash_library_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_engine, "_hash_libraries", lambda: iter(["/no/such/library.so"]))
-    try:
-        assert copy_engine.find() is None
-    finally:
-        copy_engine.find.cache_clear()
+    assert copy_engine.find() is None
+    assert "/no/such/library.so" in copy_engine.describe()
+
+
+def test_a_library_that_is_used_is_named(engine: Engine) -> None:
+    assert engine.path in copy_engine.describe()
 
 
 def replace_hash(engine: Engine, function: Callable[[int, int], int]) -> None:
@@ -269,4 +286,3 @@ class running:
     def __exit__(self, *_: object) -> None:
         self._thread.join(60.0)
         assert not self._thread.is_alive()
-
