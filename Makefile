@@ -17,7 +17,7 @@ PYTEST := $(PY) -m pytest $(PYTEST_ARGS)
 # Run at toy size. tests/dist runs goodput.py and stall.py.
 BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/codecs.py benchmarks/agreement.py \
-	benchmarks/budget.py benchmarks/replicacheck.py
+	benchmarks/budget.py benchmarks/replicacheck.py benchmarks/boundary.py benchmarks/attach.py
 
 .PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos suites clean
 

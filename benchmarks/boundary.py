@@ -5,9 +5,10 @@
     python benchmarks/boundary.py --off                        # attached, and no version is taken
 
 DDP training with a version to memory at every step; blocks of steps of a plain twin take turns with
-it in the same processes. The functions below are wrapped: each one's time is CPU time of its thread,
-without that of the functions within it. The clock's own time is subtracted. The sum of all parts is
-compared with the difference between the twins, which also has the cost of caches and wake-ups.
+it in the same processes. The functions below are wrapped: each one's time is CPU time of its
+thread, without that of the functions within it. The clock's own time is subtracted. The sum of all
+parts is compared with the difference between the twins, which also has the cost of caches and
+wake-ups. `--ranks 1` runs in this process alone.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from tierckpt.state.extras import Generator, generator_state, load_extra
 
 from .errors import ConfigError, TierckptError
 from .state import rng as generators
-from .state import tree_codec
 
 Batch = TypeVar("Batch")
 

@@ -129,9 +129,9 @@ class Loop:
         """The place and the global generators, as a checkpoint has them: text."""
         arena = tree_codec.Arena()
         place = json.dumps(tree_codec.pack(self.data.state_dict(), "data", arena.keep))
-        return json.dumps([place, [list(t) if isinstance(t, bytes) else t.tolist() for t in arena.tensors]]), json.dumps(
-            {kind: rng.pack_rng()[kind].hex() for kind in ("python", "numpy", "torch")}
-        )
+        return json.dumps(
+            [place, [list(t) if isinstance(t, bytes) else t.tolist() for t in arena.tensors]]
+        ), json.dumps({kind: rng.pack_rng()[kind].hex() for kind in ("python", "numpy", "torch")})
 
     def restore(self, saved: tuple[str, str]) -> None:
         place, tensors = json.loads(saved[0])

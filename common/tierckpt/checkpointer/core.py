@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 import torch
 
+from tierckpt import _garbage
 from tierckpt._text import some
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.config import Config
@@ -131,10 +132,11 @@ class CheckpointerCore(abc.ABC):
             optimizers = label_optimizers(optimizer)
             reduced = self.adapter.reduced_parameters()
             untrained = self.adapter.untrained_parameters()
-            self._state = TrainingState(
-                model, optimizers, extra, extra_per_rank, reduced, untrained
-            )
-            attach.check_state(self._state)
+            with _garbage.paused():
+                self._state = TrainingState(
+                    model, optimizers, extra, extra_per_rank, reduced, untrained
+                )
+                attach.check_state(self._state)
         except TierckptError as error:
             raise refused(error, self.group) from error.__cause__
         self.config, topology = agree_on_settings(settings, config_file, self.group)
@@ -420,7 +422,8 @@ class CheckpointerCore(abc.ABC):
             self._levels.meet()
             return restore_session.report(Restored(0))
         with contextlib.closing(attempt):
-            loaded = restore_session.load(attempt, strict, self.adapter.load)
+            with _garbage.paused():
+                loaded = restore_session.load(attempt, strict, self.adapter.load)
             result = loaded.result
             self._go_on_from(loaded.manifest.facts.lineage, result)
             all_finished(attempt, self.group)

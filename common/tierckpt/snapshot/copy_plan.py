@@ -85,23 +85,20 @@ class CopyPlan:
         self,
         specs: list[TensorSpec],
         entries: list[tuple[str, torch.Tensor, torch.Tensor]],
-    ) -> list[torch.Tensor | Part]:
-        """Every piece's bytes: a view, or a function that copies if no view is possible."""
+    ) -> list[torch.Tensor]:
+        """The tensor of each piece: an alias, which keeps the memory alive if the live tensor gets
+        another one."""
         live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
-        sources: list[torch.Tensor | Part] = []
+        sources: list[torch.Tensor] = []
         owners: list[int | None] = []
         for piece in self.layout.pieces:
-            name, low, high = piece.spec.name, piece.start, piece.stop
             if piece.placement is PER_RANK:
-                sources.append(tree_codec.as_bytes(self.buffers.staged[name]))
+                sources.append(self.buffers.staged[piece.spec.name])
                 owners.append(None)
                 continue
-            tensor, param = live[name]
+            tensor, param = live[piece.spec.name]
             owners.append(id(param))
-            if tree_codec.is_dense(tensor):
-                sources.append(tree_codec.as_bytes(tree_codec.flat(tensor)[low:high]))
-            else:  # e.g. strided with gaps: made row-major when it is copied
-                sources.append(_row_major(tensor, low))
+            sources.append(tensor.detach())
         for index, block in enumerate(self.layout.blocks):
             for part in block.parts:
                 owner = owners[part[0]]
@@ -109,6 +106,13 @@ class CopyPlan:
                 if not blocks or blocks[-1] != index:
                     blocks.append(index)
         return sources
+
+    def _bytes_of(self, index: int) -> torch.Tensor | Part:
+        """A piece's bytes: a view, or a function that copies if no view is possible."""
+        piece, tensor = self.layout.pieces[index], self._sources[index]
+        if tree_codec.is_dense(tensor):
+            return tree_codec.as_bytes(tree_codec.flat(tensor)[piece.start : piece.stop])
+        return _row_major(tensor, piece.start)  # strided with gaps: made row-major by the copy
 
     @property
     def odd(self) -> list[Any]:
@@ -128,7 +132,8 @@ class CopyPlan:
 
     def _buffers_fit(self, state: TrainingState) -> bool:
         """Accept buffers that were replaced by others of the same names and kinds."""
-        slots, held = state.buffer_slots(), state.live_buffers()
+        slots = state.buffer_slots()
+        held = [holder.get(name) for holder, name in slots]
         if slots is self._buffer_slots and _same_objects(held, self._held) and self.buffers.stand():
             return True
         if not self.buffers.follow([*named_buffers(state.model), *self._own]):
@@ -177,7 +182,7 @@ class CopyPlan:
             return known
         parts, views = [], True
         for index, low, high in self.layout.blocks[block].parts:
-            piece, source = self.layout.pieces[index], self._sources[index]
+            piece, source = self.layout.pieces[index], self._bytes_of(index)
             if not isinstance(source, torch.Tensor):
                 views = False
                 parts.append(source(low, high))
@@ -193,20 +198,20 @@ class CopyPlan:
     def table(self) -> Table | None:
         """Addresses of all sources, for the copy engine; None if some are on another device, or
         have gaps. Right for as long as the plan fits, which keeps the memory alive as well."""
-        if self._table is None:
-            views = [s for s in self._sources if isinstance(s, torch.Tensor) and s.is_cpu]
-            if len(views) == len(self._sources):
-                self._table = self._make_table(views)
+        if self._table is None and all(t.is_cpu and tree_codec.is_dense(t) for t in self._sources):
+            self._table = self._make_table()
         return self._table
 
-    def _make_table(self, sources: list[torch.Tensor]) -> Table:
-        addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.uint64, len(sources))
-        sizes = np.array([p.spec.itemsize_bytes for p in self.layout.pieces], np.uint64)
+    def _make_table(self) -> Table:
+        pieces = self.layout.pieces
+        sizes = np.array([p.spec.itemsize_bytes for p in pieces], np.uint64)
+        starts = np.array([p.start for p in pieces], np.uint64)
+        begins = np.array(addresses(self._sources), np.uint64) + starts * sizes
         blocks = self.layout.blocks
         parts = np.array([p for b in blocks for p in b.parts], np.uint64).reshape(-1, 3)
         piece, low, high = parts.T
         lengths = (high - low) * sizes[piece]
-        segments = np.stack([addresses[piece] + low * sizes[piece], lengths], axis=1)
+        segments = np.stack([begins[piece] + low * sizes[piece], lengths], axis=1)
         counts = [len(b.parts) for b in blocks]
         firsts = accumulate(counts, initial=0)
         rows = [

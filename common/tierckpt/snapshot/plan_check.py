@@ -34,11 +34,14 @@ class PlanCheck:
         """`copied`: the striped tensors of which this rank copies a part."""
         self._containers = state.containers()
         self._sizes = [*map(len, self._containers)]
-        self._keys, self._values = _keys(self._containers), [*_values(self._containers)]
         self._has_odd = bool(walk.odd)
+        filled = [held for held in self._containers if held]
         # With odd state, the optimizers' values need another check.
-        of_modules = sum(map(len, state.module_containers()))
-        self._settled = of_modules if self._has_odd else len(self._values)
+        settled = sum(map(bool, state.module_containers())) if self._has_odd else len(filled)
+        self._contents = [
+            _Contents(filled[low : low + CHUNK], settled - low)
+            for low in range(0, len(filled), CHUNK)
+        ]
         self._groups, self._members = state.group_sizes(), state.group_members()
         self._tensors = walk.tensors
         self._state_keys = [key for *_, key in walk.state]
@@ -49,7 +52,7 @@ class PlanCheck:
         others = set(map(id, seen)).difference(map(id, counted))
         self._parts = [
             *(_Part(counted[low : low + CHUNK], True) for low in range(0, len(counted), CHUNK)),
-            _Part([t for t in seen if id(t) in others], False),
+            *([_Part([t for t in seen if id(t) in others], False)] if others else []),
         ]
         self.baseline = self.counters()
         """Autograd's version counters at the last boundary, see `counters`."""
@@ -66,8 +69,7 @@ class PlanCheck:
         for_all = (
             _same_objects(now, self._containers)
             and [*map(len, now)] == self._sizes
-            and _keys(now) == self._keys
-            and all(map(is_, islice(_values(now), self._settled), self._values))
+            and all(contents.stand() for contents in self._contents)
             and state.group_sizes() == self._groups
             and _same_objects(state.group_members(), self._members)
             and (not whole or [*map(torch.Tensor.numel, self._tensors)] == self.lengths)
@@ -100,6 +102,19 @@ class PlanCheck:
     def counters(self) -> list[int]:
         """Autograd's version counters of the tensors that are copied. Any thread."""
         return [*chain.from_iterable(part.counters() for part in self._parts)]
+
+
+class _Contents:
+    """Some dicts, with their keys and values."""
+
+    def __init__(self, held: list[dict[Any, Any]], settled: int) -> None:
+        """The values of the dicts from number `settled` on may change."""
+        self._held = held
+        self._keys, self._values = _keys(held), [*_values(held[: max(settled, 0)])]
+
+    def stand(self) -> bool:
+        values = islice(_values(self._held), len(self._values))
+        return _keys(self._held) == self._keys and all(map(is_, values, self._values))
 
 
 class _Part:
@@ -153,9 +168,7 @@ def _guards() -> Any:
 
     def finds(change: Callable[[torch.Tensor], None]) -> bool:
         tensor = torch.zeros(2, 2)
-        guard = TensorGuards(
-            tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]]
-        )
+        guard = TensorGuards(tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]])
         before = guard.check(tensor)
         change(tensor)
         return bool(before and not guard.check(tensor))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+from tierckpt import _garbage
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
@@ -47,8 +48,8 @@ class Staging:
         """Boundaries that look at all tensors, and boundaries without a version, because only this
         rank has a new plan."""
         self._adapter = self._tree = _NOTHING
-        """The last adapter's node and tree. No plain dict or list in them is used again, so the same
-        object has the same contents."""
+        """The last adapter's node and tree. No plain dict or list in them is used again, so the
+        same object has the same contents."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
         """Error of the state's own objects within a step, where raising would end the training."""
@@ -167,8 +168,9 @@ class Staging:
         before, state = self.plan, self._state
         whole = whole or self._whole_boundaries > 0
         if before is None or not before.fits(state, whole):
-            state.refresh_names()
-            plan = CopyPlan(state, state.walk(), self._group.rank, self._group.size)
+            with _garbage.paused():
+                state.refresh_names()
+                plan = CopyPlan(state, state.walk(), self._group.rank, self._group.size)
             alone = before is not None and not whole and before.differs_alone(plan)
             self._apart_boundaries = APART_BOUNDARIES if alone and self._group.size > 1 else 0
             self.plan = before = plan

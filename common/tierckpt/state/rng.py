@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ def pack_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
-    return bytes(state.numpy().data)
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _tensor_of(state: bytes) -> torch.Tensor:

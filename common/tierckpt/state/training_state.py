@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
-from operator import is_
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
@@ -123,6 +123,8 @@ class TrainingState:
         """Number of times that the structure was looked up."""
         self.placements = Placements(reduced, untrained)
         self._modules: list[torch.nn.Module] = []
+        self._attributes: list[dict[str, Any]] = []
+        """Those of the modules; read faster from there."""
         self._buffer_slots: list[tuple[dict[str, Any], str]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
         self._buffer_sizes: list[int] = []
@@ -156,6 +158,7 @@ class TrainingState:
         """Look up the modules and parameter names again, after a structural change."""
         self.looks += 1
         self._modules = list(self.model.modules())
+        self._attributes = list(map(vars, self._modules))
         self._buffer_sizes = []
         self._find_extra_states()
         before = self._of_model
@@ -273,9 +276,7 @@ class TrainingState:
 
     def module_containers(self) -> list[dict[Any, Any]]:
         """The modules' part of `containers`, which comes first in it."""
-        found: list[dict[Any, Any]] = [m._parameters for m in self._modules]
-        found += [m._modules for m in self._modules]
-        return found
+        return [*map(_own_parameters, self._attributes), *map(_own_modules, self._attributes)]
 
     def live_buffers(self) -> list[torch.Tensor | None]:
         """Tensors in the `buffer_slots`; a shared tensor occurs several times."""
@@ -283,7 +284,7 @@ class TrainingState:
 
     def buffer_slots(self) -> list[tuple[dict[str, Any], str]]:
         """Places of all persistent buffers; the same list object while the places are the same."""
-        dicts = [m._buffers for m in self._modules]
+        dicts = [*map(_own_buffers, self._attributes)]
         sizes = [*map(len, dicts)]
         if sizes != self._buffer_sizes or not all(map(is_, dicts, self._buffer_dicts)):
             # A module without buffers has no name that is left out.
@@ -488,6 +489,8 @@ class TrainingState:
     def shared(self, walk: Walk) -> list[list[Any]]:
         """Tensors that several parameters share in an optimizer's state (quantile maps): the
         optimizer's label, the key, and the parameters' names, or None for all parameters."""
+        if len({id(tensor) for tensor, *_ in walk.state}) == len(walk.state):
+            return []
         labels = list(self.optimizers)
         holders: dict[tuple[int, str, int], list[torch.Tensor]] = {}
         having: Counter[tuple[int, str]] = Counter()
@@ -522,6 +525,8 @@ class TrainingState:
         return {MODULE_STATES: found} if found else {}
 
 
+_own_parameters = itemgetter("_parameters")
+_own_modules, _own_buffers = itemgetter("_modules"), itemgetter("_buffers")
 _NOTHING: dict[str, Any] = {}
 _PLAIN = (bool, int, str, NoneType)
 

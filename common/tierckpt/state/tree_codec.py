@@ -225,20 +225,20 @@ class EncodedTree:
         """Takes the tensors out of `arena`. The node, and values of a dict, may be `Packed`."""
         tensors, arena.tensors = arena.tensors, []
         small: list[Any] = [_head_of(node if isinstance(node, Packed) else Packed(node), tensors)]
-        parts: list[torch.Tensor] = []
+        parts: list[torch.Tensor | bytes] = []
         for tensor in tensors:
             raw = tensor if type(tensor) is bytes else flat(tensor).view(torch.uint8)
             if type(raw) is bytes:
                 small.append(raw)
             elif raw.numel() > SMALL_BYTES or raw.device.type != "cpu":
-                parts += [_joined(small), raw] if small else [raw]
+                parts += [b"".join(small), raw] if small else [raw]
                 small = []
             elif raw.numel():
                 small.append(raw.numpy())
-        parts += [_joined(small)] if small else []
+        parts += [b"".join(small)] if small else []
         self._parts = dict(enumerate(parts))
         """Parts with bytes that were not copied yet."""
-        self._left = [part.numel() for part in parts]
+        self._left = [len(p) if isinstance(p, bytes) else p.numel() for p in parts]
         self._bounds = list(accumulate(self._left, initial=0))
         self._lock = threading.Lock()
 
@@ -252,17 +252,22 @@ class EncodedTree:
 
         Each byte may be copied once. Holds the interpreter only while it looks up the bytes.
         """
-        high = low + target.numel()
+        there, high = memoryview(target.numpy()), low + target.numel()
         index = bisect_right(self._bounds, low) - 1
         while index < len(self._left) and (start := self._bounds[index]) < high:
             begin, end = max(low, start), min(high, self._bounds[index + 1])
             if begin < end:
-                source = self._parts[index][begin - start : end - start]
-                target[begin - low : end - low].copy_(source)
+                part = self._parts[index]
+                if isinstance(part, bytes):
+                    there[begin - low : end - low] = memoryview(part)[begin - start : end - start]
+                else:
+                    target[begin - low : end - low].copy_(part[begin - start : end - start])
+                del part
                 self._let_go(index, end - begin)
             index += 1
         if high > self.nbytes:
-            target[max(0, self.nbytes - low) :].zero_()
+            end = max(0, self.nbytes - low)
+            there[end:] = bytes(len(there) - end)
 
     def _let_go(self, index: int, copied_bytes: int) -> None:
         with self._lock:
@@ -286,10 +291,6 @@ def _row_of(tensor: torch.Tensor | bytes) -> str:
         return f'["uint8",[{len(tensor)}],null,"cpu"]'
     spec = spec_of(tensor, "")
     return _JSON.encode([spec.dtype, spec.shape, spec.stride, spec.device])
-
-
-def _joined(small: list[Any]) -> torch.Tensor:
-    return torch.frombuffer(bytearray().join(small), dtype=torch.uint8)
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -339,6 +340,8 @@ def spec_of(tensor: torch.Tensor, name: str) -> TensorSpec:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """True when the elements fill one gapless range of memory, each once, in any order."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(_strides(tensor)):
         if size == 1:
@@ -429,6 +432,12 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
 
 def refuse_in_place(tensor: torch.Tensor, path: str) -> None:
     """Check as `refuse_tensor`, also for copies from and to the tensor's own memory."""
+    if (
+        is_plain(tensor)
+        and not (tensor.is_nested or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+    ):
+        return  # almost all are of this kind
     refuse_tensor(tensor, path)
     for lazy, way_out in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
         if lazy:
