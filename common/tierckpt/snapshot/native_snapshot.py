@@ -103,7 +103,8 @@ class NativeSnapshot(Snapshot):
         entered = False
         try:
             with self._changed:
-                if self.phase is not Phase.OPEN:
+                binding = self._binding  # keeps the slot mapped while the engine writes to it
+                if self.phase is not Phase.OPEN or binding is None:
                     return Progress.ABORTED
                 self._in_flight += 1
                 entered = True  # from here on, an interrupt fails the version
