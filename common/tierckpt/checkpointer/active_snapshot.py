@@ -90,7 +90,8 @@ class ActiveSnapshot:
         `metric` returns this rank's metric, `adapter` the values of the adapter; both may raise.
         """
         try:
-            facts = replace(facts, metric=metric())
+            if (measured := metric()) is not None:
+                facts = replace(facts, metric=measured)
             choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
             return self.capture.take(facts, levels, adapter(), choose_slot, self._handoff.done)
         except Exception as error:

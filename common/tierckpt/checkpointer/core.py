@@ -78,6 +78,13 @@ ORPHANS = (
 )
 
 
+def _normal_mode() -> contextlib.AbstractContextManager[object]:
+    """Context for copies that are kept: an evaluation may have set inference mode."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
 def as_number(metric: Any) -> float:
     """Convert to a float. Raises TypeError for anything but one number."""
     try:
@@ -346,7 +353,7 @@ class CheckpointerCore(abc.ABC):
         if void:
             self._levels.slot_handoff.broken(id_)
             return None
-        with torch.inference_mode(False):  # an evaluation may have set it; tensors are kept
+        with _normal_mode():
             taken = self._active.take(facts, levels, self._measured, self._packed)
         if orphans := self._state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
@@ -491,7 +498,7 @@ class CheckpointerCore(abc.ABC):
             sealed.metric,
         ):
             return False
-        with torch.inference_mode(False):
+        with _normal_mode():
             return self._active.capture.is_unmoved(manifest, image, self._packed())
 
     def _save_as_it_was(self, id_: VersionId, end: float) -> None:

@@ -27,7 +27,6 @@ from tierckpt.group import Group
 from .ballot import PATIENCE_APART_SECONDS, PATIENCE_SECONDS, Ballot
 from .vote_exchange import Ballots, RankGoneError, Rows
 
-
 _NOTHING_OPEN = LevelVote()
 
 

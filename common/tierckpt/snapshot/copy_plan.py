@@ -146,6 +146,10 @@ class CopyPlan:
         """The result of `counters` at the last call of `fits`."""
         return self._check.baseline
 
+    def read_counters(self) -> None:
+        """Read the baseline again, if other code has run since."""
+        self._check.baseline = self._check.counters()
+
     def counters(self) -> list[int]:
         """Autograd's version counters of the striped tensors that this rank copies: a cheap check
         for torn copies."""

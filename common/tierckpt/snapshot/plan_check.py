@@ -141,7 +141,7 @@ class Kinds:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [*tensors]
         self._known = known_kinds(self._tensors)
-        self._guard: Any = None
+        self._guard = _guard_of(self._tensors)
         """torch's check of these properties and some more, in one call for all tensors."""
 
     def stand(self) -> bool:

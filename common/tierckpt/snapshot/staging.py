@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
 
 from tierckpt import _garbage
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.resumable_loader import ResumableLoader
+from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
+from tierckpt.state.extras import Generator, PlainValues
 from tierckpt.state.rng import pack_rng
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
@@ -34,6 +39,17 @@ if TYPE_CHECKING:
 
 APART_BOUNDARIES = 2
 """Boundaries until all ranks know that a version was lost, and have the same plan again."""
+
+
+LEAVES_WEIGHTS = (
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+    ResumableLoader,
+    Position,
+    PlainValues,
+    *get_args(Generator),
+)
+"""Objects with a `state_dict()`, or a state, that is no reason to look at the weights again."""
 
 
 class Staging:
@@ -144,6 +160,9 @@ class Staging:
         }
         if plan.began:
             node["began"] = plan.began
+        objects = chain(state.extra.values(), state.extra_per_rank.values())
+        if node["remainders"] or not all(isinstance(each, LEAVES_WEIGHTS) for each in objects):
+            plan.read_counters()  # a state_dict() may swap weights and swap them back
         return plan, self._packed(node), arena
 
     def _adapter_node(self, value: Any) -> tree_codec.Packed:

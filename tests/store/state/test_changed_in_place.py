@@ -167,6 +167,34 @@ def test_the_next_version_has_it_as_it_is(
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+class SwapsWeights:
+    """Its state_dict() puts averages in the place of the weights for a moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        with torch.no_grad():
+            kept = self.model.weight.clone()
+            self.model.weight.fill_(9)
+            found = {"mean": float(self.model.weight.mean())}
+            self.model.weight.copy_(kept)
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"mean": 9.0}
+
+
+def test_weights_that_a_state_dict_swaps_for_a_moment_cost_no_version(
+    path: Path, settings: Any
+) -> None:
+    model = Net()
+    with Job(path, settings, model, plain, extra={"swaps": SwapsWeights(model)}) as job:
+        job.checkpointer.restore()
+        job.run(3)
+    assert job.failures() == []
+
+
 class Deep(nn.Sequential):
     """Layers of one size each, with their momentum: the last ones are no part of a sample."""
 
