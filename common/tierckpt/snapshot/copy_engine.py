@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -92,7 +93,7 @@ class Engine:
         self.digests_offset = int(library.tierckpt_digests_offset())
         self._check(_function(held, "hash", [pointer, ctypes.c_char_p, number], number))
 
-    def _check(self, hashed: ctypes._FuncPointer) -> None:
+    def _check(self, hashed: Callable[..., int]) -> None:
         data = bytes(i * 7 & 0xFF for i in range(4096))
         for length in (0, 1, 9, 100, 200, 1000, 4096):
             ours = hashed(self.hash_address, data, length)
@@ -101,11 +102,11 @@ class Engine:
 
 
 def _function(
-    library: ctypes.CDLL, name: str, takes: list[object], gives: object = None
-) -> ctypes._FuncPointer:
-    found: ctypes._FuncPointer = getattr(library, f"tierckpt_{name}")
+    library: ctypes.CDLL, name: str, takes: list[Any], gives: Any = None
+) -> Callable[..., Any]:
+    found = getattr(library, f"tierckpt_{name}")
     found.argtypes, found.restype = takes, gives
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 class Job:
