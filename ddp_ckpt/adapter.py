@@ -72,6 +72,8 @@ class DDPAdapter(PlainAdapter):
         if ddps and self.group.size > 1:
             self._reduced = [param for ddp in ddps.values() for param in reduced_by(ddp)]
         self._frozen = [param for param in self._reduced or () if not param.requires_grad]
+        self._packed: dict[str, dict[str, list[int]]] = {}
+        """The last result of `pack`."""
 
     def reduced_parameters(self) -> Sequence[torch.Tensor] | None:
         """The parameters of all DDP modules, without those that DDP is set to ignore."""
@@ -130,10 +132,10 @@ class DDPAdapter(PlainAdapter):
 
     def pack(self) -> Any:
         """For each DDP module, by name: the order of its buckets, and the way it took the mean."""
-        return {
-            name: {"buckets": hook.order(), "divided": hook.mean.divided()}
-            for name, hook in self._hooks.items()
-        }
+        parts = [hook.packed() for hook in self._hooks.values()]
+        if [*map(id, parts)] != [*map(id, self._packed.values())]:
+            self._packed = dict(zip(self._hooks, parts, strict=True))
+        return self._packed
 
     def load(self, value: Any) -> None:
         """Give DDP the buckets of the saved run. With two ranks the sums are the same in any

@@ -6,6 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,8 @@ class ReleaseHook:
         self._buckets: list[list[torch.Tensor]] = []
         """Parameters of the buckets of the newest backward pass, in order."""
         self._passes = 0
+        self._packed: tuple[list[torch.Tensor], list[int], dict[str, list[int]]] = [], [], {}
+        """The last result of `packed`, made of these parameters and this order."""
         self._priming = False
 
         # DDP keeps the hook in C++, which Python's garbage collector does not see: with a strong
@@ -143,6 +146,19 @@ class ReleaseHook:
         """True if this module has the parameter, and its last pass did not reduce it."""
         reduced = {id(p) for bucket in self._buckets for p in bucket}
         return id(param) in self._number and bool(reduced) and id(param) not in reduced
+
+    def packed(self) -> dict[str, list[int]]:
+        """The order of the buckets, and the way in which the mean was taken; the same object until
+        one of them changes."""
+        final = self._passes > 1 and self._makes_final_ones()
+        params = [p for bucket in self._buckets for p in bucket] if final else []
+        divided = self.mean.divided()
+        kept, order, found = self._packed
+        same = len(params) == len(kept) and all(map(is_, params, kept))
+        if not (final and same and found.get("divided") == divided):
+            order = order if final and same else self.order()
+            self._packed = params, order, {"buckets": order, "divided": divided}
+        return self._packed[2]
 
     def order(self) -> list[int]:
         """The parameters' numbers in the order of DDP's final buckets; after the first pass, in the
@@ -242,7 +258,7 @@ def _unheard(params: Iterable[torch.Tensor]) -> Iterator[None]:
     # Empty and refill the same dicts: handles of registered hooks refer to them.
     found = [hooks for p in params for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
     kept = [(hooks, dict(hooks)) for hooks in found if hooks]
-    streams = pack_rng().make()
+    streams = pack_rng()
     try:
         for hooks, _ in kept:
             hooks.clear()

@@ -67,8 +67,11 @@ class GradientMean:
             self._scale_parts(bucket)
         else:
             buffer.mul_(1.0 / self._size)
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        assert work is not None
+        if buffer.is_complex():
+            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            assert work is not None
+        else:  # the same operation, without the checks of the arguments
+            work = self._group.allreduce([buffer])
         future: Reduced = work.get_future().then(_first)
         return future
 

@@ -65,6 +65,11 @@ def point(name: str, **where: object) -> None:
             _fire(rule)
 
 
+def armed(name: str) -> bool:
+    """True if some rule is for this point."""
+    return any(rule.point == name for rule in _rules)
+
+
 def _claim(rule: Rule) -> bool:
     """Leave the mark; returns False if the rule fired before."""
     folder = os.environ.get(FIRED_VARIABLE)

@@ -112,11 +112,19 @@ class EventLog:
         """Call `callback` with every event from now on, on the training thread."""
         self._callbacks.append(callback)
 
+    def count(self, name: str, level: str) -> None:
+        """Count an event that is heard by nobody, see `is_heard`."""
+        for key in (name, f"{name}/{level}"):
+            self.counts[key] = self.counts.get(key, 0) + 1
+
+    def is_heard(self, severity: int) -> bool:
+        """True if an event of this severity goes to a receiver, a file or the log."""
+        return bool(self._callbacks) or self._file is not None or logger.isEnabledFor(severity)
+
     def emit(self, name: str, **values: Any) -> Event:
         """Make an event and distribute it; a failing receiver is reported, not raised."""
         event = Event(name=name, rank=self.rank, **values)
-        for key in (name, f"{name}/{event.level}"):
-            self.counts[key] = self.counts.get(key, 0) + 1
+        self.count(name, event.level)
         if logger.hasHandlers():
             if logger.isEnabledFor(event.severity):
                 logger.log(event.severity, "%s", event.text())

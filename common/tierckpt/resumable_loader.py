@@ -34,7 +34,6 @@ from tierckpt.state.extras import Generator, generator_state, load_extra
 
 from .errors import ConfigError, TierckptError
 from .state import rng as generators
-from .state import tree_codec
 
 Batch = TypeVar("Batch")
 
@@ -61,13 +60,10 @@ class _Streams:
     """States of generators: the process's global ones, and those in `_generators`."""
 
     process: Any
-    """As text, or a `tree_codec.Later` that makes it."""
     own: list[Any]
 
     def packed(self) -> dict[str, Any]:
         """The states for `state_dict`."""
-        if isinstance(self.process, tree_codec.Later):
-            self.process = self.process.make()
         return {"process": self.process, "own": self.own}
 
 

@@ -1,23 +1,45 @@
-"""Copies that come as late as possible, which reveal code that does not wait for them."""
+"""Copies that come as late as possible, which reveal code that does not wait for them.
+
+The helpers act on both ways of copying: by the copy engine, here block by block, and by torch.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tierckpt.snapshot import snapshot
+from tierckpt.snapshot import copy_engine, snapshot
+from tierckpt.snapshot.copy_engine import Job
 from tierckpt.snapshot.copy_plan import Binding
+from tierckpt.snapshot.native_snapshot import NativeSnapshot
 
 
 def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Copy nothing before the barrier; then each block takes `seconds`."""
-    copy_block = Binding.copy_block
-
-    def slowly(self: Binding, *args: Any) -> memoryview:
-        time.sleep(seconds)
-        return copy_block(self, *args)
-
-    patch.setattr(Binding, "copy_block", slowly)
+    before_blocks(patch, lambda _: time.sleep(seconds))
     patch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+
+
+def before_blocks(patch: pytest.MonkeyPatch, call: Callable[[int], object]) -> None:
+    """Call `call` with the number of each block before it is copied, on the thread that copies."""
+    copy_block, copy_one = Binding.copy_block, Job.copy_one
+
+    def with_torch(self: Binding, plan: Any, block: int, start: int) -> memoryview:
+        call(block)
+        return copy_block(self, plan, block, start)
+
+    def by_the_engine(self: Job, block: int) -> None:
+        call(block)
+        copy_one(self, block)
+
+    patch.setattr(Binding, "copy_block", with_torch)
+    patch.setattr(Job, "copy_one", by_the_engine)
+    patch.setattr(NativeSnapshot, "_one_by_one", lambda self: True)
+
+
+def without_the_engine(patch: pytest.MonkeyPatch) -> None:
+    """Copy with torch."""
+    patch.setattr(copy_engine, "find", lambda: None)

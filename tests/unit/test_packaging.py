@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from email import message_from_bytes
 from email.message import Message
@@ -20,16 +21,37 @@ ROOT = Path(__file__).resolve().parents[2]
 # Import package -> where it lies in the repository.
 PACKAGES = {"tierckpt": "common/tierckpt", "ddp_ckpt": "ddp_ckpt", "horovod_ckpt": "horovod_ckpt"}
 # An earlier build/ or egg-info would be packed again and hide a removed file.
-NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
+ENGINE = "tierckpt/snapshot/_copy_engine.abi3.so"
+
+
+def compiler() -> str | None:
+    """The C compiler that setuptools would call."""
+    name = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    return shutil.which(name.split()[0])
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    scratch = tmp_path_factory.mktemp("packaging")
+    return build(tmp_path_factory.mktemp("packaging"), {})
+
+
+@pytest.fixture(scope="module")
+def wheel_without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("without"), {"CC": "/no/such/compiler"})
+
+
+def build(scratch: Path, environment: dict[str, str]) -> Path:
     shutil.copytree(ROOT, scratch / "tree", ignore=NOT_SOURCE)
     command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-build-isolation", "--wheel-dir", str(scratch), str(scratch / "tree")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout
     (built,) = scratch.glob("tierckpt-*.whl")
     return built
@@ -49,8 +71,26 @@ def test_the_wheel_holds_exactly_the_packages(wheel: Path) -> None:
     for package, folder in PACKAGES.items():
         for path in [*(ROOT / folder).rglob("*.py"), ROOT / folder / "py.typed"]:
             sources.add(f"{package}/{path.relative_to(ROOT / folder).as_posix()}")
-    assert packed == sources
+    assert packed - {ENGINE} == sources
+    assert (ENGINE in packed) == (compiler() is not None)
     assert "tierckpt/testing/__init__.py" in packed
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C compiler")
+def test_one_wheel_serves_all_versions_of_python(wheel: Path, tmp_path: Path) -> None:
+    assert "-cp311-abi3-" in wheel.name
+    with ZipFile(wheel) as archive:
+        library = archive.extract(ENGINE, tmp_path)
+    symbols = Path(library).read_bytes()
+    assert b"tierckpt_run" in symbols
+    assert b"PyObject" not in symbols
+    assert b"libpython" not in symbols
+
+
+def test_without_a_compiler_the_wheel_has_all_but_the_library(wheel_without_compiler: Path) -> None:
+    with ZipFile(wheel_without_compiler) as archive:
+        assert not [name for name in archive.namelist() if name.endswith((".so", ".c"))]
+        assert "tierckpt/snapshot/copy_engine.py" in archive.namelist()
 
 
 def test_common_is_a_source_root_and_no_package() -> None:
@@ -104,13 +144,17 @@ print(tierckpt.__file__)
 with TinyJob("ckpts", shm_dir=sys.argv[1]) as job:
     job.run(1)
 print([event.text() for event in job.events if event.severity >= 30])
+from tierckpt.snapshot import copy_engine
+print(copy_engine.describe())
 """
 
 
+@pytest.mark.parametrize("built", ["wheel", "wheel_without_compiler"])
 def test_an_installed_one_writes_to_disk_beside_a_backport_of_the_standard_library(
-    wheel: Path, tmp_path: Path, shm_dir: Path
+    built: str, request: pytest.FixtureRequest, tmp_path: Path, shm_dir: Path
 ) -> None:
     """PyPI's pathlib, for one, is older than the library's, and lies in the agent's own folder."""
+    wheel = request.getfixturevalue(built)
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
@@ -124,7 +168,10 @@ def test_an_installed_one_writes_to_disk_beside_a_backport_of_the_standard_libra
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
-    assert done.stdout.splitlines() == [str(site / "tierckpt" / "__init__.py"), "[]"]
+    where, warnings, copies = done.stdout.splitlines()
+    assert (where, warnings) == (str(site / "tierckpt" / "__init__.py"), "[]")
+    has_library = built == "wheel" and compiler() is not None
+    assert (str(site / ENGINE) if has_library else "copied by torch") in copies
     store = LocalStore(tmp_path / "ckpts")
     versions = [key.id.version for key in store.keys()]  # noqa: SIM118
     assert versions == [1]

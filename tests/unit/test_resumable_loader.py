@@ -129,9 +129,9 @@ class Loop:
         """The place and the global generators, as a checkpoint has them: text."""
         arena = tree_codec.Arena()
         place = json.dumps(tree_codec.pack(self.data.state_dict(), "data", arena.keep))
-        return json.dumps([place, [t.tolist() for t in arena.tensors]]), json.dumps(
-            rng.pack_rng().make()
-        )
+        return json.dumps(
+            [place, [list(t) if isinstance(t, bytes) else t.tolist() for t in arena.tensors]]
+        ), json.dumps({kind: rng.pack_rng()[kind].hex() for kind in ("python", "numpy", "torch")})
 
     def restore(self, saved: tuple[str, str]) -> None:
         place, tensors = json.loads(saved[0])
@@ -139,7 +139,8 @@ class Loop:
         self.data.load_state_dict(
             tree_codec.unpack(json.loads(place), lambda node: kept[node["v"]])
         )
-        rng.load_rng(json.loads(saved[1]))
+        streams = {kind: bytes.fromhex(each) for kind, each in json.loads(saved[1]).items()}
+        rng.load_rng({**streams, "cuda": []})
         self.data.restored()
         noise()  # numbers drawn before the loop do not count
 

@@ -50,6 +50,8 @@ from .protocol import (
     version_of,
 )
 
+IDLE_SECONDS = 0.05
+"""An agent with no orders sends only news of itself."""
 LOOK_SECONDS = 5.0
 """Interval of requests for the progress of flushes, while the trainer waits for them."""
 
@@ -85,6 +87,8 @@ class AgentClient:
         self._known_nodes: KnownNodes | None = None
         """Nodes that the agent knew before it was introduced to this run's."""
         self._received: list[AgentMessage] = []
+        self._polled_seconds = -IDLE_SECONDS
+        """Time of the last look for messages by `poll` (monotonic)."""
         self._progress_asked = False
         """True while a request for the progress of flushes is not answered."""
         self._quiet_replies: list[tuple[float, float]] = []
@@ -240,9 +244,14 @@ class AgentClient:
             return {slot.name for _, slot in self._pending.values()}
 
     def poll(self) -> list[AgentMessage]:
-        """The agent's messages since the last call. Never blocks."""
+        """The agent's messages since the last call. Never blocks. Without an order in progress it
+        asks the system for messages only every IDLE_SECONDS."""
+        now = time.monotonic()
         with self._lock:
-            self._connection.look()
+            idle = not (self._pending or self._protecting or self._flushing)
+            if not (idle and now - self._polled_seconds < IDLE_SECONDS):
+                self._polled_seconds = now
+                self._connection.look()
             received, self._received = self._received, []
             return received
 

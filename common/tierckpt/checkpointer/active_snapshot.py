@@ -21,6 +21,7 @@ from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.format.facts import VersionFacts
 from tierckpt.group import Group
 from tierckpt.replicas.unchanged import Unchanged
+from tierckpt.snapshot import copy_engine
 from tierckpt.snapshot.snapshot import Copier, Phase, Snapshot, SnapshotError, Work
 from tierckpt.snapshot.staging import Staging
 from tierckpt.state.training_state import TrainingState
@@ -28,6 +29,8 @@ from tierckpt.storage.memory.slot_pool import SlotPool
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
+
+_log = logging.getLogger("tierckpt")
 
 EARLY_AFTER = 3
 """Number of slow barriers in a row after which `release="auto"` copies from the forward pass on."""
@@ -67,6 +70,7 @@ class ActiveSnapshot:
         """True after a version was lost because the loop changed tensors that were being copied."""
         self._slow_barriers = 0
         self._copier = Copier()
+        _log.debug("%s", copy_engine.describe())
 
     def submit(self, work: Work) -> None:
         """Give the copying thread this work, before its other work."""
@@ -86,7 +90,8 @@ class ActiveSnapshot:
         `metric` returns this rank's metric, `adapter` the values of the adapter; both may raise.
         """
         try:
-            facts = replace(facts, metric=metric())
+            if (measured := metric()) is not None:
+                facts = replace(facts, metric=measured)
             choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
             return self.capture.take(facts, levels, adapter(), choose_slot, self._handoff.done)
         except Exception as error:

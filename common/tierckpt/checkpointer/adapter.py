@@ -276,7 +276,8 @@ class Adapter(Protocol):
         ...
 
     def pack(self) -> Any:
-        """This rank's values for `load`, of JSON's types. May raise: the version is lost then."""
+        """This rank's values for `load`, of JSON's types. May raise: the version is lost then. The
+        Checkpointer keeps them: the same object, if returned again, must have the same contents."""
         ...
 
     def boundary_passed(self, agreed_vote: int) -> None:

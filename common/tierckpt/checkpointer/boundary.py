@@ -49,12 +49,15 @@ class Boundary:
         """The version of the previous boundary, and the levels that it was to go to."""
         self._void: set[VersionId] = set()
         """Versions that are void on all ranks, and that no event is to report as lost."""
+        self.has_lost = False
+        """True if the votes read last have broken a version."""
 
     def hear(self) -> Vote:
         """Read the result of the last round of votes, and the agent's messages."""
         self._levels.slot_handoff.take_stock()
         were_apart = self._agreement.apart
         agreed, broken = self._agreement.read()
+        self.has_lost = broken is not None
         newly_apart = agreed.apart and not were_apart
         if (agreed.adapter == VOID or newly_apart) and self._last is not None:
             void, take = self._last

@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 import torch
 
+from tierckpt import _garbage
 from tierckpt._text import some
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.config import Config
@@ -77,6 +78,13 @@ ORPHANS = (
 )
 
 
+def _normal_mode() -> contextlib.AbstractContextManager[object]:
+    """Context for copies that are kept: an evaluation may have set inference mode."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
 def as_number(metric: Any) -> float:
     """Convert to a float. Raises TypeError for anything but one number."""
     try:
@@ -131,10 +139,11 @@ class CheckpointerCore(abc.ABC):
             optimizers = label_optimizers(optimizer)
             reduced = self.adapter.reduced_parameters()
             untrained = self.adapter.untrained_parameters()
-            self._state = TrainingState(
-                model, optimizers, extra, extra_per_rank, reduced, untrained
-            )
-            attach.check_state(self._state)
+            with _garbage.paused():
+                self._state = TrainingState(
+                    model, optimizers, extra, extra_per_rank, reduced, untrained
+                )
+                attach.check_state(self._state)
         except TierckptError as error:
             raise refused(error, self.group) from error.__cause__
         self.config, topology = agree_on_settings(settings, config_file, self.group)
@@ -279,6 +288,8 @@ class CheckpointerCore(abc.ABC):
         if not self._history.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
+        if self._rounds.has_lost:
+            self._active.capture.look_at_all()
         if self._agreement.parted is not None:
             self._part()
         place = self.iteration if self._iterations.explicit else self._released
@@ -342,7 +353,7 @@ class CheckpointerCore(abc.ABC):
         if void:
             self._levels.slot_handoff.broken(id_)
             return None
-        with torch.inference_mode(False):  # an evaluation may have set it; tensors are kept
+        with _normal_mode():
             taken = self._active.take(facts, levels, self._measured, self._packed)
         if orphans := self._state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
@@ -418,7 +429,8 @@ class CheckpointerCore(abc.ABC):
             self._levels.meet()
             return restore_session.report(Restored(0))
         with contextlib.closing(attempt):
-            loaded = restore_session.load(attempt, strict, self.adapter.load)
+            with _garbage.paused():
+                loaded = restore_session.load(attempt, strict, self.adapter.load)
             result = loaded.result
             self._go_on_from(loaded.manifest.facts.lineage, result)
             all_finished(attempt, self.group)
@@ -486,7 +498,7 @@ class CheckpointerCore(abc.ABC):
             sealed.metric,
         ):
             return False
-        with torch.inference_mode(False):
+        with _normal_mode():
             return self._active.capture.is_unmoved(manifest, image, self._packed())
 
     def _save_as_it_was(self, id_: VersionId, end: float) -> None:

@@ -27,6 +27,8 @@ from tierckpt.group import Group
 from .ballot import PATIENCE_APART_SECONDS, PATIENCE_SECONDS, Ballot
 from .vote_exchange import Ballots, RankGoneError, Rows
 
+_NOTHING_OPEN = LevelVote()
+
 
 class Agreement:
     """The ledgers and votes of one rank. Equal on every rank, except this rank's own reports."""
@@ -186,6 +188,8 @@ class Agreement:
         figures: CostEstimate,
     ) -> LevelVote:
         opened, known = self.ledgers[level].open, self._known[level]
+        if not (opened or busy) and level not in self._since:
+            return _NOTHING_OPEN
         if opened and level.facts.one_at_a_time:  # this rank does not write a broken version
             busy = busy or any(known.get(each) != BROKEN for each in opened)
         state = DONE if id_ is None else known.get(id_, PENDING)
@@ -231,6 +235,11 @@ class Agreement:
     def _state(self, level: Level, id_: VersionId) -> int:
         return self._known[level].get(id_, PENDING)
 
+    @property
+    def is_any_undecided(self) -> bool:
+        """True if `undecided` returns a version for some level."""
+        return any(ledger.open and self.undecided(level) for level, ledger in self.ledgers.items())
+
     def undecided(self, level: Level) -> list[VersionId]:
         """Return the open versions of a level whose state on this rank is not reported yet."""
         return [id_ for id_ in self.ledgers[level].open if self._state(level, id_) == PENDING]
@@ -260,15 +269,19 @@ class Agreement:
             level: self._resolve(level, agreed.levels[level].state, id_, *shard)
             for level, id_ in reversed(self._ballot.about.items())
         }
+        self._forget_closed()
+        return agreed, broken.get(MEMORY)
+
+    def _forget_closed(self) -> None:
+        """Forget this rank's states of versions whose outcome is known."""
         for level, known in self._known.items():
             opened = self.ledgers[level].open
-            for id_ in list(known):  # the copier thread may add one at any time
+            for id_ in list(known) if known else ():  # the copier may add one at any time
                 if id_ not in opened:
                     known.pop(id_, None)
-        for id_ in list(self._shards):
+        for id_ in list(self._shards) if self._shards else ():
             if id_ not in self.local.open:
                 self._shards.pop(id_, None)
-        return agreed, broken.get(MEMORY)
 
     @property
     def patience_seconds(self) -> float:

@@ -66,6 +66,9 @@ class Reports:
     def sealed(self, snapshot: Snapshot) -> None:
         """Report that a version is complete in this rank's memory."""
         assert snapshot.manifest is not None
+        if not (self._callbacks or self._log.is_heard(logging.DEBUG)):  # at every step, perhaps
+            self._log.count("sealed", MEMORY)
+            return
         self.emit(
             "sealed",
             version=snapshot.facts.id.version,

@@ -97,6 +97,8 @@ class SlotHandoff:
     def take_stock(self) -> None:
         """Break versions that no thread works on any more, at a boundary. A BaseException that is
         no Exception (a KeyboardInterrupt) cut the work short; they would stay open for ever."""
+        if not (self._begun or self._agreement.is_any_undecided):
+            return
         begun = dict(self._begun)
         for id_, snapshot in begun.items():
             if snapshot.wait_done(0.0):

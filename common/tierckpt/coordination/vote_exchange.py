@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tierckpt.group import Group, Node, Pending
@@ -38,8 +38,8 @@ _NAME = "tierckpt-ballots"
 
 Rows = list[tuple[int, ...]]
 """Integers that every rank gave along with its vote, in rank order."""
-Votes = dict[int, tuple[list[int], tuple[int, ...]]]
-"""A vote, and the integers given along with it, by rank."""
+Votes = list[tuple[list[int], tuple[int, ...]] | None]
+"""By rank a vote, and the integers given along with it; None before it has come."""
 LARGEST = (1 << 63) - 1
 
 
@@ -183,25 +183,26 @@ class SharedBallots:
         self._row = struct.Struct(f"<qq{width}q")
         """Turn, number of integers given along, vote."""
         self._own_row = struct.Struct(f"<q{OWN_WIDTH}q")
+        head, self._row_bytes = _head_bytes(group.size), _row_bytes(width)
+        self._rows_at = [head + turn * group.size * self._row_bytes for turn in range(TURNS)]
+        """Offset of the first rank's row by the remainder of the turn."""
         self._turn = 0
         """Turn of this rank's last vote."""
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """Cast as Ballots says."""
-        turn = self._turn + 1
-        with self._opened() as page:
+        turn, rank = self._turn + 1, self._group.rank
+        at = self._place(turn, rank)
+        with self._open:
+            page = self._opened()
             # An interrupt right after the write leaves it there: others may have read it.
-            if self._vote(page, turn, self._group.rank) is None:
+            if int.from_bytes(page[at : at + 8], "little") != turn:
                 if own:
                     row = self._own_row.pack(turn, *own)
-                    self._write(page, self._own_place(turn, self._group.rank), row)
-                row = self._row.pack(turn, len(own), *values)
-                self._write(page, self._place(turn, self._group.rank), row)
+                    _write(page, self._own_place(turn, rank), row)
+                _write(page, at, self._row.pack(turn, len(own), *values))
         self._turn = turn  # last: a vote that an interrupt kept from being written is not cast
-        return _Pending(self, turn, bool(own))
-
-    def _write(self, page: mmap.mmap, at: int, row: bytes) -> None:
-        page[at : at + len(row) + 4] = row + _checksum(row)
+        return _Pending(self, turn, self._group.size, bool(own))
 
     def even_out(self) -> None:
         """Cast empty votes until this rank has cast as many as any other."""
@@ -218,25 +219,29 @@ class SharedBallots:
             self._page = None
             self._close_processes()
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[mmap.mmap]:
-        with self._open:
-            if self._page is None:
-                raise RuntimeError("the job ended before all ranks had voted")
-            yield self._page
+    def _opened(self) -> mmap.mmap:
+        """Return the page, with `_open` held. Raises RuntimeError if the ballots are closed."""
+        if self._page is None:
+            raise RuntimeError("the job ended before all ranks had voted")
+        return self._page
 
-    def result(self, turn: int) -> tuple[list[int], Rows]:
+    def result(self, turn: int, votes: Votes) -> tuple[list[int], Rows]:
         """Return the minimum of all ranks' votes of that turn, and the integers given along. Waits
-        for the votes. Any thread.
+        for votes that `votes` lacks. Any thread.
 
         Raises RankGoneError, TimeoutError when a running rank does not vote, and RuntimeError when
         the ballots are closed.
         """
-        votes: Votes = {}
+        if self.missing(turn, votes):
+            self._wait(turn, votes)
+        cast, own = zip(*filter(None, votes), strict=True)
+        return list(map(min, *cast)), list(own)
+
+    def _wait(self, turn: int, votes: Votes) -> None:
         gone: set[int] = set()
         deadline = time.monotonic() + PATIENCE_SECONDS
         pause = FIRST_PAUSE_SECONDS
-        while missing := self._collect(turn, votes):
+        while missing := self.missing(turn, votes):
             gone.intersection_update(missing)  # a rank may have voted before it was gone
             if gone:
                 raise RankGoneError(f"rank {min(gone)} was gone before it reached this boundary")
@@ -245,27 +250,24 @@ class SharedBallots:
                     f"rank {missing[0]} has not reached this boundary in {PATIENCE_SECONDS:g} s"
                 )
             time.sleep(pause)
-            with self._opened() as page:
+            with self._open:
+                page = self._opened()
                 gone = {rank for rank in missing if self._is_gone(page, rank)}
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        cast = [votes[rank] for rank in range(self._group.size)]
-        columns = zip(*(vote for vote, _ in cast), strict=True)
-        return [min(column) for column in columns], [own for _, own in cast]
 
-    def done(self, turn: int) -> bool:
+    def done(self, turn: int, votes: Votes) -> bool:
         """True when `result` will not wait for a running rank. Any thread."""
         with self._open:
-            if self._page is None:
-                return True
             page = self._page
-            return all(
-                self._vote(page, turn, rank) is not None or self._is_gone(page, rank)
-                for rank in range(self._group.size)
+            return page is None or all(
+                self._is_gone(page, rank) for rank in self._collect(page, turn, votes)
             )
 
-    def missing(self, turn: int) -> list[int]:
-        """Return the ranks that have not cast that turn's vote. Any thread."""
-        return self._collect(turn, {})
+    def missing(self, turn: int, votes: Votes) -> list[int]:
+        """Add the votes of that turn that have come to `votes`; return the ranks whose vote is
+        missing. Any thread."""
+        with self._open:
+            return self._collect(self._opened(), turn, votes)
 
     def passed(self, iterations: int) -> None:
         """Write this rank's iterations to the page."""
@@ -273,13 +275,14 @@ class SharedBallots:
             if self._page is not None:
                 self._page[self._iterations_at(self._group.rank)] = iterations.to_bytes(8, "little")
 
-    def passed_over(self, turn: int) -> bool:
+    def passed_over(self, turn: int, votes: Votes) -> bool:
         """True when a rank that has not cast that turn's vote has completed more iterations than
         this one. Any thread."""
-        missing = self.missing(turn)
-        with self._opened() as page:
+        missing = self.missing(turn, votes)
+        with self._open:
+            page = self._opened()
             passed = {r: page[self._iterations_at(r)] for r in (*missing, self._group.rank)}
-            missing = [rank for rank in missing if self._vote(page, turn, rank) is None]
+            missing = self._collect(page, turn, votes)
         own = int.from_bytes(passed[self._group.rank], "little")
         return any(int.from_bytes(passed[rank], "little") > own for rank in missing)
 
@@ -287,17 +290,15 @@ class SharedBallots:
         at = _head_bytes(self._group.size) - (rank + 1) * _LINE_BYTES
         return slice(at, at + 8)
 
-    def _collect(self, turn: int, votes: Votes) -> list[int]:
-        """Add the votes of that turn that have come; return the ranks whose vote is missing."""
-        with self._opened() as page:
-            for rank in self._missing(votes):
-                vote = self._vote(page, turn, rank)
-                if vote is not None:
-                    votes[rank] = vote
-        return self._missing(votes)
-
-    def _missing(self, votes: Container[int]) -> list[int]:
-        return [rank for rank in range(self._group.size) if rank not in votes]
+    def _collect(self, page: mmap.mmap, turn: int, votes: Votes) -> list[int]:
+        """As `missing`, with `_open` held."""
+        missing = []
+        for rank, known in enumerate(votes):
+            if known is None:
+                votes[rank] = vote = self._vote(page, turn, rank)
+                if vote is None:
+                    missing.append(rank)
+        return missing
 
     def _is_gone(self, page: mmap.mmap, rank: int) -> bool:
         """True for a rank that closed its ballots, or whose process has ended, reaped or not."""
@@ -313,34 +314,32 @@ class SharedBallots:
         self, page: mmap.mmap, turn: int, rank: int
     ) -> tuple[list[int], tuple[int, ...]] | None:
         """Return a vote and the integers given along; None before both are written."""
-        found = _read(page, self._place(turn, rank), self._row)
+        found = _read(page, self._place(turn, rank), self._row, turn)
         if found is None:
             return None
         cast, width, *values = found
         if cast > turn:
             raise RuntimeError(f"rank {rank}'s vote {turn} was asked for after its vote {cast}")
-        if cast < turn:
-            return None
         if not width:
             return values, ()
-        own = _read(page, self._own_place(turn, rank), self._own_row)
+        own = _read(page, self._own_place(turn, rank), self._own_row, turn)
         return (values, own[1:]) if own is not None and own[0] == turn else None
 
     def _place(self, turn: int, rank: int) -> int:
-        size = self._group.size
-        return _head_bytes(size) + (turn % TURNS * size + rank) * _row_bytes(self._width)
+        return self._rows_at[turn % TURNS] + rank * self._row_bytes
 
     def _own_place(self, turn: int, rank: int) -> int:
         size = self._group.size
-        first = _head_bytes(size) + TURNS * size * _row_bytes(self._width)
+        first = self._rows_at[0] + TURNS * size * self._row_bytes
         return first + (turn % TURNS * size + rank) * _row_bytes(OWN_WIDTH)
 
 
 class _Pending:
     """The vote of SharedBallots: any thread may wait, more than once."""
 
-    def __init__(self, ballots: SharedBallots, turn: int, with_own: bool) -> None:
+    def __init__(self, ballots: SharedBallots, turn: int, size: int, with_own: bool) -> None:
         self._ballots, self._turn, self._with_own = ballots, turn, with_own
+        self._votes: Votes = [None] * size
         self._lock = threading.Lock()
         self._result: tuple[list[int], Rows] | None = None
 
@@ -349,21 +348,21 @@ class _Pending:
 
     def done(self) -> bool:
         # Without the lock, which another thread may hold while it waits.
-        return self._result is not None or self._ballots.done(self._turn)
+        return self._result is not None or self._ballots.done(self._turn, self._votes)
 
     def rows(self) -> Rows:
         return self._wait()[1] if self._with_own else []
 
     def missing(self) -> list[int]:
-        return self._ballots.missing(self._turn)
+        return self._ballots.missing(self._turn, self._votes)
 
     def passed_over(self) -> bool:
-        return self._ballots.passed_over(self._turn)
+        return self._ballots.passed_over(self._turn, self._votes)
 
     def _wait(self) -> tuple[list[int], Rows]:
         with self._lock:
             if self._result is None:
-                self._result = self._ballots.result(self._turn)
+                self._result = self._ballots.result(self._turn, self._votes)
             return self._result
 
 
@@ -384,11 +383,17 @@ def _row_bytes(width: int) -> int:
     return _whole_lines(8 * (2 + width) + 4)
 
 
-def _read(page: mmap.mmap, at: int, shape: struct.Struct) -> tuple[int, ...] | None:
-    """Return the values of a row; None before it is written."""
+def _read(page: mmap.mmap, at: int, shape: struct.Struct, turn: int) -> tuple[int, ...] | None:
+    """Return the values of a row; None before that turn's is written."""
     end = at + shape.size
     row = page[at:end]
+    if int.from_bytes(row[:8], "little") < turn:  # the usual case of a rank that is late
+        return None
     return shape.unpack(row) if page[end : end + 4] == _checksum(row) else None
+
+
+def _write(page: mmap.mmap, at: int, row: bytes) -> None:
+    page[at : at + len(row) + 4] = row + _checksum(row)
 
 
 def _whole_lines(nbytes: int) -> int:

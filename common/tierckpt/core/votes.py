@@ -135,9 +135,9 @@ class Vote(NamedTuple):
     @staticmethod
     def unpack(values: list[int]) -> Vote:
         """Read the vector that `pack` made."""
-        fields = _pick([*values, *_SILENT])
-        levels = {level: LevelVote(*fields[begin:end]) for level, begin, end in _ROWS}
-        return Vote(levels, *values[_OTHERS:])
+        fields, make = _pick([*values, *_SILENT]), tuple.__new__  # as `_make`, which is slower
+        levels = {level: make(LevelVote, fields[begin:end]) for level, begin, end in _ROWS}
+        return make(Vote, (levels, *values[_OTHERS:]))
 
     @property
     def apart(self) -> bool:

@@ -11,11 +11,10 @@ large piece, or several small ones side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-
-import numpy as np
 
 UNIT_BYTES = 16 * 1024
 """A tensor is divided in multiples of this; a smaller one goes to one rank whole."""
@@ -112,31 +111,37 @@ class Layout:
     """Bytes of all pieces; the rank-state blob and its padding follow them."""
 
 
-def stripe_bounds(
-    specs: Sequence[TensorSpec], ranks: int
-) -> Iterator[list[tuple[int, int, int]] | np.ndarray]:
-    """Yield, tensor by tensor, the element range of every rank: an int64 array (ranks, 2).
+def stripes(specs: Iterable[TensorSpec], rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield, tensor by tensor, the elements `[start, stop)` of rank `rank`.
 
     Greedy levelling: every rank gets the same number of whole units; the remaining units go to the
-    least loaded ranks, at most one each. So at any prefix of the list the loads of two ranks differ
-    by at most one unit. O(ranks log ranks) per tensor, memory O(ranks).
+    least loaded ranks, one each, and the tail to the next. So at any prefix of the list the loads
+    of two ranks differ by at most one unit.
     """
-    loads = np.zeros(ranks, dtype=np.int64)
+    order, loads = list(range(ranks)), [0] * ranks
+    """Ranks, the least loaded first, and their bytes beyond those that every rank got."""
     for spec in specs:
-        unit = UNIT_BYTES // spec.itemsize_bytes
-        units, tail = divmod(spec.numel, unit)
+        numel, item = spec.numel, spec.itemsize_bytes
+        unit = UNIT_BYTES // item
+        units, tail = divmod(numel, unit)
         base, extra = divmod(units, ranks)
-        counts = np.full(ranks, base * unit, dtype=np.int64)
-        if extra:
-            counts[np.argsort(loads, kind="stable")[:extra]] += unit
-        # The tail can only end the tensor, so its owner's range is moved to the end.
-        last = int(np.argmin(loads + counts * spec.itemsize_bytes))
-        counts[last] += tail
-        loads += counts * spec.itemsize_bytes
-        before = np.cumsum(counts) - counts
-        before[last + 1 :] -= counts[last]
-        before[last] = spec.numel - counts[last]
-        yield np.stack([before, before + counts], axis=1)
+        # The tail can only end the tensor, so its owner's range is the last one.
+        place, owner = order.index(rank), extra
+        if place < owner:
+            start, count = place * (base + 1) * unit, (base + 1) * unit
+        elif place == owner:
+            start, count = numel - base * unit - tail, base * unit + tail
+        else:
+            start, count = (extra + (place - 1) * base) * unit, base * unit
+        yield start, start + count
+        if extra:  # with a unit more they are the most loaded ones
+            order = order[extra:] + order[:extra]
+            loads = loads[extra:] + [load + unit * item for load in loads[:extra]]
+        if tail:
+            load, least = loads.pop(0) + tail * item, order.pop(0)
+            at = bisect(loads, load)
+            loads.insert(at, load)
+            order.insert(at, least)
 
 
 def plan_layout(
@@ -151,8 +156,7 @@ def plan_layout(
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not in a job of {ranks} rank(s)")
     chosen: list[tuple[TensorSpec, int, int, Placement]] = []
-    for spec, bounds in zip(striped, stripe_bounds(striped, ranks), strict=True):
-        start, stop = (int(b) for b in bounds[rank])
+    for spec, (start, stop) in zip(striped, stripes(striped, rank, ranks), strict=True):
         # An empty tensor must also have a place: with the rank that owns its (empty) tail.
         if stop > start or (spec.numel == 0 and rank == 0):
             chosen.append((spec, start, stop, REPLICATED))

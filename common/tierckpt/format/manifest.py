@@ -20,6 +20,7 @@ from .facts import VersionFacts
 from .ids import ShardKey, VersionId
 
 DIGEST_BYTES = 8
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Manifest:
         }
         if self.encoding is not None:
             values["encoding"] = self.encoding.as_json()
-        return checksummed_json.with_check(json.dumps(values, separators=(",", ":")).encode())
+        return checksummed_json.with_check(_JSON.encode(values).encode())
 
     @staticmethod
     def decode(data: bytes) -> Manifest:

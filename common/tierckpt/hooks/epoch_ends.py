@@ -37,6 +37,8 @@ class EpochEnds:
 
     def passed(self) -> None:
         """Record the end of an iteration: its batch was trained on."""
+        if not (self._state.extra or self._state.extra_per_rank):
+            return
         for place in self._places():
             place.passed()
             if place.at_end and self._at_end.get(id(place), (-1,))[0] != place.epoch:

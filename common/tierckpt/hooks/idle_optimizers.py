@@ -67,7 +67,8 @@ class IdleOptimizers:
     def boundary(self, stepped: Iterable[str]) -> None:
         """The loop called `step()`; the optimizers in `stepped` made steps since the last call."""
         outer = {self._state.outer.get(label, label) for label in stepped}
-        others, self._since = list(self._since), weakref.WeakSet()
+        others = list(self._since)
+        self._since.clear()
         for label in self._state.given:
             if label in outer:
                 self._steps.pop(label, None)

@@ -33,6 +33,8 @@ MARKS = ("_wrapped_by_lr_sched", "_with_counter")
 versions."""
 MOST_LOOKS = 8
 """Limit of searches: some optimizers may keep changing the keys of their groups."""
+OFTEN, SELDOM = 64, 16
+"""So many boundaries look for the marks of a new scheduler; then one in so many does."""
 EXTRA, PER_RANK = "extra=", "extra_per_rank="
 
 Say = Callable[[str, int], None]
@@ -55,7 +57,7 @@ class Unsaved:
         severity."""
         self._state, self._unregistered, self._line, self._say = state, unregistered, line, say
         self._scalers: list[_Ref] = []
-        self._looks = 0
+        self._looks = self._boundaries = 0
         self._marks: list[Any] = []
         self._reported: list[_Ref] = []
         self.texts: list[str] = []
@@ -92,6 +94,9 @@ class Unsaved:
 
     def _is_due(self, speaks: bool) -> bool:
         if self._looks >= MOST_LOOKS or (self._looks and not speaks):
+            return False
+        self._boundaries += 1
+        if self._looks and self._boundaries > OFTEN and self._boundaries % SELDOM:
             return False
         marks = [_marks_of(each) for each in self._state.given.values()]
         if self._looks and marks == self._marks:

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
+from tierckpt import _garbage
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.vote_exchange import Rows
@@ -207,7 +208,8 @@ class ReplicaMonitor:
     def _look_up(self) -> None:
         current = self._replicated
         if current is None or not current.stands(self._state):
-            self._replicated = ReplicatedState(self._state, self._slices)
+            with _garbage.paused():
+                self._replicated = ReplicatedState(self._state, self._slices)
             if self._structure != self._replicated.structure or (current and current.outdated):
                 self._next_all = True  # the slices contain other tensors now
             self._structure = self._replicated.structure

@@ -6,11 +6,12 @@ made once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain, islice
-from operator import attrgetter, eq, is_
+from collections.abc import Callable
+from itertools import accumulate
+from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierckpt.format.layout import (
@@ -27,6 +28,9 @@ from tierckpt.state.modules import changing_buffers
 from tierckpt.state.names import named_buffers
 from tierckpt.state.training_state import TrainingState, Walk
 from tierckpt.storage.memory.slots import Slot
+
+from .copy_engine import Table
+from .plan_check import Kinds, PlanCheck, addresses
 
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
@@ -59,29 +63,15 @@ class CopyPlan:
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
-        self.has_odd = bool(walk.odd)
-        self.odd = walk.odd
-        """Odd state, as of the last call of `fits`."""
         self.began = changing_buffers.changed(state.first_buffers, state.model)
-        self.shared = state.shared(walk)
+        self.shared = tree_codec.Packed(state.shared(walk))
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
-        self._containers = state.containers()
-        self._keys, self._values = _keys(self._containers), list(_values(self._containers))
-        # With odd state, the optimizers' values need another check.
-        of_modules = sum(map(len, state.module_containers()))
-        self._settled = of_modules if self.has_odd else len(self._values)
         self._own = own
         self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
-        self._counted = [(n, t) for n, t, _ in entries if not t.is_inference()]
-        self._counted_tensors = [t for _, t in self._counted]
-        self._tensors = walk.tensors
-        self._state_keys = [key for *_, key in walk.state]
-        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._params, self._param_kinds = walk.params, _known_kinds(walk.params)
-        self._state = [t for t, *_ in walk.state]
-        self._state_kinds = _known_kinds(self._state)
-        self._outlived = False
-        self._groups, self._members = state.group_sizes(), state.group_members()
+        pieces = {p.spec.name for p in self.layout.pieces if p.placement is REPLICATED}
+        copied = [(n, t) for n, t, _ in entries if n in pieces]
+        self._check = PlanCheck(state, walk, [t for _, t in copied])
+        self._counted = [n for n, t in copied if not t.is_inference()]
         self._headers: dict[int, tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
@@ -89,28 +79,26 @@ class CopyPlan:
         """Striped blocks by the `id()` of the parameter to which their data belongs."""
         self._sources = self._find_sources(specs, entries)
         self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+        self._table: Table | None = None
 
     def _find_sources(
         self,
         specs: list[TensorSpec],
         entries: list[tuple[str, torch.Tensor, torch.Tensor]],
-    ) -> list[torch.Tensor | Part]:
-        """Every piece's bytes: a view, or a function that copies if no view is possible."""
+    ) -> list[torch.Tensor]:
+        """The tensor of each piece: an alias, which keeps the memory alive if the live tensor gets
+        another one."""
         live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
-        sources: list[torch.Tensor | Part] = []
+        sources: list[torch.Tensor] = []
         owners: list[int | None] = []
         for piece in self.layout.pieces:
-            name, low, high = piece.spec.name, piece.start, piece.stop
             if piece.placement is PER_RANK:
-                sources.append(tree_codec.as_bytes(self.buffers.staged[name]))
+                sources.append(self.buffers.staged[piece.spec.name])
                 owners.append(None)
                 continue
-            tensor, param = live[name]
+            tensor, param = live[piece.spec.name]
             owners.append(id(param))
-            if tree_codec.is_dense(tensor):
-                sources.append(tree_codec.as_bytes(tree_codec.flat(tensor)[low:high]))
-            else:  # e.g. strided with gaps: made row-major when it is copied
-                sources.append(_row_major(tensor, low))
+            sources.append(tensor.detach())
         for index, block in enumerate(self.layout.blocks):
             for part in block.parts:
                 owner = owners[part[0]]
@@ -119,34 +107,33 @@ class CopyPlan:
                     blocks.append(index)
         return sources
 
-    def fits(self, state: TrainingState) -> bool:
-        """True while all tensors are the same objects, at the same addresses, with the same kinds,
-        as when the plan was made. (`state_stands` checks the optimizers' tensors more closely.)"""
-        now = state.containers()
-        if self._outlived or not _same_objects(now, self._containers) or _keys(now) != self._keys:
-            return False
-        return (
-            all(map(is_, islice(_values(now), self._settled), self._values))
-            and (not self.has_odd or self._odd_fits(state))
-            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
-            and all(map(eq, _kinds(self._params), self._param_kinds))
-            and state.group_sizes() == self._groups
-            and _same_objects(state.group_members(), self._members)
-            and self._buffers_fit(state)
-        )
+    def _bytes_of(self, index: int) -> torch.Tensor | Part:
+        """A piece's bytes: a view, or a function that copies if no view is possible."""
+        piece, tensor = self.layout.pieces[index], self._sources[index]
+        if tree_codec.is_dense(tensor):
+            return tree_codec.as_bytes(tree_codec.flat(tensor)[piece.start : piece.stop])
+        return _row_major(tensor, piece.start)  # strided with gaps: made row-major by the copy
 
-    def _odd_fits(self, state: TrainingState) -> bool:
-        """Compare odd state: numbers are new objects at every step, and lists hold tensors."""
-        walk = state.walk()
-        self.odd = walk.odd
-        return (
-            _same_objects(walk.tensors, self._tensors)
-            and [key for *_, key in walk.state] == self._state_keys
-        )
+    @property
+    def odd(self) -> list[Any]:
+        """Odd state, as of the last call of `fits`."""
+        return self._check.odd
+
+    def differs_alone(self, new: CopyPlan) -> bool:
+        """True if other ranks may still have this plan's layout, which `new` has not: `fits` found
+        another length of a tensor in its place."""
+        return self._check.only_here and self._check.lengths != new._check.lengths
+
+    def fits(self, state: TrainingState, whole: bool = False) -> bool:
+        """True while all tensors are the same objects, and those that this rank copies are at the
+        same addresses, with the same kinds, as when the plan was made. `whole`: also compare the
+        lengths of those that it does not copy."""
+        return self._check.holds(state, whole) and self._buffers_fit(state)
 
     def _buffers_fit(self, state: TrainingState) -> bool:
         """Accept buffers that were replaced by others of the same names and kinds."""
-        slots, held = state.buffer_slots(), state.live_buffers()
+        slots = state.buffer_slots()
+        held = [holder.get(name) for holder, name in slots]
         if slots is self._buffer_slots and _same_objects(held, self._held) and self.buffers.stand():
             return True
         if not self.buffers.follow([*named_buffers(state.model), *self._own]):
@@ -154,21 +141,24 @@ class CopyPlan:
         self._buffer_slots, self._held = slots, held
         return True
 
-    def state_stands(self) -> bool:
-        """True while the optimizers' tensors have the shapes, strides and types that they had; if
-        not, the plan fits no more. Such a change in place is rare, and the check takes longer than
-        all of `fits`, so the copier thread does it."""
-        self._outlived = not all(map(eq, _kinds(self._state), self._state_kinds))
-        return not self._outlived
+    @property
+    def baseline(self) -> list[int]:
+        """The result of `counters` at the last call of `fits`."""
+        return self._check.baseline
+
+    def read_counters(self) -> None:
+        """Read the baseline again, if other code has run since."""
+        self._check.baseline = self._check.counters()
 
     def counters(self) -> list[int]:
-        """Autograd's version counters of all striped tensors: a cheap check for torn copies."""
-        return list(map(_version_counter, self._counted_tensors))
+        """Autograd's version counters of the striped tensors that this rank copies: a cheap check
+        for torn copies."""
+        return self._check.counters()
 
     def changed_since(self, counters: list[int]) -> list[str]:
         """Names of the tensors with changed counters."""
         both = zip(self._counted, counters, self.counters(), strict=True)
-        return [name for (name, _), then, now in both if then != now]
+        return [name for name, then, now in both if then != now]
 
     def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
         """The shard's header and the length of its data, with some room for the tree to grow."""
@@ -196,7 +186,7 @@ class CopyPlan:
             return known
         parts, views = [], True
         for index, low, high in self.layout.blocks[block].parts:
-            piece, source = self.layout.pieces[index], self._sources[index]
+            piece, source = self.layout.pieces[index], self._bytes_of(index)
             if not isinstance(source, torch.Tensor):
                 views = False
                 parts.append(source(low, high))
@@ -209,39 +199,34 @@ class CopyPlan:
             self._block_sources[block] = found
         return found
 
+    def table(self) -> Table | None:
+        """Addresses of all sources, for the copy engine; None if some are on another device, or
+        have gaps. Right for as long as the plan fits, which keeps the memory alive as well."""
+        if self._table is None and all(t.is_cpu and tree_codec.is_dense(t) for t in self._sources):
+            self._table = self._make_table()
+        return self._table
 
-_version_counter = attrgetter("_version")
-
-
-def _keys(containers: list[dict[Any, Any]]) -> list[Any]:
-    return list(chain.from_iterable(containers))
-
-
-def _values(containers: list[dict[Any, Any]]) -> Iterable[Any]:
-    return chain.from_iterable(map(dict.values, containers))
+    def _make_table(self) -> Table:
+        pieces = self.layout.pieces
+        sizes = np.array([p.spec.itemsize_bytes for p in pieces], np.uint64)
+        starts = np.array([p.start for p in pieces], np.uint64)
+        begins = np.array(addresses(self._sources), np.uint64) + starts * sizes
+        blocks = self.layout.blocks
+        parts = np.array([p for b in blocks for p in b.parts], np.uint64).reshape(-1, 3)
+        piece, low, high = parts.T
+        lengths = (high - low) * sizes[piece]
+        segments = np.stack([begins[piece] + low * sizes[piece], lengths], axis=1)
+        counts = [len(b.parts) for b in blocks]
+        firsts = accumulate(counts, initial=0)
+        rows = [
+            (first, count, block.offset, block.nbytes)
+            for first, count, block in zip(firsts, counts, blocks, strict=False)
+        ]
+        return Table(segments, np.array(rows, np.uint64).reshape(-1, 4))
 
 
 def _same_objects(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
-
-
-_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
-
-
-def _kinds(tensors: list[torch.Tensor]) -> Iterable[tuple[Any, ...]]:
-    """Properties of a tensor that may change while it stays in its memory (`.data = `, `t_()`)."""
-    return zip(
-        map(_shape, tensors),
-        map(torch.Tensor.stride, tensors),
-        map(_dtype, tensors),
-        strict=True,
-    )
-
-
-def _known_kinds(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Kinds, equal ones as one object: one for each tensor would not fit into a core's cache."""
-    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    return [known.setdefault(kind, kind) for kind in _kinds(tensors)]
 
 
 class _Buffers:
@@ -266,8 +251,8 @@ class _Buffers:
         self._look()
 
     def _look(self) -> None:
-        self._pointers = list(map(torch.Tensor.data_ptr, self._live))
-        self._kinds = _known_kinds(self._live)
+        self._pointers = addresses(self._live)
+        self._kinds = Kinds(self._live)
         self._flat = [tree_codec.flat(t) for t in self._live]
         self._views = all(
             f.data_ptr() == p for f, p in zip(self._flat, self._pointers, strict=True)
@@ -275,9 +260,7 @@ class _Buffers:
 
     def stand(self) -> bool:
         """True while the known buffers have the same addresses and kinds."""
-        return list(map(torch.Tensor.data_ptr, self._live)) == self._pointers and all(
-            map(eq, _kinds(self._live), self._kinds)
-        )
+        return addresses(self._live) == self._pointers and self._kinds.stand()
 
     def follow(self, named: list[tuple[str, torch.Tensor]]) -> bool:
         """Use these buffers instead, if they have the same kinds; else return False."""

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -103,7 +103,7 @@ class Snapshot:
     plan: CopyPlan
     levels: tuple[str, ...]
     """Levels of the version after the seal: `memory`, and perhaps `local`."""
-    node: dict[str, Any]
+    node: tree_codec.Packed | None
     """The packed rank tree."""
     arena: tree_codec.Arena
     """The tensors in the tree."""
@@ -144,7 +144,7 @@ class Snapshot:
         self._reporting = self._reported = False
         self._digests: list[bytes] = [b""] * len(blocks)
         self._binding: Binding | None = None
-        self._counters = self.plan.counters()
+        self._counters = self.plan.baseline
         self._header = b""
         self._data_bytes = 0
         self._tree: tree_codec.EncodedTree | None = None
@@ -177,6 +177,10 @@ class Snapshot:
             if fresh:
                 self._todo.extend(fresh)
                 self._changed.notify_all()
+
+    def held_blocks(self) -> set[int]:
+        """Blocks that may not be copied yet. Any thread."""
+        return {*self._held}
 
     def _let_all_copy(self) -> None:
         with self._changed:
@@ -270,11 +274,6 @@ class Snapshot:
         if not self._enter():
             return
         with self._leaving():
-            if not self.plan.state_stands():
-                raise SnapshotError(
-                    "an optimizer's tensor got another shape, stride or dtype in place; the next "
-                    "version will have the new one"
-                )
             self._tree = tree_codec.EncodedTree(self.node, self.arena)
             self._tree_bytes = self._tree.nbytes
             self._header, self._data_bytes = self.plan.header(self._tree_bytes)
@@ -285,6 +284,7 @@ class Snapshot:
             self._record("slot", begin)
             _faults.point("refill", version=self.facts.id.version)
             binding = Binding(self.slot)
+            self._bound(binding)
             with self._changed:
                 if self.phase is Phase.OPEN:
                     self._tree_todo.extend(range(others, blocks))
@@ -292,6 +292,9 @@ class Snapshot:
                     self._left += blocks - others
                     self._binding = binding
                     self._changed.notify_all()
+
+    def _bound(self, binding: Binding) -> None:
+        """Prepare the copy into this slot; no thread copies yet."""
 
     def work(self) -> bool:
         """Copy one released block, or else one of the tree; False if there is none."""
@@ -421,7 +424,7 @@ class Snapshot:
         assert binding is not None
         start = len(self._header)
         binding.view[:start] = self._header
-        digests = [digest(self._header), *self._digests]
+        digests = [digest(self._header), *self._all_digests()]
         self.manifest = Manifest(
             facts=self.facts,
             shard=self.plan.layout.rank,
@@ -431,6 +434,10 @@ class Snapshot:
             digests=b"".join(digests),
             created_seconds=time.time(),
         )
+
+    def _all_digests(self) -> list[bytes]:
+        """The digests of all blocks, in order."""
+        return self._digests
 
     def _record_copy(self, block: int, begin_seconds: float) -> None:
         if block >= len(self.plan.layout.blocks):
@@ -462,11 +469,8 @@ class Snapshot:
             if self.phase is Phase.OPEN or self._in_flight or self._reporting:
                 return
             self._reporting = True
-        self._tree, self.node, self.arena = (
-            None,
-            {},
-            tree_codec.Arena(),
-        )  # as large as the state, perhaps
+        # As large as the state, perhaps.
+        self._tree, self.node, self.arena = None, None, tree_codec.Arena()
         try:
             self.on_done(self)
         except Exception:  # the training may be what waits here, or what called

@@ -6,25 +6,50 @@ it is copied here, on the training thread. Parameters and optimizer state follow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any, get_args
 
+import torch
+
+from tierckpt import _garbage
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.resumable_loader import ResumableLoader
+from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
+from tierckpt.state.extras import Generator, PlainValues
 from tierckpt.state.rng import pack_rng
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
 from tierckpt.storage.memory.slots import Slot
 
+from . import copy_engine
 from .comparison import is_unmoved
 from .copy_plan import CopyPlan
-from .snapshot import Snapshot
+from .native_snapshot import NativeSnapshot
+from .snapshot import Snapshot, SnapshotError
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
+
+
+APART_BOUNDARIES = 2
+"""Boundaries until all ranks know that a version was lost, and have the same plan again."""
+
+
+LEAVES_WEIGHTS = (
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+    ResumableLoader,
+    Position,
+    PlainValues,
+    *get_args(Generator),
+)
+"""Objects with a `state_dict()`, or a state, that is no reason to look at the weights again."""
 
 
 class Staging:
@@ -35,6 +60,12 @@ class Staging:
         """Plan of the last snapshot; None before the first one and after a restore."""
         self.lane: CudaLane | None = None
         self._state, self._group, self._pool = state, group, pool
+        self._whole_boundaries = self._apart_boundaries = 0
+        """Boundaries that look at all tensors, and boundaries without a version, because only this
+        rank has a new plan."""
+        self._adapter = self._tree = _NOTHING
+        """The last adapter's node and tree. No plain dict or list in them is used again, so the
+        same object has the same contents."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
         """Error of the state's own objects within a step, where raising would end the training."""
@@ -78,7 +109,11 @@ class Staging:
 
         Raises the errors of the state's own objects, and SnapshotError.
         """
-        plan, node, arena = self._stage(adapter)
+        try:
+            plan, node, arena = self._stage(adapter)
+        finally:
+            self._whole_boundaries = max(self._whole_boundaries - 1, 0)
+            self._apart_boundaries = max(self._apart_boundaries - 1, 0)
         parts = (facts, plan, levels, node, arena, choose_slot, on_done)
         if plan.device.type == "cuda":
             from . import cuda
@@ -88,24 +123,31 @@ class Staging:
                 locks = cuda.PageLocks(plan.device, self._pool.on_notice)
                 self._pool.on_map, self._pool.on_unmap = locks.lock, locks.unlock
             return cuda.CudaSnapshot(*parts, lane=self.lane)
-        return Snapshot(*parts)
+        engine = copy_engine.find()
+        table = plan.table() if engine is not None else None
+        if engine is None or table is None:
+            return Snapshot(*parts)
+        return NativeSnapshot(*parts, engine=engine, table=table)
 
     def is_unmoved(self, manifest: Manifest, image: memoryview, adapter: Any) -> bool:
         """True if a snapshot taken now would equal this sealed one; nothing may be copied during
         the call. Raises the errors of the state's own objects."""
-        plan, node, arena = self._stage(adapter)
+        plan, node, arena = self._stage(adapter, whole=True)
         return is_unmoved(plan, tree_codec.EncodedTree(node, arena), manifest, image)
 
-    def _stage(self, adapter: Any) -> tuple[CopyPlan, dict[str, Any], tree_codec.Arena]:
-        """Copy the rank's tree and the buffers, before the next forward pass changes them."""
+    def _stage(
+        self, adapter: Any, whole: bool = False
+    ) -> tuple[CopyPlan, tree_codec.Packed, tree_codec.Arena]:
+        """Copy the rank's tree and the buffers, before the next forward pass changes them. `whole`:
+        as in `_fitting_plan`."""
         if self._failed is not None:
             raise self._failed
-        plan, state = self._fitting_plan(), self._state
+        plan, state = self._fitting_plan(whole), self._state
         own, arena = self._own_now()
         state.look_again()
         modules = state.pack_module_states(arena)
         if modules:  # a hook may have changed buffers
-            plan = self._fitting_plan()
+            plan = self._fitting_plan(whole)
         plan.buffers.stage()
         node = {
             **own,
@@ -114,19 +156,53 @@ class Staging:
             "remainders": state.pack_remainders(arena),
             "shared": plan.shared,
             "extra": {**state.pack_extra(state.extra, arena), **modules},
-            "adapter": adapter,
+            "adapter": self._adapter_node(adapter),
         }
         if plan.began:
             node["began"] = plan.began
-        return plan, node, arena
+        objects = chain(state.extra.values(), state.extra_per_rank.values())
+        if node["remainders"] or not all(isinstance(each, LEAVES_WEIGHTS) for each in objects):
+            plan.read_counters()  # a state_dict() may swap weights and swap them back
+        return plan, self._packed(node), arena
 
-    def _fitting_plan(self) -> CopyPlan:
-        if self.plan is None or not self.plan.fits(self._state):
-            self._state.refresh_names()
-            self.plan = CopyPlan(
-                self._state, self._state.walk(), self._group.rank, self._group.size
+    def _adapter_node(self, value: Any) -> tree_codec.Packed:
+        if value is not self._adapter.node:
+            self._adapter = tree_codec.Packed(value)
+        return self._adapter
+
+    def _packed(self, node: dict[str, Any]) -> tree_codec.Packed:
+        """Return the tree; the one of the last version if no part is another object."""
+        parts = {key: _NOTHING if part == {} else part for key, part in node.items()}
+        last = self._tree.node
+        if parts.keys() != last.keys() or not all(map(is_, parts.values(), last.values())):
+            self._tree = tree_codec.Packed(parts)
+        return self._tree
+
+    def _fitting_plan(self, whole: bool = False) -> CopyPlan:
+        """The plan, a new one if the last does not fit. `whole`: look at all tensors.
+
+        Raises SnapshotError if other ranks may not have a new plan as well: see `plan_check`. They
+        learn from the votes that versions are lost, and then look at all tensors, too.
+        """
+        before, state = self.plan, self._state
+        whole = whole or self._whole_boundaries > 0
+        if before is None or not before.fits(state, whole):
+            with _garbage.paused():
+                state.refresh_names()
+                plan = CopyPlan(state, state.walk(), self._group.rank, self._group.size)
+            alone = before is not None and not whole and before.differs_alone(plan)
+            self._apart_boundaries = APART_BOUNDARIES if alone and self._group.size > 1 else 0
+            self.plan = before = plan
+        if self._apart_boundaries > 0:
+            raise SnapshotError(
+                "a tensor got another length in its place, which other ranks may not have seen; "
+                "the next versions will have it"
             )
-        return self.plan
+        return before
+
+    def look_at_all(self) -> None:
+        """A version was lost: the next boundaries look at all tensors."""
+        self._whole_boundaries = APART_BOUNDARIES
 
     def _own_now(self) -> tuple[dict[str, Any], tree_codec.Arena]:
         """Generators and each rank's own objects: as kept by `keep_streams`, else as of now. Kept
@@ -141,9 +217,10 @@ class Staging:
         return own, arena
 
     def _pack_own(self, objects: Mapping[str, Any]) -> tuple[dict[str, Any], tree_codec.Arena]:
-        arena = tree_codec.Arena()
+        streams, arena = pack_rng(self._state.cuda_device()), tree_codec.Arena()
+        arena.tensors = [streams["python"], streams["numpy"], streams["torch"], *streams["cuda"]]
         packed = {
-            "rng": pack_rng(self._state.cuda_device()),
+            "rng": _places_of_streams(len(streams["cuda"])),
             "extra_per_rank": self._state.pack_extra(objects, arena),
         }
         return packed, arena
@@ -161,6 +238,16 @@ class Staging:
         if self.lane is not None:
             self.lane.close()
         self.plan = None
+
+
+_NOTHING = tree_codec.Packed({})
+
+
+@functools.cache
+def _places_of_streams(devices: int) -> tree_codec.Packed:
+    """The node of the generators' states, which are the first tensors of a tree."""
+    python, numpy, cpu, *cuda = ({tree_codec.TAG: "raw", "v": n} for n in range(3 + devices))
+    return tree_codec.Packed({"python": python, "numpy": numpy, "torch": cpu, "cuda": cuda})
 
 
 __all__ = ["Staging"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,12 +13,17 @@ FIXED = ("model/", "buffer/")
 
 def wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     """The module inside DistributedDataParallel, DataParallel or torch.compile; else None."""
+    inner = _attribute_of(type(module))
+    return getattr(module, inner, None) if inner else None
+
+
+@functools.lru_cache(4096)
+def _attribute_of(kind: type) -> str:
+    """The attribute with the module inside, if the class is a wrapper; else empty."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
-    if isinstance(module, parallel):
-        return module.module  # type: ignore[no-any-return]
-    if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
-        return module._orig_mod  # type: ignore[return-value]
-    return None
+    if issubclass(kind, parallel):
+        return "module"
+    return "_orig_mod" if kind.__name__ == "OptimizedModule" else ""
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

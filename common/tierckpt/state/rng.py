@@ -1,11 +1,9 @@
-"""The process-wide random generators: saving their states as text, and setting them."""
+"""The process-wide random generators: saving their states as bytes, and setting them."""
 
 from __future__ import annotations
 
-import array
-import base64
+import ctypes
 import hashlib
-import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,41 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import tree_codec
+from .generator_memory import NUMPY, PYTHON, numpy_state, python_state
 
 
-def pack_rng(device: torch.device | None = None) -> tree_codec.Later:
-    """State of the process-wide generators: Python, numpy, torch CPU, and all CUDA devices if CUDA
-    is in use, with `device`, on which the process trains, as the first.
-
-    The states are copied now, since the next forward pass may draw numbers. To write 10 KB as text
-    would take a sixth of the boundary's time, so this happens when the tree is encoded.
-    """
-    version, words, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    cpu = torch.get_rng_state()
-    cuda: list[torch.Tensor] = []
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+def pack_rng(device: torch.device | None = None) -> dict[str, Any]:
+    """The states of the process-wide generators as bytes: Python, numpy, torch CPU, and all CUDA
+    devices if CUDA is in use, with `device`, on which the process trains, as the first."""
+    cuda: list[bytes] = []
+    if torch.cuda.is_initialized():
         # Philox keeps seed and offset on the host: nothing is read back from a device here.
-        cuda = [torch.cuda.get_rng_state(i) for i in _devices(device)]
-
-    def written() -> dict[str, Any]:
-        return {
-            "python": [version, base64.b64encode(array.array("I", words)).decode(), gauss],
-            "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), *rest],
-            "torch": _text_of(cpu),
-            "cuda": [_text_of(each) for each in cuda],
-        }
-
-    return tree_codec.Later(written)
+        cuda = [_bytes_of(torch.cuda.get_rng_state(i)) for i in _devices(device)]
+    cpu = _bytes_of(torch.default_generator.get_state())
+    return {"python": python_state(), "numpy": numpy_state(), "torch": cpu, "cuda": cuda}
 
 
-def _text_of(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def _state_of(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _tensor_of(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _devices(first: torch.device | None) -> list[int]:
@@ -59,16 +42,15 @@ def _devices(first: torch.device | None) -> list[int]:
 
 def load_rng(value: dict[str, Any], device: torch.device | None = None) -> list[str]:
     """Set the generators; returns problems in words (fewer CUDA devices than saved)."""
-    version, words, gauss = value["python"]
-    random.setstate((version, tuple(array.array("I", base64.b64decode(words))), gauss))
-    kind, keys, pos, has_gauss, cached = value["numpy"]
-    keys = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
-    np.random.set_state((kind, keys, pos, has_gauss, cached))
-    torch.set_rng_state(_state_of(value["torch"]))
+    place, *words, has_kept, kept = PYTHON.unpack(value["python"])
+    random.setstate((3, (*words, place), kept if has_kept else None))
+    keys, *rest = NUMPY.unpack(value["numpy"])
+    np.random.set_state(("MT19937", np.frombuffer(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_tensor_of(value["torch"]))
     problems = []
     devices = _devices(device) if value["cuda"] and torch.cuda.is_available() else []
     for index, state in zip(devices, value["cuda"], strict=False):
-        torch.cuda.set_rng_state(_state_of(state), index)
+        torch.cuda.set_rng_state(_tensor_of(state), index)
     if len(value["cuda"]) > len(devices):
         problems.append(
             f"RNG of {len(value['cuda'])} CUDA devices was saved, this process has {len(devices)}"
@@ -130,8 +112,8 @@ def seed_of(kind: str, version: int, states: Sequence[str], rank: int) -> int | 
     return (int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") + rank) % 2**256
 
 
-def _digest(state: Any) -> str:
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+def _digest(state: bytes | Sequence[bytes]) -> str:
+    return hashlib.sha256(state if isinstance(state, bytes) else b"".join(state)).hexdigest()
 
 
 def _reseed(kind: str, seed: int) -> None:

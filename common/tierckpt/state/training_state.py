@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
-from types import BuiltinFunctionType, FunctionType
+from math import isfinite
+from operator import is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -122,9 +123,14 @@ class TrainingState:
         """Number of times that the structure was looked up."""
         self.placements = Placements(reduced, untrained)
         self._modules: list[torch.nn.Module] = []
+        self._attributes: list[dict[str, Any]] = []
+        """Those of the modules; read faster from there."""
         self._buffer_slots: list[tuple[dict[str, Any], str]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
-        self._buffer_names: tuple[list[Any], ...] = ()
+        self._buffer_sizes: list[int] = []
+        self._with_buffers: list[torch.nn.Module] = []
+        self._buffer_names: list[Any] = []
+        """Names of the buffers of each of these modules, and those left out."""
         self._names: dict[int, str] = {}
         self._of_model: dict[int, str] = {}
         self._orphans: list[str] = []
@@ -133,6 +139,9 @@ class TrainingState:
         self._unstored: set[tuple[str, int | str, str]] = set()
         """See `extra_state.Unstored`."""
         self._beside_bytes, self._heavy_reported = 0, False
+        self._options: tuple[list[Any], list[Any], tree_codec.Packed] | None = None
+        """All groups' keys (with their numbers) and values, and the node that they were packed
+        to."""
         self._nothing_left: dict[str, tuple[int, int]] = {}
         """Optimizers with a `state_dict()` of their own that had no remainder: `looks` at that
         time, and the number of boundaries since."""
@@ -149,7 +158,8 @@ class TrainingState:
         """Look up the modules and parameter names again, after a structural change."""
         self.looks += 1
         self._modules = list(self.model.modules())
-        self._buffer_names = ()
+        self._attributes = list(map(vars, self._modules))
+        self._buffer_sizes = []
         self._find_extra_states()
         before = self._of_model
         self._of_model = {id(p): n for n, p in named_parameters(self.model)}
@@ -266,9 +276,7 @@ class TrainingState:
 
     def module_containers(self) -> list[dict[Any, Any]]:
         """The modules' part of `containers`, which comes first in it."""
-        found: list[dict[Any, Any]] = [m._parameters for m in self._modules]
-        found += [m._modules for m in self._modules]
-        return found
+        return [*map(_own_parameters, self._attributes), *map(_own_modules, self._attributes)]
 
     def live_buffers(self) -> list[torch.Tensor | None]:
         """Tensors in the `buffer_slots`; a shared tensor occurs several times."""
@@ -276,14 +284,28 @@ class TrainingState:
 
     def buffer_slots(self) -> list[tuple[dict[str, Any], str]]:
         """Places of all persistent buffers; the same list object while the places are the same."""
-        dicts = [m._buffers for m in self._modules]
-        left_out = [m._non_persistent_buffers_set for m in self._modules]
-        names = (list(chain.from_iterable(dicts)), list(map(len, dicts)), left_out)
-        if names != self._buffer_names or not all(map(is_, dicts, self._buffer_dicts)):
-            self._buffer_dicts = dicts
-            self._buffer_names = (*names[:2], list(map(set, left_out)))
-            each = zip(dicts, left_out, strict=True)
-            self._buffer_slots = [(held, n) for held, out in each for n in held if n not in out]
+        dicts = [*map(_own_buffers, self._attributes)]
+        sizes = [*map(len, dicts)]
+        if sizes != self._buffer_sizes or not all(map(is_, dicts, self._buffer_dicts)):
+            # A module without buffers has no name that is left out.
+            self._buffer_dicts, self._buffer_sizes = dicts, sizes
+            self._with_buffers = [m for m in self._modules if m._buffers]
+            self._buffer_names = []
+        names = [
+            part
+            for module in self._with_buffers
+            for part in (list(module._buffers), module._non_persistent_buffers_set)
+        ]
+        if names != self._buffer_names:
+            self._buffer_names = [type(part)(part) for part in names]
+            self._buffer_slots = [
+                (m._buffers, name)
+                for m in self._with_buffers
+                for name in m._buffers
+                if name not in m._non_persistent_buffers_set
+            ]
+        elif not names and self._buffer_slots:
+            self._buffer_slots = []
         return self._buffer_slots
 
     # --- naming (at layout time only) ----------------------------------------------------------
@@ -379,15 +401,29 @@ class TrainingState:
             grouped.setdefault(f"{labels[index]}/{self.name_of(param)}", {})[key] = node
         return grouped
 
-    def pack_groups(self, keep: tree_codec.KeepTensor) -> dict[str, Any]:
+    def pack_groups(self, keep: tree_codec.KeepTensor) -> dict[str, Any] | tree_codec.Packed:
         """Options of every param group (learning rate, betas, ...)."""
-        return {
+        lists = [optimizer.param_groups for optimizer in self.optimizers.values()]
+        groups = [*chain.from_iterable(lists)]
+        keys = [*map(len, lists), *map(len, groups), *chain.from_iterable(groups)]
+        values = [*chain.from_iterable(map(dict.values, groups))]
+        if self._options is not None:
+            then, its_values, packed = self._options
+            if then == keys and all(map(is_, its_values, values)):
+                return packed
+        found = {
             label: [
                 self._pack_group(label, number, group, keep)
                 for number, group in enumerate(optimizer.param_groups)
             ]
             for label, optimizer in self.optimizers.items()
         }
+        self._options = None
+        items = chain.from_iterable(map(dict.items, groups))
+        if not all(k in _GROUP_KEYS_NOT_STORED or _is_constant(v) for k, v in items):
+            return found
+        self._options = keys, values, tree_codec.Packed(found)
+        return self._options[2]
 
     def _pack_group(
         self, label: str, number: int, group: Mapping[str, Any], keep: tree_codec.KeepTensor
@@ -395,6 +431,9 @@ class TrainingState:
         """Options of one group. Functions and classes are left out: they are code, not state."""
         found = {}
         for key, value in group.items():
+            if type(value) in _PLAIN or (type(value) is float and isfinite(value)):
+                found[key] = value
+                continue
             if key in _GROUP_KEYS_NOT_STORED or isinstance(value, CODE):
                 continue
             try:
@@ -415,9 +454,13 @@ class TrainingState:
         Most optimizers have none, and are not asked. One with thousands of parameters that had none
         is asked again after a change of structure, and after 1, 2, 4, ... boundaries.
         """
-        before = sum(tensor.nbytes for tensor in arena.tensors)
-        found = {label: packed(left, label, arena) for label, left in self.remainders().items()}
-        self._beside_bytes = sum(tensor.nbytes for tensor in arena.tensors) - before
+        remainders = self.remainders()
+        if not remainders:
+            self._beside_bytes = 0
+            return {}
+        before = arena.nbytes
+        found = {label: packed(left, label, arena) for label, left in remainders.items()}
+        self._beside_bytes = arena.nbytes - before
         return found
 
     def new_heavy(self) -> str:
@@ -446,6 +489,8 @@ class TrainingState:
     def shared(self, walk: Walk) -> list[list[Any]]:
         """Tensors that several parameters share in an optimizer's state (quantile maps): the
         optimizer's label, the key, and the parameters' names, or None for all parameters."""
+        if len({id(tensor) for tensor, *_ in walk.state}) == len(walk.state):
+            return []
         labels = list(self.optimizers)
         holders: dict[tuple[int, str, int], list[torch.Tensor]] = {}
         having: Counter[tuple[int, str]] = Counter()
@@ -480,7 +525,17 @@ class TrainingState:
         return {MODULE_STATES: found} if found else {}
 
 
+_own_parameters = itemgetter("_parameters")
+_own_modules, _own_buffers = itemgetter("_modules"), itemgetter("_buffers")
 _NOTHING: dict[str, Any] = {}
+_PLAIN = (bool, int, str, NoneType)
+
+
+def _is_constant(value: Any) -> bool:
+    """True for a value that cannot change in place."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return type(value) in (*_PLAIN, float) or isinstance(value, CODE)
 
 
 def _named_values(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:

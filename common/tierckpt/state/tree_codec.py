@@ -16,7 +16,7 @@ import json
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -46,6 +46,14 @@ TAG = "~"
 
 INLINE_BYTES = 16 * 1024
 """Arrays up to this size go into the JSON itself."""
+
+SHORT_BYTES = 256
+"""Bytes up to this length go into the JSON, too."""
+
+SMALL_BYTES = 64 * 1024
+"""Tensors up to this size are joined, when a tree is encoded, instead of being copied alone."""
+
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
 """Called with a tensor and its path; keeps it somewhere and returns a node in its place."""
@@ -98,6 +106,8 @@ def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     if kind in ("tensor", "item"):
         value = tensor(node)
         return value.item() if kind == "item" else value
+    if kind == "raw":
+        return bytes(tensor(node).numpy().data)
     unpacker = _UNPACKERS.get(kind)
     if unpacker is None:
         raise FormatError(f"a tree holds a node of unknown kind {kind!r}")
@@ -151,28 +161,51 @@ def with_entries(value: Any, tensors: dict[str, Any]) -> Any:
     return map_entries(value, lambda entry: tensors.pop(entry.key))
 
 
-class Later:
-    """A node of a packed tree, computed when the tree is encoded.
+class Packed:
+    """A node of a packed tree that stays for many versions, with its JSON, which is made once. The
+    node must not change. Any thread."""
 
-    `make` returns the node, from values that do not change any more; it runs on the thread that
-    encodes. For values that take longer to write as text than to copy.
-    """
+    def __init__(self, node: Any) -> None:
+        """The values of a dict may be `Packed` themselves."""
+        self.node = node
+        self.text = _text_of(node)
+        self.rows: tuple[str, ...] | None = None
+        """The table of tensors of the tree that was encoded last with this node, and its head."""
+        self.head = b""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
+
+def _text_of(node: Any) -> str:
+    if type(node) is not dict:
+        return _JSON.encode(node)
+    parts = [
+        f"{_JSON.encode(key)}:{each.text if type(each) is Packed else _JSON.encode(each)}"
+        for key, each in node.items()
+    ]
+    return f"{{{','.join(parts)}}}"
 
 
 class Arena:
-    """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here."""
+    """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here.
+    Keeps long bytes as they are."""
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor | bytes] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all of them."""
+        return sum(len(t) if isinstance(t, bytes) else t.nbytes for t in self.tensors)
 
     def keep(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         """Clone `tensor`; see `KeepTensor`."""
         refuse_tensor(tensor, path)
         self.tensors.append(tensor.detach().clone())
         return {TAG: "tensor", "v": len(self.tensors) - 1}
+
+    def keep_bytes(self, value: bytes) -> dict[str, Any]:
+        """Keep bytes; returns a node in their place."""
+        self.tensors.append(value)
+        return {TAG: "raw", "v": len(self.tensors) - 1}
 
     def keep_item(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Like `keep`, for a tensor of one element, to be stored as its value (`.item()`)."""
@@ -189,18 +222,23 @@ class EncodedTree:
     """
 
     def __init__(self, node: Any, arena: Arena) -> None:
-        """Takes the tensors out of `arena`."""
+        """Takes the tensors out of `arena`. The node, and values of a dict, may be `Packed`."""
         tensors, arena.tensors = arena.tensors, []
-        specs = [spec_of(tensor, "") for tensor in tensors]
-        table = [[s.dtype, s.shape, s.stride, s.device] for s in specs]
-        document = {"tree": node, "tensors": table}
-        text = json.dumps(document, separators=(",", ":"), default=_made).encode()
-        head = bytearray(len(text).to_bytes(8, "little") + text)
-        parts = [torch.frombuffer(head, dtype=torch.uint8)]
-        parts += [flat(tensor).view(torch.uint8) for tensor in tensors]
+        small: list[Any] = [_head_of(node if isinstance(node, Packed) else Packed(node), tensors)]
+        parts: list[torch.Tensor | bytes] = []
+        for tensor in tensors:
+            raw = tensor if type(tensor) is bytes else flat(tensor).view(torch.uint8)
+            if type(raw) is bytes:
+                small.append(raw)
+            elif raw.numel() > SMALL_BYTES or raw.device.type != "cpu":
+                parts += [b"".join(small), raw] if small else [raw]
+                small = []
+            elif raw.numel():
+                small.append(raw.numpy())
+        parts += [b"".join(small)] if small else []
         self._parts = dict(enumerate(parts))
         """Parts with bytes that were not copied yet."""
-        self._left = [part.numel() for part in parts]
+        self._left = [len(p) if isinstance(p, bytes) else p.numel() for p in parts]
         self._bounds = list(accumulate(self._left, initial=0))
         self._lock = threading.Lock()
 
@@ -214,17 +252,22 @@ class EncodedTree:
 
         Each byte may be copied once. Holds the interpreter only while it looks up the bytes.
         """
-        high = low + target.numel()
+        there, high = memoryview(target.numpy()), low + target.numel()
         index = bisect_right(self._bounds, low) - 1
         while index < len(self._left) and (start := self._bounds[index]) < high:
             begin, end = max(low, start), min(high, self._bounds[index + 1])
             if begin < end:
-                source = self._parts[index][begin - start : end - start]
-                target[begin - low : end - low].copy_(source)
+                part = self._parts[index]
+                if isinstance(part, bytes):
+                    there[begin - low : end - low] = memoryview(part)[begin - start : end - start]
+                else:
+                    target[begin - low : end - low].copy_(part[begin - start : end - start])
+                del part
                 self._let_go(index, end - begin)
             index += 1
         if high > self.nbytes:
-            target[max(0, self.nbytes - low) :].zero_()
+            end = max(0, self.nbytes - low)
+            there[end:] = bytes(len(there) - end)
 
     def _let_go(self, index: int, copied_bytes: int) -> None:
         with self._lock:
@@ -233,10 +276,21 @@ class EncodedTree:
                 del self._parts[index]
 
 
-def _made(node: Any) -> Any:
-    if isinstance(node, Later):
-        return node.make()
-    raise TypeError(f"a packed tree holds a {type(node).__name__}")
+def _head_of(node: Packed, tensors: Sequence[torch.Tensor | bytes]) -> bytes:
+    """The length and the JSON of a tree with these tensors."""
+    rows = tuple(map(_row_of, tensors))
+    if rows != node.rows:
+        text = f'{{"tree":{node.text},"tensors":[{",".join(rows)}]}}'.encode()
+        node.rows, node.head = rows, len(text).to_bytes(8, "little") + text
+    return node.head
+
+
+def _row_of(tensor: torch.Tensor | bytes) -> str:
+    """The tensor's row in the table, as JSON."""
+    if type(tensor) is bytes:
+        return f'["uint8",[{len(tensor)}],null,"cpu"]'
+    spec = spec_of(tensor, "")
+    return _JSON.encode([spec.dtype, spec.shape, spec.stride, spec.device])
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -286,6 +340,8 @@ def spec_of(tensor: torch.Tensor, name: str) -> TensorSpec:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """True when the elements fill one gapless range of memory, each once, in any order."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(_strides(tensor)):
         if size == 1:
@@ -376,6 +432,12 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
 
 def refuse_in_place(tensor: torch.Tensor, path: str) -> None:
     """Check as `refuse_tensor`, also for copies from and to the tensor's own memory."""
+    if (
+        is_plain(tensor)
+        and not (tensor.is_nested or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+    ):
+        return  # almost all are of this kind
     refuse_tensor(tensor, path)
     for lazy, way_out in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
         if lazy:
@@ -423,6 +485,13 @@ def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any
 def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> np.ndarray:
     raw = base64.b64decode(node["b"]) if "b" in node else tensor(node["v"]).numpy()
     return np.frombuffer(raw, dtype=_dtype_of_text(node["dtype"])).reshape(node["shape"]).copy()
+
+
+def _pack_bytes(value: bytes, keep: KeepTensor) -> dict[str, Any]:
+    arena = getattr(keep, "__self__", None)
+    if isinstance(arena, Arena) and len(value) > SHORT_BYTES:
+        return arena.keep_bytes(value)
+    return {TAG: "bytes", "v": base64.b64encode(value).decode()}
 
 
 _WHOLE_BYTES = (torch.qint8, torch.quint8, torch.qint32)
@@ -514,7 +583,7 @@ _PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
     torch.dtype: lambda v, _p, _k: {TAG: "dtype", "v": str(v).removeprefix("torch.")},
     torch.device: lambda v, _p, _k: {TAG: "device", "v": str(v)},
     complex: lambda v, _p, _k: {TAG: "complex", "v": [repr(v.real), repr(v.imag)]},
-    bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
+    bytes: lambda v, _p, k: _pack_bytes(v, k),
     bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
     np.ndarray: _pack_array,
     collections.defaultdict: _pack_default,

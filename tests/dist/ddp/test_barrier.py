@@ -12,6 +12,7 @@ import pytest
 
 import tierckpt
 from tests.support import exact
+from tests.support.late_copies import before_blocks
 from tests.support.training import (
     Net,
     Place,
@@ -22,7 +23,6 @@ from tests.support.training import (
     sgd,
     train,
 )
-from tierckpt.snapshot.copy_plan import Binding
 
 many_buckets = {"bucket_cap_mb": 0.003}
 
@@ -36,15 +36,13 @@ def restored_from_slow_copies(kind: str, barrier: bool, place: Place) -> tuple[i
     """Every block is copied late; without the barrier, only after the optimizer's step."""
     options = {"optimizer": SILENT[kind], "net": partial(Net, layers=8)}
     with pytest.MonkeyPatch.context() as patch:
-        copy_block = Binding.copy_block
 
-        def slowly(self: Binding, *args: Any) -> bytes:
+        def slowly(_: int) -> None:
             end = time.monotonic() + (0.03 if barrier else PATIENCE_SECONDS)
             while time.monotonic() < end and not attached.ckpt._iterations.steps:
                 time.sleep(0.001)
-            return copy_block(self, *args)
 
-        patch.setattr(Binding, "copy_block", slowly)
+        before_blocks(patch, slowly)
         if not barrier:
             patch.setattr(tierckpt.Checkpointer, "_barrier", lambda self: None)
         job = make_job(**options, **many_buckets)
@@ -98,10 +96,10 @@ def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
     snapshot = attached.ckpt._active.snapshot
     assert snapshot is not None
     striped = len(snapshot.plan.striped_blocks)
-    at_boundary = striped - len(snapshot._held)
+    at_boundary = striped - len(snapshot.held_blocks())
     job.optimizer.zero_grad()
     job.loss(3).backward()
-    after_backward = striped - len(snapshot._held)
+    after_backward = striped - len(snapshot.held_blocks())
     job.optimizer.step()
     attached.ckpt.abandon()
     return at_boundary, after_backward, striped

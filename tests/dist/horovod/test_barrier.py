@@ -18,6 +18,7 @@ import torch
 import tierckpt
 from tests.dist.horovod.test_training import VARIANTS, clip
 from tests.support import exact
+from tests.support.late_copies import before_blocks
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import (
     HorovodJob,
@@ -31,7 +32,6 @@ from tests.support.training import (
     sgd,
     train,
 )
-from tierckpt.snapshot.copy_plan import Binding
 from tierckpt.snapshot.snapshot import Phase, Snapshot
 
 PATIENCE_SECONDS = 30.0
@@ -50,11 +50,11 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
     train(job, ckpt, range(3))
     snapshot = ckpt._active.snapshot
     assert snapshot is not None
-    held = [len(snapshot._held)]
+    held = [len(snapshot.held_blocks())]
     job.zero_grad()
     for part in range(job.passes):
         job.loss(3, part).backward()
-        held.append(len(snapshot._held))
+        held.append(len(snapshot.held_blocks()))
     if not held[-1]:
         # No thread is at the barrier: the copier completes the version alone, beside the reductions
         snapshot.wait_done()
@@ -93,17 +93,16 @@ def check_released(name: str, told: list[list[tuple[int, int]]]) -> None:
 def copies_held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is copied before the training thread is at the barrier, or the event is set."""
     may_copy = threading.Event()
-    copy_block, barrier = Binding.copy_block, Snapshot.barrier
+    barrier = Snapshot.barrier
 
-    def copy_late(self: Binding, *args: Any) -> bytes:
+    def wait(_: int) -> None:
         assert may_copy.wait(PATIENCE_SECONDS)
-        return copy_block(self, *args)
 
     def barrier_first(self: Snapshot) -> None:
         may_copy.set()
         barrier(self)
 
-    patch.setattr(Binding, "copy_block", copy_late)
+    before_blocks(patch, wait)
     patch.setattr(Snapshot, "barrier", barrier_first)
     yield may_copy
     may_copy.set()

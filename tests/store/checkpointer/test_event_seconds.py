@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.late_copies import before_blocks, without_the_engine
 from tierckpt.snapshot import copy_plan, snapshot
 from tierckpt.snapshot.staging import Staging
 from tierckpt.storage.local import store
@@ -50,6 +51,8 @@ def test_a_slow_call_is_reported(
     with TinyJob(path, **settings) as job:
         job.checkpointer._active.release_early = told != "sealed_after"
         with monkeypatch.context() as patch:
+            if told in ("copy", "checksum"):
+                without_the_engine(patch)
             patch.setattr(owner, name, slowly(getattr(owner, name)))
             job.run(3)
     found = [e.seconds for e in job.events if e.name == event]
@@ -64,11 +67,10 @@ def test_a_barrier_that_waits_is_reported(
     monkeypatch: pytest.MonkeyPatch, path: Path, shm_dir: Path
 ) -> None:
     """The step waits at the barrier while tensors that it would change are copied."""
-    slow = slowly(copy_plan.Binding.copy_block)
     with TinyJob(path, shm_dir=shm_dir, agent="inline") as job:
         job.checkpointer._active.release_early = False
         with monkeypatch.context() as patch:
-            patch.setattr(copy_plan.Binding, "copy_block", slow)
+            before_blocks(patch, lambda _: time.sleep(SLOW_SECONDS))
             job.run(3)
     sealed = [e.seconds for e in job.events if e.name == "sealed"]
     assert max(seconds["barrier"] for seconds in sealed) >= SLOW_SECONDS

@@ -16,6 +16,7 @@ import torch
 from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.format.ids import FORMAT_MAJOR
+from tierckpt.snapshot import copy_engine
 from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 from tierckpt.testing.tiny_job import fired, tiny_model, train
@@ -178,18 +179,23 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize("release", ["backward", "forward"])
+@pytest.mark.parametrize(
+    ("release", "copies"), [("backward", "native"), ("forward", "native"), ("backward", "torch")]
+)
 @pytest.mark.parametrize(("rules", "oldest"), KILLS, ids=[k for k, _ in KILLS])
 def test_killed_anywhere_it_resumes_bit_for_bit(
     rules: str,
     oldest: int,
     release: str,
+    copies: str,
+    monkeypatch: pytest.MonkeyPatch,
     path: Path,
     marks: Path,
     settings: Any,
     course: dict[int, str],
 ) -> None:
     settings["release"] = release
+    monkeypatch.setenv(copy_engine.VARIABLE, copies)
     status = run_in_child(train, str(path), STEPS, settings, rules=rules, marks=marks)
     assert (status, len(fired(marks))) == (-signal.SIGKILL, 1)
     with TinyJob(path, seed=99, **settings) as job:

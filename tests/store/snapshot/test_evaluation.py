@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.late_copies import before_blocks
 from tierckpt.format.ids import ShardKey
-from tierckpt.snapshot import copy_plan, snapshot
+from tierckpt.snapshot import snapshot
 from tierckpt.snapshot.snapshot import Phase, Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 
@@ -110,13 +111,7 @@ def test_copier_and_training_may_release_the_same_layers_at_the_same_time(
     """Each block is copied once, and no version is torn, whichever thread is first."""
     monkeypatch.setattr(snapshot, "QUIET_SECONDS", 0.0)
     copied: list[tuple[int, int]] = []
-    copy_block = copy_plan.Binding.copy_block
-
-    def counted(self: Any, plan: Any, block: int, start: int) -> Any:
-        copied.append((job.checkpointer.version, block))
-        return copy_block(self, plan, block, start)
-
-    monkeypatch.setattr(copy_plan.Binding, "copy_block", counted)
+    before_blocks(monkeypatch, lambda block: copied.append((job.checkpointer.version, block)))
     settings |= {"local_keep_last": 100}
     with layered(tmp_path / "c", settings) as job:
         for parameter in job.model.parameters():

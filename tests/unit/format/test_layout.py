@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from tierckpt.format.layout import (
     Layout,
     TensorSpec,
     plan_layout,
-    stripe_bounds,
+    stripes,
 )
 
 KINDS = {"float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1, "complex128": 16}
@@ -42,6 +44,12 @@ def all_layouts(
     striped: list[TensorSpec], own: list[TensorSpec], ranks: int, most: int | None = None
 ) -> list[Layout]:
     return [plan_layout(striped, own, rank, ranks) for rank in range(ranks)[:most]]
+
+
+def stripe_bounds(striped: list[TensorSpec], ranks: int) -> Iterator[np.ndarray]:
+    """Tensor by tensor, the ranges of all ranks."""
+    each = zip(*(stripes(striped, rank, ranks) for rank in range(ranks)), strict=True)
+    return (np.asarray(bounds) for bounds in each)
 
 
 @given(spec_lists, spec_lists, world_sizes)
@@ -104,7 +112,6 @@ def test_the_load_is_even_at_any_prefix(striped: list[TensorSpec], ranks: int) -
     """In time as well as in total: whichever layer is being reduced, all have as much to copy."""
     loads = np.zeros(ranks, dtype=np.int64)
     for tensor, bounds in zip(striped, stripe_bounds(striped, ranks), strict=True):
-        bounds = np.asarray(bounds)
         loads += (bounds[:, 1] - bounds[:, 0]) * tensor.itemsize_bytes
         assert loads.max() - loads.min() <= UNIT_BYTES
 
@@ -115,7 +122,7 @@ def test_a_tensor_smaller_than_a_unit_goes_to_one_rank_whole(
 ) -> None:
     for tensor, bounds in zip(striped, stripe_bounds(striped, ranks), strict=True):
         if tensor.nbytes < UNIT_BYTES:
-            sizes = np.asarray(bounds)[:, 1] - np.asarray(bounds)[:, 0]
+            sizes = bounds[:, 1] - bounds[:, 0]
             assert np.count_nonzero(sizes) == (1 if tensor.numel else 0)
 
 

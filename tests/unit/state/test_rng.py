@@ -16,7 +16,7 @@ from tierckpt.state import rng
 
 @pytest.fixture(autouse=True)
 def streams_put_back() -> Iterator[None]:
-    saved = rng.pack_rng().make()
+    saved = rng.pack_rng()
     yield
     rng.load_rng(saved)
 
@@ -27,7 +27,7 @@ def seeded(python: int, numpy: int, cpu: int) -> dict[str, Any]:
     np.random.seed(numpy)
     torch.manual_seed(cpu)
     draws()
-    return rng.pack_rng().make()
+    return rng.pack_rng()
 
 
 def draws() -> dict[str, Any]:

@@ -364,7 +364,7 @@ def draws() -> tuple[Any, ...]:
 
 @pytest.fixture
 def streams_put_back() -> Any:
-    saved = rng.pack_rng().make()
+    saved = rng.pack_rng()
     yield
     rng.load_rng(saved)
 
@@ -372,7 +372,7 @@ def streams_put_back() -> Any:
 @pytest.mark.usefixtures("streams_put_back")
 def test_all_random_streams_are_taken_up_where_they_were() -> None:
     draws()  # odd numbers of normal deviates: the second of a pair is kept for later
-    saved = rng.pack_rng().make()
+    saved = rng.pack_rng()
     expected = [draws() for _ in range(3)]
     assert rng.load_rng(saved) == []
     assert [draws() for _ in range(3)] == expected
@@ -410,7 +410,7 @@ def test_the_stream_of_the_device_that_trains_goes_along(
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: torch.tensor([i], dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "set_rng_state", put)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if saved_on is None else devices)
-    saved = rng.pack_rng(device(saved_on)).make()
+    saved = rng.pack_rng(device(saved_on))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     problems = rng.load_rng(saved, device(loaded_on))
@@ -427,7 +427,7 @@ def test_looking_does_not_draw() -> None:
     np.random.seed(5)
     found = []
     for _ in range(4):
-        rng.pack_rng().make()
+        rng.pack_rng()
         found.append(np.random.rand())
     assert found == expected
 
@@ -437,10 +437,10 @@ def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
     np.random.seed(5)
     np.random.randn()
     np.random.randn()
-    rng.pack_rng().make()  # none is kept now
+    rng.pack_rng()  # none is kept now
     np.random.seed(5)
     np.random.randn()  # one is kept, with the generator where it was before
-    saved = rng.pack_rng().make()
+    saved = rng.pack_rng()
     expected = np.random.randn()
     rng.load_rng(saved)
     assert np.random.randn() == expected

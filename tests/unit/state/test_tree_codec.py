@@ -270,10 +270,11 @@ def test_density_is_that_of_the_memory(dims: list[tuple[int, int]]) -> None:
 @given(
     st.lists(st.integers(0, 40), max_size=6),
     st.lists(st.integers(1, 60), min_size=1, max_size=9),
+    st.sampled_from([0, 30, tree_codec.SMALL_BYTES]),
     st.randoms(use_true_random=False),
 )
 def test_bytes_are_the_same_in_whatever_parts_and_order_they_are_copied(
-    sizes: list[int], cuts: list[int], order: Any
+    sizes: list[int], cuts: list[int], small: int, order: Any
 ) -> None:
     def arena() -> tree_codec.Arena:
         kept = tree_codec.Arena()
@@ -281,7 +282,9 @@ def test_bytes_are_the_same_in_whatever_parts_and_order_they_are_copied(
         return kept
 
     expected = encoded({"a": 1}, arena())
-    whole = tree_codec.EncodedTree({"a": 1}, arena())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_codec, "SMALL_BYTES", small)
+        whole = tree_codec.EncodedTree({"a": tree_codec.Packed(1)}, arena())
     # Beyond the end, too, where zeros belong.
     bounds = [0, *itertools.takewhile(lambda n: n < len(expected) + 70, itertools.accumulate(cuts))]
     bounds.append(len(expected) + 70)
@@ -294,13 +297,14 @@ def test_bytes_are_the_same_in_whatever_parts_and_order_they_are_copied(
 
 
 def test_a_tensor_goes_with_its_last_byte_that_is_copied() -> None:
-    arrays = [np.ones(100, dtype=np.uint8), np.ones(100, dtype=np.uint8)]
+    count = tree_codec.SMALL_BYTES + 100  # smaller ones are copied at once
+    arrays = [np.ones(count, dtype=np.uint8), np.ones(count, dtype=np.uint8)]
     memory = [weakref.ref(array) for array in arrays]
     arena = tree_codec.Arena()
     arena.tensors = list(map(torch.from_numpy, arrays))
     arrays.clear()
     whole = tree_codec.EncodedTree(None, arena)
-    head_bytes = whole.nbytes - 200
+    head_bytes = whole.nbytes - 2 * count
 
     def copy(low: int, high: int) -> list[bool]:
         """Which of the two still exist."""
@@ -308,9 +312,9 @@ def test_a_tensor_goes_with_its_last_byte_that_is_copied() -> None:
         return [ref() is not None for ref in memory]
 
     assert arena.tensors == []
-    assert copy(50, 150) == [True, True]
+    assert copy(50, count + 50) == [True, True]
     assert copy(0, 50) == [False, True]
-    assert copy(150, 200) == [False, False]
+    assert copy(count + 50, 2 * count) == [False, False]
 
 
 # --- refusals ------------------------------------------------------------------------------------

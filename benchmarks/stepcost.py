@@ -1,0 +1,227 @@
+"""How much does a version at every step cost, beside the copy of its bytes? DDP, memory level.
+
+    python benchmarks/stepcost.py --toy
+    python benchmarks/stepcost.py --models cnn,mlp --sleep 0.05
+    TIERCKPT_COPY_ENGINE=torch python benchmarks/stepcost.py      # without the copy engine
+
+Two kinds of blocks take turns in the same processes: steps of a plain twin, and steps with a
+version each. Figures are differences within a round, so that other load of the machine affects both
+equally. CPU time is that of all threads of the rank's process. *bare* is the least that the
+version's bytes cost: between further steps of the twin the training thread copies as many bytes,
+block by block, into shared memory, and hashes them. `--sleep` waits that many seconds in each step,
+as for a GPU: then a core is idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_ckpt
+from tierckpt.format.layout import BLOCK_BYTES
+from tierckpt.snapshot import copy_engine
+
+ALLOWED_RATIO, ALLOWED_MS = 1.25, 0.5
+"""Target: the CPU time of a version is at most this many times the bare one, and so much more."""
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(32 * 64, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
+def mlp() -> nn.Module:
+    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(256, 10))
+
+
+def deep() -> nn.Module:
+    """3,600 tensors with AdamW, without its step counts."""
+    layers = [m for _ in range(300) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+def wide() -> nn.Module:
+    """151 MB of state with AdamW."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(2048, 10))
+
+
+MODELS = {
+    "cnn": (cnn, (64, 1, 8, 8)),
+    "mlp": (mlp, (64, 256)),
+    "deep": (deep, (64, 64)),
+    "wide": (wide, (256, 2048)),
+}
+
+
+class BareCopy:
+    """A copy and hash of so many bytes, with a clock; the sources are as cold as live tensors."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._source = np.ones(nbytes, np.uint8)
+        self._target = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        self._target[:] = 0
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        begin = time.thread_time()
+        for low in range(0, len(self._source), BLOCK_BYTES):
+            block = self._target[low : low + BLOCK_BYTES]
+            block[:] = self._source[low : low + BLOCK_BYTES]
+            xxhash.xxh3_64_intdigest(block)
+        self.seconds += time.thread_time() - begin
+
+
+@dataclass
+class Cost:
+    """Milliseconds per step of one block."""
+
+    wall: float
+    cpu: float
+    """Of the process."""
+    main: float
+    """Of the training thread."""
+
+
+class Rank:
+    """One rank: a plain model, and its twin with a checkpointer."""
+
+    def __init__(self, name: str, folder: str, sleep_seconds: float) -> None:
+        torch.set_num_threads(1)
+        make, shape = MODELS[name]
+        torch.manual_seed(0)
+        self.batch, self.labels = torch.randn(shape), torch.randint(0, 10, shape[:1])
+        self.loss, self.sleep_seconds = nn.CrossEntropyLoss(), sleep_seconds
+        models = [DistributedDataParallel(make()) for _ in range(2)]
+        self.sides = [(m, torch.optim.AdamW(m.parameters(), lr=1e-4)) for m in models]
+        self.nbytes = 0
+        settings = {"path": f"{folder}/ckpts", "shm_dir": f"{folder}/shm", "memory_every_steps": 1}
+        self.ckpt = ddp_ckpt.Checkpointer(
+            *self.sides[1], local_every_seconds=0, on_event=self._on_event, **settings
+        )
+        self.ckpt.restore()
+        self.bare: BareCopy | None = None
+
+    def _on_event(self, event: Any) -> None:
+        self.nbytes = event.nbytes or self.nbytes
+
+    def block(self, steps: int, versions: bool) -> Cost:
+        """Train so many steps."""
+        model, optimizer = self.sides[versions]
+        dist.barrier()
+        wall, cpu, main = time.perf_counter(), time.process_time(), time.thread_time()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            self.loss(model(self.batch), self.labels).backward()
+            if self.sleep_seconds:
+                time.sleep(self.sleep_seconds)
+            optimizer.step()
+            if versions:
+                self.ckpt.step()
+        dist.barrier()
+        ends = time.perf_counter(), time.process_time(), time.thread_time()
+        begins = wall, cpu, main
+        return Cost(*(1e3 * (e - b) / steps for e, b in zip(ends, begins, strict=True)))
+
+    def bare_ms(self, steps: int) -> float:
+        """Mean of the bare copy between steps of the twin."""
+        if self.bare is None:
+            self.bare = BareCopy(self.nbytes)
+        self.bare.seconds = 0.0
+        model, optimizer = self.sides[0]
+        for _ in range(steps):
+            optimizer.zero_grad()
+            self.loss(model(self.batch), self.labels).backward()
+            optimizer.step()
+            self.bare.run()
+        return 1e3 * self.bare.seconds / steps
+
+
+def measure(
+    rank: int, ranks: int, name: str, rounds: int, steps: int, sleep: float, folder: str
+) -> None:
+    """Run one rank; rank 0 prints a line."""
+    logging.basicConfig()  # warnings and errors alone, between the lines of the table
+    meeting = f"file://{folder}/meeting-{name}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    one = Rank(name, folder, sleep)
+    for versions in (False, True):
+        one.block(max(steps, 4), versions)
+    found: dict[bool, list[Cost]] = {False: [], True: []}
+    bare = []
+    for turn in range(rounds):
+        for versions in (False, True) if turn % 2 else (True, False):
+            found[versions].append(one.block(steps, versions))
+        bare.append(one.bare_ms(steps))
+    if rank == 0:
+        print(_line(name, one.nbytes, found[False], found[True], median(bare)), flush=True)
+    one.ckpt.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _line(name: str, nbytes: int, plain: list[Cost], versions: list[Cost], bare_ms: float) -> str:
+    pairs = list(zip(plain, versions, strict=True))
+    walls = [v.wall - p.wall for p, v in pairs]
+    low, _, high = quantiles(walls, n=4) if len(walls) > 1 else walls * 3
+    step, wall = median(p.wall for p in plain), median(walls)
+    cpu, main = median(v.cpu - p.cpu for p, v in pairs), median(v.main - p.main for p, v in pairs)
+    kept = "yes" if cpu <= ALLOWED_RATIO * bare_ms + ALLOWED_MS else "no"
+    return (
+        f"{name:>5} {nbytes / 1e6:>6.1f} {step:>8.2f} {wall:>+8.2f} ({low:+.2f} to {high:+.2f}) "
+        f"{100 * wall / step:>6.1f} % {cpu:>8.2f} {main:>8.2f} {bare_ms:>8.2f} "
+        f"{cpu / bare_ms:>6.1f} {kept:>4}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=40, help="steps of a block")
+    parser.add_argument("--sleep", type=float, default=0.0, help="idle seconds of each step")
+    options = parser.parse_args()
+    models = ["cnn"] if options.toy else options.models.split(",")
+    rounds, steps = (2, 4) if options.toy else (options.rounds, options.steps)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    engine = "the copy engine" if copy_engine.find() is not None else "torch"
+    print(
+        f"{os.cpu_count()} cores, torch {torch.__version__}; copies by {engine}; ms a step, medians"
+    )
+    print(f"of {rounds} rounds, rank 0; target: CPU <= {ALLOWED_RATIO} bare + {ALLOWED_MS} ms")
+    print(
+        "model     MB     step   slower (quartiles)             CPU +   main +     bare  times  met"
+    )
+    for name in models:
+        folder = tempfile.mkdtemp(dir="/dev/shm")
+        try:
+            os.mkdir(f"{folder}/shm")
+            args = (options.ranks, name, rounds, steps, options.sleep, folder)
+            torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+/* Copy engine: copies and hashes the blocks of one version without the interpreter.
+
+   `copy_engine.py` calls it through ctypes, which releases the GIL; it has no Python in it and starts
+   no thread. A *plan* (segments and blocks) belongs to the caller and does not change. A *job* is one
+   copy of a plan into one target; its memory belongs to the caller as well. Any number of threads
+   may work on a job.
+
+   A block is held, then released, then taken by one thread, then done. The lock is held for a few
+   dozen instructions, and never during a copy. A thread sleeps only on a futex, and is woken only if
+   it has something to do. */
+
+#define _GNU_SOURCE
+#include <endian.h>
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if UINTPTR_MAX < UINT64_MAX
+#error "the copy engine needs 64-bit addresses; Tierckpt copies with torch instead"
+#endif
+
+#define PUBLIC __attribute__((visibility("default")))
+
+/* Increased with every change of the functions or structures below. */
+#define INTERFACE 1
+
+typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
+
+typedef struct {
+    uint64_t address;
+    uint64_t nbytes;
+} segment;
+
+typedef struct {
+    uint64_t first_segment;
+    uint64_t segments;
+    uint64_t offset; /* in the target */
+    uint64_t nbytes; /* the sum of the segments' */
+} block;
+
+enum { COMPLETE, ABORTED, IDLE, UNFINISHED };
+
+typedef struct {
+    hash_function hash;
+    const segment *segments;
+    const block *blocks;
+    uint8_t *target;
+    uint64_t copy_ns, hash_ns; /* work of all threads */
+    pthread_mutex_t lock;
+    _Atomic uint32_t turn; /* the futex: changes whenever a sleeper should look again */
+    uint32_t count;        /* blocks */
+    uint32_t released, taken, done;
+    uint32_t workers;  /* threads that sleep until blocks are released */
+    uint32_t leavers;  /* threads that sleep until no block is being copied */
+    uint32_t aborted;
+    uint32_t streams; /* this processor can `stream` */
+    uint32_t queue_offset, state_offset;
+    uint64_t digests[]; /* count, little endian; then the queue (uint32_t) and the states (uint8_t) */
+} job;
+
+enum { HELD, RELEASED };
+
+static uint32_t *queue_of(job *j) { return (uint32_t *)((uint8_t *)j + j->queue_offset); }
+static uint8_t *states_of(job *j) { return (uint8_t *)j + j->state_offset; }
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* --- waiting; with the lock held ----------------------------------------------------------------- */
+
+/* Sleep until the next wake-up, or for `timeout_ns`; returns 0 after a time-out. */
+static int sleep_locked(job *j, uint32_t *sleepers, uint64_t timeout_ns) {
+    struct timespec limit = {(time_t)(timeout_ns / 1000000000u), (long)(timeout_ns % 1000000000u)};
+    uint32_t seen = atomic_load(&j->turn);
+    ++*sleepers;
+    pthread_mutex_unlock(&j->lock);
+    long slept = syscall(SYS_futex, &j->turn, FUTEX_WAIT_PRIVATE, seen, &limit, NULL, 0);
+    int timed_out = slept == -1 && errno == ETIMEDOUT;
+    pthread_mutex_lock(&j->lock);
+    --*sleepers;
+    return !timed_out;
+}
+
+/* Wake all sleepers if there are `sleepers`. */
+static void wake_locked(job *j, uint32_t sleepers) {
+    if (sleepers == 0)
+        return;
+    atomic_fetch_add(&j->turn, 1);
+    syscall(SYS_futex, &j->turn, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+/* --- one block ----------------------------------------------------------------------------------- */
+
+/* Copies past the caches: nobody reads the target soon, and it evicts nothing of the training. With
+   stores of 64 bytes that is faster than memcpy, too; with smaller ones it is slower. */
+#if defined(__x86_64__)
+__attribute__((target("avx512f"))) static void stream(uint8_t *to, const uint8_t *from, size_t nbytes) {
+    size_t head = (size_t)(-(uintptr_t)to & 63u);
+    if (head > nbytes)
+        head = nbytes;
+    memcpy(to, from, head);
+    to += head, from += head, nbytes -= head;
+    for (; nbytes >= 64; to += 64, from += 64, nbytes -= 64)
+        _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from));
+    memcpy(to, from, nbytes);
+    _mm_sfence();
+}
+static int can_stream(void) { return __builtin_cpu_supports("avx512f"); }
+#else
+static void stream(uint8_t *to, const uint8_t *from, size_t nbytes) { memcpy(to, from, nbytes); }
+static int can_stream(void) { return 0; }
+#endif
+
+/* A block of one segment is hashed from its source, which is in the core's cache then, and streamed.
+   Others are gathered in the target, and hashed there. */
+static uint64_t copy_block(const job *j, const block *b, uint64_t *hash_ns) {
+    uint8_t *to = j->target + b->offset;
+    const segment *s = j->segments + b->first_segment;
+    uint64_t begin, digest;
+    if (b->segments == 1 && j->streams) {
+        const uint8_t *from = (const uint8_t *)(uintptr_t)s->address;
+        begin = now_ns();
+        digest = j->hash(from, b->nbytes);
+        *hash_ns = now_ns() - begin;
+        stream(to, from, b->nbytes);
+        return digest;
+    }
+    for (uint64_t i = 0, done = 0; i < b->segments; done += s[i++].nbytes)
+        memcpy(to + done, (const void *)(uintptr_t)s[i].address, s[i].nbytes);
+    begin = now_ns();
+    digest = j->hash(to, b->nbytes);
+    *hash_ns = now_ns() - begin;
+    return digest;
+}
+
+/* Take a released block, with the lock held; -1 if there is none. */
+static int64_t take_locked(job *j) {
+    if (j->aborted || j->target == NULL || j->taken == j->released)
+        return -1;
+    return queue_of(j)[j->taken++];
+}
+
+/* Copy a taken block; the lock is released meanwhile. */
+static void copy_locked(job *j, uint32_t number) {
+    uint64_t hash_ns, begin = now_ns();
+    pthread_mutex_unlock(&j->lock);
+    uint64_t digest = copy_block(j, &j->blocks[number], &hash_ns);
+    uint64_t spent_ns = now_ns() - begin;
+    j->digests[number] = htole64(digest);
+    pthread_mutex_lock(&j->lock);
+    j->copy_ns += spent_ns - hash_ns;
+    j->hash_ns += hash_ns;
+    j->done++;
+    if (j->done == j->taken && j->taken == j->released)
+        wake_locked(j, j->done == j->count ? j->leavers + j->workers : j->leavers);
+}
+
+static int state_locked(const job *j) {
+    return j->aborted ? ABORTED : j->done == j->count ? COMPLETE : IDLE;
+}
+
+/* --- interface ----------------------------------------------------------------------------------- */
+
+PUBLIC uint32_t tierckpt_interface(void) { return INTERFACE; }
+
+PUBLIC uint64_t tierckpt_hash(hash_function hash, const void *data, uint64_t nbytes) {
+    return hash(data, nbytes);
+}
+
+/* Memory of a job of `count` blocks. */
+PUBLIC uint64_t tierckpt_job_bytes(uint32_t count) {
+    return sizeof(job) + (uint64_t)count * (sizeof(uint64_t) + sizeof(uint32_t) + 1);
+}
+
+PUBLIC uint64_t tierckpt_digests_offset(void) { return offsetof(job, digests); }
+
+/* Begin a job in zeroed memory, with all blocks held. */
+PUBLIC void tierckpt_init(job *j, hash_function hash, const segment *segments, const block *blocks,
+                          uint32_t count) {
+    j->hash = hash;
+    j->segments = segments;
+    j->blocks = blocks;
+    j->count = count;
+    j->streams = (uint32_t)can_stream();
+    j->queue_offset = (uint32_t)(offsetof(job, digests) + count * sizeof(uint64_t));
+    j->state_offset = (uint32_t)(j->queue_offset + count * sizeof(uint32_t));
+    pthread_mutex_init(&j->lock, NULL);
+}
+
+/* Set the target: the address of the first block's offset 0. */
+PUBLIC void tierckpt_bind(job *j, uint8_t *target) {
+    pthread_mutex_lock(&j->lock);
+    j->target = target;
+    wake_locked(j, j->workers);
+    pthread_mutex_unlock(&j->lock);
+}
+
+/* Allow the copy of these blocks, of all blocks if `blocks` is NULL. */
+PUBLIC void tierckpt_release(job *j, const uint32_t *blocks, uint32_t count) {
+    pthread_mutex_lock(&j->lock);
+    uint32_t before = j->released;
+    if (blocks == NULL)
+        count = before == j->count ? 0 : j->count;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t number = blocks == NULL ? i : blocks[i];
+        if (states_of(j)[number] == HELD) {
+            states_of(j)[number] = RELEASED;
+            queue_of(j)[j->released++] = number;
+        }
+    }
+    if (j->released != before)
+        wake_locked(j, j->workers);
+    pthread_mutex_unlock(&j->lock);
+}
+
+/* Take one released block; -1 if there is none. Then call `copy_one`, or `abort`. */
+PUBLIC int64_t tierckpt_take(job *j) {
+    pthread_mutex_lock(&j->lock);
+    int64_t number = take_locked(j);
+    pthread_mutex_unlock(&j->lock);
+    return number;
+}
+
+PUBLIC void tierckpt_copy_one(job *j, uint32_t number) {
+    pthread_mutex_lock(&j->lock);
+    copy_locked(j, number);
+    pthread_mutex_unlock(&j->lock);
+}
+
+/* Wait until a block may be taken (UNFINISHED), or as `run`. */
+PUBLIC int tierckpt_wait(job *j, uint64_t timeout_ns) {
+    int state, awake = 1;
+    pthread_mutex_lock(&j->lock);
+    for (;;) {
+        int ready = !j->aborted && j->target != NULL && j->taken != j->released;
+        state = ready ? UNFINISHED : state_locked(j);
+        if (state != IDLE || timeout_ns == 0 || !awake)
+            break;
+        awake = sleep_locked(j, &j->workers, timeout_ns);
+    }
+    pthread_mutex_unlock(&j->lock);
+    return state;
+}
+
+/* Copy released blocks until all are done (COMPLETE), the job is aborted (ABORTED), or none was
+   released for `timeout_ns` (IDLE). */
+PUBLIC int tierckpt_run(job *j, uint64_t timeout_ns) {
+    int state, awake = 1;
+    pthread_mutex_lock(&j->lock);
+    for (;;) {
+        int64_t number = take_locked(j);
+        state = state_locked(j);
+        if (number >= 0) {
+            copy_locked(j, (uint32_t)number);
+            awake = 1;
+        } else if (state != IDLE || timeout_ns == 0 || !awake) {
+            break;
+        } else {
+            awake = sleep_locked(j, &j->workers, timeout_ns);
+        }
+    }
+    pthread_mutex_unlock(&j->lock);
+    return state;
+}
+
+/* Copy released blocks, and wait until no thread copies one. Returns as `run`: IDLE if blocks are
+   held; UNFINISHED after about `budget_bytes`, or after a wait of `timeout_ns`: call again. */
+PUBLIC int tierckpt_help(job *j, uint64_t budget_bytes, uint64_t timeout_ns) {
+    int state, awake = 1;
+    pthread_mutex_lock(&j->lock);
+    for (;;) {
+        int64_t number = budget_bytes ? take_locked(j) : -1;
+        state = state_locked(j);
+        if (number >= 0) {
+            uint64_t nbytes = j->blocks[number].nbytes;
+            budget_bytes -= nbytes < budget_bytes ? nbytes : budget_bytes;
+            copy_locked(j, (uint32_t)number);
+        } else if (state != IDLE || j->done == j->released) {
+            break;
+        } else if (budget_bytes == 0 || !awake) {
+            state = UNFINISHED;
+            break;
+        } else {
+            awake = sleep_locked(j, &j->leavers, timeout_ns);
+        }
+    }
+    pthread_mutex_unlock(&j->lock);
+    return state;
+}
+
+/* End the job: no block is begun any more, and all sleepers return. */
+PUBLIC void tierckpt_abort(job *j) {
+    pthread_mutex_lock(&j->lock);
+    j->aborted = 1;
+    wake_locked(j, j->workers + j->leavers);
+    pthread_mutex_unlock(&j->lock);
+}
+
+/* Nanoseconds of copying and hashing so far, of all threads. */
+PUBLIC void tierckpt_times(job *j, uint64_t *copy_ns, uint64_t *hash_ns) {
+    pthread_mutex_lock(&j->lock);
+    *copy_ns = j->copy_ns;
+    *hash_ns = j->hash_ns;
+    pthread_mutex_unlock(&j->lock);
+}

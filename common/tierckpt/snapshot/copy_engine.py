@@ -1,0 +1,219 @@
+"""A binding to the copy engine, a small C library that copies and hashes without the interpreter.
+
+The library is `copy_engine.c`, built at installation where there is a C compiler; it has no Python
+in it, so one file serves all versions of Python. It calls the xxh3_64 of the xxhash package, by its
+address. `find` returns None where either is missing; then `snapshot` copies with torch, block by
+block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tierckpt.format.manifest import DIGEST_BYTES
+
+VARIABLE = "TIERCKPT_COPY_ENGINE"
+"""`torch` in this environment variable forbids the library."""
+
+INTERFACE = 1
+"""Number in the C file; a library with another one is not used."""
+
+HELP_BYTES = 256 * 1024 * 1024
+"""Limit of one call of the library's `help`: Python handles a signal only after it."""
+HELP_NANOSECONDS = 100_000_000
+"""Limit of its wait for another thread."""
+
+_NUMBER_BYTES = 4
+"""Size of a block's number in a job's queue, which is between digests and states."""
+_HASHES = ("XXH3_64bits_dispatch", "XXH3_64bits")
+_NAME = "_copy_engine*.so"
+
+
+class Progress(IntEnum):
+    """State of a job when a call returns."""
+
+    COMPLETE = 0
+    ABORTED = 1
+    IDLE = 2
+    """Blocks are held, and none that is released is left."""
+    UNFINISHED = 3
+    """Call again: see `HELP_BYTES`."""
+
+
+class Table:
+    """Segments and blocks of a plan, as the library reads them. Does not keep the memory alive."""
+
+    def __init__(self, segments: np.ndarray, blocks: np.ndarray) -> None:
+        """`segments`: (address, bytes) a row; `blocks`: (first segment, segments, offset, bytes).
+        Both uint64 and contiguous."""
+        self._segments, self._blocks = segments, blocks
+        self.segments, self.blocks = segments.ctypes.data, blocks.ctypes.data
+        self.count = len(blocks)
+        self.nbytes = int(blocks[:, 3].sum())
+
+
+class Engine:
+    """The loaded library. Threads may share it: it keeps no state.
+
+    Raises OSError if a library cannot be loaded, AttributeError if it lacks a function, ValueError
+    if it has another interface or hashes to other values than `format.manifest.digest`.
+    """
+
+    def __init__(self, path: str, hashes: str) -> None:
+        self.path = path
+        library = ctypes.CDLL(path)
+        number, pointer, small = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32
+        if library.tierckpt_interface() != INTERFACE:
+            raise ValueError(f"{path} is of another version of Tierckpt; install it again")
+        self._hashes = ctypes.CDLL(hashes)
+        name = next((n for n in _HASHES if hasattr(self._hashes, n)), _HASHES[-1])
+        self.hash_address = ctypes.cast(getattr(self._hashes, name), ctypes.c_void_p).value
+        self.run = _function(library, "run", [pointer, number], ctypes.c_int)
+        self.wait = _function(library, "wait", [pointer, number], ctypes.c_int)
+        self.help = _function(library, "help", [pointer, number, number], ctypes.c_int)
+        self.copy_one = _function(library, "copy_one", [pointer, small])
+        # These take a microsecond: too short to give the interpreter to another thread.
+        held = ctypes.PyDLL(path)
+        self.init = _function(held, "init", [pointer, pointer, pointer, pointer, small])
+        self.bind = _function(held, "bind", [pointer, pointer])
+        self.release = _function(held, "release", [pointer, pointer, small])
+        self.take = _function(held, "take", [pointer], ctypes.c_int64)
+        self.abort = _function(held, "abort", [pointer])
+        self.times = _function(held, "times", [pointer, pointer, pointer])
+        self.job_bytes = _function(held, "job_bytes", [small], number)
+        self.digests_offset = int(library.tierckpt_digests_offset())
+        self._check(_function(held, "hash", [pointer, ctypes.c_char_p, number], number))
+
+    def _check(self, hashed: Callable[..., int]) -> None:
+        data = bytes(i * 7 & 0xFF for i in range(4096))
+        for length in (0, 1, 9, 100, 200, 1000, 4096):
+            ours = hashed(self.hash_address, data, length)
+            if ours != xxhash.xxh3_64_intdigest(data[:length]):
+                raise ValueError(f"the library of xxhash hashes {length} bytes to another value")
+
+
+def _function(
+    library: ctypes.CDLL, name: str, takes: list[Any], gives: Any = None
+) -> Callable[..., Any]:
+    found = getattr(library, f"tierckpt_{name}")
+    found.argtypes, found.restype = takes, gives
+    return found  # type: ignore[no-any-return]
+
+
+class Job:
+    """One copy of a table into one target. Any thread may call any method.
+
+    The caller keeps the memory of segments and target for as long as a thread is in `run`, `help`
+    or `copy_one`, whether or not the job was aborted.
+    """
+
+    def __init__(self, engine: Engine, table: Table) -> None:
+        self._engine, self._table = engine, table
+        nbytes = engine.job_bytes(table.count)
+        self._memory = (ctypes.c_uint64 * (nbytes // 8 + 1))()
+        self._at = ctypes.addressof(self._memory)
+        engine.init(self._at, engine.hash_address, table.segments, table.blocks, table.count)
+
+    def bind(self, target: int) -> None:
+        """Set the target, the address of offset 0; nothing is copied before."""
+        self._engine.bind(self._at, target)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Allow the copy of these blocks."""
+        numbers = [*blocks]
+        self._engine.release(self._at, (ctypes.c_uint32 * len(numbers))(*numbers), len(numbers))
+
+    def release_all(self) -> None:
+        """Allow the copy of all blocks."""
+        self._engine.release(self._at, None, 0)
+
+    def held(self) -> set[int]:
+        """The blocks that are not released."""
+        queue = self._at + self._engine.digests_offset + self._table.count * DIGEST_BYTES
+        states = ctypes.string_at(queue + self._table.count * _NUMBER_BYTES, self._table.count)
+        return {block for block, state in enumerate(states) if not state}
+
+    def run(self, wait_seconds: float) -> Progress:
+        """Copy released blocks, until none was released for `wait_seconds`."""
+        return Progress(self._engine.run(self._at, int(1e9 * wait_seconds)))
+
+    def wait(self, wait_seconds: float) -> Progress:
+        """As `run`, but without copying: UNFINISHED if a block may be taken."""
+        return Progress(self._engine.wait(self._at, int(1e9 * wait_seconds)))
+
+    def help(self) -> Progress:
+        """Copy the released blocks that are left, and return when no thread copies one."""
+        while True:
+            progress = Progress(self._engine.help(self._at, HELP_BYTES, HELP_NANOSECONDS))
+            if progress is not Progress.UNFINISHED:
+                return progress
+
+    def take(self) -> int | None:
+        """Take one released block, for `copy_one`; None if there is none."""
+        number = int(self._engine.take(self._at))
+        return None if number < 0 else number
+
+    def copy_one(self, block: int) -> None:
+        """Copy a block that this thread took."""
+        self._engine.copy_one(self._at, block)
+
+    def abort(self) -> None:
+        """Begin no block any more; all calls return after the block that they copy."""
+        self._engine.abort(self._at)
+
+    def seconds(self) -> tuple[float, float]:
+        """Time spent on copying and on hashing so far, the sum over all threads."""
+        copy, hashing = ctypes.c_uint64(), ctypes.c_uint64()
+        self._engine.times(self._at, ctypes.addressof(copy), ctypes.addressof(hashing))
+        return copy.value / 1e9, hashing.value / 1e9
+
+    def digests(self) -> bytes:
+        """The digests of all blocks; valid after COMPLETE."""
+        start = self._at + self._engine.digests_offset
+        return ctypes.string_at(start, self._table.count * DIGEST_BYTES)
+
+
+def find() -> Engine | None:
+    """The library, if it is there and may be used. Looks once per process."""
+    return _found()[0]
+
+
+def describe() -> str:
+    """A sentence for the log: what copies, and why."""
+    engine, reasons = _found()
+    if engine is not None:
+        return f"versions are copied by the copy engine, {engine.path}"
+    return f"versions are copied by torch, with more time of the CPU: {reasons}"
+
+
+@cache
+def _found() -> tuple[Engine | None, str]:
+    if os.environ.get(VARIABLE) == "torch":
+        return None, f"{VARIABLE} asks for it"
+    reasons = []
+    for path in sorted(Path(__file__).parent.glob(_NAME)):
+        for hashes in _hash_libraries():
+            try:
+                return Engine(str(path), hashes), ""
+            except (OSError, AttributeError, ValueError) as error:
+                reasons.append(str(error))
+    none = "the copy engine is not built; install Tierckpt again, with a C compiler"
+    return None, "; ".join(reasons) or none
+
+
+def _hash_libraries() -> Iterator[str]:
+    """The extension module of the xxhash package, then the system's library."""
+    yield from (str(p) for p in sorted(Path(xxhash.__file__).parent.glob("_xxhash*.so")))
+    yield "libxxhash.so.0"
+
+
+__all__ = ["Engine", "Job", "Progress", "Table", "describe", "find"]

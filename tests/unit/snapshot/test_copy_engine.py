@@ -1,0 +1,290 @@
+"""The copy engine copies and hashes the blocks of a plan once they are released, on any threads."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierckpt.format.manifest import digest
+from tierckpt.snapshot import copy_engine
+from tierckpt.snapshot.copy_engine import Engine, Job, Progress, Table
+
+Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    found = copy_engine.find()
+    if found is None:
+        pytest.skip("the copy engine is not built: python setup.py build_ext --inplace")
+    return found
+
+
+@pytest.fixture
+def own_engine(engine: Engine) -> Engine:
+    """A second one, with a hash function that tests may replace."""
+    hashes = next(copy_engine._hash_libraries())
+    return Engine(engine.path, hashes)
+
+
+class Memory:
+    """Sources at odd addresses, a target, and the table for both."""
+
+    def __init__(self, blocks: list[list[int]], seed: int = 0) -> None:
+        """`blocks`: the lengths of the segments of each block."""
+        rng = random.Random(seed)
+        self.parts: list[np.ndarray] = []
+        segments, rows, offset = [], [], 0
+        for lengths in blocks:
+            rows.append((len(segments), len(lengths), offset, sum(lengths)))
+            offset += sum(lengths)
+            for length in lengths:
+                skip = rng.randrange(64)
+                part = np.frombuffer(rng.randbytes(length + skip), np.uint8)[skip:]
+                self.parts.append(part)
+                segments.append((part.ctypes.data, length))
+        self.table = Table(
+            np.array(segments, np.uint64).reshape(-1, 2), np.array(rows, np.uint64).reshape(-1, 4)
+        )
+        self._target = np.zeros(offset + 64, np.uint8)
+        self.target = self._target[rng.randrange(64) :][:offset]
+        self.rows = rows
+
+    def expected(self) -> bytes:
+        return b"".join(part.tobytes() for part in self.parts)
+
+    def digests(self) -> bytes:
+        data = self.expected()
+        return b"".join(digest(data[o : o + n]) for *_, o, n in self.rows)
+
+    def job(self, engine: Engine) -> Job:
+        job = Job(engine, self.table)
+        job.bind(self.target.ctypes.data)
+        return job
+
+
+SHAPES = {
+    "no block": [],
+    "an empty block": [[]],
+    "one byte": [[1]],
+    "tiny segments": [[1, 2, 3, 0, 5], [7, 64, 4]],
+    "around a stream's unit": [[n] for n in (63, 64, 65, 255, 256, 257, 319, 320, 1000)],
+    "whole blocks": [[512 * 1024]] * 3 + [[17]],
+    "many small": [[16 * 1024] * 32, [4, 256, 16384] * 10],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_byte_and_digest_is_right(engine: Engine, shape: str, seed: int) -> None:
+    memory = Memory(SHAPES[shape], seed)
+    job = memory.job(engine)
+    job.release_all()
+    assert job.run(0.0) is Progress.COMPLETE
+    assert memory.target.tobytes() == memory.expected()
+    assert job.digests() == memory.digests()
+
+
+def test_the_bytes_around_the_target_stay(engine: Engine) -> None:
+    memory = Memory([[1000], [10, 20, 3000]])
+    job = memory.job(engine)
+    job.release_all()
+    job.run(0.0)
+    assert memory._target.sum() == memory.target.sum()
+
+
+def test_only_released_blocks_are_copied_each_once(own_engine: Engine) -> None:
+    memory = Memory([[100], [200], [300]])
+    seen: list[int] = []
+    replace_hash(own_engine, lambda _address, nbytes: seen.append(nbytes) or 0)
+    job = memory.job(own_engine)
+    assert job.run(0.0) is Progress.IDLE
+    assert job.held() == {0, 1, 2}
+    job.release([2, 0])
+    assert job.held() == {1}
+    job.release([0])
+    assert job.run(0.0) is Progress.IDLE
+    assert job.help() is Progress.IDLE
+    assert seen == [300, 100]
+    assert not memory.target[100:300].any()
+    job.release_all()
+    job.release_all()
+    assert job.help() is Progress.COMPLETE
+    assert seen == [300, 100, 200]
+
+
+def test_nothing_is_copied_before_there_is_a_target(engine: Engine) -> None:
+    memory = Memory([[100]])
+    job = Job(engine, memory.table)
+    job.release_all()
+    assert job.take() is None
+    assert job.run(0.0) is Progress.IDLE
+    job.bind(memory.target.ctypes.data)
+    assert job.run(0.0) is Progress.COMPLETE
+
+
+def test_a_waiting_worker_copies_what_is_released_later(engine: Engine) -> None:
+    memory = Memory([[64 * 1024]] * 40)
+    job = memory.job(engine)
+    with running(lambda: job.run(30.0)) as ended:
+        for block in range(39):
+            job.release([block])
+        job.release_all()
+    assert ended == [Progress.COMPLETE]
+    assert memory.target.tobytes() == memory.expected()
+
+
+def test_several_threads_share_the_blocks(engine: Engine) -> None:
+    memory = Memory([[4096, 100]] * 500)
+    for _ in range(20):
+        memory.target[:] = 0
+        job = memory.job(engine)
+        run = partial(job.run, 30.0)
+        with running(run) as one, running(run) as two:
+            for block in range(0, 500, 50):
+                job.release(range(block, block + 50))
+            assert job.help() is Progress.COMPLETE
+            assert memory.target.tobytes() == memory.expected()
+            assert job.digests() == memory.digests()
+        assert one == two == [Progress.COMPLETE]
+
+
+def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Engine) -> None:
+    memory = Memory([[100], [200]])
+    inside, helped, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(_address: int, nbytes: int) -> int:
+        if nbytes == 100:
+            inside.set()
+            go_on.wait(30.0)
+        else:
+            helped.set()
+        return nbytes
+
+    replace_hash(own_engine, hold)
+    job = memory.job(own_engine)
+    job.release_all()
+    with running(lambda: job.run(30.0)) as worker:
+        inside.wait(30.0)
+        with running(job.help) as helper:
+            assert helped.wait(30.0)
+            assert helper == worker == []
+            go_on.set()
+    assert worker == helper == [Progress.COMPLETE]
+
+
+def test_an_abort_ends_all_calls(engine: Engine) -> None:
+    memory = Memory([[100], [200]])
+    job = memory.job(engine)
+    job.release([0])
+    assert job.run(0.0) is Progress.IDLE
+    with running(lambda: job.run(30.0)) as ended:
+        job.abort()
+    assert ended == [Progress.ABORTED]
+    job.release_all()
+    assert job.take() is None
+    assert job.help() is job.run(0.0) is job.wait(0.0) is Progress.ABORTED
+    assert not memory.target[100:].any()
+
+
+def test_an_abort_ends_a_helper_though_a_taken_block_is_never_copied(engine: Engine) -> None:
+    job = Memory([[100]]).job(engine)
+    job.release_all()
+    assert job.take() == 0
+    with running(job.help) as ended:
+        job.abort()
+    assert ended == [Progress.ABORTED]
+
+
+def test_blocks_can_be_copied_one_by_one(engine: Engine) -> None:
+    memory = Memory([[100], [200, 1]])
+    job = memory.job(engine)
+    assert job.wait(0.0) is Progress.IDLE
+    job.release_all()
+    assert job.wait(30.0) is Progress.UNFINISHED
+    taken = []
+    while (block := job.take()) is not None:
+        taken.append(block)
+        job.copy_one(block)
+    assert taken == [0, 1]
+    assert job.run(0.0) is Progress.COMPLETE
+    assert job.digests() == memory.digests()
+    assert all(seconds > 0 for seconds in job.seconds())
+
+
+def test_a_library_with_another_hash_is_refused(engine: Engine, tmp_path: Path) -> None:
+    class Other(Engine):
+        def _check(self, hashed: Callable[..., int]) -> None:
+            super()._check(lambda *args: hashed(*args) ^ 1)
+
+    with pytest.raises(ValueError, match="to another value"):
+        Other(engine.path, next(copy_engine._hash_libraries()))
+
+
+def test_a_library_of_another_interface_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_engine, "INTERFACE", 0)
+    with pytest.raises(ValueError, match="install it again"):
+        Engine(engine.path, next(copy_engine._hash_libraries()))
+
+
+@pytest.fixture
+def looks_again() -> Iterator[None]:
+    copy_engine._found.cache_clear()
+    yield
+    copy_engine._found.cache_clear()
+
+
+@pytest.mark.usefixtures("looks_again")
+def test_the_variable_forbids_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(copy_engine.VARIABLE, "torch")
+    assert copy_engine.find() is None
+    assert "copied by torch" in copy_engine.describe()
+    assert copy_engine.VARIABLE in copy_engine.describe()
+
+
+@pytest.mark.usefixtures("looks_again")
+def test_a_library_that_was_not_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_engine, "_NAME", "no such library")
+    assert copy_engine.find() is None
+    assert "with a C compiler" in copy_engine.describe()
+
+
+@pytest.mark.usefixtures("engine", "looks_again")
+def test_without_a_hash_library_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_engine, "_hash_libraries", lambda: iter(["/no/such/library.so"]))
+    assert copy_engine.find() is None
+    assert "/no/such/library.so" in copy_engine.describe()
+
+
+def test_a_library_that_is_used_is_named(engine: Engine) -> None:
+    assert engine.path in copy_engine.describe()
+
+
+def replace_hash(engine: Engine, function: Callable[[int, int], int]) -> None:
+    engine.hash_keeper = Hash(function)  # type: ignore[attr-defined]
+    engine.hash_address = ctypes.cast(engine.hash_keeper, ctypes.c_void_p).value  # type: ignore[attr-defined]
+
+
+class running:
+    """Run a function in a thread; the result is appended to the list that `with` binds."""
+
+    def __init__(self, function: Callable[[], Progress]) -> None:
+        self._results: list[Progress] = []
+        self._thread = threading.Thread(target=lambda: self._results.append(function()))
+
+    def __enter__(self) -> list[Progress]:
+        self._thread.start()
+        return self._results
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(60.0)
+        assert not self._thread.is_alive()
