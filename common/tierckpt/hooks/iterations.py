@@ -125,7 +125,8 @@ class Iterations:
         self.stepping: set[str] = set()
         """Labels of optimizers in the middle of a step."""
         self._boundary, self._before_step = boundary, before_step
-        self._made_step, self._keep_streams = made_step, keep_streams
+        self._made_step = made_step
+        self._keep_streams = never_compiled("Tierckpt copies random streams here")(keep_streams)
         self._say, self._step_of, self._no_calls = say, step_of, no_calls
         self._since: dict[str, int] = {}
         """Steps of each optimizer since the last boundary."""

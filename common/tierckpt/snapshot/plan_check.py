@@ -168,7 +168,7 @@ def _guards() -> Any:
 
     def finds(change: Callable[[torch.Tensor], None]) -> bool:
         tensor = torch.zeros(2, 2)
-        guard = TensorGuards(tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]])
+        guard = guards(tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]])
         before = guard.check(tensor)
         change(tensor)
         return bool(before and not guard.check(tensor))
@@ -177,8 +177,9 @@ def _guards() -> Any:
         tensor.data = data
 
     try:
-        from torch._C._dynamo.guards import TensorGuards
+        from torch._C._dynamo import guards as internal
 
+        guards: Any = internal.TensorGuards
         changes: list[Callable[[torch.Tensor], None]] = [
             lambda t: set_data(t, t.data.t()),
             lambda t: set_data(t, t.data.view(4)),
@@ -186,7 +187,7 @@ def _guards() -> Any:
             lambda t: set_data(t, t.data.view(torch.int32)),
             lambda t: set_data(t, t.data[:1]),
         ]
-        return TensorGuards if all(map(finds, changes)) else None
+        return guards if all(map(finds, changes)) else None
     except Exception:
         return None
 

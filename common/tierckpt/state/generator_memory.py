@@ -31,9 +31,10 @@ _KEPT, _REST = Struct("<iid"), Struct("<?d")
 
 def python_state(own: random.Random | None = None) -> bytes:
     """The state of a generator, the process-wide one by default, in the form of `PYTHON`."""
-    generator: Any = own or random.getstate.__self__  # type: ignore[attr-defined]
-    at = _place_in_python()
-    if at is None or type(generator) is not random.Random:
+    bound: Any = random.getstate
+    generator: Any = bound.__self__ if own is None else own
+    at, kind = _place_in_python(), type(generator)
+    if at is None or kind is not random.Random:
         return _told_by_python(generator)
     words, kept = ctypes.string_at(id(generator) + at, _WORDS_BYTES), generator.gauss_next
     return words + _REST.pack(kept is not None, kept or 0.0)
@@ -42,14 +43,15 @@ def python_state(own: random.Random | None = None) -> bytes:
 def numpy_state(own: np.random.RandomState | None = None) -> bytes:
     """The state of a generator, the process-wide one by default, in the form of `NUMPY`. Raises
     UnsupportedStateError if it is not a Mersenne Twister."""
-    generator: Any = own or np.random.get_state.__self__
-    at, bits = _place_in_numpy(), generator._bit_generator
+    bound: Any = np.random.get_state
+    generator: Any = bound.__self__ if own is None else own
+    at, bits, kind = _place_in_numpy(), generator._bit_generator, type(generator)
     if type(bits) is not np.random.MT19937:
         raise UnsupportedStateError(
             f"numpy's global generator is a {type(bits).__name__}; let it be an MT19937, and use "
             "np.random.Generator(...) for another one"
         )
-    if at is None or type(generator) is not np.random.RandomState:
+    if at is None or kind is not np.random.RandomState:
         return _told_by_numpy(generator)
     with bits.lock:
         words = ctypes.string_at(bits.ctypes.state_address, _WORDS_BYTES)
@@ -88,7 +90,7 @@ def _place_in_numpy() -> int | None:
         one = np.random.RandomState(number)
         one.standard_normal(2 * number)
         kind, words, place, *_ = one.get_state(legacy=True)
-        one.set_state((kind, words, place, kept, number * 1.25e-200))  # type: ignore[arg-type]
+        one.set_state((kind, words, place, kept, number * 1.25e-200))
         pattern = _KEPT.pack(kept, 0, number * 1.25e-200)
         bits: Any = one._bit_generator  # type: ignore[attr-defined]
         its = ctypes.string_at(bits.ctypes.state_address, _WORDS_BYTES)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -13,12 +14,13 @@ FIXED = ("model/", "buffer/")
 
 def wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     """The module inside DistributedDataParallel, DataParallel or torch.compile; else None."""
-    inner = _attribute_of(type(module))
+    kind: Hashable = type(module)
+    inner = _attribute_of(kind)
     return getattr(module, inner, None) if inner else None
 
 
 @functools.lru_cache(4096)
-def _attribute_of(kind: type) -> str:
+def _attribute_of(kind: Any) -> str:
     """The attribute with the module inside, if the class is a wrapper; else empty."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
     if issubclass(kind, parallel):

@@ -227,10 +227,11 @@ class EncodedTree:
         small: list[Any] = [_head_of(node if isinstance(node, Packed) else Packed(node), tensors)]
         parts: list[torch.Tensor | bytes] = []
         for tensor in tensors:
-            raw = tensor if type(tensor) is bytes else flat(tensor).view(torch.uint8)
-            if type(raw) is bytes:
-                small.append(raw)
-            elif raw.numel() > SMALL_BYTES or raw.device.type != "cpu":
+            if isinstance(tensor, bytes):
+                small.append(tensor)
+                continue
+            raw = flat(tensor).view(torch.uint8)
+            if raw.numel() > SMALL_BYTES or raw.device.type != "cpu":
                 parts += [b"".join(small), raw] if small else [raw]
                 small = []
             elif raw.numel():
@@ -252,7 +253,7 @@ class EncodedTree:
 
         Each byte may be copied once. Holds the interpreter only while it looks up the bytes.
         """
-        there, high = memoryview(target.numpy()), low + target.numel()
+        there, high = target.numpy().data, low + target.numel()
         index = bisect_right(self._bounds, low) - 1
         while index < len(self._left) and (start := self._bounds[index]) < high:
             begin, end = max(low, start), min(high, self._bounds[index + 1])
@@ -287,7 +288,7 @@ def _head_of(node: Packed, tensors: Sequence[torch.Tensor | bytes]) -> bytes:
 
 def _row_of(tensor: torch.Tensor | bytes) -> str:
     """The tensor's row in the table, as JSON."""
-    if type(tensor) is bytes:
+    if isinstance(tensor, bytes):
         return f'["uint8",[{len(tensor)}],null,"cpu"]'
     spec = spec_of(tensor, "")
     return _JSON.encode([spec.dtype, spec.shape, spec.stride, spec.device])
