@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMAT = 1
-_OURS = ("tierckpt", "ddp_ckpt", "horovod_ckpt", "__main__", "__mp_main__")
+_OURS = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LearnedFile:
         return [
             name
             for name, module in list(sys.modules.items())
-            if name.partition(".")[0] not in own
+            if not name.startswith("__") and name.partition(".")[0] not in own
             and getattr(getattr(module, "__spec__", None), "name", "") == name
             and _origin(module).startswith(folders)
         ]

@@ -66,7 +66,7 @@ class Shim:
         while not self._is_script:
             wait = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
             for key, _ in self._selector.select(wait):
-                if key.fileobj in self._selector.get_map():  # not closed by the one before
+                if self._selector.get_map().get(key.fd) is key:  # not closed by the one before
                     key.data()
                 if self._is_script:
                     return

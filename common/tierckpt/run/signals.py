@@ -118,10 +118,11 @@ class Signals:
 
 
 def _stay() -> None:
-    """The witness: every signal has its default effect, which is the end."""
+    """The witness: every signal that is not ignored (nohup) has its default effect, the end."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in FORWARDED:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     while True:
         signal.pause()
 
