@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
 import io
 import os
@@ -30,7 +31,7 @@ def run(options: Options) -> None:
     An exception is printed as without the shim, by `sys.excepthook` and without the shim's frames,
     before it is raised: the interpreter does the rest."""
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
+    main.__dict__["__builtins__"] = builtins
     main.__dict__["__annotations__"] = {}
     _kept.append(sys.modules["__main__"])
     sys.modules["__main__"] = main
@@ -40,12 +41,12 @@ def run(options: Options) -> None:
         runpy_main: Callable[..., Any] = runpy._run_module_as_main  # type: ignore[attr-defined]
         _call(runpy_main, options.program)
     elif os.path.isdir(options.program) or _is_zip(options.program):
-        _insert(options.program)
+        _insert(os.path.abspath(options.program))
         runpy_main = runpy._run_module_as_main  # type: ignore[attr-defined]
         _call(runpy_main, "__main__", False)
     else:
         _insert(os.path.dirname(os.path.realpath(options.program)))
-        _call(_run_file, options.program, main)
+        _call(_run_file, os.path.abspath(options.program), main)
 
 
 def _insert(folder: str) -> None:
@@ -63,10 +64,10 @@ def _is_zip(path: str) -> bool:
 
 def _run_file(path: str, main: types.ModuleType) -> None:
     try:
-        with io.open_code(os.path.abspath(path)) as file:
+        with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        _end(f"{sys.executable}: can't open file {os.path.abspath(path)!r}: {error}")
+        _end(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
     main.__file__ = path
     main.__dict__["__cached__"] = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)

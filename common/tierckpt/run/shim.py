@@ -26,6 +26,10 @@ ELASTIC = (
 )
 
 
+class _InScript(BaseException):
+    """Raised in the script's process right after its fork, through all callers, to `supervise`."""
+
+
 class Shim:
     """One rank's shim. Main thread; after `supervise` has returned, this process is the script's.
 
@@ -54,7 +58,6 @@ class Shim:
         self._attempt = 0
         self._is_ending = False
         """Somebody outside of the job has asked this rank to end."""
-        self._is_script = False
         self._times = Times(place.rank == 0, options.times)
 
     def supervise(self) -> None:
@@ -62,21 +65,21 @@ class Shim:
         as the script has ended."""
         process.adopt_orphans()
         self._signals.place_witness()
-        self._meet()
-        while not self._is_script:
+        with contextlib.suppress(_InScript):
+            self._meet()
+            self._serve()
+
+    def _serve(self) -> NoReturn:
+        while True:
             wait = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
             for key, _ in self._selector.select(wait):
                 if self._selector.get_map().get(key.fd) is key:  # not closed by the one before
                     key.data()
-                if self._is_script:
-                    return
             self._look_at_signals()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._deadline = None
                 if self._hub is not None:
                     self._hub.give_up()
-            if self._is_script:
-                return
 
     # --- the other shims --------------------------------------------------------------------------
 
@@ -142,8 +145,6 @@ class Shim:
         descriptor = self._link.fileno()
         for message in self._link.receive():
             self._obey(message)
-            if self._is_script:
-                return
         if not self._link.is_open:
             self._selector.unregister(descriptor)
             self._link = None
@@ -191,18 +192,16 @@ class Shim:
         self._signals.place_witness()
 
         def in_child() -> None:
-            self._is_script = True
             self._close()
             prepare()
 
         self._script = script_process.fork(
             self._signals, self._learned, self._options, self._place, in_child
         )
-        if self._script is not None:
-            self._selector.register(
-                self._script.pidfd, selectors.EVENT_READ, self._script_ended
-            )
-            self._selector.register(self._script.reports, selectors.EVENT_READ, self._reported)
+        if self._script is None:
+            raise _InScript
+        self._selector.register(self._script.pidfd, selectors.EVENT_READ, self._script_ended)
+        self._selector.register(self._script.reports, selectors.EVENT_READ, self._reported)
 
     def _close(self) -> None:
         """In the script's process: close all that is the shim's."""

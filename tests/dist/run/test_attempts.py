@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,6 +43,35 @@ with ddp_ckpt.Checkpointer(model, optimizer, path="ckpts", shm_dir=os.environ["S
     print(f"rank {{rank}} ends at {{ckpt.iteration}} with {{total}}", flush=True)
 dist.barrier()
 """
+HOROVOD = """
+import os, sys
+import torch, horovod.torch as hvd
+sys.path.insert(0, {root!r})
+import horovod_ckpt
+attempt = int(os.environ["TIERCKPT_ATTEMPT"])
+hvd.init()
+rank = hvd.rank()
+assert hvd.size() == 2
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+)
+torch.manual_seed(rank)
+with horovod_ckpt.install(optimizer, model, path="ckpts", shm_dir=os.environ["SHM"]) as ckpt:
+    start = int(ckpt.restore())
+    print(f"attempt {{attempt}} rank {{rank}} starts at {{start}}", flush=True)
+    for step in range(start, 12):
+        optimizer.zero_grad()
+        model(torch.rand(2, 4)).sum().backward()
+        {failure}
+        optimizer.step()
+        ckpt.step()
+    print(f"rank {{rank}} ends at {{ckpt.iteration}}", flush=True)
+hvd.barrier()
+hvd.shutdown()
+"""
 KILL = "if step == 5 and rank == 1 and attempt == 1: os.kill(os.getpid(), 9)"
 TWICE = "if step == 4 * attempt and rank == 2 - attempt: os.kill(os.getpid(), 9)"
 RAISE = "if step == 5 and rank == 0 and attempt == 1: raise ValueError('no')"
@@ -68,9 +97,11 @@ class Done:
 
 @pytest.fixture
 def job(tmp_path: Path, shm_dir: Path) -> Callable[..., Done]:
-    def run(launcher: list[str], failure: str, *options: str, **more: str) -> Done:
+    def run(
+        launcher: list[str], failure: str, *options: str, text: str = DDP, **more: str
+    ) -> Done:
         script = tmp_path / "train.py"
-        script.write_text(DDP.format(root=os.getcwd(), failure=failure))
+        script.write_text(text.format(root=os.getcwd(), failure=failure))
         env = {
             **os.environ,
             **THROUGHOUT,
@@ -161,14 +192,29 @@ def test_the_launcher_takes_over(failure: str, said: str, job: Callable[..., Don
     assert "exitcode  : 7" in done.err  # torchrun's report
 
 
-def test_horovodrun(
-    job: Callable[..., Done], launchable: Callable[[str], None], tmp_path: Path
-) -> None:
+def test_horovodrun(job: Callable[..., Done], launchable: Callable[[str], None]) -> None:
+    """Each attempt has a rendezvous server of its own, as addresses of dead ranks stay."""
     launchable(HOROVODRUN)
-    command = [sys.executable, "-m", "tests.support.horovodrun", "--gloo", "-np", "2"]
+    command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", "2"]
     command += ["--network-interfaces", "lo", PYTHON, "-m", "tierckpt.run"]
-    done = job(command, "", PYTHONPATH=f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}")
-    assert done.status == 0
+    done = job(command, TWICE, text=HOROVOD)
+    assert done.status == 0, done.err
+    assert len(done.lines("ends at 12")) == 2
+    assert done.said == [
+        "rank 1 was killed by SIGKILL; attempt 2 of 4 starts",
+        "rank 0 was killed by SIGKILL; attempt 3 of 4 starts",
+    ]
+
+
+def test_horovod_over_mpi_is_left_to_mpirun(
+    job: Callable[..., Done], launchable: Callable[[str], None]
+) -> None:
+    launchable(MPIRUN)
+    launchable(HOROVODRUN)
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    done = job([*command, PYTHON, "-m", "tierckpt.run"], KILL, text=HOROVOD)
+    assert done.status != 0
+    assert "attempt 2" not in done.out + done.err
 
 
 def test_mpirun(
@@ -177,19 +223,13 @@ def test_mpirun(
     """With gloo; the shims meet at MASTER_PORT, which the first attempt uses, too."""
     launchable(MPIRUN)
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
-    done = job(
-        [*command, PYTHON, "-m", "tierckpt.run"], KILL, MASTER_ADDR="127.0.0.1", MASTER_PORT=free()
-    )
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free()}
+    done = job([*command, PYTHON, "-m", "tierckpt.run"], KILL, **where)
     assert done.status == 0, done.err
     assert done.lines("ends at") == undisturbed
 
 
 def free() -> str:
-    import socket
-
     with socket.socket() as found:
         found.bind(("", 0))
         return str(found.getsockname()[1])
-
-
-__all__ = ["signal"]
