@@ -113,7 +113,7 @@ def job(tmp_path: Path, shm_dir: Path) -> Callable[..., Done]:
         }
         command = [*launcher, *options, str(script)]
         done = subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90
         )
         return Done(done.returncode, done.stdout, done.stderr)
 
@@ -148,7 +148,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_torchrun(how: str, job: Callable[..., Done], undisturbed: list[str]) -> None:
     """Whether the ranks share the store of torchrun's agent (where restarts fail without the
     shim), or rank 0 opens one."""
-    options = ("--master-port", "0") if how == "static" else ("--standalone",)
+    options = ("--master-port", free()) if how == "static" else ("--standalone",)
     share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if how == "own store" else {}
     done = job(torchrun(*options), TWICE, "--times", "times", **share)
     assert done.status == 0, done.err
