@@ -102,6 +102,8 @@ def refresh(folder: str) -> None:
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
     for name in _hidden(folder) if folder else ():
         for each in [each for each in sys.modules if each.partition(".")[0] == name]:
             del sys.modules[each]

@@ -274,9 +274,8 @@ class Shim:
         if ended in OUTSIDE or any(number in OUTSIDE for number in numbers):
             self._stop_restarts()
         if self._script is not None:
-            pass_on(
-                self._script.pid, numbers, lambda n: n == ended or self._signals.was_for_all(n)
-            )
+            pass_on(self._script.pid, numbers, self._signals.was_for_all)
+            self._signals.place_witness()
         elif numbers and self._status is not None:
             self._end(self._status)
         elif fatal := [number for number in numbers if number in OUTSIDE]:

@@ -14,6 +14,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 from . import process
@@ -28,6 +29,8 @@ FORWARDED = frozenset(
 """Signals that the shim passes on. Stops and continues keep their effect on each process."""
 SETTLE_SECONDS = 0.02
 """The time in which a signal to a group reaches all of it, or to a tree of processes."""
+FRESH_SECONDS = 1.0
+"""The witness may die of a signal before the shim has received its own."""
 _SCAN = ("SigPnd:", "ShdPnd:")
 
 
@@ -39,6 +42,8 @@ class Signals:
         self.received: list[int] = []
         self._before: dict[int, object] = {}
         self._witness: int | None = None
+        self._to_all: dict[int, float] = {}
+        """The signal that ended the last witness, and when (monotonic clock)."""
         self.mask: set[signal.Signals] = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
         for number in (*FORWARDED, signal.SIGCHLD):
@@ -84,30 +89,38 @@ class Signals:
             os.waitpid(pid, 0)
 
     def end_of_witness(self) -> int | None:
-        """The signal that ended the witness; None if it is there."""
+        """The signal that has just ended the witness; None if it is there."""
         if self._witness is None:
             return None
         pid, status = os.waitpid(self._witness, os.WNOHANG)
         if pid == 0:
             return None
         self._witness = None
-        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        self._to_all = {os.WTERMSIG(status): time.monotonic()}
+        return os.WTERMSIG(status)
 
     def was_for_all(self, number: int) -> bool:
-        """True if a signal that the shim has received went to the witness, too. The witness is gone
+        """True if a signal that the shim has received went to the witness, too, which is gone
         then."""
+        if self._was_witnessed(number):
+            return True
         if self._witness is None:
             return False
         time.sleep(SETTLE_SECONDS)
-        if (ended := self.end_of_witness()) is not None:
-            return ended == number
-        if not self._is_pending(number):
+        if self._was_witnessed(number):
+            return True
+        if self._witness is None or not self._is_pending():
             return False
         os.waitpid(self._witness, 0)
         self._witness = None
         return True
 
-    def _is_pending(self, number: int) -> bool:
+    def _was_witnessed(self, number: int) -> bool:
+        """True if this signal has ended the witness; its death counts once."""
+        self.end_of_witness()
+        return time.monotonic() - self._to_all.pop(number, -inf) < FRESH_SECONDS
+
+    def _is_pending(self) -> bool:
         """True if the witness is about to be ended; by then it may not have run."""
         with contextlib.suppress(OSError, ValueError):
             lines = Path(f"/proc/{self._witness}/status").read_text().splitlines()
