@@ -60,7 +60,10 @@ def main() -> None:
         schedule.step()
         if ckpt is not None:
             ckpt.step()  # <-
-        spent = {"step_seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
+        spent = {
+            "step_seconds": time.perf_counter() - begin,
+            "cpu_seconds": time.process_time() - cpu,
+        }
         journal.write(step=step, loss=loss.item().hex(), at=time.time(), **spent)
     if ckpt is not None:
         ckpt.close()  # <-

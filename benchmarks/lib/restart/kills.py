@@ -40,7 +40,9 @@ class Kills:
     """For `tierckpt run`: the parts of `started`, from its own record."""
 
 
-def measure(launcher: str, world: int, state_bytes: int, kills: int, places: tuple[Path, Path]) -> Kills:
+def measure(
+    launcher: str, world: int, state_bytes: int, kills: int, places: tuple[Path, Path]
+) -> Kills:
     """Run one job, whose rank 1 is killed `kills` times; the first time is not counted: the
     machine's caches are cold, and the shim has learned no imports."""
     folder, memory = places
@@ -49,7 +51,10 @@ def measure(launcher: str, world: int, state_bytes: int, kills: int, places: tup
     plan = {"state_bytes": state_bytes, "kills": kills + 1}
     where = {"folder": str(folder), "memory": str(memory)}
     how = list(LAUNCHERS[launcher])
-    how[how.index("--standalone") + 1 : how.index("--standalone") + 1] = ["--nproc-per-node", str(world)]
+    how[how.index("--standalone") + 1 : how.index("--standalone") + 1] = [
+        "--nproc-per-node",
+        str(world),
+    ]
     if launcher == "tierckpt run":
         how += ["--times", str(folder / "times")]
     env = {

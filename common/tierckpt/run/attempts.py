@@ -8,7 +8,9 @@ own, on rank 0's machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -83,8 +85,6 @@ def address_towards(host: str, port: int) -> str:
 
 
 def _serve_horovod(slots: Mapping[int, Mapping[str, str]], writing: int) -> None:
-    import signal
-
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
@@ -118,10 +118,8 @@ def enter(attempt: int, changes: Mapping[str, str], environment: Any = os.enviro
     if "MASTER_PORT" in changes and _AGENT_STORE in environment:
         environment[_AGENT_STORE] = "False"
     if error_file := environment.get(_ERROR_FILE):  # the error of the last attempt
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(error_file)
-        except OSError:
-            pass
 
 
 __all__ = ["ATTEMPT", "Rendezvous", "address_towards", "enter", "reserve", "slot_of"]

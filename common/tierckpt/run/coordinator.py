@@ -127,4 +127,4 @@ class Coordinator:
         return Leave(f"{text}. The launcher takes over" if text else "")
 
 
-__all__ = ["Coordinator", "End", "Finish", "Leave", "Order", "OUTSIDE", "Start", "describe"]
+__all__ = ["OUTSIDE", "Coordinator", "End", "Finish", "Leave", "Order", "Start", "describe"]

@@ -113,26 +113,24 @@ class Hub:
             )
 
     def _greet(self, connection: Connection) -> None:
+        """The first messages of a connection, or its end."""
         descriptor = connection.fileno()
-        for hello in connection.receive():
-            rank = self._rank_of(hello)
-            if rank is not None:
-                self._strangers.discard(connection)
-                self._members[rank] = connection
-                self._slots[rank] = hello.get("slot", {})
-                self._selector.modify(
-                    connection, selectors.EVENT_READ, lambda: self._receive(rank, connection)
-                )
-            break
-        else:
-            if connection.is_open:
-                return
-            rank = None
+        messages = connection.receive()
+        if not messages and connection.is_open:
+            return
+        self._strangers.discard(connection)
+        rank = self._rank_of(messages[0]) if messages and connection.is_open else None
         if rank is None:
-            self._strangers.discard(connection)
             self._selector.unregister(descriptor)
             connection.close()
             return
+        self._members[rank] = connection
+        self._slots[rank] = messages[0].get("slot", {})
+        self._selector.modify(
+            connection, selectors.EVENT_READ, lambda: self._receive(rank, connection)
+        )
+        for message in messages[1:]:
+            self.handle(rank, message)
         self.begin_if_complete()
 
     def _rank_of(self, hello: dict[str, Any]) -> int | None:

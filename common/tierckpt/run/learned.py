@@ -82,7 +82,8 @@ class LearnedFile:
         return [
             name
             for name, module in list(sys.modules.items())
-            if not name.startswith("__") and name.partition(".")[0] not in own
+            if not name.startswith("__")
+            and name.partition(".")[0] not in own
             and getattr(getattr(module, "__spec__", None), "name", "") == name
             and _origin(module).startswith(folders)
         ]
@@ -95,7 +96,11 @@ def _origin(module: object) -> str:
 
 def _installed() -> tuple[str, ...]:
     """Folders of the standard library and of installed packages."""
-    found = [*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    found = [
+        *site.getsitepackages(),
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+    ]
     if site.ENABLE_USER_SITE and site.USER_SITE:
         found.append(site.USER_SITE)
     return tuple(folder.rstrip(os.sep) + os.sep for folder in found)

@@ -17,13 +17,15 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, TypeVar
 
 from . import process
 from .attempts import address_towards, slot_of
 from .launcher import HOROVODRUN, Place
 
+Result = TypeVar("Result")
 PATIENCE_SECONDS = 300.0
 """As torch's stores wait for all ranks."""
 NAP_SECONDS = 0.05
@@ -78,7 +80,9 @@ class Listener:
         """Listen. Raises OSError if the address is taken."""
         self._meeting = meeting
         published = meeting.kind in (STORE, KV)
-        self.secret = secrets.token_hex(16) if published else meeting.key if not _named(meeting) else ""
+        self.secret = (
+            secrets.token_hex(16) if published else meeting.key if not _named(meeting) else ""
+        )
         if _named(meeting):
             self.socket = socket.socket(socket.AF_UNIX)
             self.socket.bind(meeting.key)
@@ -98,7 +102,9 @@ class Listener:
         if meeting.kind not in (STORE, KV):
             return None
         port = self.socket.getsockname()[1]
-        host = meeting.host if meeting.kind == STORE else address_towards(meeting.host, meeting.port)
+        host = (
+            meeting.host if meeting.kind == STORE else address_towards(meeting.host, meeting.port)
+        )
         entry = json.dumps([host, port, self.secret])
         return process.fork_helper(handlers, lambda: _publish(meeting, entry))
 
@@ -136,10 +142,10 @@ def _publish(meeting: Meeting, entry: str) -> None:
     connection.getresponse().read()
 
 
-def _store(meeting: Meeting):  # type: ignore[no-untyped-def]
-    from torch.distributed import TCPStore
+def _store(meeting: Meeting) -> Any:
+    import torch.distributed as dist
 
-    return TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]
         meeting.host,
         meeting.port,
         is_master=False,
@@ -150,7 +156,9 @@ def _store(meeting: Meeting):  # type: ignore[no-untyped-def]
 # --- the other ranks ------------------------------------------------------------------------------
 
 
-def connect(meeting: Meeting, place: Place, handlers: process.Handlers) -> tuple[int, socket.socket]:
+def connect(
+    meeting: Meeting, place: Place, handlers: process.Handlers
+) -> tuple[int, socket.socket]:
     """Connect to rank 0's shim, in a process of its own; returns its id, and a socket for
     `received`."""
     ours, theirs = socket.socketpair()
@@ -158,7 +166,12 @@ def connect(meeting: Meeting, place: Place, handlers: process.Handlers) -> tuple
     def work() -> None:
         ours.close()
         stream, secret = _dial(meeting)
-        hello = {"rank": place.rank, "size": place.size, "secret": secret, "slot": slot_of(os.environ)}
+        hello = {
+            "rank": place.rank,
+            "size": place.size,
+            "secret": secret,
+            "slot": slot_of(os.environ),
+        }
         stream.sendall(json.dumps(hello).encode() + b"\n")
         socket.send_fds(theirs, [b"x"], [stream.fileno()])
 
@@ -186,7 +199,7 @@ def _dial(meeting: Meeting) -> tuple[socket.socket, str]:
     return _until(deadline, lambda: socket.create_connection((host, port), 10.0)), secret
 
 
-def _until(deadline, attempt):  # type: ignore[no-untyped-def]
+def _until(deadline: float, attempt: Callable[[], Result]) -> Result:
     while True:
         try:
             return attempt()

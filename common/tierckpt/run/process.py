@@ -143,4 +143,13 @@ def end_like(status: int) -> NoReturn:
     os._exit(os.WEXITSTATUS(status))
 
 
-__all__ = ["adopt_orphans", "children", "end_like", "fork", "fork_helper", "kill_one", "kill_tree", "reap"]
+__all__ = [
+    "adopt_orphans",
+    "children",
+    "end_like",
+    "fork",
+    "fork_helper",
+    "kill_one",
+    "kill_tree",
+    "reap",
+]

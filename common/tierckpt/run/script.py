@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     before it is raised: the interpreter does the rest."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
-    main.__dict__["__annotations__"] = {}
+    main.__annotations__ = {}
     _kept.append(sys.modules["__main__"])
     sys.modules["__main__"] = main
     sys.argv[:] = [options.program, *options.arguments]

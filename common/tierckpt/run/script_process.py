@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tierckpt import _milestones
 
@@ -132,7 +133,7 @@ def _mpi_is_initialized() -> bool:
 
     with contextlib.suppress(OSError, AttributeError):
         flag = ctypes.c_int(0)
-        for line in open("/proc/self/maps"):
+        for line in Path("/proc/self/maps").read_text().splitlines():
             if "/libmpi." in line:
                 ctypes.CDLL(line.split()[-1]).MPI_Initialized(ctypes.byref(flag))
                 break

@@ -7,7 +7,7 @@ import os
 import selectors
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import meeting, process, script_process
 from .attempts import Rendezvous, enter, slot_of
@@ -108,7 +108,9 @@ class Shim:
             try:
                 listener = meeting.Listener(where, place.size)
             except OSError as error:
-                say(f"the shims cannot meet at {where.host}:{where.port} ({error}); {meeting.NOWHERE}")
+                say(
+                    f"rank 0's shim cannot listen at port {where.port} ({error}); {meeting.NOWHERE}"
+                )
                 self._leave()
                 return
             self._helper = listener.publish(self._signals)
@@ -209,7 +211,8 @@ class Shim:
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
             else:
-                key.fileobj.close()  # type: ignore[union-attr]
+                closing: Any = key.fileobj
+                closing.close()
         self._selector.close()
         os.close(self._wake)
 

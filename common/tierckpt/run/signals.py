@@ -13,7 +13,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Signals:
         self._witness: int | None = None
         self._to_all: dict[int, float] = {}
         """The signal that ended the last witness, and when (monotonic clock)."""
-        self.mask: set[signal.Signals] = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self.mask: set[int] = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
         for number in (*FORWARDED, signal.SIGCHLD):
             if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGCHLD:
@@ -55,7 +55,7 @@ class Signals:
             self.received.append(number)
 
     @contextlib.contextmanager
-    def blocked(self):  # type: ignore[no-untyped-def]
+    def blocked(self) -> Iterator[None]:
         """Hold all of these signals back during the block."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
         try:
@@ -109,24 +109,22 @@ class Signals:
         time.sleep(SETTLE_SECONDS)
         if self._was_witnessed(number):
             return True
-        if self._witness is None or not self._is_pending():
-            return False
-        os.waitpid(self._witness, 0)
-        self._witness = None
-        return True
+        return self._is_dying()
 
     def _was_witnessed(self, number: int) -> bool:
         """True if this signal has ended the witness; its death counts once."""
         self.end_of_witness()
         return time.monotonic() - self._to_all.pop(number, -inf) < FRESH_SECONDS
 
-    def _is_pending(self) -> bool:
-        """True if the witness is about to be ended; by then it may not have run."""
+    def _is_dying(self) -> bool:
+        """True if a signal is about to end the witness, which may not have run by then; waits for
+        that end."""
         with contextlib.suppress(OSError, ValueError):
             lines = Path(f"/proc/{self._witness}/status").read_text().splitlines()
-            for line in lines:
-                if line.startswith(_SCAN) and int(line.split()[1], 16):
-                    return True
+            if any(line.startswith(_SCAN) and int(line.split()[1], 16) for line in lines):
+                os.waitpid(self._witness or 0, 0)
+                self._witness = None
+                return True
         return False
 
 

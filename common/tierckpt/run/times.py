@@ -53,7 +53,9 @@ class Times:
         parts = self.parts()
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
         total = sum(parts.values())
-        return f"attempt {attempt} passed its first boundary {total:.2f} s after the failure ({shown})"
+        return (
+            f"attempt {attempt} passed its first boundary {total:.2f} s after the failure ({shown})"
+        )
 
 
 __all__ = ["PARTS", "Times"]

@@ -86,9 +86,7 @@ NOT_WARM = ("processes", "loader", "interrupt")
 INPUT = {"stdin": "one\ntwo\n", "debugger": "p x\nx = 7\nc\n"}
 
 
-def run(
-    command: list[str], folder: Path, text: str = "", **more: str
-) -> tuple[int, str, str]:
+def run(command: list[str], folder: Path, text: str = "", **more: str) -> tuple[int, str, str]:
     env = {**os.environ, **THROUGHOUT, "XDG_CACHE_HOME": str(folder / "cache"), **more}
     done = subprocess.run(
         command, cwd=folder, input=text, capture_output=True, text=True, env=env, timeout=120
@@ -137,7 +135,9 @@ def test_a_missing_script_ends_with_the_interpreters_status(tmp_path: Path) -> N
 
 
 def test_the_command_tierckpt_run_is_the_same(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys\nprint(sys.argv, sys.path[0])\nraise OSError(5)")
+    (tmp_path / "script.py").write_text(
+        "import sys\nprint(sys.argv, sys.path[0])\nraise OSError(5)"
+    )
     plain = run([sys.executable, "script.py", "-h"], tmp_path)
     shim = [PYTHON, "-m", "tierckpt", "run", "--max-restarts", "0", "script.py", "-h"]
     assert run(shim, tmp_path) == plain

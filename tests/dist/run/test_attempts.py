@@ -97,9 +97,7 @@ class Done:
 
 @pytest.fixture
 def job(tmp_path: Path, shm_dir: Path) -> Callable[..., Done]:
-    def run(
-        launcher: list[str], failure: str, *options: str, text: str = DDP, **more: str
-    ) -> Done:
+    def run(launcher: list[str], failure: str, *options: str, text: str = DDP, **more: str) -> Done:
         script = tmp_path / "train.py"
         script.write_text(text.format(root=os.getcwd(), failure=failure))
         env = {

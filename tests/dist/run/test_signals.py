@@ -169,7 +169,8 @@ if os.environ["TIERCKPT_ATTEMPT"] == "1":
     stays = subprocess.Popen(["sleep", "1000"], start_new_session=True, **quiet)
     ends = subprocess.Popen(["sleep", "1000"])
     both = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"])
-    print("ready", os.getppid(), os.getpid(), os.getpgid(0), stays.pid, ends.pid, both.pid, flush=True)
+    pids = os.getppid(), os.getpid(), os.getpgid(0), stays.pid, ends.pid, both.pid
+    print("ready", *pids, flush=True)
     sys.stdin.readline()
     os.kill(os.getpid(), 9)
 shim = os.getppid()

@@ -24,7 +24,9 @@ def test_a_failure_of_one_rank_starts_the_next_attempt_of_all() -> None:
     order = job.ended(1, 1, KILLED)
     assert order == Start(2, "rank 1 was killed by SIGKILL; attempt 2 of 4 starts")
     assert job.ended(0, 1, FAILED) is None  # its peer had gone
-    assert job.ended(0, 2, KILLED) == Start(3, "rank 0 was killed by SIGKILL; attempt 3 of 4 starts")
+    assert job.ended(0, 2, KILLED) == Start(
+        3, "rank 0 was killed by SIGKILL; attempt 3 of 4 starts"
+    )
 
 
 def test_the_job_ends_when_all_have_ended_well() -> None:

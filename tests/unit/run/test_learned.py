@@ -55,9 +55,7 @@ def test_a_place_that_cannot_be_written_is_no_error(
     LearnedFile("train.py", False).learn()
 
 
-def test_a_module_run_with_m_is_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_run_with_m_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "pytest" in sys.modules
     assert not [m for m in LearnedFile("pytest", True).imported() if m.startswith("pytest.")]
