@@ -43,7 +43,7 @@ LAUNCHERS = {
 
 
 YOURS = {
-    "torchrun": "torchrun --nproc-per-node 2 -m tierckpt.run train.py",
+    "torchrun": "torchrun --nproc-per-node 2 train.py",
     "horovodrun": "horovodrun -np 2 python train.py",
 }
 

@@ -46,6 +46,7 @@ def _preload(options: command_line.Options, place: Place, learned: LearnedFile) 
         say(f"{error}: it is left to the script from now on")
         learned.refuse(error.package)
         os.environ[REFUSED] = ",".join(sorted({*refused, error.package}))
+        sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return True
 

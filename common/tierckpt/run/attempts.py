@@ -2,13 +2,14 @@
 
 torch's `env://` meets at MASTER_ADDR:MASTER_PORT, or in the store of torchrun's agent, where the
 keys of dead processes stay (torch issues 135712, 167288). Horovod's Gloo meets at the launcher's
-HTTP server, where they stay, too. So each attempt after the first gets a port or a server of its
-own, on rank 0's machine.
+HTTP server, where they stay, too. So each attempt after the first gets servers of its own, on rank
+0's machine: torch's store, announced as that of an agent, and Horovod's server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 
 from . import process
 from .launcher import HOROVODRUN, Place
+from .signals import FORWARDED
 
 ATTEMPT = "TIERCKPT_ATTEMPT"
 """Set in a script's environment: the number of the attempt, from 1."""
@@ -25,55 +27,92 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ADDR, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 
+Slots = Mapping[int, Mapping[str, str]]
+"""Horovod's variables of all ranks, by rank."""
+
+
 class Rendezvous:
-    """Makes the meeting place of each attempt, in rank 0's shim."""
+    """Makes the meeting place of each attempt, in rank 0's shim: servers in a process of its own,
+    which lasts as long as the attempt.
+
+    torch's clients wait for 0.3 s after a refused connection, so the server is there before the
+    scripts, and before the failure."""
 
     def __init__(self, place: Place, handlers: process.Handlers) -> None:
         self._place, self._handlers = place, handlers
-        self._reserved: socket.socket | None = None
-        self.helper: int | None = None
-        """Process id of the current attempt's server; it is a child of this process."""
+        self._current: _Servers | None = None
+        self._next: _Servers | None = None
 
-    def renew(self, slots: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
-        """Variables for the next attempt's environment. `slots`: Horovod's variables by rank."""
-        self.close()
-        found = {}
-        if "MASTER_PORT" in os.environ:
-            self._reserved = reserve()
-            found["MASTER_PORT"] = str(self._reserved.getsockname()[1])
-        if self._place.launcher == HOROVODRUN and _PORT in os.environ:
-            found[_ADDR] = address_towards(os.environ[_ADDR], int(os.environ[_PORT]))
-            found[_PORT] = str(self._serve(slots))
-        return found
+    def prepare(self, slots: Slots) -> None:
+        """Start the servers of the next attempt."""
+        if self._next is None:
+            self._next = _Servers(self._place, self._handlers, slots)
 
-    def _serve(self, slots: Mapping[int, Mapping[str, str]]) -> int:
-        """Start a server of Horovod's in a process of its own; returns the port."""
-        reading, writing = os.pipe()
-        self.helper = process.fork_helper(self._handlers, lambda: _serve_horovod(slots, writing))
-        os.close(writing)
-        with os.fdopen(reading, "rb") as answer:
-            return int(answer.read(16))
+    def renew(self, slots: Slots) -> dict[str, str]:
+        """End the servers of the last attempt; return variables for the next one's environment."""
+        self.prepare(slots)
+        former, self._current, self._next = self._current, self._next, None
+        if former is not None:
+            former.close()
+        assert self._current is not None
+        return self._current.environment()
+
+    @property
+    def helpers(self) -> list[int]:
+        """Ids of the processes."""
+        return [each.pid for each in (self._current, self._next) if each is not None]
 
     def close(self) -> None:
-        """End what `renew` has made."""
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
-        pid, self.helper = self.helper, None
-        if pid is not None:
-            process.kill_one(pid)
+        """End all servers."""
+        for each in (self._current, self._next):
+            if each is not None:
+                each.close()
+        self._current = self._next = None
 
 
-def reserve() -> socket.socket:
-    """Bind a free port. The script's store can bind it, too, as neither listens before; no other
-    program is given it."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    reserved = socket.socket(family)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if family == socket.AF_INET6:
-        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    reserved.bind(("", 0))
-    return reserved
+class _Servers:
+    """The servers of one attempt, and their process."""
+
+    def __init__(self, place: Place, handlers: process.Handlers, slots: Slots) -> None:
+        reading, writing = os.pipe()
+        self._answer: int | None = reading
+        self.pid = process.fork_helper(handlers, lambda: _serve(place, slots, writing))
+        os.close(writing)
+
+    def environment(self) -> dict[str, str]:
+        """Variables that name the servers; empty if none could be started."""
+        assert self._answer is not None
+        with os.fdopen(self._answer, "rb") as answer:
+            self._answer = None
+            found: dict[str, str] = json.loads(answer.read() or b"{}")
+            return found
+
+    def close(self) -> None:
+        """End the process."""
+        if self._answer is not None:
+            os.close(self._answer)
+            self._answer = None
+        process.kill_one(self.pid)
+
+
+def _serve(place: Place, slots: Slots, writing: int) -> None:
+    """Start the servers, write their variables, and stay."""
+    for number in FORWARDED:  # a script may need them until its end
+        signal.signal(number, signal.SIG_IGN)
+    found, kept = {}, list[Any]()
+    if "MASTER_PORT" in os.environ:
+        import torch.distributed as dist
+
+        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        kept.append(store)
+        found["MASTER_PORT"] = str(store.port)
+    if place.launcher == HOROVODRUN and _PORT in os.environ:
+        found[_ADDR] = address_towards(os.environ[_ADDR], int(os.environ[_PORT]))
+        found[_PORT] = str(_serve_horovod(slots, kept))
+    os.write(writing, json.dumps(found).encode())
+    os.close(writing)
+    while True:
+        signal.pause()
 
 
 def address_towards(host: str, port: int) -> str:
@@ -84,22 +123,22 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _serve_horovod(slots: Mapping[int, Mapping[str, str]], writing: int) -> None:
+def _serve_horovod(slots: Slots, kept: list[Any]) -> int:
+    """Start Horovod's own server; returns its port."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
     names = ("RANK", "LOCAL_RANK", "CROSS_RANK", "SIZE", "LOCAL_SIZE", "CROSS_SIZE")
-    plan = [
-        SlotInfo(slot["HOROVOD_HOSTNAME"], *(int(slot[f"HOROVOD_{name}"]) for name in names))
-        for _, slot in sorted(slots.items())
-    ]
     server = RendezvousServer()
-    port = server.start()
-    server.init(plan)
-    os.write(writing, str(port).encode())
-    os.close(writing)
-    while True:
-        signal.pause()
+    port = int(server.start())
+    server.init(
+        [
+            SlotInfo(slot["HOROVOD_HOSTNAME"], *(int(slot[f"HOROVOD_{name}"]) for name in names))
+            for _, slot in sorted(slots.items())
+        ]
+    )
+    kept.append(server)
+    return port
 
 
 def slot_of(environment: Mapping[str, str]) -> dict[str, str]:
@@ -107,19 +146,23 @@ def slot_of(environment: Mapping[str, str]) -> dict[str, str]:
     return {n: v for n, v in environment.items() if n.startswith("HOROVOD_") and "_GLOO" not in n}
 
 
+def needs_own(environment: Mapping[str, str] = os.environ) -> bool:
+    """True if the launcher itself has restarted its processes, and they share a store."""
+    return environment.get(_AGENT_STORE) == "True" and environment.get(_COUNT, "0") != "0"
+
+
 def enter(attempt: int, changes: Mapping[str, str], environment: Any = os.environ) -> None:
     """In the script's process: set its environment."""
     environment[ATTEMPT] = str(attempt)
+    environment.update(changes)
+    if "MASTER_PORT" in changes:
+        environment[_AGENT_STORE] = "True"
     if attempt == 1:
         return
-    environment.update(changes)
-    if _COUNT in environment:
-        environment[_COUNT] = str(int(environment[_COUNT]) + attempt - 1)
-    if "MASTER_PORT" in changes and _AGENT_STORE in environment:
-        environment[_AGENT_STORE] = "False"
+    environment[_COUNT] = str(int(environment.get(_COUNT, "0")) + attempt - 1)
     if error_file := environment.get(_ERROR_FILE):  # the error of the last attempt
         with contextlib.suppress(OSError):
             os.unlink(error_file)
 
 
-__all__ = ["ATTEMPT", "Rendezvous", "address_towards", "enter", "reserve", "slot_of"]
+__all__ = ["ATTEMPT", "Rendezvous", "address_towards", "enter", "needs_own", "slot_of"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .attempts import Rendezvous
+from .attempts import Rendezvous, needs_own
 from .channel import Connection, Message
 from .coordinator import Coordinator, End, Finish, Leave, Order, Start
 from .meeting import Listener
@@ -36,6 +36,7 @@ class Hub:
         """`obey` takes the orders for rank 0 itself; `slot` is its place for Horovod."""
         self._size, self._selector, self._listener = size, selector, listener
         self._rendezvous, self._obey = rendezvous, obey
+        self._max_restarts = max_restarts
         self._coordinator = Coordinator(size, max_restarts)
         self._members: dict[int, Connection] = {}
         self._strangers: set[Connection] = set()
@@ -70,12 +71,11 @@ class Hub:
             return
         message: Message = {"order": type(order).__name__.lower()}
         if isinstance(order, Start):
-            changes = {}
-            if order.attempt > 1:
+            if order.text:
                 say(order.text)
-                changes = self._rendezvous.renew(self._slots)
+            own = order.attempt > 1 or needs_own()
+            changes = self._rendezvous.renew(self._slots) if own else {}
             message.update(attempt=order.attempt, environment=changes, failed=failed)
-            message["ordered"] = time.time()
         elif isinstance(order, Leave) and order.text:
             say(order.text)
         for connection in list(self._members.values()):
@@ -83,6 +83,8 @@ class Hub:
         if isinstance(order, Leave | Finish):
             self.close()
         self._obey(message)
+        if isinstance(order, Start) and self._size > 1 and order.attempt <= self._max_restarts:
+            self._rendezvous.prepare(self._slots)
 
     def close(self) -> None:
         """Close all connections."""

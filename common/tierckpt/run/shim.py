@@ -254,7 +254,7 @@ class Shim:
 
     def _own(self) -> set[int]:
         """Children that do not belong to the script."""
-        own = (self._signals.witness, self._helper, self._rendezvous.helper)
+        own = (self._signals.witness, self._helper, *self._rendezvous.helpers)
         return {pid for pid in own if pid is not None}
 
     def _end(self, status: int) -> NoReturn:

@@ -164,3 +164,35 @@ def test_a_module_beside_the_script_hides_an_installed_one(tmp_path: Path) -> No
     (tmp_path / "script.py").write_text("import xxhash")
     shim = [PYTHON, "-m", "tierckpt.run", "--preload", "xxhash", "script.py"]
     assert run(shim, tmp_path)[:2] == (0, "the user has this\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (
+            "import threading as t\nt.Thread(target=t.Event().wait, daemon=True).start()",
+            "starts a thread",
+        ),
+        ("import torch\ntorch.manual_seed(7)", "changes torch's random stream"),
+    ],
+)
+def test_a_module_that_allows_no_fork_is_left_to_the_script(
+    source: str, why: str, tmp_path: Path
+) -> None:
+    """Now, after the shim has started itself again, and in later runs."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "harmful.py").write_text(f"print('harmful')\n{source}")
+    (tmp_path / "script.py").write_text(
+        "import os\nprint(len(os.listdir(f'/proc/{os.getppid()}/task')))\nimport harmful"
+    )
+    path = f"{tmp_path / 'path'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    shim = [sys.executable, "-m", "tierckpt.run", "--preload", "harmful", "script.py"]
+    for expected in (("harmful", "1", "harmful"), ("1", "harmful")):
+        done = subprocess.run(
+            shim, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert tuple(done.stdout.split()) == expected
+        said = f"harmful {why} when it is imported: it is left to the script"
+        assert (said in done.stderr) == (len(expected) == 3)

@@ -25,8 +25,9 @@ for theirs, ours in (("OMPI_COMM_WORLD_RANK", "RANK"), ("OMPI_COMM_WORLD_SIZE", 
     os.environ.setdefault(ours, os.environ.get(theirs, "0"))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-assert len(os.listdir("/proc/self/task")) >= 1
+assert len(os.listdir(f"/proc/{{os.getppid()}}/task")) == 1, "the shim has a thread"
 import ddp_ckpt
+torch.manual_seed(9)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.Adam(model.parameters())
 torch.manual_seed(rank)
@@ -97,7 +98,14 @@ class Done:
 
 @pytest.fixture
 def job(tmp_path: Path, shm_dir: Path) -> Callable[..., Done]:
-    def run(launcher: list[str], failure: str, *options: str, text: str = DDP, **more: str) -> Done:
+    def run(
+        launcher: list[str],
+        failure: str,
+        *options: str,
+        text: str = DDP,
+        meanwhile: Callable[[subprocess.Popen[str]], str] | None = None,
+        **more: str,
+    ) -> Done:
         script = tmp_path / "train.py"
         script.write_text(text.format(root=os.getcwd(), failure=failure))
         env = {
@@ -110,10 +118,20 @@ def job(tmp_path: Path, shm_dir: Path) -> Callable[..., Done]:
             **more,
         }
         command = [*launcher, *options, str(script)]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        return Done(done.returncode, done.stdout, done.stderr)
+        try:
+            begun = meanwhile(process) if meanwhile is not None else ""
+            out, err = process.communicate(timeout=90)
+        finally:
+            process.kill()
+        return Done(process.returncode, begun + out, err)
 
     return run
 
@@ -188,6 +206,39 @@ def test_the_launcher_takes_over(failure: str, said: str, job: Callable[..., Don
     assert done.status == 1
     assert done.said[1].startswith(said)
     assert "exitcode  : 7" in done.err  # torchrun's report
+
+
+SLOW = "import time; time.sleep(0.05); ckpt.should_exit() and sys.exit(75)"
+LONG = DDP.replace("range(start, 12)", "range(start, 100000)")
+
+
+def test_a_job_that_is_told_to_end_is_not_started_again(job: Callable[..., Done]) -> None:
+    """The last checkpoint is taken, and the status of the script, as for a batch script that
+    requeues the job, is not taken for a failure."""
+
+    def terminate(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.terminate()
+        return "".join(lines)
+
+    done = job(torchrun("--standalone"), SLOW, text=LONG, meanwhile=terminate)
+    assert done.lines("starts at") == ["0 starts at 0", "1 starts at 0"]
+    assert done.said == []
+    assert "a last checkpoint is taken" in done.err.lower(), done.err
+
+
+def test_a_job_whose_time_is_over_is_not_started_again(
+    job: Callable[..., Done], tmp_path: Path
+) -> None:
+    """Nobody sends a signal, and all ranks end with status 75."""
+    (tmp_path / "ckpts").mkdir()
+    halt = [sys.executable, "-m", "tierckpt", "halt", str(tmp_path / "ckpts"), "--after-version"]
+    subprocess.run([*halt, "3", "--force"], check=True, capture_output=True)
+    done = job(torchrun("--standalone"), SLOW, text=LONG)
+    assert done.said == []
+    assert "exitcode  : 75" in done.err
+    assert done.lines("starts at") == ["0 starts at 0", "1 starts at 0"]
 
 
 def test_horovodrun(job: Callable[..., Done], launchable: Callable[[str], None]) -> None:

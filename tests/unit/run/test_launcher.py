@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierckpt.run.attempts import enter
+from tierckpt.run.attempts import enter, needs_own
 from tierckpt.run.launcher import Place, place_of
 from tierckpt.run.meeting import Meeting, meeting_of
 
@@ -104,9 +104,20 @@ def test_two_launches_have_different_names(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_first_attempt_has_the_launchers_environment() -> None:
     environment = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    enter(1, {"MASTER_PORT": "1"}, environment)
+    enter(1, {}, environment)
     assert environment.pop("TIERCKPT_ATTEMPT") == "1"
     assert environment == {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def test_after_the_launchers_own_restart_the_first_attempt_meets_elsewhere() -> None:
+    """Its processes would share the keys of dead ones."""
+    environment = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert not needs_own(environment)
+    environment["TORCHELASTIC_RESTART_COUNT"] = "1"
+    assert needs_own(environment)
+    enter(1, {"MASTER_PORT": "5"}, environment)
+    assert environment["MASTER_PORT"] == "5"
+    assert environment["TORCHELASTIC_RESTART_COUNT"] == "1"
 
 
 def test_later_attempts_meet_elsewhere_and_are_counted() -> None:
@@ -117,6 +128,6 @@ def test_later_attempts_meet_elsewhere_and_are_counted() -> None:
     }
     enter(3, {"MASTER_PORT": "5"}, environment)
     assert environment["MASTER_PORT"] == "5"
-    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert environment["TORCHELASTIC_RESTART_COUNT"] == "4"
     assert environment["TIERCKPT_ATTEMPT"] == "3"
