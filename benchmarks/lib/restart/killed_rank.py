@@ -43,6 +43,7 @@ def main() -> None:
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     marks["built"] = time.time()
+    restore: dict[str, float] = {}
     ckpt = ddp_ckpt.Checkpointer(
         model,
         optimizer,
@@ -52,6 +53,7 @@ def main() -> None:
         local_every_seconds=0,
         local_every_steps=1_000_000,
         boundary="explicit",
+        on_event=lambda event: restore.update(event.seconds) if event.name == "restored" else None,
     )
     marks["attached"] = time.time()
     start = int(ckpt.restore())
@@ -70,7 +72,7 @@ def main() -> None:
         if step == start and rank == 0:
             marks["stepped"] = time.time()
             with (folder / "starts").open("a") as file:
-                file.write(json.dumps({**marks, "start": start}) + "\n")
+                file.write(json.dumps({**marks, "start": start, "restore": restore}) + "\n")
     ckpt.abandon()
     dist.barrier()
     os._exit(0)  # the end of a run is not measured, and gloo may abort there

@@ -13,6 +13,8 @@ from .launcher import HOROVODRUN, Place, place_of
 from .learned import LearnedFile
 from .shim import Shim
 
+MOST_REFUSED = 8
+"""Each costs a start; after these, no module is imported besides torch and the adapters."""
 REFUSED = "TIERCKPT_RUN_REFUSED"
 """Packages that were found not to allow a fork, for the process that replaces this one."""
 
@@ -40,12 +42,13 @@ def _preload(options: command_line.Options, place: Place, learned: LearnedFile) 
     try:
         preload.preload((*options.preload, *known.modules), refused, adapters)
     except preload.UnsafeError as error:
-        if error.package in refused or error.package in ("torch", "tierckpt", "ddp_ckpt"):
+        package = error.package if len(refused) < MOST_REFUSED else preload.EVERYTHING
+        if package in refused or package in ("torch", "tierckpt", "ddp_ckpt"):
             say(f"{error}: the script runs without a shim, and the launcher handles failures")
             return False
         say(f"{error}: it is left to the script from now on")
-        learned.refuse(error.package)
-        os.environ[REFUSED] = ",".join(sorted({*refused, error.package}))
+        learned.refuse(package)
+        os.environ[REFUSED] = ",".join(sorted({*refused, package}))
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return True

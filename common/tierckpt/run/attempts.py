@@ -62,6 +62,12 @@ class Rendezvous:
         """Ids of the processes."""
         return [each.pid for each in (self._current, self._next) if each is not None]
 
+    def forget(self) -> None:
+        """In a forked process: close descriptors; the servers stay."""
+        for each in (self._current, self._next):
+            if each is not None:
+                each.forget()
+
     def close(self) -> None:
         """End all servers."""
         for each in (self._current, self._next):
@@ -87,11 +93,15 @@ class _Servers:
             found: dict[str, str] = json.loads(answer.read() or b"{}")
             return found
 
-    def close(self) -> None:
-        """End the process."""
+    def forget(self) -> None:
+        """Close the descriptor."""
         if self._answer is not None:
             os.close(self._answer)
             self._answer = None
+
+    def close(self) -> None:
+        """End the process."""
+        self.forget()
         process.kill_one(self.pid)
 
 

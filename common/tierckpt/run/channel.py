@@ -35,10 +35,12 @@ class Connection:
         """Send a message, small enough for the socket's buffer."""
         data = json.dumps(message).encode() + b"\n"
         try:
-            if self._stream.send(data) < len(data):
-                self.close()
+            whole = self._stream.send(data) == len(data)
         except OSError:
-            self.close()
+            whole = False
+        if not whole:  # the reader finds the end
+            with contextlib.suppress(OSError):
+                self._stream.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[Message]:
         """The messages that have arrived. At the end of the stream the connection is closed."""

@@ -137,7 +137,8 @@ class Hub:
 
     def _rank_of(self, hello: dict[str, Any]) -> int | None:
         """The rank of a new connection; None if it is not of this job."""
-        assert self._listener is not None
+        if self._listener is None:  # all were there
+            return None
         rank, size, secret = (hello.get(name) for name in ("rank", "size", "secret"))
         if secret != self._listener.secret or size != self._size or rank in self._members:
             return None

@@ -23,11 +23,16 @@ NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it, `torch.cuda.is_available()` initializes no CUDA: modules call that on import."""
 
 
+EVERYTHING = "*"
+"""In place of a package: all modules besides torch, numpy and the adapters."""
+
+
 class UnsafeError(Exception):
     """A module has changed this process so that no fork is safe."""
 
     def __init__(self, module: str, why: str) -> None:
-        super().__init__(f"{module} {why} when it is imported")
+        name = "a module" if module == EVERYTHING else module
+        super().__init__(f"{name} {why} when it is imported")
         self.package = module.partition(".")[0]
 
 
@@ -36,9 +41,11 @@ def preload(modules: Iterable[str], refused: Iterable[str], adapters: Iterable[s
 
     A module that cannot be imported is left to the script. Raises UnsafeError, after which this
     process must not fork."""
+    left_out = set(refused)
+    if EVERYTHING in left_out:
+        modules = ()
     before = os.environ.get(NVML)
     os.environ.setdefault(NVML, "1")
-    left_out = set(refused)
     streams: Any = None
     try:
         for name in (*NEEDED, *adapters, *modules):
@@ -51,6 +58,8 @@ def preload(modules: Iterable[str], refused: Iterable[str], adapters: Iterable[s
     finally:
         if before is None:
             os.environ.pop(NVML, None)
+    if "torch" in sys.modules and not _is_forkable():
+        raise UnsafeError(EVERYTHING, "initializes CUDA")
     gc.collect()
     gc.freeze()
 
@@ -84,12 +93,12 @@ def _threads_after_fork() -> int:
     return threads()
 
 
-def is_forkable() -> bool:
+def _is_forkable() -> bool:
     """True if CUDA works in a forked process: no module has asked the driver for devices."""
+    import torch
+
     pid = os.fork()
     if pid == 0:
-        import torch
-
         os._exit(int(torch.cuda._is_in_bad_fork()))
     return os.waitpid(pid, 0)[1] == 0
 
@@ -141,4 +150,4 @@ def set_too_late(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     )
 
 
-__all__ = ["UnsafeError", "is_forkable", "preload", "refresh", "set_too_late", "threads"]
+__all__ = ["EVERYTHING", "UnsafeError", "preload", "refresh", "set_too_late", "threads"]

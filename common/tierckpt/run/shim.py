@@ -58,6 +58,8 @@ class Shim:
         self._attempt = 0
         self._is_ending = False
         """Somebody outside of the job has asked this rank to end."""
+        self._strangers = set(process.children())
+        """Children from before, as of a shell: `command & exec tierckpt run train.py`."""
         self._times = Times(place.rank == 0, options.times)
 
     def supervise(self) -> None:
@@ -74,12 +76,21 @@ class Shim:
             wait = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
             for key, _ in self._selector.select(wait):
                 if self._selector.get_map().get(key.fd) is key:  # not closed by the one before
-                    key.data()
-            self._look_at_signals()
+                    self._safely(key.data)
+            self._safely(self._look_at_signals)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._deadline = None
                 if self._hub is not None:
-                    self._hub.give_up()
+                    self._safely(self._hub.give_up)
+
+    def _safely(self, work: Callable[[], None]) -> None:
+        """Do a part of the shim's work. A fault in it does not end the script: from then on the
+        launcher handles failures."""
+        try:
+            work()
+        except Exception as error:
+            say(f"rank {self._place.rank} met {error!r}: the launcher handles failures from now on")
+            self._leave()
 
     # --- the other shims --------------------------------------------------------------------------
 
@@ -214,6 +225,7 @@ class Shim:
                 closing: Any = key.fileobj
                 closing.close()
         self._selector.close()
+        self._rendezvous.forget()
         os.close(self._wake)
 
     # --- the script -------------------------------------------------------------------------------
@@ -255,7 +267,7 @@ class Shim:
     def _own(self) -> set[int]:
         """Children that do not belong to the script."""
         own = (self._signals.witness, self._helper, *self._rendezvous.helpers)
-        return {pid for pid in own if pid is not None}
+        return {*self._strangers, *(pid for pid in own if pid is not None)}
 
     def _end(self, status: int) -> NoReturn:
         if self._hub is not None:
@@ -269,7 +281,8 @@ class Shim:
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._awake, 4096)
-        process.reap(self._own() | ({self._script.pid} if self._script else set()))
+        script = {self._script.pid} if self._script is not None else set()
+        process.reap((self._own() | script) - self._strangers)
 
     def _look_at_signals(self) -> None:
         ended = self._signals.end_of_witness()

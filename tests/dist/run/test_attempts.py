@@ -17,7 +17,7 @@ from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 from tierckpt.run.times import PARTS
 
 DDP = """
-import os, sys
+import os, sys, time
 import torch, torch.distributed as dist
 sys.path.insert(0, {root!r})
 attempt = int(os.environ["TIERCKPT_ATTEMPT"])
@@ -208,8 +208,9 @@ def test_the_launcher_takes_over(failure: str, said: str, job: Callable[..., Don
     assert "exitcode  : 7" in done.err  # torchrun's report
 
 
-SLOW = "import time; time.sleep(0.05); ckpt.should_exit() and sys.exit(75)"
-LONG = DDP.replace("range(start, 12)", "range(start, 100000)")
+SLOW = """time.sleep(0.05)
+        if ckpt.should_exit(): break"""
+LONG = DDP.replace("range(start, 12)", "range(start, 100000)") + "import sys\nsys.exit(75)"
 
 
 def test_a_job_that_is_told_to_end_is_not_started_again(job: Callable[..., Done]) -> None:
