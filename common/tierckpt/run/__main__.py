@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from . import options as command_line
 from . import preload, script
-from .hub import say
-from .launcher import HOROVODRUN, Place, place_of
+from .job.hub import say
+from .job.launcher import HOROVODRUN, Place, place_of
 from .learned import LearnedFile
 from .shim import Shim
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tierckpt import _milestones
 
 from . import preload, process
-from .launcher import Place
+from .job.launcher import Place
 from .learned import LearnedFile
 from .options import Options
 

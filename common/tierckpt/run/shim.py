@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import meeting, process, script_process
-from .attempts import Rendezvous, enter, slot_of
-from .channel import Connection, Message
-from .coordinator import OUTSIDE, End
-from .hub import Hub, ended_message, say
-from .launcher import Place, is_elastic
+from . import process, script_process
+from .job import meeting
+from .job.attempts import Rendezvous, enter, slot_of
+from .job.channel import Connection, Message
+from .job.coordinator import OUTSIDE, End
+from .job.hub import Hub, ended_message, say
+from .job.launcher import Place, is_elastic
 from .learned import LearnedFile
 from .options import Options
 from .signals import Signals, pass_on

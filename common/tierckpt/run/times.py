@@ -8,7 +8,7 @@ import time
 
 from tierckpt._milestones import BOUNDARY
 
-from .channel import Message
+from .job.channel import Message
 
 PARTS = ("noticed", "ended", "forked", "script", "attach", "attached", "restored", BOUNDARY)
 """Moments, in order. Each part of a restart is the time from the moment before."""

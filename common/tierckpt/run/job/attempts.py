@@ -16,9 +16,10 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from . import process
+from tierckpt.run import process
+from tierckpt.run.signals import FORWARDED
+
 from .launcher import HOROVODRUN, Place
-from .signals import FORWARDED
 
 ATTEMPT = "TIERCKPT_ATTEMPT"
 """Set in a script's environment: the number of the attempt, from 1."""

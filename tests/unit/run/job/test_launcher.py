@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tierckpt.run.attempts import enter, needs_own
-from tierckpt.run.launcher import Place, place_of
-from tierckpt.run.meeting import Meeting, meeting_of
+from tierckpt.run.job.attempts import enter, needs_own
+from tierckpt.run.job.launcher import Place, place_of
+from tierckpt.run.job.meeting import Meeting, meeting_of
 
 TORCHRUN = {
     "RANK": "3",

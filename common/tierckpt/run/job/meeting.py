@@ -21,7 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from . import process
+from tierckpt.run import process
+
 from .attempts import address_towards, slot_of
 from .launcher import HOROVODRUN, Place
 
