@@ -209,6 +209,7 @@ def test_the_launcher_takes_over(failure: str, said: str, job: Callable[..., Don
 
 
 SLOW = """time.sleep(0.05)
+        if step == 2: print("under way", flush=True)
         if ckpt.should_exit(): break"""
 LONG = DDP.replace("range(start, 12)", "range(start, 100000)") + "import sys\nsys.exit(75)"
 
@@ -219,7 +220,8 @@ def test_a_job_that_is_told_to_end_is_not_started_again(job: Callable[..., Done]
 
     def terminate(process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(2)]
+        lines = [process.stdout.readline() for _ in range(4)]
+        assert lines[2:] == ["under way\n"] * 2
         process.terminate()
         return "".join(lines)
 
