@@ -2,6 +2,7 @@
 
     python benchmarks/restart.py --toy
     python benchmarks/restart.py --json restart.json
+    python benchmarks/restart.py --kill 5
     python benchmarks/restart.py --worlds 2,4 --megabytes 48,192 --nodes 2
 
 benchmarks/README.md explains the columns and how they are measured.
@@ -21,6 +22,7 @@ from lib import machine
 from lib.figures import spread
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from lib.report import align
+from lib.restart import kills
 from lib.restart.methods import WAYS
 from lib.restart.runs import Bench, Row
 
@@ -105,6 +107,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1, help="nodes for these ranks; default 1")
     parser.add_argument("--rounds", type=int, help="rounds; default 5, toy 1")
     parser.add_argument("--ways", help=f"some of {','.join(WAYS)}; toy: without the last two")
+    text = "measure only the time from a SIGKILL to the next finished step, N times each"
+    parser.add_argument("--kill", type=int, default=0, metavar="N", help=text)
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
@@ -119,11 +123,32 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def measure_kills(options: argparse.Namespace, about: dict[str, Any]) -> None:
+    """Measure the time from a kill to the next step, for all sizes and launchers."""
+    document: dict[str, Any] = {**about, "kills": []}
+    for world in map(int, options.worlds.split(",")):
+        for megabytes in map(int, options.megabytes.split(",")):
+            rows = []
+            for launcher in kills.LAUNCHERS:
+                with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
+                    places = (folder / "job", memory / "job")
+                    row = kills.measure(launcher, world, megabytes << 20, options.kill, places)
+                rows.append(row)
+            print(f"{world} rank(s), {megabytes} MiB of state, SIGKILL to the next step\n")
+            print(kills.table(rows), "", sep="\n", flush=True)
+            document["kills"] += map(asdict, rows)
+            if options.json:
+                write_json(options.json, document)
+
+
 def main() -> None:
     options = arguments()
     clean_up_when_terminated()
     about = machine.description(options.dir)
     print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
+    if options.kill:
+        measure_kills(options, about)
+        return
     print(f"files on {about['filesystem']}; read, storage, sent: sums over ranks, x state\n")
     document: dict[str, Any] = {**about, "cases": []}
     cases = [(w, m) for w in options.worlds.split(",") for m in options.megabytes.split(",")]

@@ -17,9 +17,11 @@ SHARED_STORE = (
 def restarts_share_a_store(environment: Mapping[str, str]) -> bool:
     """True if ranks that torchrun restarts use the store that dead ranks have written to.
 
-    Attempts share keys in this store: torch issues 135712, 167288.
+    Attempts share keys in this store: torch issues 135712, 167288. Under `tierckpt run` each has a
+    store of its own.
     """
     shares = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    shares = shares and "TIERCKPT_ATTEMPT" not in environment
     return shares and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 

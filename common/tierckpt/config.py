@@ -24,7 +24,7 @@ from .errors import ConfigError
 
 PREFIX = "TIERCKPT_"
 NOT_SETTINGS = (
-    *("CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR"),
+    *("ATTEMPT", "CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR"),
     *("PROVE_DIR", "COPY_ENGINE"),
 )
 """Variables with the prefix that are not settings."""

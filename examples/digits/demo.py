@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -28,11 +29,14 @@ Journals = dict[int, list[Record]]
 """The journal of each rank in one run."""
 
 
+TIMES = "times"
+"""File in a run's folder in which `tierckpt run` records the times of a restart."""
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # Each starts two processes, and starts them again after one dies.
 LAUNCHERS = {
     "torchrun": [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--max-restarts", "3", "--monitor-interval", "0.1", str(HERE / "train.py")),
+        *(*_TORCHRUN, "--max-restarts", "3", "-m", "tierckpt.run", "--times", TIMES),
+        str(HERE / "train.py"),
     ],
     "horovodrun": [str(HERE.parent / "restarts" / "horovod_elastic.sh")],
 }
@@ -50,14 +54,12 @@ def run(
     """Run one job; return the journals of both ranks."""
     folder = work / name.replace(" ", "-")
     folder.mkdir(parents=True)
-    command = [*LAUNCHERS[launcher], "--steps", str(steps), "--journal", str(folder)]
+    words = [str(folder / TIMES) if word == TIMES else word for word in LAUNCHERS[launcher]]
+    command = [*words, "--steps", str(steps), "--journal", str(folder)]
     command += ["--path", str(folder / "ckpts"), *options]
     task = progress.add_task(name, total=steps, note="starting two processes")
     with (folder / "log").open("w") as log:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-        # Otherwise all restarts share torchrun's key-value store, and a restarted gloo process may
-        # read the address of a dead one.
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:
             while job.poll() is None:
@@ -120,13 +122,23 @@ def stalls_ms(journals: Journals) -> list[float]:
     ]
 
 
+def cpu_ms(journals: Journals) -> float:
+    """Return the median CPU time of a step after a warm-up, on the rank with more."""
+    each = (
+        [float(str(r["cpu_seconds"])) for r in journal if "cpu_seconds" in r][20:]
+        for journal in journals.values()
+    )
+    return 1e3 * max(statistics.median(seconds) for seconds in each)
+
+
 def step_ms(journals: Journals) -> float:
     """Return the median step of rank 0 after a warm-up."""
     return 1e3 * statistics.median(r["step_seconds"] for r in journals[0][20:] if "step" in r)  # type: ignore[type-var]
 
 
-def restart(journals: Journals) -> dict[str, float | str]:
-    """Return the seconds from the kill to the end of the first new step, and the level restored."""
+def restart(journals: Journals, times: Path) -> dict[str, Any]:
+    """Return the seconds from the kill to the end of the first new step with their parts, and the
+    level restored."""
     killed = next(r for r in journals[1] if "killed" in r)
     at = float(str(killed["at"]))
     after = [r for r in journals[0] if float(str(r["at"])) > at]
@@ -134,13 +146,31 @@ def restart(journals: Journals) -> dict[str, float | str]:
     # The surviving rank may still finish its step; the new run begins with "start".
     begun = next(i for i, r in enumerate(after) if "start" in r)
     first = next(r for r in after[begun:] if "step" in r)
-    return {
+    back = {
         "level": str(restored["level"]),
         "step": int(str(first["step"])),
         "killed": int(str(killed["killed"])),
         "total": float(str(first["at"])) - at,
         "restore": restored["seconds"]["total"],  # type: ignore[index]
     }
+    if times.exists():
+        record = json.loads(times.read_text().splitlines()[-1])
+        parts = {"the death was noticed": record["failed"] - at}
+        parts |= {name: record["parts"][part] for part, name in PARTS.items()}
+        back["parts"] = parts
+    return back
+
+
+PARTS = {
+    "ended": "other ranks ended",
+    "forked": "forked",
+    "script": "script began",
+    "attach": "imports and model",
+    "attached": "attach",
+    "restored": "restore",
+    "boundary": "step",
+}
+"""The parts that `tierckpt run` records, in words."""
 
 
 def picture(
@@ -179,13 +209,13 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     kill_step = args.steps * 3 // 5
-    plain, calm, killed = three_runs(args.launcher, args.steps, kill_step, console)
+    plain, calm, killed, back = three_runs(args.launcher, args.steps, kill_step, console)
     same = all(curve(plain[r]) == curve(calm[r]) == curve(killed[r]) for r in (0, 1))
     console.print()
     verdict = "equal bit for bit" if same else "DIFFERENT"
     console.print(f"loss curves of both ranks in all three runs: {verdict}")
     print_cost(plain, calm, console)
-    print_restart(killed, console)
+    print_restart(back, console)
     picture(args.picture, curve(plain[0]), curve(killed[0]), kill_step, stalls_ms(calm))
     console.print(f"picture: {args.picture.resolve()}", soft_wrap=True)
     console.print(
@@ -197,7 +227,7 @@ def main() -> None:
 
 def three_runs(
     launcher: str, steps: int, kill_step: int, console: Console
-) -> tuple[Journals, Journals, Journals]:
+) -> tuple[Journals, Journals, Journals, dict[str, Any]]:
     """Run without checkpoints, with one at every step, and the same with rank 1 killed."""
     work = Path(tempfile.mkdtemp(prefix="tierckpt-demo-"))
     columns = (
@@ -211,10 +241,12 @@ def three_runs(
             plain = run(launcher, "no checkpoints", steps, work, ["--plain"], progress)
             calm = run(launcher, "a checkpoint a step", steps, work, [], progress)
             kill = ["--kill-step", str(kill_step)]
-            killed = run(launcher, "the same, and SIGKILL", steps, work, kill, progress)
+            name = "the same, and SIGKILL"
+            killed = run(launcher, name, steps, work, kill, progress)
+            back = restart(killed, work / name.replace(" ", "-") / TIMES)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return plain, calm, killed
+    return plain, calm, killed, back
 
 
 def print_cost(plain: Journals, calm: Journals, console: Console) -> None:
@@ -229,18 +261,21 @@ def print_cost(plain: Journals, calm: Journals, console: Console) -> None:
     )
     console.print(
         f"median step: {step_ms(plain):.1f} ms without checkpoints, {step_ms(calm):.1f} ms "
-        f"with one at every step: {overhead:+.1f} %"
+        f"with one at every step: {overhead:+.1f} %; CPU of a step and rank: "
+        f"{cpu_ms(plain):.1f} and {cpu_ms(calm):.1f} ms"
     )
 
 
-def print_restart(killed: Journals, console: Console) -> None:
+def print_restart(back: dict[str, Any], console: Console) -> None:
     """Print the step and level of the restart, and its time."""
-    back = restart(killed)
     console.print(
         f"killed in step {back['killed']}, resumed at step {back['step']} from {back['level']}: "
-        f"{back['total']:.1f} s from the kill to the end of the next step, of which restore() took "
-        f"{1e3 * float(back['restore']):.0f} ms (the rest is the start of processes)"
+        f"{back['total']:.2f} s from the kill to the end of the next step, of which restore() took "
+        f"{1e3 * float(back['restore']):.0f} ms"
     )
+    if parts := back.get("parts"):
+        shown = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in parts.items())
+        console.print(f"its parts, ms: {shown}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Handwritten digits on two ranks, with checkpoints: an example of a user's script.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks may not connect
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits/train.py
+    torchrun --nproc-per-node 2 -m tierckpt.run examples/digits/train.py
 
 The lines that Tierckpt needs are marked with `<-`. The rest is an ordinary DDP script: a small
 convolutional net with BatchNorm and dropout, AdamW, a one-cycle schedule, a shuffled sampler.
@@ -50,7 +49,7 @@ def main() -> None:
 
     first_run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     for step in range(start, args.steps):
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         images, labels = batches.of_step(step)
         loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
@@ -61,8 +60,11 @@ def main() -> None:
         schedule.step()
         if ckpt is not None:
             ckpt.step()  # <-
-        seconds = time.perf_counter() - begin
-        journal.write(step=step, loss=loss.item().hex(), step_seconds=seconds, at=time.time())
+        spent = {
+            "step_seconds": time.perf_counter() - begin,
+            "cpu_seconds": time.process_time() - cpu,
+        }
+        journal.write(step=step, loss=loss.item().hex(), at=time.time(), **spent)
     if ckpt is not None:
         ckpt.close()  # <-
     journal.write(done=True, at=time.time())

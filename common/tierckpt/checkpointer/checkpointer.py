@@ -14,6 +14,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from tierckpt import _milestones
 from tierckpt.callbacks import Callbacks
 from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.core.halt_conditions import Reason
@@ -187,6 +188,7 @@ class Checkpointer(CheckpointerCore):
         for obj in (*self._state.extra.values(), *self._state.extra_per_rank.values()):
             if isinstance(obj, ResumableLoader):
                 obj.restored()
+        _milestones.reached(_milestones.RESTORED)
         self._callbacks.call("on_restored", self.restored)
         return self.restored
 

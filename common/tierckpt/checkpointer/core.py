@@ -19,7 +19,7 @@ from typing import Any, Unpack
 
 import torch
 
-from tierckpt import _garbage
+from tierckpt import _garbage, _milestones
 from tierckpt._text import some
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.config import Config
@@ -28,6 +28,7 @@ from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.vote_exchange import ballots_for
+from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.levels import LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import StepTimer
@@ -129,6 +130,7 @@ class CheckpointerCore(abc.ABC):
         **settings: Unpack[Settings],
     ) -> None:
         self._process = os.getpid()
+        _milestones.reached(_milestones.ATTACH)
         self.group: Group = group or SingleGroup()
         check_receiver(on_event)  # this and the next checks: while no rank waits for another
         self.adapter = check_adapter(adapter)
@@ -173,6 +175,7 @@ class CheckpointerCore(abc.ABC):
             self.adapter.attached(Handle(self))
             shutdown.at_exit(self._end_with_process)
             undo.pop_all()
+        _milestones.reached(_milestones.ATTACHED)
 
     def _report_problems(self, *severe: str) -> None:
         """Report `severe` problems if they are not empty, settings without effect, and state that
@@ -298,6 +301,8 @@ class CheckpointerCore(abc.ABC):
         if self._agreement.superseded_earlier(self._history.generation):
             self._resources.clear(self._node)
         unattended = self._halt.receive(agreed)
+        if self._halt.reason is not Reason.NONE:
+            _milestones.reached(_milestones.HALTING)
         take, vote = self._rounds.decide(self.version, agreed, force), self.adapter.vote()
         if self._replicas.refusing or self._agreement.parted is not None:
             if self._replicas.asking:  # the result may be that nothing differs
@@ -319,6 +324,7 @@ class CheckpointerCore(abc.ABC):
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
         self.adapter.boundary_passed(agreed.adapter)
+        _milestones.reached(_milestones.BOUNDARY)
         self._callbacks.call("on_step_boundary", self.version)
         if self._replicas.error is not None:
             self._levels.drift.wait()

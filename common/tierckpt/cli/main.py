@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierckpt._version import __version__
 from tierckpt.errors import ConfigError, NodeHealthError, TierckptError
+from tierckpt.run import options as run_options
 
 from .arguments import place
 from .halt import halt
@@ -314,6 +315,19 @@ def _takeover(args: argparse.Namespace, console: Console) -> None:
     console.print(f"{args.path}: {result}", soft_wrap=True)
 
 
+def run(commands: Subparsers) -> None:
+    """`tierckpt run SCRIPT`. `main` gives it the arguments before they are parsed here, as those
+    after the script are the script's."""
+    parser = commands.add_parser(
+        RUN,
+        usage=run_options.USAGE,
+        help="run a training script under a launcher, and restart it within a second",
+        description=run_options.DESCRIPTION,
+    )
+    run_options.add(parser)
+
+
+RUN = "run"
 COMMANDS: tuple[Callable[[Any], None], ...] = (
     trace,
     halt,
@@ -324,6 +338,7 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     export,
     diff,
     prove,
+    run,
     pin,
     unpin,
     takeover,
@@ -332,7 +347,14 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. Tierckpt's errors and the system's are printed on
-    stderr, as one sentence. Ctrl-C gives 130, as in shells."""
+    stderr, as one sentence. Ctrl-C gives 130, as in shells. `run` ends this process, or returns at
+    the end of the script, whose exceptions it raises."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == [RUN] and not {"-h", "--help"} & set(arguments[1:2]):
+        from tierckpt.run.__main__ import main as run_script
+
+        run_script(arguments[1:])
+        return 0
     args = argparse.Namespace()
     try:
         _accept_any_file_name()

@@ -299,6 +299,18 @@ def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
     assert launch_of({}, in_use=True).starters == (), "it is in another run yet"
 
 
+def test_the_agent_is_found_behind_a_shim_that_changed_the_port() -> None:
+    """`tierckpt run`; a shell plays it, and this process the agent."""
+    tell = "import os; from tierckpt.storage.local.launch import launch_of; "
+    tell += "print(launch_of(os.environ).starters)"
+    names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
+    attempt = f'MASTER_PORT=2 TIERCKPT_ATTEMPT=2 "{sys.executable}" -c "$1"; true'
+    environment = {**os.environ, **names, "MASTER_PORT": "1"}
+    command = ["sh", "-c", attempt, "sh", tell]
+    said = subprocess.check_output(command, env=environment, text=True)
+    assert ast.literal_eval(said)[1] == process_mark("self")
+
+
 def test_where_proc_is_of_another_namespace_no_agent_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

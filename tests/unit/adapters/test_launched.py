@@ -21,3 +21,9 @@ def test_ranks_that_may_not_meet_again_are_reported(
 
 def test_another_launcher_has_no_such_store() -> None:
     assert not restarts_share_a_store({})
+
+
+def test_under_the_shim_each_attempt_has_its_own() -> None:
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert restarts_share_a_store(told)
+    assert not restarts_share_a_store({**told, "TIERCKPT_ATTEMPT": "1"})

@@ -25,8 +25,9 @@ from tierckpt._host import boot_id
 MOST_STARTERS = 256
 """Starters kept of a run: the smallest, so that two runs that share some keep the same ones. Every
 node reads the claims of all."""
-_OF_A_WORKER = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "RANK")
-"""Variables that torchrun sets for a worker; its agent does not have these values itself."""
+_OF_A_WORKER = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "RANK")
+"""Variables that torchrun sets for a worker, as MASTER_PORT; its agent does not have these values
+itself."""
 _LETTERS = 16
 
 
@@ -98,14 +99,17 @@ def process_mark(process: str | int) -> str:
 
 def _torchrun_agent(environment: Mapping[str, str]) -> str:
     """The nearest ancestor that was not started as this rank, unlike a script around it."""
-    own_values = [environment.get(name) for name in _OF_A_WORKER]
+    # `tierckpt run`, an ancestor started as this rank, changes the port for its later attempts.
+    port = "MASTER_PORT" if environment.get("TIERCKPT_ATTEMPT", "1") == "1" else ""
+    names = [*_OF_A_WORKER, *filter(None, [port])]
+    own_values = [environment.get(name) for name in names]
     if not own_values[0] or not _proc_is_ours():
         return ""
     process = os.getppid()
     with contextlib.suppress(OSError, IndexError, ValueError):
         while process > 0:
             values = _environment_of(process)
-            if [values.get(name) for name in _OF_A_WORKER] != own_values:
+            if [values.get(name) for name in names] != own_values:
                 return process_mark(process)
             stat = Path(f"/proc/{process}/stat").read_text()
             process = int(stat.rpartition(")")[2].split()[1])

@@ -1,0 +1,35 @@
+"""Milestones of a training process, for the program that started it (`tierckpt run`).
+
+A checkpointer reports them; without a listener that costs one comparison. Any thread; standard
+library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+ATTACH, ATTACHED, RESTORED, BOUNDARY, HALTING = names = (
+    "attach",
+    "attached",
+    "restored",
+    "boundary",
+    "halting",
+)
+"""A checkpointer starts to attach; it is attached; a restore is complete; a boundary is passed; the
+ranks have agreed to end the job early."""
+_listeners: list[Callable[[str], None]] = []
+
+
+def listen(listener: Callable[[str], None]) -> None:
+    """Call `listener` with the name of each milestone from now on. It must not raise."""
+    _listeners.append(listener)
+
+
+def reached(name: str) -> None:
+    """Report a milestone."""
+    if _listeners:
+        for listener in _listeners:
+            listener(name)
+
+
+__all__ = ["ATTACH", "ATTACHED", "BOUNDARY", "HALTING", "RESTORED", "listen", "reached"]

@@ -1,0 +1,78 @@
+"""The command line of `tierckpt run`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_RESTARTS = 3
+USAGE = "tierckpt run [options] (SCRIPT | -m MODULE) [ARGUMENTS...]"
+DESCRIPTION = (
+    "Runs a training script under a launcher, and restarts it within a second after a failure: "
+    "torchrun ... -m tierckpt.run train.py, or mpirun ... tierckpt run train.py. Each rank's "
+    "process keeps torch imported, and forks the script. If one rank's script is killed or fails, "
+    "the scripts of all ranks are ended, and the next attempt starts. After --max-restarts the "
+    "launcher handles the failure as usual."
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options, and the program to run."""
+
+    program: str
+    """A script's path, or a module's name."""
+    is_module: bool
+    arguments: tuple[str, ...]
+    max_restarts: int = MAX_RESTARTS
+    preload: tuple[str, ...] = ()
+    rendezvous: str = ""
+    times: str = ""
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Parse the command line; ends the process with status 2 and a message if it is wrong."""
+    parser = argparse.ArgumentParser("tierckpt run", usage=USAGE, description=DESCRIPTION)
+    add(parser)
+    found = parser.parse_args(arguments)
+    words = found.module or found.command
+    if not words or (found.module and found.command):
+        parser.error("a script, or -m and a module, is missing")
+    if found.max_restarts < 0:
+        parser.error("--max-restarts must be 0 or more")
+    if not found.module and _is_interpreter(words[0]):
+        parser.error(f"leave out {words[0]}: tierckpt run is given the script itself")
+    return Options(
+        words[0],
+        bool(found.module),
+        tuple(words[1:]),
+        found.max_restarts,
+        tuple(filter(None, found.preload.split(","))),
+        found.rendezvous,
+        found.times,
+    )
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
+    text = f"restarts before the launcher takes over (default: {MAX_RESTARTS})"
+    parser.add_argument("--max-restarts", type=int, default=MAX_RESTARTS, metavar="N", help=text)
+    text = "modules to import before the script starts, besides torch and those of its last run"
+    parser.add_argument("--preload", default="", metavar="A,B", help=text)
+    text = "where rank 0 listens for the other ranks, if the launcher gives no such place"
+    parser.add_argument("--rendezvous", default="", metavar="HOST:PORT", help=text)
+    text = "append the times of each restart to this file, as JSON lines"
+    parser.add_argument("--times", default="", metavar="FILE", help=text)
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _is_interpreter(word: str) -> bool:
+    name = word.rpartition("/")[2]
+    return name.startswith("python") and not name.removeprefix("python").strip("0123456789.")
+
+
+__all__ = ["DESCRIPTION", "USAGE", "Options", "add", "parse"]

@@ -1,0 +1,308 @@
+"""The shim of one rank: it forks the script's process, again after every failure of any rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from . import process, script_process
+from .job import meeting
+from .job.attempts import Rendezvous, enter, slot_of
+from .job.channel import Connection, Message
+from .job.coordinator import OUTSIDE, End
+from .job.hub import Hub, ended_message, say
+from .job.launcher import Place, is_elastic
+from .learned import LearnedFile
+from .options import Options
+from .signals import Signals, pass_on
+from .times import Times
+
+ELASTIC = (
+    "elastic Horovod replaces failed ranks itself, while others go on: tierckpt run only forwards "
+    "signals here. Without --min-np, horovodrun leaves restarts to tierckpt run"
+)
+
+
+class _InScript(BaseException):
+    """Raised in the script's process right after its fork, through all callers, to `supervise`."""
+
+
+class Shim:
+    """One rank's shim. Main thread; after `supervise` has returned, this process is the script's.
+
+    Nothing may have been forked before, except by the preload, whose processes are gone."""
+
+    def __init__(self, options: Options, place: Place, learned: LearnedFile) -> None:
+        self._options, self._place, self._learned = options, place, learned
+        self._selector = selectors.DefaultSelector()
+        self._awake, wake = os.pipe()
+        os.set_blocking(self._awake, False)
+        os.set_blocking(wake, False)
+        self._wake = wake
+        self._signals = Signals(wake)
+        self._selector.register(self._awake, selectors.EVENT_READ, self._drain)
+        self._rendezvous = Rendezvous(place, self._signals)
+        self._hub: Hub | None = None
+        self._link: Connection | None = None
+        self._is_supervised = True
+        """The other shims are there, and a failure leads to the next attempt."""
+        self._deadline: float | None = None
+        self._helper: int | None = None
+        self._answer: int | None = None
+        self._script: script_process.ScriptProcess | None = None
+        self._status: int | None = None
+        """How the script of this attempt has ended."""
+        self._attempt = 0
+        self._is_ending = False
+        """Somebody outside of the job has asked this rank to end."""
+        self._strangers = set(process.children())
+        """Children from before, as of a shell: `command & exec tierckpt run train.py`."""
+        self._times = Times(place.rank == 0, options.times)
+
+    def supervise(self) -> None:
+        """Run the script's attempts. Returns in the script's process alone; the shim's process ends
+        as the script has ended."""
+        process.adopt_orphans()
+        self._signals.place_witness()
+        with contextlib.suppress(_InScript):
+            self._meet()
+            self._serve()
+
+    def _serve(self) -> NoReturn:
+        while True:
+            wait = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+            for key, _ in self._selector.select(wait):
+                if self._selector.get_map().get(key.fd) is key:  # not closed by the one before
+                    self._safely(key.data)
+            self._safely(self._look_at_signals)
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._deadline = None
+                if self._hub is not None:
+                    self._safely(self._hub.give_up)
+
+    def _safely(self, work: Callable[[], None]) -> None:
+        """Do a part of the shim's work. A fault in it does not end the script: from then on the
+        launcher handles failures."""
+        try:
+            work()
+        except Exception as error:
+            say(f"rank {self._place.rank} met {error!r}: the launcher handles failures from now on")
+            self._leave()
+
+    # --- the other shims --------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        place = self._place
+        if is_elastic(os.environ):
+            if place.rank == 0:
+                say(ELASTIC)
+            self._leave()
+            return
+        where = meeting.meeting_of(place, self._options.rendezvous) if place.size > 1 else None
+        if place.size > 1 and where is None:
+            if place.rank == 0:
+                say(meeting.NOWHERE)
+            self._leave()
+            return
+        if place.rank > 0:
+            assert where is not None
+            self._helper, answer = meeting.connect(where, place, self._signals)
+            self._selector.register(
+                answer, selectors.EVENT_READ, lambda: self._connected(where, answer)
+            )
+            return
+        listener = None
+        if where is not None:
+            try:
+                listener = meeting.Listener(where, place.size)
+            except OSError as error:
+                say(
+                    f"rank 0's shim cannot listen at port {where.port} ({error}); {meeting.NOWHERE}"
+                )
+                self._leave()
+                return
+            self._helper = listener.publish(self._signals)
+            self._deadline = time.monotonic() + meeting.PATIENCE_SECONDS
+        self._hub = Hub(
+            place.size,
+            self._options.max_restarts,
+            self._selector,
+            listener,
+            self._rendezvous,
+            self._obey,
+            slot_of(os.environ),
+        )
+        self._hub.begin_if_complete()
+
+    def _connected(self, where: meeting.Meeting, answer: object) -> None:
+        self._selector.unregister(answer)  # type: ignore[arg-type]
+        stream = meeting.received(answer)  # type: ignore[arg-type]
+        self._end_helper()
+        if stream is None:
+            say(f"rank {self._place.rank} has not found rank 0's shim; {meeting.NOWHERE}")
+            self._leave()
+            return
+        self._link = Connection(stream)
+        self._selector.register(self._link, selectors.EVENT_READ, self._receive)
+
+    def _end_helper(self) -> None:
+        pid, self._helper = self._helper, None
+        if pid is not None:
+            process.kill_one(pid)
+
+    def _receive(self) -> None:
+        assert self._link is not None
+        descriptor = self._link.fileno()
+        for message in self._link.receive():
+            self._obey(message)
+        if not self._link.is_open:
+            self._selector.unregister(descriptor)
+            self._link = None
+            self._leave()
+
+    def _report(self, message: Message) -> None:
+        if self._hub is not None:
+            self._hub.handle(0, message)
+        elif self._link is not None:
+            self._link.send(message)
+
+    # --- orders -----------------------------------------------------------------------------------
+
+    def _obey(self, message: Message) -> None:
+        match message["order"]:
+            case "start":
+                self._deadline = None
+                self._end_helper()
+                self._start(message)
+            case "leave":
+                self._leave()
+            case "finish":
+                self._end(0)
+
+    def _start(self, message: Message) -> None:
+        self._times.begin(message)
+        self._end_script()
+        self._times.note("ended")
+        self._attempt, self._status = message["attempt"], None
+        changes = message["environment"]
+        self._fork(lambda: enter(self._attempt, changes))
+        self._times.note("forked")
+
+    def _leave(self) -> None:
+        """Go on without the others: the end of the script is the end of this process."""
+        self._is_supervised, self._deadline = False, None
+        self._end_helper()
+        if self._status is not None:
+            self._end(self._status)
+        if self._attempt == 0:
+            self._attempt = 1
+            self._fork(lambda: enter(1, {}))
+
+    def _fork(self, prepare: Callable[[], None]) -> None:
+        self._signals.place_witness()
+
+        def in_child() -> None:
+            self._close()
+            prepare()
+
+        self._script = script_process.fork(
+            self._signals, self._learned, self._options, self._place, in_child
+        )
+        if self._script is None:
+            raise _InScript
+        self._selector.register(self._script.pidfd, selectors.EVENT_READ, self._script_ended)
+        self._selector.register(self._script.reports, selectors.EVENT_READ, self._reported)
+
+    def _close(self) -> None:
+        """In the script's process: close all that is the shim's."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            else:
+                closing: Any = key.fileobj
+                closing.close()
+        self._selector.close()
+        self._rendezvous.forget()
+        os.close(self._wake)
+
+    # --- the script -------------------------------------------------------------------------------
+
+    def _reported(self) -> None:
+        assert self._script is not None
+        for name, at in self._script.read():
+            if self._times.note(name, at):
+                say(self._times.text(self._attempt))
+
+    def _script_ended(self) -> None:
+        script = self._script
+        assert script is not None
+        self._reported()
+        self._forget(script)
+        _, self._status = os.waitpid(script.pid, 0)
+        if self._is_supervised:
+            final = self._is_ending or script.is_halting
+            end = End(
+                self._status, script.milestone, script.passed_boundary, final, script.uses_mpi
+            )
+            self._report(ended_message(self._attempt, end))
+        else:
+            self._end(self._status)
+
+    def _forget(self, script: script_process.ScriptProcess) -> None:
+        self._selector.unregister(script.pidfd)
+        self._selector.unregister(script.reports)
+        script.close()
+        self._script = None
+
+    def _end_script(self) -> None:
+        """End the script and its workers."""
+        script = self._script
+        if script is not None:
+            self._forget(script)
+        process.kill_tree(script.pid if script is not None else None, self._own())
+
+    def _own(self) -> set[int]:
+        """Children that do not belong to the script."""
+        own = (self._signals.witness, self._helper, *self._rendezvous.helpers)
+        return {*self._strangers, *(pid for pid in own if pid is not None)}
+
+    def _end(self, status: int) -> NoReturn:
+        if self._hub is not None:
+            self._hub.close()
+        self._signals.remove_witness()
+        self._rendezvous.close()
+        process.end_like(status)
+
+    # --- signals ----------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._awake, 4096)
+        script = {self._script.pid} if self._script is not None else set()
+        process.reap((self._own() | script) - self._strangers)
+
+    def _look_at_signals(self) -> None:
+        ended = self._signals.end_of_witness()
+        numbers, self._signals.received = self._signals.received, []
+        if ended in OUTSIDE or any(number in OUTSIDE for number in numbers):
+            self._stop_restarts()
+        if self._script is not None:
+            pass_on(self._script.pid, numbers, self._signals.was_for_all)
+            self._signals.place_witness()
+        elif numbers and self._status is not None:
+            self._end(self._status)
+        elif fatal := [number for number in numbers if number in OUTSIDE]:
+            self._end(fatal[0])
+
+    def _stop_restarts(self) -> None:
+        """The job is being ended from outside: the launcher decides."""
+        self._is_ending = True
+        if self._is_supervised:
+            self._report({"leaving": True})
+
+
+__all__ = ["Shim"]

@@ -1,0 +1,37 @@
+"""The command line of `tierckpt run`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierckpt.run.options import parse
+
+
+def test_everything_after_the_script_is_the_scripts() -> None:
+    found = parse(["--max-restarts", "7", "train.py", "--max-restarts", "1", "-m", "x"])
+    assert (found.program, found.is_module, found.max_restarts) == ("train.py", False, 7)
+    assert found.arguments == ("--max-restarts", "1", "-m", "x")
+
+
+def test_a_module() -> None:
+    found = parse(["--preload", "a,b.c", "-m", "pkg.train", "--times", "t"])
+    assert (found.program, found.is_module) == ("pkg.train", True)
+    assert (found.arguments, found.preload, found.times) == (("--times", "t"), ("a", "b.c"), "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "a script, or -m and a module, is missing"),
+        (["--max-restarts", "-1", "x.py"], "--max-restarts must be 0 or more"),
+        (["python3.11", "train.py"], "leave out python3.11"),
+        (["/usr/bin/python", "train.py"], "leave out /usr/bin/python"),
+    ],
+)
+def test_a_wrong_command(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(arguments)
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
