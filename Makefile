@@ -17,7 +17,8 @@ PYTEST := $(PY) -m pytest $(PYTEST_ARGS)
 # Run at toy size. tests/dist runs goodput.py and stall.py.
 BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/codecs.py benchmarks/agreement.py \
-	benchmarks/budget.py benchmarks/replicacheck.py benchmarks/boundary.py benchmarks/attach.py
+	benchmarks/budget.py benchmarks/replicacheck.py benchmarks/boundary.py benchmarks/attach.py \
+	benchmarks/stepcost.py
 
 .PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos suites clean
 
@@ -49,7 +50,7 @@ help:
 venv: $(READY)
 	@:
 
-$(VENV)/.tierckpt-ready: setup.cfg tools/bootstrap.py
+$(VENV)/.tierckpt-ready: setup.cfg setup.py common/tierckpt/snapshot/copy_engine.c tools/bootstrap.py
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer that can make virtual environments was found."; \
 	echo "Install one (on Debian and Ubuntu: python3-venv) or name it: make PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) tools/bootstrap.py $(VENV)

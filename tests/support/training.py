@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
 from tests.support import exact
-from tierckpt.snapshot import snapshot
+from tierckpt.snapshot import native_snapshot, snapshot
 from tierckpt.state.names import unwrap
 
 WIDTH = 24
@@ -337,11 +338,10 @@ def attach(job: Job, place: Place, **settings: Any) -> Attached:
 @contextmanager
 def only_layers_release() -> Iterator[None]:
     """Wait so long that a step of a slow machine is not taken for an evaluation."""
-    before, snapshot.QUIET_SECONDS = snapshot.QUIET_SECONDS, 1e6
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+        patch.setattr(native_snapshot, "RELEASE_AT_ONCE_BYTES", -1)
         yield
-    finally:
-        snapshot.QUIET_SECONDS = before
 
 
 def train(job: Job, ckpt: tierckpt.Checkpointer, iterations: Iterable[int]) -> dict[int, str]:

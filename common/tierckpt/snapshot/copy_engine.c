@@ -265,12 +265,14 @@ PUBLIC int tierckpt_run(job *j, uint64_t timeout_ns) {
     for (;;) {
         int64_t number = take_locked(j);
         state = state_locked(j);
-        if (number >= 0)
+        if (number >= 0) {
             copy_locked(j, (uint32_t)number);
-        else if (state != IDLE || timeout_ns == 0 || !awake)
+            awake = 1;
+        } else if (state != IDLE || timeout_ns == 0 || !awake) {
             break;
-        else
+        } else {
             awake = sleep_locked(j, &j->workers, timeout_ns);
+        }
     }
     pthread_mutex_unlock(&j->lock);
     return state;

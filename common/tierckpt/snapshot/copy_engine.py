@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -31,6 +32,8 @@ HELP_BYTES = 256 * 1024 * 1024
 HELP_NANOSECONDS = 100_000_000
 """Limit of its wait for another thread."""
 
+_NUMBER_BYTES = 4
+"""Size of a block's number in a job's queue, which is between digests and states."""
 _HASHES = ("XXH3_64bits_dispatch", "XXH3_64bits")
 _NAME = "_copy_engine*.so"
 
@@ -90,7 +93,7 @@ class Engine:
         self.digests_offset = int(library.tierckpt_digests_offset())
         self._check(_function(held, "hash", [pointer, ctypes.c_char_p, number], number))
 
-    def _check(self, hashed: ctypes._FuncPointer) -> None:
+    def _check(self, hashed: Callable[..., int]) -> None:
         data = bytes(i * 7 & 0xFF for i in range(4096))
         for length in (0, 1, 9, 100, 200, 1000, 4096):
             ours = hashed(self.hash_address, data, length)
@@ -99,11 +102,11 @@ class Engine:
 
 
 def _function(
-    library: ctypes.CDLL, name: str, takes: list[object], gives: object = None
-) -> ctypes._FuncPointer:
-    found: ctypes._FuncPointer = getattr(library, f"tierckpt_{name}")
+    library: ctypes.CDLL, name: str, takes: list[Any], gives: Any = None
+) -> Callable[..., Any]:
+    found = getattr(library, f"tierckpt_{name}")
     found.argtypes, found.restype = takes, gives
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 class Job:
@@ -132,6 +135,12 @@ class Job:
     def release_all(self) -> None:
         """Allow the copy of all blocks."""
         self._engine.release(self._at, None, 0)
+
+    def held(self) -> set[int]:
+        """The blocks that are not released."""
+        queue = self._at + self._engine.digests_offset + self._table.count * DIGEST_BYTES
+        states = ctypes.string_at(queue + self._table.count * _NUMBER_BYTES, self._table.count)
+        return {block for block, state in enumerate(states) if not state}
 
     def run(self, wait_seconds: float) -> Progress:
         """Copy released blocks, until none was released for `wait_seconds`."""

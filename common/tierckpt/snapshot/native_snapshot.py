@@ -64,6 +64,10 @@ class NativeSnapshot(Snapshot):
         with self._failing_where_cut_short():
             self._job.release(blocks)
 
+    def held_blocks(self) -> set[int]:
+        """Blocks that may not be copied yet. Any thread."""
+        return self._job.held()
+
     def _let_all_copy(self) -> None:
         with self._failing_where_cut_short():
             if not self._all_released:
@@ -99,7 +103,8 @@ class NativeSnapshot(Snapshot):
         entered = False
         try:
             with self._changed:
-                if self.phase is not Phase.OPEN:
+                binding = self._binding  # keeps the slot mapped while the engine writes to it
+                if self.phase is not Phase.OPEN or binding is None:
                     return Progress.ABORTED
                 self._in_flight += 1
                 entered = True  # from here on, an interrupt fails the version
@@ -117,22 +122,26 @@ class NativeSnapshot(Snapshot):
                 self._leave()
 
     def _copy_released(self, wait_seconds: float | None) -> Progress:
+        copied = False
         if self._one_by_one():
-            self._copy_one_by_one(wait_seconds or 0.0)
+            copied = self._copy_one_by_one(wait_seconds or 0.0)
             wait_seconds = wait_seconds and 0.0
-        return self._job.help() if wait_seconds is None else self._job.run(wait_seconds)
+        done = self._job.help() if wait_seconds is None else self._job.run(wait_seconds)
+        return Progress.UNFINISHED if copied and done is Progress.IDLE else done
 
     def _one_by_one(self) -> bool:
         """True if each block is reported to a trace, or may be hit by a fault."""
         return self.trace is not None or _faults.armed("copy")
 
-    def _copy_one_by_one(self, wait_seconds: float) -> None:
-        self._job.wait(wait_seconds)
+    def _copy_one_by_one(self, wait_seconds: float) -> bool:
+        """Wait for released blocks and copy them; False if there were none."""
+        copied = self._job.wait(wait_seconds) is Progress.UNFINISHED
         while (block := self._job.take()) is not None:
             _faults.point("copy", version=self.facts.id.version, block=block)
             begin = time.perf_counter()
             self._job.copy_one(block)
             self._record_copy(block, begin)
+        return copied
 
     def _count(self) -> bool:
         """Count the job's blocks as copied, once; True if none is left then."""

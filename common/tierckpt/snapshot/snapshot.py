@@ -178,6 +178,10 @@ class Snapshot:
                 self._todo.extend(fresh)
                 self._changed.notify_all()
 
+    def held_blocks(self) -> set[int]:
+        """Blocks that may not be copied yet. Any thread."""
+        return {*self._held}
+
     def _let_all_copy(self) -> None:
         with self._changed:
             self._let_copy(sorted(self._held))

@@ -49,9 +49,9 @@ def killed_amid_an_iteration(place: Place, told: str) -> None:
     course = train(job, attached.ckpt, range(KILLED))
     snapshot = attached.ckpt._active.snapshot
     assert snapshot is not None
-    held, launched = [len(snapshot._held)], launches.count
+    held, launched = [len(snapshot.held_blocks())], launches.count
     job.backward(KILLED)
-    held.append(len(snapshot._held))
+    held.append(len(snapshot.held_blocks()))
     assert job.reducer is not None
     seen = {
         "course": course,

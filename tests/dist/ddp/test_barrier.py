@@ -96,10 +96,10 @@ def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
     snapshot = attached.ckpt._active.snapshot
     assert snapshot is not None
     striped = len(snapshot.plan.striped_blocks)
-    at_boundary = striped - len(snapshot._held)
+    at_boundary = striped - len(snapshot.held_blocks())
     job.optimizer.zero_grad()
     job.loss(3).backward()
-    after_backward = striped - len(snapshot._held)
+    after_backward = striped - len(snapshot.held_blocks())
     job.optimizer.step()
     attached.ckpt.abandon()
     return at_boundary, after_backward, striped

@@ -208,7 +208,9 @@ def released_by_each_backward(place: Place) -> list[dict[str, bool]]:
         return [block for param in matrices for block in snapshot.plan.blocks_of[id(param)]]
 
     def released() -> dict[str, bool]:
-        return {name: not snapshot._held.intersection(blocks(net)) for name, net in both.items()}
+        return {
+            name: not snapshot.held_blocks().intersection(blocks(net)) for name, net in both.items()
+        }
 
     told = [released()]
     gan.backward_d(2)

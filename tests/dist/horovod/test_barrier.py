@@ -50,11 +50,11 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
     train(job, ckpt, range(3))
     snapshot = ckpt._active.snapshot
     assert snapshot is not None
-    held = [len(snapshot._held)]
+    held = [len(snapshot.held_blocks())]
     job.zero_grad()
     for part in range(job.passes):
         job.loss(3, part).backward()
-        held.append(len(snapshot._held))
+        held.append(len(snapshot.held_blocks()))
     if not held[-1]:
         # No thread is at the barrier: the copier completes the version alone, beside the reductions
         snapshot.wait_done()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,37 @@ def test_killed_in_a_native_copy_it_resumes_bit_for_bit(
         assert job.fingerprint() == course[int(restored)]
         job.run(STEPS)
         assert job.fingerprint() == course[STEPS]
+
+
+def test_a_slot_stays_mapped_and_is_not_given_back_while_the_engine_writes(
+    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, inside, go_on = copy_engine.find(), threading.Event(), threading.Event()
+    assert engine is not None
+
+    def hold(_address: int, _nbytes: int) -> int:
+        inside.set()
+        go_on.wait(60.0)
+        return 0
+
+    kept = Hash(hold)
+    with TinyJob(path, **settings) as job:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "hash_address", ctypes.cast(kept, ctypes.c_void_p).value)
+            job.run(1)
+            taken = job.checkpointer._active.snapshot
+            assert taken is not None
+            assert inside.wait(60.0)
+            taken.fail(RuntimeError("given up"))
+            assert not taken.wait_done(0.0)
+            assert taken.slot is not None
+            with pytest.raises(BufferError):
+                taken.slot._map.close()
+            go_on.set()
+            assert taken.wait_done(60.0)
+        job.run(STEPS)
+    assert {event.version for event in job.heard("failed")} == {1}
+    assert versions_on_disk(path)[-1] == STEPS
 
 
 # --- interrupted ---------------------------------------------------------------------------------

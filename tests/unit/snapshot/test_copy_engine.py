@@ -106,7 +106,9 @@ def test_only_released_blocks_are_copied_each_once(own_engine: Engine) -> None:
     replace_hash(own_engine, lambda _address, nbytes: seen.append(nbytes) or 0)
     job = memory.job(own_engine)
     assert job.run(0.0) is Progress.IDLE
+    assert job.held() == {0, 1, 2}
     job.release([2, 0])
+    assert job.held() == {1}
     job.release([0])
     assert job.run(0.0) is Progress.IDLE
     assert job.help() is Progress.IDLE
