@@ -170,3 +170,20 @@ def test_another_error_of_it_is_shown_too(caplog: pytest.LogCaptureFixture) -> N
         log.emit("sealed", version=version)
     kinds = [r.exc_info[0] for r in caplog.records if r.exc_info]
     assert kinds == [ValueError, RuntimeError, KeyError]
+
+
+def test_an_event_is_heard_by_a_receiver_a_file_or_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where nobody hears it, a version at every step makes no event, and is only counted."""
+    caplog.set_level(logging.WARNING, "tierckpt")  # clears the loggers' caches, now and at the end
+    log = EventLog(0)
+    assert not log.is_heard(logging.DEBUG)
+    assert log.is_heard(logging.ERROR)
+    log.count("sealed", "memory")
+    assert log.counts == {"sealed": 1, "sealed/memory": 1}
+    log.add_callback(lambda _: None)
+    assert log.is_heard(logging.DEBUG)
+    written = EventLog(0, str(tmp_path))
+    assert written.is_heard(logging.DEBUG)
+    written.close()

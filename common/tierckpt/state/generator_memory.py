@@ -89,10 +89,10 @@ def _place_in_numpy() -> int | None:
     for number, kept in ((1, 1), (2, 0), (3, 1)):
         one = np.random.RandomState(number)
         one.standard_normal(2 * number)
-        kind, words, place, *_ = one.get_state(legacy=True)
-        one.set_state((kind, words, place, kept, number * 1.25e-200))
+        state: Any = one.get_state(legacy=True)
+        one.set_state((*state[:3], kept, number * 1.25e-200))
         pattern = _KEPT.pack(kept, 0, number * 1.25e-200)
-        bits: Any = one._bit_generator  # type: ignore[attr-defined]
+        bits: Any = one._bit_generator
         its = ctypes.string_at(bits.ctypes.state_address, _WORDS_BYTES)
         same = its == _told_by_numpy(one)[:_WORDS_BYTES]
         found.add(_memory_of(one).find(pattern) if same else -1)

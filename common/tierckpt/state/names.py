@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ FIXED = ("model/", "buffer/")
 
 def wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     """The module inside DistributedDataParallel, DataParallel or torch.compile; else None."""
-    kind: Hashable = type(module)
+    kind: Any = type(module)
     inner = _attribute_of(kind)
     return getattr(module, inner, None) if inner else None
 
