@@ -233,6 +233,7 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # without -P, which forks would inherit: scripts ask for it
     preload()
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         serve(listening)

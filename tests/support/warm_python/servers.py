@@ -53,7 +53,7 @@ def _server(name: str) -> Iterator[None]:
         listener.bind(name)
         listener.listen(128)
         process = subprocess.Popen(
-            [sys.executable, "-I", str(HERE / "server.py"), str(listener.fileno()), ROOM],
+            [sys.executable, "-E", "-s", str(HERE / "server.py"), str(listener.fileno()), ROOM],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
