@@ -52,9 +52,12 @@ def fork(handlers: Handlers, in_child: Callable[[], None]) -> int:
     return pid
 
 
-def fork_helper(handlers: Handlers, work: Callable[[], None]) -> int:
-    """Fork a process that does `work` and ends; returns its id."""
-    pid = fork(handlers, lambda: None)
+def fork_helper(
+    handlers: Handlers, work: Callable[[], None], prepare: Callable[[], None] = lambda: None
+) -> int:
+    """Fork a process that does `work` and ends; returns its id. `prepare` is called in it before
+    any signal can arrive."""
+    pid = fork(handlers, prepare)
     if pid == 0:
         status = 1
         try:

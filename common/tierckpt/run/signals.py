@@ -32,6 +32,8 @@ SETTLE_SECONDS = 0.02
 FRESH_SECONDS = 1.0
 """The witness may die of a signal before the shim has received its own."""
 _SCAN = ("SigPnd:", "ShdPnd:")
+_EXITING = 0x4
+"""PF_EXITING among the flags in /proc/PID/stat (Linux, include/linux/sched.h)."""
 
 
 class Signals:
@@ -74,7 +76,7 @@ class Signals:
     def place_witness(self) -> None:
         """Start the witness, unless it is there."""
         if self._witness is None:
-            self._witness = process.fork_helper(self, _stay)
+            self._witness = process.fork_helper(self, _stay, prepare=_end_by_signals)
 
     @property
     def witness(self) -> int | None:
@@ -117,23 +119,36 @@ class Signals:
         return time.monotonic() - self._to_all.pop(number, -inf) < FRESH_SECONDS
 
     def _is_dying(self) -> bool:
-        """True if a signal is about to end the witness, which may not have run by then; waits for
-        that end."""
-        with contextlib.suppress(OSError, ValueError):
-            lines = Path(f"/proc/{self._witness}/status").read_text().splitlines()
-            if any(line.startswith(_SCAN) and int(line.split()[1], 16) for line in lines):
+        """True if a signal ends the witness, which may not have run since, or not be gone yet;
+        waits for that end."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if _has_signal(f"/proc/{self._witness}"):
                 os.waitpid(self._witness or 0, 0)
                 self._witness = None
                 return True
         return False
 
 
-def _stay() -> None:
-    """The witness: every signal that is not ignored (nohup) has its default effect, the end."""
+def _has_signal(folder: str) -> bool:
+    """True if the process has a pending signal, or is ending: to give back the memory of a large
+    process takes a while."""
+    lines = Path(folder, "status").read_text().splitlines()
+    if any(line.startswith(_SCAN) and int(line.split()[1], 16) for line in lines):
+        return True
+    flags = int(Path(folder, "stat").read_text().rpartition(")")[2].split()[6])
+    return bool(flags & _EXITING)
+
+
+def _end_by_signals() -> None:
+    """Give every signal that is not ignored (nohup) its default effect, the end."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _stay() -> None:
+    """The witness's work."""
     while True:
         signal.pause()
 
