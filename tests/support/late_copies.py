@@ -5,6 +5,7 @@ The helpers act on both ways of copying: by the copy engine, here block by block
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,3 +44,18 @@ def before_blocks(patch: pytest.MonkeyPatch, call: Callable[[int], object]) -> N
 def without_the_engine(patch: pytest.MonkeyPatch) -> None:
     """Copy with torch."""
     patch.setattr(copy_engine, "find", lambda: None)
+
+
+def copy_in_the_copier_only(patch: pytest.MonkeyPatch) -> None:
+    """The training thread copies nothing in the barrier, and so never seals."""
+
+    def restrict(kind: type[snapshot.Snapshot]) -> None:
+        work = kind.work
+
+        def copier_only(self: snapshot.Snapshot) -> bool:
+            return threading.current_thread() is not threading.main_thread() and work(self)
+
+        patch.setattr(kind, "work", copier_only)
+
+    restrict(snapshot.Snapshot)
+    restrict(NativeSnapshot)

@@ -30,7 +30,7 @@ from tierckpt.state.training_state import TrainingState, Walk
 from tierckpt.storage.memory.slots import Slot
 
 from .copy_engine import Table
-from .plan_check import Kinds, PlanCheck, addresses
+from .plan_check import Kinds, PlanCheck, addresses, is_small
 
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
@@ -69,7 +69,8 @@ class CopyPlan:
         self._own = own
         self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
         pieces = {p.spec.name for p in self.layout.pieces if p.placement is REPLICATED}
-        copied = [(n, t) for n, t, _ in entries if n in pieces]
+        everything = is_small(walk.tensors)
+        copied = [(n, t) for n, t, _ in entries if everything or n in pieces]
         self._check = PlanCheck(state, walk, [t for _, t in copied])
         self._counted = [n for n, t in copied if not t.is_inference()]
         self._headers: dict[int, tuple[bytes, int]] = {}

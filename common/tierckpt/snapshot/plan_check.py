@@ -22,16 +22,22 @@ import torch
 from tierckpt.state.training_state import TrainingState, Walk
 
 FEW = 128
-"""In a state of at most this many tensors every rank looks into all."""
+"""In a state of at most this many tensors every rank looks into all, see `is_small`."""
 CHUNK = 512
 """Tensors that are looked into together, while a core's caches have them."""
+
+
+def is_small(tensors: Sequence[torch.Tensor]) -> bool:
+    """True if every rank looks into all of these tensors, not only into those that it copies."""
+    return len(tensors) <= FEW
 
 
 class PlanCheck:
     """The state as it was when a plan was made. Training thread, except `counters`."""
 
     def __init__(self, state: TrainingState, walk: Walk, copied: Sequence[torch.Tensor]) -> None:
-        """`copied`: the striped tensors of which this rank copies a part."""
+        """`copied`: the striped tensors of which this rank copies a part; all striped tensors of a
+        small state."""
         self._containers = state.containers()
         self._sizes = [*map(len, self._containers)]
         self._has_odd = bool(walk.odd)
@@ -48,7 +54,7 @@ class PlanCheck:
         self.odd = walk.odd
         """Odd state, as of the last call of `holds`."""
         counted = [t for t in copied if not t.is_inference()]
-        seen = self._tensors if len(self._tensors) <= FEW else copied
+        seen = self._tensors if is_small(self._tensors) else copied
         others = set(map(id, seen)).difference(map(id, counted))
         self._parts = [
             *(_Part(counted[low : low + CHUNK], True) for low in range(0, len(counted), CHUNK)),
@@ -78,7 +84,7 @@ class PlanCheck:
         if not for_all:
             return False
         holds = self._look()
-        self.only_here = not holds and len(self._tensors) > FEW
+        self.only_here = not holds and not is_small(self._tensors)
         return holds
 
     def _odd_holds(self, state: TrainingState) -> bool:
@@ -228,4 +234,4 @@ def _same_objects(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-__all__ = ["Kinds", "PlanCheck", "addresses"]
+__all__ = ["Kinds", "PlanCheck", "addresses", "is_small"]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import tierckpt
 import tierckpt.coordination.agreement
+from tests.support.late_copies import copy_in_the_copier_only
 from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
 from tierckpt.coordination.slot_handoff import SlotHandoff
 from tierckpt.coordination.vote_exchange import SharedBallots
@@ -185,17 +186,14 @@ def test_save_now_returns_when_the_version_is_durable(
 def saved_now_with_a_late_hand_over(place: Place) -> tuple[int, list[str]]:
     """The copier thread seals, and hands the slot to the agent late."""
     with pytest.MonkeyPatch.context() as patch:
-        done, work = SlotHandoff.done, Snapshot.work
+        done = SlotHandoff.done
 
         def late(self: SlotHandoff, snapshot: Snapshot) -> None:
             time.sleep(0.2)
             done(self, snapshot)
 
-        def copier_only(self: Snapshot) -> bool:
-            return threading.current_thread() is not threading.main_thread() and work(self)
-
         patch.setattr(SlotHandoff, "done", late)
-        patch.setattr(Snapshot, "work", copier_only)
+        copy_in_the_copier_only(patch)
         job = make_job()
         attached = attach(job, place, memory_every_steps=0, local_every_steps=1000)
         train(job, attached.ckpt, range(2))

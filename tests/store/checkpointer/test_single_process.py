@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.late_copies import copy_in_the_copier_only
 from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.format.ids import FORMAT_MAJOR
 from tierckpt.snapshot import copy_engine
-from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 from tierckpt.testing.tiny_job import fired, tiny_model, train
 
@@ -124,18 +124,15 @@ def test_saving_now_waits_for_a_copier_that_is_slow_to_hand_over(
     with TinyJob(path, local_every_steps=0, local_every_seconds=1e9, **settings) as job:
         job.run(2)
         job.settle()
-        pool, work = job.checkpointer._pool, Snapshot.work
+        pool = job.checkpointer._pool
 
         def filled_late(*arguments: Any) -> None:
             time.sleep(0.3)
             original(*arguments)
 
-        def work_in_copier(self: Snapshot) -> bool:
-            return threading.current_thread() is not threading.main_thread() and work(self)
-
         original = pool.filled
         monkeypatch.setattr(pool, "filled", filled_late)
-        monkeypatch.setattr(Snapshot, "work", work_in_copier)
+        copy_in_the_copier_only(monkeypatch)
         job.train_one()
         job.checkpointer.save(now=True)
         assert versions_on_disk(path) == [3]

@@ -36,7 +36,7 @@ from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
 from tierckpt.coordination import job_history
 from tierckpt.restore import loader, verification
-from tierckpt.snapshot import snapshot
+from tierckpt.snapshot import native_snapshot, snapshot
 from tierckpt.storage.memory import image_file, slot_pool, slots
 
 WIDTH, LARGE, ROWS, CLASSES = 16, 8192, 8, 4
@@ -241,13 +241,18 @@ def tell_refusals(journal: Journal, unprotected: bool) -> None:
 
 def hold_layers_back(version: int) -> None:
     """Release no layer of `version` during the backward pass; other versions are unchanged."""
-    release = snapshot.Snapshot.release
 
-    def late(self: snapshot.Snapshot, params: Any) -> None:
-        if self.facts.id.version != version:
-            release(self, params)
+    def held_back(kind: type[snapshot.Snapshot]) -> None:
+        release = kind.release
 
-    snapshot.Snapshot.release = late  # type: ignore[method-assign]
+        def late(self: snapshot.Snapshot, params: Any) -> None:
+            if self.facts.id.version != version:
+                release(self, params)
+
+        kind.release = late  # type: ignore[method-assign]
+
+    for kind in (snapshot.Snapshot, native_snapshot.NativeSnapshot):
+        held_back(kind)
 
 
 # --- as a process --------------------------------------------------------------------------------
