@@ -238,10 +238,8 @@ class Agreement:
     @property
     def is_any_undecided(self) -> bool:
         """True if `undecided` returns a version for some level."""
-        for level, ledger in self.ledgers.items():
-            if ledger.open and self.undecided(level):
-                return True
-        return False
+        opened = (level for level, ledger in self.ledgers.items() if ledger.open)
+        return any(map(self.undecided, opened))
 
     def undecided(self, level: Level) -> list[VersionId]:
         """Return the open versions of a level whose state on this rank is not reported yet."""

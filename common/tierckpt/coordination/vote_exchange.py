@@ -193,7 +193,7 @@ class SharedBallots:
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """Cast as Ballots says."""
         turn, rank = self._turn + 1, self._group.rank
-        at = self._rows_at[turn % TURNS] + rank * self._row_bytes
+        at = self._place(turn, rank)
         votes: Votes = [None] * self._group.size
         with self._open:
             page = self._opened()
@@ -202,8 +202,7 @@ class SharedBallots:
                 if own:
                     row = self._own_row.pack(turn, *own)
                     _write(page, self._own_place(turn, rank), row)
-                row = self._row.pack(turn, len(own), *values)
-                page[at : at + len(row) + 4] = row + zlib.crc32(row).to_bytes(4, "little")
+                _write(page, at, self._row.pack(turn, len(own), *values))
                 votes[rank] = values, tuple(own)
         self._turn = turn  # last: a vote that an interrupt kept from being written is not cast
         return _Pending(self, turn, votes, bool(own))
@@ -317,8 +316,7 @@ class SharedBallots:
         self, page: mmap.mmap, turn: int, rank: int
     ) -> tuple[list[int], tuple[int, ...]] | None:
         """Return a vote and the integers given along; None before both are written."""
-        at = self._rows_at[turn % TURNS] + rank * self._row_bytes
-        found = _read(page, at, self._row, turn)
+        found = _read(page, self._place(turn, rank), self._row, turn)
         if found is None:
             return None
         cast, width, *values = found
@@ -394,8 +392,7 @@ def _read(page: mmap.mmap, at: int, shape: struct.Struct, turn: int) -> tuple[in
     row = page[at:end]
     if int.from_bytes(row[:8], "little") < turn:  # the usual case of a rank that is late
         return None
-    is_whole = page[end : end + 4] == zlib.crc32(row).to_bytes(4, "little")
-    return shape.unpack(row) if is_whole else None
+    return shape.unpack(row) if page[end : end + 4] == _checksum(row) else None
 
 
 def _write(page: mmap.mmap, at: int, row: bytes) -> None:
