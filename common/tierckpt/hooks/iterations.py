@@ -225,9 +225,6 @@ class Iterations:
         if callable(closure) and label in self._since and not self.explicit:
             self._pass_forward()  # the forward passes come inside the step, too late for a boundary
         self.stepping.add(label)
-        if closure is None:
-            self._before_step(label)
-            return None
         step, then = self._step_of(optimizer), partial(self._before_step, label)
         others = after_first_call(optimizer, step, args, kwargs, then)
         if others is None:
