@@ -82,7 +82,8 @@ class ReleaseHook:
                 future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
                 future.set_result(bucket.buffer())
                 return future
-            us._uneven.refuse(us.release != _release_nothing, us.inner is None)
+            if us._uneven.joins:
+                us._uneven.refuse(us.release != _release_nothing, us.inner is None)
             launched_seconds = time.perf_counter()
             future = inner[1](inner[0], bucket) if inner else us.mean(bucket)
             us.release(params, future, launched_seconds)

@@ -29,17 +29,17 @@ class UnevenInputs:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._joins = False
+        self.joins = False
         """True until all ranks have left `join()`; DDP's own mark stays set for ever."""
 
     def begin(self, **settings: Any) -> JoinHook:
         """Replacement of DDP's `join_hook`."""
         ddp = self._ddp
         theirs: JoinHook = type(ddp).join_hook(ddp, **settings)
-        self._joins, ended = True, theirs.post_hook
+        self.joins, ended = True, theirs.post_hook
 
         def post_hook(is_last_joiner: bool) -> None:
-            self._joins = False
+            self.joins = False
             ended(is_last_joiner)
 
         theirs.post_hook = post_hook  # type: ignore[method-assign]
@@ -50,7 +50,7 @@ class UnevenInputs:
         would change gradients. Called before a bucket is reduced. A `join()` that throws when the
         first rank ends does neither."""
         config = self._ddp._join_config
-        if not self._joins or not config.enable or config.throw_on_early_termination:
+        if not self.joins or not config.enable or config.throw_on_early_termination:
             return
         if has_checkpointer:
             raise tierckpt.UnsupportedStateError(ENDS_APART)

@@ -240,6 +240,8 @@ class AgentClient:
 
     def pinned(self) -> set[str]:
         """Names of the slots that the agent reads."""
+        if not self._pending:
+            return set()
         with self._lock:
             return {slot.name for _, slot in self._pending.values()}
 

@@ -552,7 +552,8 @@ class CheckpointerCore(abc.ABC):
         if not self._iterations.explicit:
             self._agreement.passed(self._released)
         self._replicas.wake()
-        self._active.release(params)
+        if self._active.snapshot is not None:
+            self._active.release(params)
         if self._callbacks:
             self._callbacks.call("on_allreduce_launched", params)
 

@@ -238,7 +238,8 @@ class Agreement:
     @property
     def is_any_undecided(self) -> bool:
         """True if `undecided` returns a version for some level."""
-        return any(ledger.open and self.undecided(level) for level, ledger in self.ledgers.items())
+        opened = (level for level, ledger in self.ledgers.items() if ledger.open)
+        return any(map(self.undecided, opened))
 
     def undecided(self, level: Level) -> list[VersionId]:
         """Return the open versions of a level whose state on this rank is not reported yet."""
@@ -265,12 +266,13 @@ class Agreement:
         if not self.apart:
             self.together = self._ballot.newest
         shard = (-agreed.less_bytes, of_vote(agreed.metric))
-        broken = {  # last levels first: the effects of a version on local depend on them
-            level: self._resolve(level, agreed.levels[level].state, id_, *shard)
-            for level, id_ in reversed(self._ballot.about.items())
-        }
+        broken = None
+        # Last levels first: the effects of a version on local depend on them.
+        for level, id_ in reversed(self._ballot.about.items()):
+            lost = self._resolve(level, agreed.levels[level].state, id_, *shard)
+            broken = lost if level == MEMORY else broken
         self._forget_closed()
-        return agreed, broken.get(MEMORY)
+        return agreed, broken
 
     def _forget_closed(self) -> None:
         """Forget this rank's states of versions whose outcome is known."""

@@ -186,6 +186,7 @@ class SharedBallots:
         head, self._row_bytes = _head_bytes(group.size), _row_bytes(width)
         self._rows_at = [head + turn * group.size * self._row_bytes for turn in range(TURNS)]
         """Offset of the first rank's row by the remainder of the turn."""
+        self._own_iterations = self._iterations_at(group.rank)
         self._turn = 0
         """Turn of this rank's last vote."""
 
@@ -193,6 +194,7 @@ class SharedBallots:
         """Cast as Ballots says."""
         turn, rank = self._turn + 1, self._group.rank
         at = self._place(turn, rank)
+        votes: Votes = [None] * self._group.size
         with self._open:
             page = self._opened()
             # An interrupt right after the write leaves it there: others may have read it.
@@ -201,8 +203,9 @@ class SharedBallots:
                     row = self._own_row.pack(turn, *own)
                     _write(page, self._own_place(turn, rank), row)
                 _write(page, at, self._row.pack(turn, len(own), *values))
+                votes[rank] = values, tuple(own)
         self._turn = turn  # last: a vote that an interrupt kept from being written is not cast
-        return _Pending(self, turn, self._group.size, bool(own))
+        return _Pending(self, turn, votes, bool(own))
 
     def even_out(self) -> None:
         """Cast empty votes until this rank has cast as many as any other."""
@@ -232,7 +235,7 @@ class SharedBallots:
         Raises RankGoneError, TimeoutError when a running rank does not vote, and RuntimeError when
         the ballots are closed.
         """
-        if self.missing(turn, votes):
+        if None in votes and self.missing(turn, votes):
             self._wait(turn, votes)
         cast, own = zip(*filter(None, votes), strict=True)
         return list(map(min, *cast)), list(own)
@@ -259,9 +262,8 @@ class SharedBallots:
         """True when `result` will not wait for a running rank. Any thread."""
         with self._open:
             page = self._page
-            return page is None or all(
-                self._is_gone(page, rank) for rank in self._collect(page, turn, votes)
-            )
+            missing = () if page is None else self._collect(page, turn, votes)
+            return page is None or not missing or all(self._is_gone(page, r) for r in missing)
 
     def missing(self, turn: int, votes: Votes) -> list[int]:
         """Add the votes of that turn that have come to `votes`; return the ranks whose vote is
@@ -273,7 +275,7 @@ class SharedBallots:
         """Write this rank's iterations to the page."""
         with self._open:
             if self._page is not None:
-                self._page[self._iterations_at(self._group.rank)] = iterations.to_bytes(8, "little")
+                self._page[self._own_iterations] = iterations.to_bytes(8, "little")
 
     def passed_over(self, turn: int, votes: Votes) -> bool:
         """True when a rank that has not cast that turn's vote has completed more iterations than
@@ -337,9 +339,10 @@ class SharedBallots:
 class _Pending:
     """The vote of SharedBallots: any thread may wait, more than once."""
 
-    def __init__(self, ballots: SharedBallots, turn: int, size: int, with_own: bool) -> None:
+    def __init__(self, ballots: SharedBallots, turn: int, votes: Votes, with_own: bool) -> None:
+        """`votes`: those known already, by rank."""
         self._ballots, self._turn, self._with_own = ballots, turn, with_own
-        self._votes: Votes = [None] * size
+        self._votes = votes
         self._lock = threading.Lock()
         self._result: tuple[list[int], Rows] | None = None
 

@@ -70,7 +70,7 @@ class Schedule:
         asked, due = agreed.no_request == 0, set[Level]()
         for level, goes_to in self._ways.items():
             wanted = asked or agreed.levels[level].time_left == 0
-            if wanted or self._steps_passed(level, version):
+            if wanted or (self._every_steps[level] and self._steps_passed(level, version)):
                 due |= goes_to
         return due
 

@@ -59,6 +59,8 @@ class HaltController:
         """The reason why the job ends early; set on all ranks at the same boundary."""
         self._margin_seconds = config.halt_seconds_left
         self._standing = [HaltRequest(seconds_left=config.halt_seconds_left or None)]
+        self._awaits = self._standing != [HaltRequest()]
+        """False while no standing request has a condition."""
         self._end_seconds = request_file.allocation_end(environment)
         self._why_no_end = request_file.why_no_end(environment)
         self._rank, self._notice = rank, notice
@@ -81,6 +83,7 @@ class HaltController:
     def ask(self, request: HaltRequest) -> None:
         """Obey this request, in addition to those in directories."""
         self._standing.append(request)
+        self._awaits = True
 
     def vote(self, version: int) -> tuple[Reason, bool]:
         """At the boundary of `version`: this rank's reason to end the job, and whether its script
@@ -88,6 +91,9 @@ class HaltController:
         self._signals.passed_boundary()
         silent = self._boundaries > 0 and not self._asked
         self._boundaries += 1
+        watcher = self._watcher
+        if not (self._signals.received or watcher.requests or watcher.problems or self._awaits):
+            return Reason.NONE, silent
         return (Reason.NONE if self.reason < Reason.NONE else self._find(version)), silent
 
     def _find(self, version: int) -> Reason:

@@ -69,7 +69,7 @@ class Hooks:
         """The loop called the checkpointer's `step()`: the iteration is over."""
         stepped = self._iterations.stepped
         self._unregistered.idle.boundary(stepped)
-        if stepped:
+        if stepped and not self._counters.done:
             self._counters.boundary()
 
     def close(self) -> None:

@@ -69,10 +69,11 @@ class NativeSnapshot(Snapshot):
         return self._job.held()
 
     def _let_all_copy(self) -> None:
+        if self._all_released:
+            return
         with self._failing_where_cut_short():
-            if not self._all_released:
-                self._job.release_all()
-                self._all_released = True
+            self._job.release_all()
+            self._all_released = True
 
     # --- copier thread, and the training thread inside the barrier ------------------------------
 
@@ -102,7 +103,7 @@ class NativeSnapshot(Snapshot):
         Seals if nothing is left then."""
         entered = False
         try:
-            with self._changed:
+            with self._lock:
                 binding = self._binding  # keeps the slot mapped while the engine writes to it
                 if self.phase is not Phase.OPEN or binding is None:
                     return Progress.ABORTED
@@ -145,7 +146,7 @@ class NativeSnapshot(Snapshot):
 
     def _count(self) -> bool:
         """Count the job's blocks as copied, once; True if none is left then."""
-        with self._changed:
+        with self._lock:
             if self._counted:
                 return False
             self._counted = True

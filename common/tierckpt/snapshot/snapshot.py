@@ -133,7 +133,8 @@ class Snapshot:
         self.bind_patience_seconds = BIND_PATIENCE_SECONDS
         self.hopeless: Callable[[], bool] = lambda: False
         """Asked by the barrier while there is no slot: True if there will be none."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # with it, `with` would be Python's code
         self._todo: deque[int] = deque(self.plan.own_blocks)
         self._held = set(self.plan.striped_blocks)
         self._tree_todo: deque[int] = deque()
@@ -168,7 +169,7 @@ class Snapshot:
 
     def _let_copy(self, blocks: Iterable[int]) -> None:
         """Queue these blocks, each only once. Any thread."""
-        with self._failing_where_cut_short(), self._changed:
+        with self._failing_where_cut_short(), self._lock:
             fresh = []
             for block in blocks:
                 if block in self._held:
@@ -183,7 +184,7 @@ class Snapshot:
         return {*self._held}
 
     def _let_all_copy(self) -> None:
-        with self._changed:
+        with self._lock:
             self._let_copy(sorted(self._held))
 
     def start(self) -> None:
@@ -194,19 +195,23 @@ class Snapshot:
 
     def _take_begin(self) -> Callable[[Snapshot], None] | None:
         """Take the submission, so that only one of several callers makes it. Any thread."""
-        with self._changed:
+        with self._lock:
             begin, self.begin = self.begin, None
             return begin
 
     def barrier(self) -> None:
         """Return when the optimizer may change the tensors: sealed, or given up."""
         begin = time.perf_counter()
-        with self._failing_where_cut_short():
+        try:
             self._release_rest()
             while self.work():
                 pass
-            with self._changed:
-                self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
+            with self._lock:
+                if not self._reported:
+                    self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
+        except BaseException as error:  # as in `_failing_where_cut_short`, at every step
+            self.fail(error)
+            raise
         self.clock.barrier += time.perf_counter() - begin
         self._record("barrier", begin)
 
@@ -223,9 +228,11 @@ class Snapshot:
         """Begin the barrier: release everything, and wait for a slot."""
         _faults.point("barrier", version=self.facts.id.version)
         self.release_all()
+        if self._binding is not None:
+            return
         deadline, bound = time.monotonic() + self.bind_patience_seconds, False
         while not bound and time.monotonic() < deadline:
-            with self._changed:
+            with self._lock:
                 bound = self._changed.wait_for(
                     lambda: self._binding is not None or self.phase is not Phase.OPEN,
                     LOOK_SECONDS,
@@ -238,14 +245,14 @@ class Snapshot:
 
     def wait_done(self, timeout_seconds: float | None = None) -> bool:
         """Return True when it is over and `on_done` was called, False after the time-out."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._reported, timeout_seconds)
 
     # --- copier thread, and the training thread inside the barrier ------------------------------
 
     def _enter(self) -> bool:
         """Register a user of the slot; False when the snapshot is over."""
-        with self._changed:
+        with self._lock:
             if self.phase is not Phase.OPEN:
                 return False
             self._in_flight += 1
@@ -265,7 +272,7 @@ class Snapshot:
 
     def _leave(self) -> None:
         """Unregister a user of the slot; after the last one, the slot is given back."""
-        with self._changed:
+        with self._lock:
             self._in_flight -= 1
         self._report()
 
@@ -285,7 +292,7 @@ class Snapshot:
             _faults.point("refill", version=self.facts.id.version)
             binding = Binding(self.slot)
             self._bound(binding)
-            with self._changed:
+            with self._lock:
                 if self.phase is Phase.OPEN:
                     self._tree_todo.extend(range(others, blocks))
                     self._digests += [b""] * (blocks - others)
@@ -304,7 +311,7 @@ class Snapshot:
         """Copy one block of `todo`; False if there is none."""
         entered = False
         try:
-            with self._changed:
+            with self._lock:
                 binding = self._binding
                 if self.phase is not Phase.OPEN or not todo or binding is None:
                     return False
@@ -326,7 +333,7 @@ class Snapshot:
         copied = self._copy(binding, block)
         middle = time.perf_counter()
         found = digest(copied)
-        with self._changed:
+        with self._lock:
             self._digests[block] = found
             self.clock.copy += middle - begin
             self.clock.checksum += time.perf_counter() - middle
@@ -370,7 +377,7 @@ class Snapshot:
     def _await_release(self) -> None:
         """Copier thread: wait until there may be work. After `QUIET_SECONDS` without a release (as
         in a long evaluation, in which the node may be preempted) it releases everything."""
-        with self._changed:
+        with self._lock:
             if not self._nothing_to_do() or self._changed.wait(QUIET_SECONDS):
                 return
         self._release_quietly()
@@ -457,7 +464,7 @@ class Snapshot:
         self._report()
 
     def _end(self, phase: Phase, error: str = "") -> None:
-        with self._changed:
+        with self._lock:
             if self.phase is Phase.OPEN:
                 self.phase, self.error = phase, error
                 self._binding = None
@@ -465,7 +472,7 @@ class Snapshot:
 
     def _report(self) -> None:
         """Call `on_done`, once, when the snapshot is over and no thread uses the slot any more."""
-        with self._changed:
+        with self._lock:
             if self.phase is Phase.OPEN or self._in_flight or self._reporting:
                 return
             self._reporting = True
@@ -476,7 +483,7 @@ class Snapshot:
         except Exception:  # the training may be what waits here, or what called
             _log.exception("the end of v%d could not be reported", self.facts.id.version)
         finally:
-            with self._changed:
+            with self._lock:
                 self._reported = True
                 self._changed.notify_all()
 

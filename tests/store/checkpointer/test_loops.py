@@ -4,6 +4,9 @@ begin."""
 from __future__ import annotations
 
 import copy
+import os
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +139,46 @@ def test_a_version_on_demand_counts_its_iteration_until_the_loop_does(
         assert (int(restored), restored.version) == (2, 2)
         job.run(3)
         assert job.fingerprint() == fingerprints()[3]
+
+
+def test_an_optimizer_that_stops_to_step_is_reported(
+    path: Path, settings: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Boundaries at which it stepped came before, and nothing was to be done at them."""
+    model = torch.nn.Linear(3, 3)
+    given, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    with tierckpt.Checkpointer(model, given, path=path, **settings) as ckpt:
+        ckpt.restore()
+        for turn in range(12):
+            for each in [given] * (turn < 5) + [other] * (turn >= 5):
+                each.zero_grad()
+                model(torch.ones(3)).sum().backward()
+                each.step()
+            ckpt.step()
+            told = [r for r in caplog.records if "made no step" in r.getMessage()]
+            assert len(told) == (turn >= 8)
+
+
+MOST_FUNCTIONS, MOST_CALLS = 120, 125
+"""Python functions of this library in a step that takes nothing. Each one costs the training more
+than its instructions: a step of the training came between, so it is in no core's cache."""
+
+
+def test_a_step_that_takes_nothing_calls_few_functions(path: Path, settings: Any) -> None:
+    called = Counter[Any]()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and f"{os.sep}tierckpt{os.sep}" in frame.f_code.co_filename:
+            called[frame.f_code] += 1
+
+    off = {**settings, "memory_every_steps": 0, "local_every_steps": 0, "local_every_seconds": 0}
+    with TinyJob(path, **off) as job:
+        job.run(80)  # a few parts look for something in the first boundaries only
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            job.run(96)
+        finally:
+            sys.setprofile(before)
+    assert 0 < len(called) <= MOST_FUNCTIONS
+    assert called.total() / 16 <= MOST_CALLS

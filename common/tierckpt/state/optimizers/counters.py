@@ -30,17 +30,18 @@ class Counters:
     def __init__(self, state: TrainingState, say: Callable[[str, int], None]) -> None:
         self._state, self._say = state, say
         self._seen: list[dict[str, dict[str, Any]]] = []
-        self._done = False
+        self.done = False
+        """True when enough boundaries were compared."""
 
     def boundary(self) -> None:
         """Look at the numbers; to be called at boundaries after steps."""
-        if self._done:
+        if self.done:
             return
         optimizers = self._state.optimizers.items()
         self._seen.append({label: _numbers(optimizer) for label, optimizer in optimizers})
         if len(self._seen) < LOOKS:
             return
-        self._done = True
+        self.done = True
         for label, optimizer in optimizers:
             changing = [n for n in self._seen[-1][label] if self._goes_on(label, n)]
             if changing:

@@ -125,6 +125,8 @@ class SlotPool:
             slot = self.slots[index]
             if slot is None or not slot.in_use_elsewhere():
                 self._foreign.discard(index)
+        if not pinned:
+            return set(self._foreign)
         ours = {i for i, s in enumerate(self.slots) if s is not None and s.name in pinned}
         return ours | self._foreign
 
