@@ -43,8 +43,8 @@ LAUNCHERS = {
 
 
 YOURS = {
-    "torchrun": "torchrun --nproc-per-node 2 train.py",
-    "horovodrun": "horovodrun -np 2 python train.py",
+    "torchrun": "torchrun --nproc-per-node 2 -m tierckpt.run train.py",
+    "horovodrun": "horovodrun -np 2 tierckpt run train.py",
 }
 
 

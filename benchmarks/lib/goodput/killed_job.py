@@ -124,7 +124,7 @@ def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Cour
                 done.append(begin + ahead.pop(0))
             limit = min([seconds, *ahead[:1]]) - now
             _wait(ranks, min(limit, LOOK_SECONDS))
-            if _silent_seconds(order, since=began) > HANG_SECONDS:
+            if silent_seconds(order, since=began) > HANG_SECONDS:
                 raise StuckError(last_words(order))
             if all(rank.ended and rank.status == 0 for rank in ranks):
                 break
@@ -191,7 +191,7 @@ def _wait(ranks: list[Rank], seconds: float) -> None:
             rank.reap()
 
 
-def _silent_seconds(order: Order, since: float) -> float:
+def silent_seconds(order: Order, since: float) -> float:
     """Seconds since the last complete step, or since the start of the ranks (Unix time)."""
     path = order.folder / "journal"
     last = path.stat().st_mtime if path.exists() else 0.0
@@ -252,7 +252,7 @@ def _fork(order: Order, run: int, rank: int) -> int:
     check_fork()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        be_rank(order, parent, lambda: _train(order, run, rank))
+        be_rank(order, parent, lambda: _rank(order, run, rank))
     return pid
 
 
@@ -271,21 +271,27 @@ def be_rank(order: Order, parent: int, train: Callable[[], None]) -> NoReturn:
             status = 0
     except BaseException:
         traceback.print_exc()
-    _leave(status)
+    leave(status)
 
 
-def _leave(status: int) -> NoReturn:
+def leave(status: int) -> NoReturn:
     """Exit without the teardown of gloo, which sometimes aborts without a reason."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _train(order: Order, run: int, rank: int) -> None:
+def _rank(order: Order, run: int, rank: int) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(1)
     meeting = f"file://{order.folder}/meeting{run}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=order.world)
+    train(order, run)
+
+
+def train(order: Order, run: int) -> None:
+    """Train one rank of the default process group; `run` counts the starts of the job."""
+    torch.manual_seed(1)
+    rank = dist.get_rank()
     workload = workload_of(order)
     model = DistributedDataParallel(workload.model)
     optimizer = torch.optim.Adam(workload.model.parameters(), lr=1e-4)

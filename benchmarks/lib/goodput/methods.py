@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -112,6 +112,24 @@ class Ours(Nothing):
         return self.waits
 
 
+class OursTorchrun(Ours):
+    """Tierckpt under torchrun, whose restarts start all processes again; run by launched_job.py."""
+
+    title = "ours, torchrun"
+    launcher: ClassVar[tuple[str, ...]] = (
+        *("-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"),
+        *("--max-restarts", "1000"),
+    )
+    shim: ClassVar[tuple[str, ...]] = ()
+
+
+class OursRun(OursTorchrun):
+    """Tierckpt under torchrun and `tierckpt run`."""
+
+    title = "ours, tierckpt run"
+    shim: ClassVar[tuple[str, ...]] = ("-m", "tierckpt.run", "--max-restarts", "1000")
+
+
 class HorovodElastic(Nothing):
     """hvd.elastic.TorchState: a copy in every process's memory; trained by elastic_job.py."""
 
@@ -141,6 +159,8 @@ RESUMABLE: dict[str, type[Nothing]] = {
     "dcp-thread": DcpAsync,
     "hvd-elastic": HorovodElastic,
     "ours": Ours,
+    "ours-torchrun": OursTorchrun,
+    "ours-run": OursRun,
 }
 
 

@@ -7,15 +7,15 @@ import os
 import random
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lib.goodput import elastic_job, killed_job
+from lib.goodput import elastic_job, killed_job, launched_job
 from lib.goodput.killed_job import Course, Order, StuckError
-from lib.goodput.methods import RESUMABLE
+from lib.goodput.methods import RESUMABLE, OursTorchrun
 from lib.processes import MARK, Family
 from lib.progress import say
 from tierckpt.core.tuning.interval_model import daly_seconds
@@ -103,8 +103,7 @@ class Bench:
             **more,
         )
         try:
-            runner = elastic_job.run if method == ELASTIC else killed_job.run
-            found = runner(order, seconds, kills, self.options.seed)
+            found = runner(method)(order, seconds, kills, self.options.seed)
             stall = folder / "stall"
             return found, float(stall.read_text()) if stall.exists() else None
         finally:
@@ -163,6 +162,15 @@ class Bench:
         return result
 
 
+def runner(method: str) -> Callable[..., Course]:
+    """The function that runs a job of this method."""
+    if method == ELASTIC:
+        return elastic_job.run
+    if issubclass(RESUMABLE[method], OursTorchrun):
+        return launched_job.run
+    return killed_job.run
+
+
 def interval_steps(cost: Cost, mtbf_seconds: float, step_seconds: float) -> int:
     """The best interval by Daly's formula, in steps."""
     return max(1, round(daly_seconds(cost.seconds, 1 / mtbf_seconds) / step_seconds))
@@ -181,15 +189,20 @@ def everything(bench: Bench) -> Iterator[Result]:
     """Measure all costs, then every method at every rate."""
     costs: dict[str, Cost] = {}
     for method in bench.options.methods:
+        basis = "ours" if issubclass(RESUMABLE[method], OursTorchrun) else method
+        if basis in costs:  # a version costs the same under any launcher
+            costs[method] = costs[basis]
+            continue
         say(f"cost of a version: {method}")
         try:
-            costs[method] = bench.cost(method)
+            costs[method] = costs[basis] = bench.cost(basis)
         except StuckError as error:
             say(str(error))
             continue
         say(f"  {1e3 * costs[method].seconds:.1f} ms")
     for mtbf in bench.options.mtbf:
-        for method, cost in costs.items():
+        for method in [name for name in bench.options.methods if name in costs]:
+            cost = costs[method]
             say(f"a failure every {mtbf:g} s: {method}")
             try:
                 yield bench.measure(method, cost, mtbf)

@@ -13,6 +13,7 @@ import pytest
 from tests.support.horovod_here import horovod_missing
 from tests.support.thorough import on_demand
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+from tierckpt.proof.survivors import end_survivors
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(ROOT / "tests" / "support" / "prove_script.py")
@@ -21,10 +22,11 @@ LO = ("--gloo", "--disable-cache", "--network-interfaces", "lo")
 HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", *LO)
 
 
-def prove(command: tuple[str, ...], folder: Path, shm_dir: Path) -> str:
+def prove(command: tuple[str, ...], folder: Path, shm_dir: Path, *options: str) -> str:
     """Its output; it exits with 0."""
-    line = [PYTHON, "-m", "tierckpt", "prove", "--steps", "3", "--", *command]
+    line = [PYTHON, "-m", "tierckpt", "prove", "--steps", "3", *options, "--", *command]
     own = {"TIERCKPT_SHM_DIR": str(shm_dir), "TMPDIR": str(folder)}
+    own["XDG_CACHE_HOME"] = str(folder / "cache")
     environment = {**os.environ, **THROUGHOUT, **own}
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
     logs = [f"{log}:\n{log.read_text()}" for log in folder.rglob("log")]
@@ -50,10 +52,23 @@ def test_torchrun_with_a_loop_that_nobody_touched(tmp_path: Path, shm_dir: Path)
     assert [*shm_dir.rglob("r0*")] == []
 
 
+def test_a_shim_that_restarts_the_script(tmp_path: Path, shm_dir: Path) -> None:
+    """All ranks are killed at once, and their shims start the next attempt: one launch is enough,
+    and no process of either is left."""
+    command = (PYTHON, *TORCHRUN, "-m", "tierckpt.run", SCRIPT, "exact")
+    out = prove(command, tmp_path, shm_dir, "--dir", str(tmp_path / "proof"))
+    assert "exact: killed with SIGKILL at step 5, resumed from " in out
+    log = (tmp_path / "proof" / "killed" / "log").read_text()
+    assert "was killed by SIGKILL; attempt 2 of 4 starts" in log
+    assert "passed its first boundary" in log
+    assert end_survivors(tmp_path / "proof" / "killed") == 0
+
+
 @on_demand("half a minute; a job that is started again after a kill is in tests/store, too")
 @pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
-def test_horovodrun(tmp_path: Path, shm_dir: Path) -> None:
-    """It ends with the killed rank, and is restarted."""
-    out = prove((sys.executable, *HOROVODRUN, PYTHON, SCRIPT, "exact"), tmp_path, shm_dir)
+@pytest.mark.parametrize("shim", [(), ("-m", "tierckpt.run")], ids=["alone", "shim"])
+def test_horovodrun(shim: tuple[str, ...], tmp_path: Path, shm_dir: Path) -> None:
+    """It ends with the killed rank, and is started again; with the shim it stays."""
+    out = prove((sys.executable, *HOROVODRUN, PYTHON, *shim, SCRIPT, "exact"), tmp_path, shm_dir)
     assert "(2 ranks, 11 tensors" in out
     assert [*tmp_path.glob("tierckpt-*")] == []

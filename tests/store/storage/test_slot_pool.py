@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -138,6 +139,30 @@ def test_a_successor_knows_the_contents_of_the_slots(pool: SlotPool) -> None:
     assert pool.find(v(1)) is not None
     assert pool.find(v(2)) is None
     assert pool.choose({v(1)}, set(), SEAL_BYTES, IMAGE_BYTES).name == damaged.name
+
+
+def test_pages_are_mapped_when_a_slot_is_chosen(pool: SlotPool) -> None:
+    """Not when a restart adopts it, which would take time before the first step."""
+    nbytes = 1 << 20
+    for version in (1, 2):
+        pool.filled(pool.choose(set(), set(), SEAL_BYTES, nbytes), v(version))
+    pool.close(remove=False)
+    pool.adopt()
+    adopted = pool.slots[0]
+    assert adopted is not None
+    assert mapped_bytes(adopted) <= nbytes // 4
+    assert pool.choose(set(), set(), SEAL_BYTES, nbytes) is adopted
+    assert mapped_bytes(adopted) >= nbytes
+
+
+def mapped_bytes(slot: Slot) -> int:
+    """Bytes of the slot with an entry in this process's page table."""
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(slot._map))
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if line.startswith(f"{begin:x}-"):
+                return next(int(each.split()[1]) * 1024 for each in lines if each[:4] == "Rss:")
+    raise AssertionError("the slot is not mapped")
 
 
 def test_a_slot_of_the_wrong_size_is_made_again(pool: SlotPool) -> None:

@@ -75,11 +75,33 @@ def test_the_targets_are_judged_rate_by_rate(modules: argparse.Namespace) -> Non
     ]
     assert rows[0].goodput == pytest.approx(0.96)
     said = modules.report.verdicts(rows)
-    assert [line.split(":")[0] for line in said] == ["MISSED", "met", "met"]
+    titles = ["MISSED", "met", "met", "not measured", "not measured"]
+    assert [line.split(":")[0] for line in said] == titles
     assert "10 s (70.0 %, the next best 71.0 %)" in said[0]
     rows[0].useful_steps = 940
-    assert modules.report.verdicts(rows)[-1].startswith("MISSED: 95 %")
-    assert modules.report.verdicts(rows[2:])[-1].startswith("not measured: 95 %")
+    target = "ours, memory and local: 95 % at a failure every 60 s"
+    assert f"MISSED: {target} (94.0 %)" in modules.report.verdicts(rows)
+    assert f"not measured: {target} (--mtbf 60)" in modules.report.verdicts(rows[2:])
+
+
+def test_the_shim_has_targets_of_its_own(modules: argparse.Namespace) -> None:
+    """It is no other method that Tierckpt must be better than, either."""
+    rows = [
+        result(modules, "ours", 10.0, 700),
+        result(modules, "ours-run", 10.0, 960),
+        result(modules, "ours-run", 60.0, 994),
+    ]
+    said = modules.report.verdicts(rows)
+    assert said[1:] == [
+        "met: ours, tierckpt run: 95 % at a failure every 10 s (96.0 %)",
+        "MISSED: ours, tierckpt run: 99.5 % at a failure every 60 s (99.4 %)",
+    ]
+
+
+def test_methods_with_a_launcher_are_launched(modules: argparse.Namespace) -> None:
+    runners = {name: modules.runs.runner(name).__module__ for name in modules.runs.RESUMABLE}
+    launched = [name for name, module in runners.items() if module.endswith("launched_job")]
+    assert launched == ["ours-torchrun", "ours-run"]
 
 
 def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.Namespace) -> None:
@@ -94,9 +116,12 @@ def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.N
     ]
     noise = modules.report.NOISE
     said = modules.report.verdicts(rows)
-    assert [line.split(":")[0] for line in said] == ["not judged", "met", *["not judged"] * 2]
+    assert [line.split(":")[0] for line in said] == [
+        *("not judged", "met", "not judged", "not judged"),
+        *["not measured"] * 2,
+    ]
     assert "every 10 s: torch-save" in said[0]
-    assert said[-1] == f"{noise} (95 % at a failure a minute)"
+    assert said[3] == f"{noise} (ours, memory and local: 95 % at a failure every 60 s)"
     shown = modules.report.table(rows)
     assert shown.count(noise) == 2
     assert "111.0 %" not in shown

@@ -139,12 +139,14 @@ class SlotPool:
             if slot.is_removed:
                 self._make_folder(slot)
             elif slot.fits(seal_bytes, image_bytes, self.in_place):
+                slot.populate()
                 self.on_map(slot)
                 return slot
             self.slots[index] = None
             self.on_unmap(slot)
             slot.remove()
         self.slots[index] = made = self._create(index, seal_bytes, image_bytes)
+        made.populate()
         self.on_map(made)
         return made
 

@@ -10,6 +10,7 @@ either a sealed slot or an unsealed one. `job_directory` has the paths of slots.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -20,6 +21,7 @@ from tierckpt.format.ids import PAGE_BYTES, round_up
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest
 from tierckpt.storage.files import durable, file_lock
 from tierckpt.storage.files.durable import open_plain, plain
+from tierckpt.storage.files.mapped_file import populate
 from tierckpt.storage.local.store import LocalStore
 
 from .image_file import ImageFile, remove_image
@@ -49,8 +51,8 @@ class Slot:
         self.path = path
         self.file = file
         self._segment_bytes = os.fstat(fd).st_size
-        populate = getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(fd, self._segment_bytes, flags=mmap.MAP_SHARED | populate)
+        self._map = mmap.mmap(fd, self._segment_bytes)
+        self._is_populated = False
         self.seal_bytes = int.from_bytes(self._map[8:16], "little")
         self.registered_address = 0
         """Address of the image while it is page-locked for a GPU."""
@@ -119,6 +121,15 @@ class Slot:
         if self.file is not None:
             return self.file.view()
         return memoryview(self._map)[self.seal_bytes :]
+
+    def populate(self) -> None:
+        """Map all pages at once, for a thread that is about to fill the slot; other threads run
+        meanwhile. Until then pages are mapped as they are touched: a restart opens all slots before
+        its first step, and fills none."""
+        if not self._is_populated:
+            self._is_populated = True
+            first = ctypes.c_char.from_buffer(self._map)  # keeps it mapped
+            populate(ctypes.addressof(first), self._segment_bytes)
 
     @property
     def is_removed(self) -> bool:
