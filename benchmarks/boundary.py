@@ -34,6 +34,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
+from lib.step_models import cnn, deep, mlp
 
 PARTS = {
     "step hook": ("hooks.install:Hooks._before_any_step", "hooks.iterations:Iterations.begins"),
@@ -168,26 +169,6 @@ class Parts:
                 inside.within = before + all_seconds + self._clock_seconds
 
         return timed
-
-
-def cnn() -> nn.Module:
-    """0.27 million parameters, 6 buffers."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(32 * 64, 128), nn.ReLU(), nn.Linear(128, 10)),
-    )
-
-
-def mlp() -> nn.Module:
-    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(256, 10))
-
-
-def deep() -> nn.Module:
-    """4,800 tensors with AdamW."""
-    layers = [m for _ in range(300) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(64, 10))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -23,34 +23,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
+from lib.step_models import deep, mlp
 from tierckpt.replicas.digests import Look
 from tierckpt.replicas.monitor import ReplicaMonitor
 
 KINDS = ("without", "versions", "checked")
 
 
-def wide() -> nn.Module:
-    """201 MB of state with AdamW."""
-    layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(2048, 10))
-
-
-def small() -> nn.Module:
-    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(256, 10))
-
-
-def deep() -> nn.Module:
-    """4,800 tensors with AdamW."""
-    layers = [m for _ in range(300) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(64, 10))
-
-
-MODELS = {"wide": (wide, 2048), "small": (small, 256), "deep": (deep, 64)}
+MODELS = {"wide": (lambda: mlp(4, 2048), 2048), "small": (mlp, 256), "deep": (deep, 64)}
 
 
 class Spent:

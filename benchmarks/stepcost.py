@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
+from lib.step_models import cnn, deep, mlp
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.snapshot import copy_engine
 
@@ -40,36 +41,11 @@ ALLOWED_RATIO, ALLOWED_MS = 1.25, 0.5
 """Target: the CPU time of a version is at most this many times the bare one, and so much more."""
 
 
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(32 * 64, 128), nn.ReLU(), nn.Linear(128, 10)),
-    )
-
-
-def mlp() -> nn.Module:
-    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(256, 10))
-
-
-def deep() -> nn.Module:
-    """3,600 tensors with AdamW, without its step counts."""
-    layers = [m for _ in range(300) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(64, 10))
-
-
-def wide() -> nn.Module:
-    """151 MB of state with AdamW."""
-    layers = [layer for _ in range(3) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(2048, 10))
-
-
 MODELS = {
     "cnn": (cnn, (64, 1, 8, 8)),
     "mlp": (mlp, (64, 256)),
     "deep": (deep, (64, 64)),
-    "wide": (wide, (256, 2048)),
+    "wide": (lambda: mlp(3, 2048), (256, 2048)),
 }
 
 
