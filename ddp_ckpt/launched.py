@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tierckpt._milestones import ATTEMPT_VARIABLE
+
 SHARED_STORE = (
     "torchrun uses one key-value store for all its restarts here, and processes that it restarts "
     "may read the addresses of dead ones from it: they fail to connect (gloo: connectFullMesh "
@@ -21,7 +23,7 @@ def restarts_share_a_store(environment: Mapping[str, str]) -> bool:
     store of its own.
     """
     shares = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    shares = shares and "TIERCKPT_ATTEMPT" not in environment
+    shares = shares and ATTEMPT_VARIABLE not in environment
     return shares and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 

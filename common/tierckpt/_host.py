@@ -1,9 +1,10 @@
-"""Names of machines. Light, as agents use them, too."""
+"""Names of machines, and facts of their processes. Light, as agents use them, too."""
 
 from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 
 
 def boot_id() -> str:
@@ -26,4 +27,11 @@ def host_name(host: str) -> str:
     return re.sub(r"/([0-9a-f]{8}-[0-9a-f-]{27})?$", "", host)
 
 
-__all__ = ["boot_id", "host_id", "host_name"]
+def process_stat(process: str | int) -> list[str]:
+    """The fields of /proc/PID/stat after the process's name, see proc(5): state, parent, group, ...
+    `process` is a number or `self`. Raises OSError if the process is gone."""
+    # The name, in brackets, may contain any character.
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+__all__ = ["boot_id", "host_id", "host_name", "process_stat"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+ATTEMPT_VARIABLE = "TIERCKPT_ATTEMPT"
+"""Set in a script's environment by `tierckpt run`: the number of the attempt, from 1."""
 ATTACH, ATTACHED, RESTORED, BOUNDARY, HALTING = names = (
     "attach",
     "attached",
@@ -32,4 +34,7 @@ def reached(name: str) -> None:
             listener(name)
 
 
-__all__ = ["ATTACH", "ATTACHED", "BOUNDARY", "HALTING", "RESTORED", "listen", "reached"]
+__all__ = [
+    *("ATTACH", "ATTACHED", "ATTEMPT_VARIABLE", "BOUNDARY", "HALTING", "RESTORED"),
+    *("listen", "reached"),
+]

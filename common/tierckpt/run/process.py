@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from tierckpt._host import process_stat
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -117,8 +119,7 @@ def children() -> list[int]:
 
 def _is_ours(name: str) -> bool:
     with contextlib.suppress(OSError, IndexError):
-        stat = Path(f"/proc/{name}/stat").read_text()
-        return int(stat.rpartition(")")[2].split()[1]) == os.getpid()
+        return int(process_stat(name)[1]) == os.getpid()
     return False
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 
+from tierckpt._host import process_stat
+
 from . import process
 
 FORWARDED = frozenset(
@@ -122,21 +124,20 @@ class Signals:
         """True if a signal ends the witness, which may not have run since, or not be gone yet;
         waits for that end."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            if _has_signal(f"/proc/{self._witness}"):
+            if _has_signal(self._witness):
                 os.waitpid(self._witness or 0, 0)
                 self._witness = None
                 return True
         return False
 
 
-def _has_signal(folder: str) -> bool:
+def _has_signal(process_id: int | None) -> bool:
     """True if the process has a pending signal, or is ending: to give back the memory of a large
     process takes a while."""
-    lines = Path(folder, "status").read_text().splitlines()
+    lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
     if any(line.startswith(_SCAN) and int(line.split()[1], 16) for line in lines):
         return True
-    flags = int(Path(folder, "stat").read_text().rpartition(")")[2].split()[6])
-    return bool(flags & _EXITING)
+    return bool(int(process_stat(str(process_id))[6]) & _EXITING)
 
 
 def _end_by_signals() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from tierckpt.state.training_state import TrainingState, Walk
 from tierckpt.storage.memory.slots import Slot
 
 from .copy_engine import Table
-from .plan_check import Kinds, PlanCheck, addresses, is_small
+from .plan_check import Kinds, PlanCheck, addresses, is_small, same_objects
 
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
@@ -135,7 +134,7 @@ class CopyPlan:
         """Accept buffers that were replaced by others of the same names and kinds."""
         slots = state.buffer_slots()
         held = [holder.get(name) for holder, name in slots]
-        if slots is self._buffer_slots and _same_objects(held, self._held) and self.buffers.stand():
+        if slots is self._buffer_slots and same_objects(held, self._held) and self.buffers.stand():
             return True
         if not self.buffers.follow([*named_buffers(state.model), *self._own]):
             return False
@@ -224,10 +223,6 @@ class CopyPlan:
             for first, count, block in zip(firsts, counts, blocks, strict=False)
         ]
         return Table(segments, np.array(rows, np.uint64).reshape(-1, 4))
-
-
-def _same_objects(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(map(is_, now, then))
 
 
 class _Buffers:

@@ -73,11 +73,11 @@ class PlanCheck:
         self.only_here = False
         now = state.containers()
         for_all = (
-            _same_objects(now, self._containers)
+            same_objects(now, self._containers)
             and [*map(len, now)] == self._sizes
             and all(contents.stand() for contents in self._contents)
             and state.group_sizes() == self._groups
-            and _same_objects(state.group_members(), self._members)
+            and same_objects(state.group_members(), self._members)
             and (not whole or [*map(torch.Tensor.numel, self._tensors)] == self.lengths)
             and (not self._has_odd or self._odd_holds(state))
         )
@@ -92,7 +92,7 @@ class PlanCheck:
         walk = state.walk()
         self.odd = walk.odd
         return (
-            _same_objects(walk.tensors, self._tensors)
+            same_objects(walk.tensors, self._tensors)
             and [key for *_, key in walk.state] == self._state_keys
         )
 
@@ -230,8 +230,9 @@ def _values(containers: list[dict[Any, Any]]) -> Iterable[Any]:
     return chain.from_iterable(map(dict.values, containers))
 
 
-def _same_objects(now: list[Any], then: list[Any]) -> bool:
+def same_objects(now: list[Any], then: list[Any]) -> bool:
+    """True if both lists have the same objects in the same order."""
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-__all__ = ["Kinds", "PlanCheck", "addresses", "is_small"]
+__all__ = ["Kinds", "PlanCheck", "addresses", "is_small", "same_objects"]

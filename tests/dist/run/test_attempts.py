@@ -16,7 +16,18 @@ from tests.support.rank_pool import HOROVODRUN, MPIRUN
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 from tierckpt.run.times import PARTS
 
-DDP = """
+LOOP = """\
+    start = int(ckpt.restore())
+    print(f"attempt {{attempt}} rank {{rank}} starts at {{start}}", flush=True)
+    for step in range(start, 12):
+        optimizer.zero_grad()
+        model(torch.rand(2, 4)).sum().backward()
+        {failure}
+        optimizer.step()
+        ckpt.step()
+"""
+DDP = (
+    """
 import os, sys, time
 import torch, torch.distributed as dist
 sys.path.insert(0, {root!r})
@@ -32,19 +43,15 @@ model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.Adam(model.parameters())
 torch.manual_seed(rank)
 with ddp_ckpt.Checkpointer(model, optimizer, path="ckpts", shm_dir=os.environ["SHM"]) as ckpt:
-    start = int(ckpt.restore())
-    print(f"attempt {{attempt}} rank {{rank}} starts at {{start}}", flush=True)
-    for step in range(start, 12):
-        optimizer.zero_grad()
-        model(torch.rand(2, 4)).sum().backward()
-        {failure}
-        optimizer.step()
-        ckpt.step()
-    total = sum(p.sum() for p in model.parameters()).item().hex()
+"""
+    + LOOP
+    + """    total = sum(p.sum() for p in model.parameters()).item().hex()
     print(f"rank {{rank}} ends at {{ckpt.iteration}} with {{total}}", flush=True)
 dist.barrier()
 """
-HOROVOD = """
+)
+HOROVOD = (
+    """
 import os, sys
 import torch, horovod.torch as hvd
 sys.path.insert(0, {root!r})
@@ -61,18 +68,13 @@ optimizer = hvd.DistributedOptimizer(
 )
 torch.manual_seed(rank)
 with horovod_ckpt.install(optimizer, model, path="ckpts", shm_dir=os.environ["SHM"]) as ckpt:
-    start = int(ckpt.restore())
-    print(f"attempt {{attempt}} rank {{rank}} starts at {{start}}", flush=True)
-    for step in range(start, 12):
-        optimizer.zero_grad()
-        model(torch.rand(2, 4)).sum().backward()
-        {failure}
-        optimizer.step()
-        ckpt.step()
-    print(f"rank {{rank}} ends at {{ckpt.iteration}}", flush=True)
+"""
+    + LOOP
+    + """    print(f"rank {{rank}} ends at {{ckpt.iteration}}", flush=True)
 hvd.barrier()
 hvd.shutdown()
 """
+)
 KILL = "if step == 5 and rank == 1 and attempt == 1: os.kill(os.getpid(), 9)"
 TWICE = "if step == 4 * attempt and rank == 2 - attempt: os.kill(os.getpid(), 9)"
 RAISE = "if step == 5 and rank == 0 and attempt == 1: raise ValueError('no')"

@@ -16,13 +16,12 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from tierckpt._milestones import ATTEMPT_VARIABLE
 from tierckpt.run import process
 from tierckpt.run.signals import FORWARDED
 
 from .launcher import HOROVODRUN, Place
 
-ATTEMPT = "TIERCKPT_ATTEMPT"
-"""Set in a script's environment: the number of the attempt, from 1."""
 _COUNT, _AGENT_STORE = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ADDR, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -164,7 +163,7 @@ def needs_own(environment: Mapping[str, str] = os.environ) -> bool:
 
 def enter(attempt: int, changes: Mapping[str, str], environment: Any = os.environ) -> None:
     """In the script's process: set its environment."""
-    environment[ATTEMPT] = str(attempt)
+    environment[ATTEMPT_VARIABLE] = str(attempt)
     environment.update(changes)
     if "MASTER_PORT" in changes:
         environment[_AGENT_STORE] = "True"
@@ -176,4 +175,4 @@ def enter(attempt: int, changes: Mapping[str, str], environment: Any = os.enviro
             os.unlink(error_file)
 
 
-__all__ = ["ATTEMPT", "Rendezvous", "address_towards", "enter", "needs_own", "slot_of"]
+__all__ = ["Rendezvous", "address_towards", "enter", "needs_own", "slot_of"]

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierckpt._host import boot_id
+from tierckpt._host import boot_id, process_stat
+from tierckpt._milestones import ATTEMPT_VARIABLE
 
 MOST_STARTERS = 256
 """Starters kept of a run: the smallest, so that two runs that share some keep the same ones. Every
@@ -100,7 +101,7 @@ def process_mark(process: str | int) -> str:
 def _torchrun_agent(environment: Mapping[str, str]) -> str:
     """The nearest ancestor that was not started as this rank, unlike a script around it."""
     # `tierckpt run`, an ancestor started as this rank, changes the port for its later attempts.
-    port = "MASTER_PORT" if environment.get("TIERCKPT_ATTEMPT", "1") == "1" else ""
+    port = "MASTER_PORT" if environment.get(ATTEMPT_VARIABLE, "1") == "1" else ""
     names = [*_OF_A_WORKER, *filter(None, [port])]
     own_values = [environment.get(name) for name in names]
     if not own_values[0] or not _proc_is_ours():
@@ -111,8 +112,7 @@ def _torchrun_agent(environment: Mapping[str, str]) -> str:
             values = _environment_of(process)
             if [values.get(name) for name in names] != own_values:
                 return process_mark(process)
-            stat = Path(f"/proc/{process}/stat").read_text()
-            process = int(stat.rpartition(")")[2].split()[1])
+            process = int(process_stat(process)[1])
     return ""
 
 
