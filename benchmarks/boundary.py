@@ -184,6 +184,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (cnn, (64, 1, 8, 8)),
     "mlp": (mlp, (64, 256)),
     "deep": (deep, (64, 64)),
+    "wide": (lambda: mlp(3, 2048), (256, 2048)),
+    "huge": (lambda: mlp(24, 2048), (1024, 2048)),
 }
 
 

@@ -77,7 +77,8 @@ class CopyPlan:
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
         self.blocks_of: dict[int, list[int]] = {}
         """Striped blocks by the `id()` of the parameter to which their data belongs."""
-        self._sources = self._find_sources(specs, entries)
+        self.sources = self._find_sources(specs, entries)
+        """The tensor of each piece of the layout: an alias, which keeps the memory alive."""
         self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         self._table: Table | None = None
 
@@ -109,7 +110,7 @@ class CopyPlan:
 
     def _bytes_of(self, index: int) -> torch.Tensor | Part:
         """A piece's bytes: a view, or a function that copies if no view is possible."""
-        piece, tensor = self.layout.pieces[index], self._sources[index]
+        piece, tensor = self.layout.pieces[index], self.sources[index]
         if tree_codec.is_dense(tensor):
             return tree_codec.as_bytes(tree_codec.flat(tensor)[piece.start : piece.stop])
         return _row_major(tensor, piece.start)  # strided with gaps: made row-major by the copy
@@ -202,15 +203,16 @@ class CopyPlan:
     def table(self) -> Table | None:
         """Addresses of all sources, for the copy engine; None if some are on another device, or
         have gaps. Right for as long as the plan fits, which keeps the memory alive as well."""
-        if self._table is None and all(t.is_cpu and tree_codec.is_dense(t) for t in self._sources):
-            self._table = self._make_table()
+        if self._table is None and all(t.is_cpu and tree_codec.is_dense(t) for t in self.sources):
+            self._table = Table(*self.addresses())
         return self._table
 
-    def _make_table(self) -> Table:
+    def addresses(self) -> tuple[np.ndarray, np.ndarray]:
+        """Segments and blocks of a `Table`. Only dense sources have a right address."""
         pieces = self.layout.pieces
         sizes = np.array([p.spec.itemsize_bytes for p in pieces], np.uint64)
         starts = np.array([p.start for p in pieces], np.uint64)
-        begins = np.array(addresses(self._sources), np.uint64) + starts * sizes
+        begins = np.array(addresses(self.sources), np.uint64) + starts * sizes
         blocks = self.layout.blocks
         parts = np.array([p for b in blocks for p in b.parts], np.uint64).reshape(-1, 3)
         piece, low, high = parts.T
@@ -222,7 +224,7 @@ class CopyPlan:
             (first, count, block.offset, block.nbytes)
             for first, count, block in zip(firsts, counts, blocks, strict=False)
         ]
-        return Table(segments, np.array(rows, np.uint64).reshape(-1, 4))
+        return segments, np.array(rows, np.uint64).reshape(-1, 4)
 
 
 class _Buffers:

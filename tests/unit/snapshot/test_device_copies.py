@@ -1,0 +1,160 @@
+"""Device copies, with the host in place of a GPU: a copy function that copies at once."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tierckpt.format.manifest import digest
+from tierckpt.snapshot import copy_engine, device_copies
+from tierckpt.snapshot.copy_plan import CopyPlan
+from tierckpt.snapshot.device_copies import DeviceCopies, DeviceCopyError, Sources
+from tierckpt.state.training_state import TrainingState
+
+COPY = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+)
+STREAM: Any = type("Stream", (), {"cuda_stream": 7, "device": torch.device("cpu")})()
+
+
+class Device:
+    """Takes the place of CUDA: its calls, and the error of the next one."""
+
+    def __init__(self, engine: copy_engine.Engine) -> None:
+        self.calls: list[int] = []
+        self.error = 0
+        self._function = COPY(self._copy)
+        address = ctypes.cast(self._function, ctypes.c_void_p).value
+        assert address is not None
+        self.copies = DeviceCopies(engine, address)
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
+        assert (kind, stream) == (4, 7)
+        self.calls.append(nbytes)
+        if not self.error:
+            ctypes.memmove(to, source, nbytes)
+        return self.error
+
+
+@pytest.fixture
+def device() -> Device:
+    engine = copy_engine.find()
+    if engine is None:
+        pytest.skip(copy_engine.describe())
+    return Device(engine)
+
+
+@pytest.fixture
+def plan() -> CopyPlan:
+    torch.manual_seed(1)
+    large = [torch.nn.Linear(1000, 700) for _ in range(2)]
+    small = [torch.nn.LayerNorm(33) for _ in range(50)]
+    model = torch.nn.Sequential(*large, *small, torch.nn.BatchNorm1d(9))
+    state = TrainingState(model, {"optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    made = CopyPlan(state, state.walk(), 0, 1)
+    made.buffers.stage()
+    return made
+
+
+@pytest.fixture
+def sources(plan: CopyPlan) -> Sources:
+    return Sources(plan)
+
+
+def image_of(plan: CopyPlan) -> bytes:
+    found = bytearray(plan.layout.nbytes)
+    for number, block in enumerate(plan.layout.blocks):
+        data = b"".join(p.numpy().tobytes() for p in plan.source(number)[0])
+        found[block.offset : block.offset + block.nbytes] = data
+    return bytes(found)
+
+
+def test_all_blocks_arrive_and_adjacent_ones_are_one_copy(
+    plan: CopyPlan, sources: Sources, device: Device
+) -> None:
+    target = np.zeros(plan.layout.nbytes, np.uint8)
+    everything = range(len(plan.layout.blocks))
+    device.copies.enqueue(sources, everything, target.ctypes.data, STREAM)
+    assert target.tobytes() == image_of(plan)
+    assert 1000 * 700 * 4 in device.calls  # a weight of several blocks
+    assert len(device.calls) < sum(len(b.parts) for b in plan.layout.blocks)
+
+
+def test_a_copy_has_a_limit(
+    plan: CopyPlan, sources: Sources, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_copies, "MOST_COPY_BYTES", 1 << 20)
+    target = np.zeros(plan.layout.nbytes, np.uint8)
+    device.copies.enqueue(sources, range(len(plan.layout.blocks)), target.ctypes.data, STREAM)
+    assert max(device.calls) == 1 << 20
+    assert target.tobytes() == image_of(plan)
+
+
+@pytest.fixture
+def order(plan: CopyPlan) -> list[list[int]]:
+    """Blocks in three shares, in an order that the training may have released."""
+    return [[*range(len(plan.layout.blocks))][i::3] for i in (2, 0, 1)]
+
+
+def test_what_is_cloned_no_longer_depends_on_the_live_tensors(
+    plan: CopyPlan, sources: Sources, device: Device, order: list[list[int]]
+) -> None:
+    expected, target = image_of(plan), np.zeros(plan.layout.nbytes, np.uint8)
+    first, *rest = order
+    device.copies.enqueue(sources, first, target.ctypes.data, STREAM)
+    left = [b for blocks in rest for b in blocks]
+    memory, clone = device.copies.clone(sources, left, STREAM)
+    with torch.no_grad():
+        for tensor in plan.sources:
+            tensor.zero_()
+    for blocks in rest:
+        device.copies.enqueue(clone, blocks, target.ctypes.data, STREAM)
+    assert target.tobytes() == expected
+    assert memory.numel() >= sum(plan.layout.blocks[b].nbytes for b in left)
+
+
+def test_digests_are_those_of_the_blocks(plan: CopyPlan, sources: Sources, device: Device) -> None:
+    target = np.frombuffer(image_of(plan), np.uint8)
+    blocks = [*range(len(plan.layout.blocks))][::-1]
+    expected = [
+        digest(target[b.offset : b.offset + b.nbytes].tobytes())
+        for b in (plan.layout.blocks[number] for number in blocks)
+    ]
+    assert device.copies.hash(sources, blocks, target.ctypes.data) == expected
+
+
+def test_a_copy_that_is_refused_is_an_error(
+    plan: CopyPlan, sources: Sources, device: Device
+) -> None:
+    device.error = 700
+    target = np.zeros(plan.layout.nbytes, np.uint8)
+    with pytest.raises(DeviceCopyError, match="error 700"):
+        device.copies.enqueue(sources, [0, 1], target.ctypes.data, STREAM)
+    assert len(device.calls) == 1
+
+
+def test_tensors_on_the_host_with_gaps_or_small_are_left_to_torch(
+    plan: CopyPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any(Sources(plan).direct)  # no block is on a GPU
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = Sources(plan)
+    for block, direct in zip(plan.layout.blocks, found.direct, strict=True):
+        mean_bytes = block.nbytes / len(block.parts)
+        assert direct == (len(block.parts) == 1 or mean_bytes >= device_copies.LEAST_SEGMENT_BYTES)
+    assert {True, False} == {*found.direct}
+    assert found.split([0, len(found.direct) - 1])[0] == [0]
+    gap = next(i for i, t in enumerate(plan.sources) if t.dim() == 2)
+    plan.sources[gap] = plan.sources[gap][:, ::2]
+    with_gap = Sources(plan).direct
+    for block, direct in zip(plan.layout.blocks, with_gap, strict=True):
+        assert not (direct and gap in [part[0] for part in block.parts])
