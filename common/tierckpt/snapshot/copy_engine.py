@@ -83,7 +83,7 @@ class Engine:
         self.copy_one = _function(library, "copy_one", [pointer, small])
         arrays = [pointer, pointer, pointer, small, pointer]
         self.enqueue = _function(
-            library, "enqueue", [pointer, pointer, *arrays, number], ctypes.c_int
+            library, "enqueue", [pointer, pointer, pointer, *arrays, number], ctypes.c_int
         )
         self.hash_blocks = _function(library, "hash_blocks", [*arrays, pointer])
         # These take a microsecond: too short to give the interpreter to another thread.

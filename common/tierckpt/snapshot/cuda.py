@@ -82,7 +82,7 @@ class CudaLane:
         if self.copies is None:
             return None
         if self._sources is None or self._sources[0] is not plan:
-            self._sources = plan, Sources(plan)
+            self._sources = plan, Sources.of(plan)
         return self._sources[1]
 
     def use(self) -> None:
@@ -192,6 +192,10 @@ class CudaSnapshot(Snapshot):
         """Clones of other blocks."""
         self._at_once = self.plan.layout.nbytes <= RELEASE_AT_ONCE_BYTES
         self._all_released = False
+        if self._at_once:  # then the copier is woken once, and feeds one batch
+            self.starts_at_once = False
+            self._held.update(self._todo)
+            self._todo.clear()
         self._passed = False
         self._boundary = torch.cuda.Event(blocking=True)  # a waiting thread does not spin
         self._boundary.record(torch.cuda.current_stream(self.lane.device))

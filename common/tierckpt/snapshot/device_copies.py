@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -37,13 +38,23 @@ class DeviceCopyError(Exception):
     """CUDA refused a copy."""
 
 
+@dataclass
 class Sources:
     """Addresses of a plan's blocks. Right for as long as the plan fits."""
 
-    def __init__(self, plan: CopyPlan) -> None:
-        self.segments, self.blocks = plan.addresses()
-        self.direct = _direct(plan)
-        """For each block, True if the engine copies it."""
+    segments: np.ndarray
+    blocks: np.ndarray
+    """Both as in `copy_engine.Table`."""
+    owners: np.ndarray
+    """For each segment, the number of its tensor, uint32: CUDA refuses a copy that spans two."""
+    direct: list[bool]
+    """For each block, True if the engine copies it."""
+
+    @classmethod
+    def of(cls, plan: CopyPlan) -> Sources:
+        """Those of the live tensors."""
+        owners = [part[0] for block in plan.layout.blocks for part in block.parts]
+        return cls(*plan.addresses(), np.array(owners, np.uint32), _direct(plan))
 
     def split(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """The blocks that the engine copies, and the others."""
@@ -74,7 +85,7 @@ class DeviceCopies:
         """Enqueue copies of blocks to a slot. `target`: the address of its offset 0. Raises
         DeviceCopyError."""
         numbers = np.array(blocks, np.uint32)
-        self._enqueue(sources.segments, sources.blocks, numbers, target, stream)
+        self._enqueue(sources, sources.blocks, numbers, target, stream)
 
     def clone(
         self, sources: Sources, blocks: Sequence[int], stream: torch.cuda.Stream
@@ -87,7 +98,7 @@ class DeviceCopies:
         memory = torch.empty(int(ends[-1]), dtype=torch.uint8, device=stream.device)
         rows[:, 2] = np.concatenate([np.zeros(1, np.uint64), ends[:-1]])
         numbers = np.arange(len(rows), dtype=np.uint32)
-        self._enqueue(sources.segments, rows, numbers, memory.data_ptr(), stream)
+        self._enqueue(sources, rows, numbers, memory.data_ptr(), stream)
         return memory, _cloned(sources, blocks, rows, memory.data_ptr())
 
     def hash(self, sources: Sources, blocks: Sequence[int], target: int) -> list[bytes]:
@@ -107,7 +118,7 @@ class DeviceCopies:
 
     def _enqueue(
         self,
-        segments: np.ndarray,
+        sources: Sources,
         blocks: np.ndarray,
         numbers: np.ndarray,
         target: int,
@@ -116,7 +127,8 @@ class DeviceCopies:
         code = self._engine.enqueue(
             self._copy,
             stream.cuda_stream,
-            segments.ctypes.data,
+            sources.segments.ctypes.data,
+            sources.owners.ctypes.data,
             blocks.ctypes.data,
             numbers.ctypes.data,
             len(numbers),
@@ -130,16 +142,13 @@ class DeviceCopies:
 
 def _cloned(sources: Sources, blocks: Sequence[int], rows: np.ndarray, address: int) -> Sources:
     """Sources whose blocks are in a clone: one segment each, with the blocks' numbers."""
-    found = Sources.__new__(Sources)
     count = len(sources.blocks)
-    found.segments = np.zeros((count, 2), np.uint64)
-    found.segments[list(blocks), 0] = rows[:, 2] + np.uint64(address)
-    found.segments[:, 1] = sources.blocks[:, 3]
-    found.blocks = sources.blocks.copy()
-    found.blocks[:, 0] = np.arange(count, dtype=np.uint64)
-    found.blocks[:, 1] = 1
-    found.direct = sources.direct
-    return found
+    segments = np.zeros((count, 2), np.uint64)
+    segments[list(blocks), 0] = rows[:, 2] + np.uint64(address)
+    segments[:, 1] = sources.blocks[:, 3]
+    cloned = sources.blocks.copy()
+    cloned[:, 0], cloned[:, 1] = np.arange(count, dtype=np.uint64), 1
+    return Sources(segments, cloned, np.zeros(count, np.uint32), sources.direct)
 
 
 def forget_error(device: torch.device) -> None:
@@ -172,20 +181,37 @@ def _copy_address() -> int | None:
 
 
 def _copies_right(copies: DeviceCopies, device: torch.device) -> bool:
-    """Copy two blocks to the host, and compare them."""
-    stream = torch.cuda.current_stream(device)
-    source = torch.arange(4096, dtype=torch.int32, device=device)
-    target = torch.zeros(4096, dtype=torch.int32).pin_memory(device)
-    tables = Sources.__new__(Sources)
-    tables.segments = np.array([(source.data_ptr() + 8192, 8192), (source.data_ptr(), 8192)])
-    tables.segments = tables.segments.astype(np.uint64)
-    tables.blocks = np.array([(0, 1, 8192, 8192), (1, 1, 0, 8192)], np.uint64)
+    """Copy in the ways that snapshots use, behind work of the device, and compare: two tensors of
+    odd sizes, one from its own memory and one from a clone, which are then overwritten."""
+    compute, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    sizes = (1_000_003, 77_777)
+    live = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    target = torch.zeros(sum(sizes), dtype=torch.uint8).pin_memory()
+    segments = [(t.data_ptr(), t.numel()) for t in live]
+    rows = [(0, 1, 0, sizes[0]), (1, 1, sizes[0], sizes[1])]
+    sources = Sources(
+        np.array(segments, np.uint64),
+        np.array(rows, np.uint64),
+        np.arange(2, dtype=np.uint32),
+        [True, True],
+    )
+    expected = torch.arange(sum(sizes), device=device).remainder_(251).to(torch.uint8)
+    for tensor, part in zip(live, expected.split(sizes), strict=True):
+        tensor.copy_(part)
     try:
-        copies.enqueue(tables, [0, 1], target.data_ptr(), stream)
+        side.wait_stream(compute)
+        copies.enqueue(sources, [0], target.data_ptr(), side)
+        memory, clone = copies.clone(sources, [1], compute)
+        side.wait_stream(compute)
+        compute.wait_stream(side)
+        for tensor in live:
+            tensor.zero_()
+        copies.enqueue(clone, [1], target.data_ptr(), side)
     except DeviceCopyError:
         return False
-    stream.synchronize()
-    return torch.equal(target, torch.arange(4096, dtype=torch.int32))
+    side.synchronize()
+    del memory  # kept until here
+    return torch.equal(target, expected.cpu())
 
 
 __all__ = ["DeviceCopies", "DeviceCopyError", "Sources", "device_copies", "forget_error"]

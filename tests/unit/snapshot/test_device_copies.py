@@ -27,10 +27,13 @@ STREAM: Any = type("Stream", (), {"cuda_stream": 7, "device": torch.device("cpu"
 
 
 class Device:
-    """Takes the place of CUDA: its calls, and the error of the next one."""
+    """Takes the place of CUDA: its calls, and the error of the next one.
+
+    Like CUDA it refuses a copy that spans two allocations."""
 
     def __init__(self, engine: copy_engine.Engine) -> None:
         self.calls: list[int] = []
+        self.allocations: list[tuple[int, int]] = []
         self.error = 0
         self._function = COPY(self._copy)
         address = ctypes.cast(self._function, ctypes.c_void_p).value
@@ -40,6 +43,9 @@ class Device:
     def _copy(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
         assert (kind, stream) == (4, 7)
         self.calls.append(nbytes)
+        known = self.allocations
+        if known and not any(low <= source and source + nbytes <= high for low, high in known):
+            return 1
         if not self.error:
             ctypes.memmove(to, source, nbytes)
         return self.error
@@ -67,7 +73,7 @@ def plan() -> CopyPlan:
 
 @pytest.fixture
 def sources(plan: CopyPlan) -> Sources:
-    return Sources(plan)
+    return Sources.of(plan)
 
 
 def image_of(plan: CopyPlan) -> bytes:
@@ -87,6 +93,23 @@ def test_all_blocks_arrive_and_adjacent_ones_are_one_copy(
     assert target.tobytes() == image_of(plan)
     assert 1000 * 700 * 4 in device.calls  # a weight of several blocks
     assert len(device.calls) < sum(len(b.parts) for b in plan.layout.blocks)
+
+
+def test_tensors_with_adjacent_memory_are_copied_apart(device: Device) -> None:
+    memory = torch.randn(2, 300, 300)
+    layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(2)]
+    for layer, part in zip(layers, memory, strict=True):
+        layer.weight = torch.nn.Parameter(part)
+        low = part.data_ptr()
+        device.allocations.append((low, low + part.nbytes))
+    model = torch.nn.Sequential(*layers)
+    state = TrainingState(model, {"optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    plan = CopyPlan(state, state.walk(), 0, 1)
+    target = np.zeros(plan.layout.nbytes, np.uint8)
+    blocks = range(len(plan.layout.blocks))
+    device.copies.enqueue(Sources.of(plan), blocks, target.ctypes.data, STREAM)
+    assert target.tobytes() == image_of(plan)
+    assert device.calls == [300 * 300 * 4] * 2
 
 
 def test_a_copy_has_a_limit(
@@ -145,9 +168,9 @@ def test_a_copy_that_is_refused_is_an_error(
 def test_tensors_on_the_host_with_gaps_or_small_are_left_to_torch(
     plan: CopyPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not any(Sources(plan).direct)  # no block is on a GPU
+    assert not any(Sources.of(plan).direct)  # no block is on a GPU
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    found = Sources(plan)
+    found = Sources.of(plan)
     for block, direct in zip(plan.layout.blocks, found.direct, strict=True):
         mean_bytes = block.nbytes / len(block.parts)
         assert direct == (len(block.parts) == 1 or mean_bytes >= device_copies.LEAST_SEGMENT_BYTES)
@@ -155,6 +178,6 @@ def test_tensors_on_the_host_with_gaps_or_small_are_left_to_torch(
     assert found.split([0, len(found.direct) - 1])[0] == [0]
     gap = next(i for i, t in enumerate(plan.sources) if t.dim() == 2)
     plan.sources[gap] = plan.sources[gap][:, ::2]
-    with_gap = Sources(plan).direct
+    with_gap = Sources.of(plan).direct
     for block, direct in zip(plan.layout.blocks, with_gap, strict=True):
         assert not (direct and gap in [part[0] for part in block.parts])
