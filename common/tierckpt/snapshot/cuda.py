@@ -3,11 +3,11 @@
 Differences from the snapshot on a CPU:
 
 - Slots are page-locked in place (`cudaHostRegister`), so device-to-host copies are real DMA.
-- The copier thread feeds copies to a low-priority stream, two batches deep, and hashes arrived
-  bytes with a few threads. The copy engine enqueues a batch, and hashes it, in one call each (see
-  `device_copies`); blocks of small tensors are gathered on the device by torch, which does
-  everything where the engine is missing. A small number of batches leaves the source of the rest
-  open:
+- The copier thread feeds copies to a low-priority stream, two batches deep. A few threads hash what
+  has arrived, each a batch, while the next ones are copied. The copy engine enqueues a batch, and
+  hashes it, in one call each (see `device_copies`). Blocks of small tensors are gathered on the
+  device by torch, which does everything where the engine is missing. A small number of batches
+  leaves the source of the rest open:
 - At the barrier, the blocks not yet fed are cloned on the device (terabytes a second) if memory
   allows, and are copied from the clone; otherwise they are fed at once. Then the compute stream
   waits for an event, but the Python thread does not. So the seal comes after the barrier here, and
@@ -33,9 +33,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 
@@ -185,6 +184,8 @@ class CudaSnapshot(Snapshot):
         self._feeding = threading.Lock()
         """Held while a batch moves from the queue to the stream: the barrier sees whole batches."""
         self._flying: deque[_Batch] = deque()
+        self._hashing: deque[Future[tuple[list[int], list[bytes], float]]] = deque()
+        """Batches that have arrived; only the copier's thread uses it."""
         self._sources = self.lane.sources_of(self.plan)
         """Addresses of the blocks that the engine copies: in live tensors, then in the clone."""
         self._clone: torch.Tensor | None = None
@@ -222,8 +223,9 @@ class CudaSnapshot(Snapshot):
             except Exception as error:
                 self.fail(error)  # first: from now on a barrier feeds nothing,
             with self._feeding:  # and this waits for one that is feeding
-                # Nothing may write to the slot once it is given back.
+                # Nothing may use the slot once it is given back.
                 self.lane.stream.synchronize()
+                wait(self._hashing)
                 self._clones.clear()
                 self._clone = None
 
@@ -238,6 +240,8 @@ class CudaSnapshot(Snapshot):
                     self.clock.copy += time.perf_counter() - begin
             elif self._flying:
                 self._receive(self._flying.popleft())
+            elif self._hashing:
+                self._count(*self._hashing.popleft().result())
             elif not self._copy_tree():
                 self._await_release()
 
@@ -250,7 +254,7 @@ class CudaSnapshot(Snapshot):
             return self._work(self._tree_todo)
 
     def _nothing_to_do(self) -> bool:
-        return super()._nothing_to_do() and not self._flying
+        return super()._nothing_to_do() and not self._flying and not self._hashing
 
     def barrier(self) -> None:
         """Return after the compute stream was ordered to wait for all reads of live tensors."""
@@ -386,48 +390,45 @@ class CudaSnapshot(Snapshot):
         return [clone] if clone is not None else self.plan.source(block)[0]
 
     def _receive(self, batch: _Batch) -> None:
-        """Wait for a batch, hash it, and seal after the last one."""
+        """Wait for a batch, and have it hashed."""
         binding = self._binding
         if binding is None:
             return
         begin = time.perf_counter()
         batch.arrived.synchronize()
         batch.sources.clear()
-        middle = time.perf_counter()
-        found = self._hash(batch.blocks, binding)
         with self._changed:
-            for block, value in found:
-                self._digests[block] = value
-            self._left -= len(batch.blocks)
-            self.clock.copy += middle - begin
-            self.clock.checksum += time.perf_counter() - middle
-            last = self._left == 0
+            self.clock.copy += time.perf_counter() - begin
         if self.trace is not None:
             self.trace.copied(self.facts.id.version, self.plan, batch.blocks, begin)
+        if len(batch.blocks) * BLOCK_BYTES > HASHED_ALONE_BYTES:
+            # Raises RuntimeError while the interpreter shuts down: then the snapshot fails.
+            self._hashing.append(self.lane.hashers.submit(self._hash, batch.blocks, binding))
+        else:
+            self._count(*self._hash(batch.blocks, binding))
+
+    def _hash(self, blocks: list[int], binding: Binding) -> tuple[list[int], list[bytes], float]:
+        """The blocks, their digests, and the seconds that this took. Any thread."""
+        begin, start = time.perf_counter(), len(self._header)
+        sources, copies = self._sources, self.lane.copies
+        if sources is not None and copies is not None:
+            found = copies.hash(sources, blocks, binding.tensor.data_ptr() + start)
+        else:
+            each = (self.plan.layout.blocks[b] for b in blocks)
+            lows = ((start + block.offset, block.nbytes) for block in each)
+            found = [digest(binding.view[low : low + nbytes]) for low, nbytes in lows]
+        return blocks, found, time.perf_counter() - begin
+
+    def _count(self, blocks: list[int], found: list[bytes], seconds: float) -> None:
+        """Note the digests of arrived blocks, and seal after the last ones."""
+        with self._changed:
+            for block, value in zip(blocks, found, strict=True):
+                self._digests[block] = value
+            self._left -= len(blocks)
+            self.clock.checksum += seconds
+            last = self._left == 0
         if last:
             self._seal()
-
-    def _hash(self, blocks: list[int], binding: Binding) -> list[tuple[int, bytes]]:
-        """(block, digest), computed by all hashing threads, with one share for each."""
-        start = len(self._header)
-        sources, copies = self._sources, self.lane.copies
-
-        def hash_share(share: list[int]) -> list[tuple[int, bytes]]:
-            if sources is not None and copies is not None:
-                found = copies.hash(sources, share, binding.tensor.data_ptr() + start)
-                return list(zip(share, found, strict=True))
-            each = ((b, self.plan.layout.blocks[b]) for b in share)
-            lows = ((b, start + block.offset, block.nbytes) for b, block in each)
-            return [(b, digest(binding.view[low : low + nbytes])) for b, low, nbytes in lows]
-
-        workers = self.lane.workers
-        if len(blocks) * BLOCK_BYTES <= HASHED_ALONE_BYTES or workers == 1:
-            return hash_share(blocks)
-        shares = [blocks[i::workers] for i in range(workers)]
-        try:
-            return list(chain.from_iterable(self.lane.hashers.map(hash_share, shares)))
-        except RuntimeError:  # the interpreter is shutting down and takes no new work
-            return hash_share(blocks)
 
     def _check_before_seal(self) -> None:
         with self._changed:

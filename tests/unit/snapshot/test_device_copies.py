@@ -1,62 +1,25 @@
-"""Device copies, with the host in place of a GPU: a copy function that copies at once."""
+"""Device copies, with the host in place of a GPU."""
 
 from __future__ import annotations
-
-import ctypes
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.late_device import LateDevice
 from tierckpt.format.manifest import digest
 from tierckpt.snapshot import copy_engine, device_copies
 from tierckpt.snapshot.copy_plan import CopyPlan
-from tierckpt.snapshot.device_copies import DeviceCopies, DeviceCopyError, Sources
+from tierckpt.snapshot.device_copies import DeviceCopyError, Sources
 from tierckpt.state.training_state import TrainingState
-
-COPY = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-)
-STREAM: Any = type("Stream", (), {"cuda_stream": 7, "device": torch.device("cpu")})()
-
-
-class Device:
-    """Takes the place of CUDA: its calls, and the error of the next one.
-
-    Like CUDA it refuses a copy that spans two allocations."""
-
-    def __init__(self, engine: copy_engine.Engine) -> None:
-        self.calls: list[int] = []
-        self.allocations: list[tuple[int, int]] = []
-        self.error = 0
-        self._function = COPY(self._copy)
-        address = ctypes.cast(self._function, ctypes.c_void_p).value
-        assert address is not None
-        self.copies = DeviceCopies(engine, address)
-
-    def _copy(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
-        assert (kind, stream) == (4, 7)
-        self.calls.append(nbytes)
-        known = self.allocations
-        if known and not any(low <= source and source + nbytes <= high for low, high in known):
-            return 1
-        if not self.error:
-            ctypes.memmove(to, source, nbytes)
-        return self.error
 
 
 @pytest.fixture
-def device() -> Device:
+def device() -> LateDevice:
     engine = copy_engine.find()
     if engine is None:
         pytest.skip(copy_engine.describe())
-    return Device(engine)
+    return LateDevice(engine)
 
 
 @pytest.fixture
@@ -85,17 +48,17 @@ def image_of(plan: CopyPlan) -> bytes:
 
 
 def test_all_blocks_arrive_and_adjacent_ones_are_one_copy(
-    plan: CopyPlan, sources: Sources, device: Device
+    plan: CopyPlan, sources: Sources, device: LateDevice
 ) -> None:
     target = np.zeros(plan.layout.nbytes, np.uint8)
     everything = range(len(plan.layout.blocks))
-    device.copies.enqueue(sources, everything, target.ctypes.data, STREAM)
+    device.copies.enqueue(sources, everything, target.ctypes.data, device.compute)
     assert target.tobytes() == image_of(plan)
-    assert 1000 * 700 * 4 in device.calls  # a weight of several blocks
-    assert len(device.calls) < sum(len(b.parts) for b in plan.layout.blocks)
+    assert 1000 * 700 * 4 in device.sizes  # a weight of several blocks
+    assert len(device.sizes) < sum(len(b.parts) for b in plan.layout.blocks)
 
 
-def test_tensors_with_adjacent_memory_are_copied_apart(device: Device) -> None:
+def test_tensors_with_adjacent_memory_are_copied_apart(device: LateDevice) -> None:
     memory = torch.randn(2, 300, 300)
     layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(2)]
     for layer, part in zip(layers, memory, strict=True):
@@ -107,18 +70,20 @@ def test_tensors_with_adjacent_memory_are_copied_apart(device: Device) -> None:
     plan = CopyPlan(state, state.walk(), 0, 1)
     target = np.zeros(plan.layout.nbytes, np.uint8)
     blocks = range(len(plan.layout.blocks))
-    device.copies.enqueue(Sources.of(plan), blocks, target.ctypes.data, STREAM)
+    device.copies.enqueue(Sources.of(plan), blocks, target.ctypes.data, device.compute)
     assert target.tobytes() == image_of(plan)
-    assert device.calls == [300 * 300 * 4] * 2
+    assert device.sizes == [300 * 300 * 4] * 2
 
 
 def test_a_copy_has_a_limit(
-    plan: CopyPlan, sources: Sources, device: Device, monkeypatch: pytest.MonkeyPatch
+    plan: CopyPlan, sources: Sources, device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_copies, "MOST_COPY_BYTES", 1 << 20)
     target = np.zeros(plan.layout.nbytes, np.uint8)
-    device.copies.enqueue(sources, range(len(plan.layout.blocks)), target.ctypes.data, STREAM)
-    assert max(device.calls) == 1 << 20
+    device.copies.enqueue(
+        sources, range(len(plan.layout.blocks)), target.ctypes.data, device.compute
+    )
+    assert max(device.sizes) == 1 << 20
     assert target.tobytes() == image_of(plan)
 
 
@@ -129,23 +94,25 @@ def order(plan: CopyPlan) -> list[list[int]]:
 
 
 def test_what_is_cloned_no_longer_depends_on_the_live_tensors(
-    plan: CopyPlan, sources: Sources, device: Device, order: list[list[int]]
+    plan: CopyPlan, sources: Sources, device: LateDevice, order: list[list[int]]
 ) -> None:
     expected, target = image_of(plan), np.zeros(plan.layout.nbytes, np.uint8)
     first, *rest = order
-    device.copies.enqueue(sources, first, target.ctypes.data, STREAM)
+    device.copies.enqueue(sources, first, target.ctypes.data, device.compute)
     left = [b for blocks in rest for b in blocks]
-    memory, clone = device.copies.clone(sources, left, STREAM)
+    memory, clone = device.copies.clone(sources, left, device.compute)
     with torch.no_grad():
         for tensor in plan.sources:
             tensor.zero_()
     for blocks in rest:
-        device.copies.enqueue(clone, blocks, target.ctypes.data, STREAM)
+        device.copies.enqueue(clone, blocks, target.ctypes.data, device.compute)
     assert target.tobytes() == expected
     assert memory.numel() >= sum(plan.layout.blocks[b].nbytes for b in left)
 
 
-def test_digests_are_those_of_the_blocks(plan: CopyPlan, sources: Sources, device: Device) -> None:
+def test_digests_are_those_of_the_blocks(
+    plan: CopyPlan, sources: Sources, device: LateDevice
+) -> None:
     target = np.frombuffer(image_of(plan), np.uint8)
     blocks = [*range(len(plan.layout.blocks))][::-1]
     expected = [
@@ -156,13 +123,13 @@ def test_digests_are_those_of_the_blocks(plan: CopyPlan, sources: Sources, devic
 
 
 def test_a_copy_that_is_refused_is_an_error(
-    plan: CopyPlan, sources: Sources, device: Device
+    plan: CopyPlan, sources: Sources, device: LateDevice
 ) -> None:
     device.error = 700
     target = np.zeros(plan.layout.nbytes, np.uint8)
     with pytest.raises(DeviceCopyError, match="error 700"):
-        device.copies.enqueue(sources, [0, 1], target.ctypes.data, STREAM)
-    assert len(device.calls) == 1
+        device.copies.enqueue(sources, [0, 1], target.ctypes.data, device.compute)
+    assert len(device.sizes) == 1
 
 
 def test_tensors_on_the_host_with_gaps_or_small_are_left_to_torch(
