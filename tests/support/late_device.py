@@ -30,11 +30,16 @@ class Compute:
     cuda_stream = 1
     device = torch.device("cpu")
 
+    def __init__(self) -> None:
+        self.waited_for = 0
+        """Number of works of `Side` that are done before what comes next."""
+
     def enqueue(self, work: Callable[[], object]) -> None:
         work()
 
     def wait_event(self, event: LateEvent) -> None:
         event.synchronize()
+        self.waited_for = max(self.waited_for, event.count)
 
 
 class Side:
@@ -66,14 +71,14 @@ class Side:
 
 class LateEvent:
     def __init__(self, blocking: bool = False) -> None:
-        self._stream, self._count = None, 0
+        self._stream, self.count = None, 0
 
     def record(self, stream: Any) -> None:
-        self._stream, self._count = stream, getattr(stream, "enqueued", 0)
+        self._stream, self.count = stream, getattr(stream, "enqueued", 0)
 
     def synchronize(self) -> None:
         if isinstance(self._stream, Side):
-            self._stream.synchronize(self._count)
+            self._stream.synchronize(self.count)
 
 
 class LateDevice:

@@ -82,7 +82,7 @@ def lane(device: LateDevice | None, monkeypatch: pytest.MonkeyPatch) -> Iterator
         self.device = torch.device("cuda")
 
     monkeypatch.setattr(copy_plan.CopyPlan, "__init__", as_on_cuda)
-    compute = Compute()
+    compute = device.compute if device is not None else Compute()
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: compute)
     monkeypatch.setattr(device_copies, "_direct", all_dense)
@@ -90,6 +90,14 @@ def lane(device: LateDevice | None, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(cuda, "CLONE_FROM_BYTES", 0)
     monkeypatch.setattr(cuda, "BATCH_BYTES", 64 * 1024)
     made = CpuLane(room=True, device=device)
+    let_go = cuda.CudaSnapshot._let_go
+
+    def checked(self: cuda.CudaSnapshot) -> None:
+        let_go(self)
+        if self.phase is snapshot.Phase.OPEN:
+            assert compute.waited_for == made.stream.enqueued  # else training would not wait
+
+    monkeypatch.setattr(cuda.CudaSnapshot, "_let_go", checked)
     yield made
     made.close()
 
