@@ -1,0 +1,44 @@
+"""The accumulators of torchmetrics' metrics, which their modules leave out of `state_dict()`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tierckpt.state.names import inside
+
+KEPT = ("_update_count", "_computed", "_forward_cache", "_is_synced")
+
+
+def pack(module: torch.nn.Module) -> dict[str, Any]:
+    """The accumulators of all metrics in the module, by the metric's name."""
+    found = {
+        name: {key: getattr(metric, key) for key in (*metric._defaults, *KEPT)}
+        for name, metric in module.named_modules()
+        if _is_metric(metric)
+    }
+    for name, collection in module.named_modules():
+        # Of metrics with equal states, a MetricCollection updates only the first.
+        if getattr(collection, "_groups_checked", False):
+            for first, *others in collection._groups.values():
+                for other in others:
+                    found[inside(name, other)] = found[inside(name, first)]
+    return found
+
+
+def load(module: torch.nn.Module, packed: dict[str, Any]) -> None:
+    """Set the accumulators of the metrics that still exist."""
+    metrics = dict(module.named_modules())
+    for name, values in packed.items():
+        metric = metrics.get(name)
+        for key, value in values.items() if _is_metric(metric) else ():
+            setattr(metric, key, value)
+
+
+def _is_metric(module: Any) -> bool:
+    names = ("_defaults", "_reductions", *KEPT)
+    return isinstance(module, torch.nn.Module) and all(hasattr(module, name) for name in names)
+
+
+__all__ = ["load", "pack"]

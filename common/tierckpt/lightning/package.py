@@ -1,0 +1,90 @@
+"""The package that Lightning is in: `lightning.pytorch` or `pytorch_lightning`.
+
+They are the same code with classes of their own, and one process may have both. All names of
+Lightning's that are private are used through this package, and checked by `check`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from tierckpt.errors import ConfigError, UnsupportedStateError
+from tierckpt.integrations.frameworks import Framework, Say
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+LIGHTNING = Framework("Lightning", "2.4", "2.6")
+PRIVATE = (
+    "fit_loop.epoch_loop.batch_progress.total",
+    "fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader",
+    "fit_loop.epoch_loop._batches_that_stepped",
+    "fit_loop.epoch_loop._num_ready_batches_reached",
+    "fit_loop.epoch_loop._results",
+    "fit_loop.epoch_loop.on_advance_end",
+    "fit_loop.epoch_loop.on_run_start",
+    "fit_loop.epoch_loop.reset",
+    "fit_loop.epoch_progress.current.ready",
+    "fit_loop.on_advance_start",
+    "fit_loop._combined_loader",
+    "fit_loop._data_fetcher",
+    "fit_loop._data_source.dataloader",
+    "fit_loop._last_train_dl_reload_epoch",
+    "_checkpoint_connector._loaded_checkpoint",
+    "_logger_connector._callback_metrics",
+    "_logger_connector._current_fx",
+    "_logger_connector._first_loop_iter",
+    "_logger_connector._logged_metrics",
+    "_logger_connector._progress_bar_metrics",
+    "_signal_connector._original_handlers",
+)
+"""The private attributes of a Trainer that this package uses."""
+PLAIN_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+SHARDED = (
+    "{name}: it shards the model or its optimizer over the ranks, and Tierckpt stores states that "
+    "are the same on all ranks. Use Trainer(strategy='ddp'), or remove TierCheckpoint"
+)
+
+
+def callback_base() -> type:
+    """The base class of a callback for every Lightning that is imported or, if none is, for the one
+    that is installed. Raises ConfigError if there is none."""
+    names = [name for name in PACKAGES if name in sys.modules]
+    names = names or [name for name in PACKAGES if _is_installed(name)][:1]
+    if not names:
+        raise ConfigError("tierckpt.lightning needs Lightning: pip install lightning")
+    bases = [importlib.import_module(name).Callback for name in names]
+    return bases[0] if len(bases) == 1 else type("Callback", tuple(bases), {})
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name.partition(".")[0]) is not None
+
+
+def package_of(trainer: Any) -> str:
+    """The package of a Trainer's class, or of the one that it derives from."""
+    for base in type(trainer).__mro__:
+        for name in PACKAGES:
+            if base.__module__.startswith(f"{name}."):
+                return name
+    raise ConfigError(f"TierCheckpoint is a callback of Lightning's Trainer, not of {trainer!r}")
+
+
+def part(trainer: Any, name: str) -> Any:
+    """A module of the Trainer's package."""
+    return importlib.import_module(f"{package_of(trainer)}.{name}")
+
+
+def check(trainer: Any, say: Say) -> None:
+    """Warn of an untested version. Raises ConfigError for one without the private names, and
+    UnsupportedStateError for a strategy that shards the state."""
+    version = importlib.import_module(package_of(trainer)).__version__
+    LIGHTNING.require(version, trainer, PRIVATE)
+    LIGHTNING.warn_if_unknown(version, say)
+    names = [base.__name__ for base in type(trainer.strategy).__mro__]
+    if "DeepSpeedStrategy" in names or not any(name in names for name in PLAIN_STRATEGIES):
+        raise UnsupportedStateError(SHARDED.format(name=names[0]))
+
+
+__all__ = ["LIGHTNING", "PACKAGES", "callback_base", "check", "package_of", "part"]
