@@ -14,6 +14,7 @@ from tierckpt.settings import Arguments
 from tierckpt.state import rng
 
 from . import hook_states
+from .kept_gradients import KeptGradients
 from .loop_hooks import LoopHooks
 from .package import check
 from .trainer_state import TrainerState
@@ -41,13 +42,16 @@ class Fit:
     def __init__(self, trainer: Any, monitor: str | None, settings: Arguments) -> None:
         """Attach and restore. Collective; raises the errors of `ddp_ckpt.Checkpointer`, of its
         `restore`, and of `package.check`."""
-        check(trainer, _say if trainer.is_global_zero else _ignore)
+        say = _say if trainer.is_global_zero else _ignore
+        check(trainer, say)
         self._trainer, self._loop, self._monitor = trainer, trainer.fit_loop, monitor
-        self._data = TrainingData(trainer)
+        self._data = TrainingData(trainer, say)
         self._state = TrainerState(trainer, self._data)
         self.checkpointer = _attached(trainer, self._state, settings)
         self._handler = signal.getsignal(signal.SIGTERM)
         self._steps = trainer.global_step
+        manual = not trainer.lightning_module.automatic_optimization
+        self._gradients = KeptGradients(trainer.optimizers, say) if manual else None
         try:
             self._hooks = LoopHooks(self._loop, self._batch_ended, self.finish)
             self._restore()
@@ -102,6 +106,8 @@ class Fit:
         trainer, epoch = self._trainer, self._loop.epoch_loop
         if trainer.global_step == self._steps or self.checkpointer.closed:
             return
+        if self._gradients is not None and self._gradients.are_kept():
+            return
         self._steps = trainer.global_step
         metrics = trainer._logger_connector._callback_metrics
         self.checkpointer.step(metrics.get(self._monitor) if self._monitor else None)
@@ -135,6 +141,8 @@ class Fit:
 
     def _detach(self) -> None:
         self._data.close()
+        if self._gradients is not None:
+            self._gradients.close()
         if hasattr(self, "_hooks"):
             self._hooks.close()
 

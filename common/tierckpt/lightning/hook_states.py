@@ -59,6 +59,22 @@ def load(trainer: Any, packed: dict[str, Any]) -> None:
         _added_by_hooks(trainer, "on_load_checkpoint", packed["hooks"])
 
 
+def resume_averaging(trainer: Any) -> None:
+    """Let StochasticWeightAveraging make its scheduler as it was: it does so at the start of an
+    epoch, and its restored state keeps it from averaging again."""
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+    for callback in trainer.callbacks:
+        if getattr(callback, "_scheduler_state", None) and not callback._initialized:
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    for group, kept in zip(groups, options, strict=True):
+        group.update(kept)
+
+
 def _added_by_hooks(trainer: Any, hook: str, given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Call the hook of callbacks and module with a checkpoint; returns what they added to it."""
     module = trainer.lightning_module

@@ -102,6 +102,7 @@ class TrainerState:
         vars(trainer._logger_connector).update(saved["connector"])
         logged_results.load(trainer, epoch._results, saved["results"])
         metric_states.load(trainer.lightning_module, saved["metrics"])
+        hook_states.resume_averaging(trainer)
         trainer.should_stop = trainer.should_stop or saved["should_stop"]
 
 

@@ -8,14 +8,16 @@ these states, after the samplers have received the epoch's number, and skips the
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from tierckpt.errors import UnsupportedStateError
+from tierckpt.integrations.frameworks import Say
 from tierckpt.resumable_loader import ResumableLoader, generators_of, samplers_of
+from tierckpt.state.extras import Generator
 
 from .package import part
 
@@ -24,13 +26,20 @@ OWN_FETCHING = (
     "know how many of them it trained on. Let it take `batch`, or remove TierCheckpoint"
 )
 
+PERSISTENT = (
+    "persistent_workers=True: the random numbers that samples draw in such workers go on from epoch "
+    "to epoch, and no checkpoint has them, so a resumed run draws others. If samples draw any "
+    "(augmentation), set persistent_workers=False for an exact restart; else ignore this"
+)
+
 
 class TrainingData:
     """The training loaders of one Trainer. Training thread."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, say: Say) -> None:
         """Adopt the loaders that the fit loop requests from now on. Its first iterator raises
         UnsupportedStateError if the training step fetches batches itself."""
+        self._say = say
         self._loop, self._package = trainer.fit_loop, part(trainer, "utilities.combined_loader")
         self._iter_fetcher = part(trainer, "loops.fetchers")._DataLoaderIterDataFetcher
         self._source = self._loop._data_source
@@ -73,8 +82,10 @@ class TrainingData:
         if not isinstance(combined, package.CombinedLoader):
             combined = package.CombinedLoader(combined, "max_size_cycle")
         if not hasattr(combined, "made_resumable"):
-            combined.__class__ = _resumable_class(type(combined))
+            combined.__class__ = _resumable(type(combined))
         combined.waits, combined.resumable = self._must_wait, None
+        if any(getattr(each, "persistent_workers", False) for each in combined.flattened):
+            self._say(PERSISTENT, logging.WARNING)
         return combined
 
     def _must_wait(self) -> bool:
@@ -83,10 +94,17 @@ class TrainingData:
         return self.waits
 
 
-@functools.cache
-def _resumable_class(base: Hashable) -> type:
+_classes: dict[Any, type] = {}
+
+
+def _resumable(kind: Any) -> type:
     """A subclass of a kind of CombinedLoader, for objects that exist already."""
-    kind: Any = base
+    if kind not in _classes:
+        _classes[kind] = _made_resumable(kind)
+    return _classes[kind]
+
+
+def _made_resumable(kind: Any) -> type:
 
     class ResumableCombinedLoader(kind):  # type: ignore[misc]
         """Iterates through `resumable`, a `ResumableLoader` around the base's iteration."""
@@ -109,7 +127,7 @@ def _resumable_class(base: Hashable) -> type:
         def made_resumable(self) -> ResumableLoader[Any]:
             """The object that knows the place."""
             if self.resumable is None:
-                found = [each for loader in self.flattened for each in generators_of(loader)]
+                found = [each for loader in self.flattened for each in _generators_of(loader)]
                 # Lightning fetches one batch ahead where it knows no length.
                 ahead = 0 if self._know_length() else 1
                 passes = _Passes(self, super().__iter__, super().__next__)
@@ -136,6 +154,14 @@ def _resumable_class(base: Hashable) -> type:
             kind.flattened.fset(self, loaders)
 
     return ResumableCombinedLoader
+
+
+def _generators_of(loader: Any) -> Sequence[Generator]:
+    """Also those of samplers that Lightning has wrapped to distribute what they draw."""
+    wrapped = [getattr(each, "dataset", None) for each in samplers_of(loader)]
+    inner = [getattr(each, "_sampler", None) for each in wrapped]
+    more = [getattr(each, "generator", None) for each in inner]
+    return generators_of(loader, [each for each in more if isinstance(each, Generator)])
 
 
 class _Unread:
