@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import ddp_ckpt
+from tierckpt.checkpointer.adapter import Handle
 from tierckpt.errors import RestoreError
 from tierckpt.halt.signals import Signals
 from tierckpt.settings import Arguments
@@ -19,8 +20,6 @@ from .loop_hooks import LoopHooks
 from .package import check
 from .trainer_state import TrainerState
 from .training_data import TrainingData
-
-logger = logging.getLogger("tierckpt")
 
 STATE = "lightning"
 """Name of the Trainer's state in `extra_per_rank`."""
@@ -42,22 +41,31 @@ class Fit:
     def __init__(self, trainer: Any, monitor: str | None, settings: Arguments) -> None:
         """Attach and restore. Collective; raises the errors of `ddp_ckpt.Checkpointer`, of its
         `restore`, and of `package.check`."""
-        say = _say if trainer.is_global_zero else _ignore
-        check(trainer, say)
+        self._said: list[tuple[str, int]] = []
+        """What was said before there was a checkpointer."""
+        check(trainer, self._say)
         self._trainer, self._loop, self._monitor = trainer, trainer.fit_loop, monitor
-        self._data = TrainingData(trainer, say)
+        self._data = TrainingData(trainer, self._say)
         self._state = TrainerState(trainer, self._data)
         self.checkpointer = _attached(trainer, self._state, settings)
+        for text, severity in self._said:
+            self._say(text, severity)
         self._handler = signal.getsignal(signal.SIGTERM)
         self._steps = trainer.global_step
         manual = not trainer.lightning_module.automatic_optimization
-        self._gradients = KeptGradients(trainer.optimizers, say) if manual else None
+        self._gradients = KeptGradients(trainer.optimizers, self._say) if manual else None
         try:
             self._hooks = LoopHooks(self._loop, self._batch_ended, self.finish)
             self._restore()
         except BaseException:
             self.leave(None)
             raise
+
+    def _say(self, text: str, severity: int) -> None:
+        if hasattr(self, "checkpointer"):
+            Handle(self.checkpointer).notice(text, severity)
+        else:
+            self._said.append((text, severity))
 
     def _restore(self) -> None:
         restored, trainer = self.checkpointer.restore(), self._trainer
@@ -67,9 +75,9 @@ class Fit:
             text = OTHER_RANKS.format(version=restored.version, ranks=trainer.world_size)
             raise RestoreError(text)
         self._streams = rng.pack_rng(trainer.strategy.root_device)
-        if trainer.ckpt_path and trainer.is_global_zero:
+        if trainer.ckpt_path:
             text = NOT_LOADED.format(given=trainer.ckpt_path, version=restored.version)
-            logger.warning(text)
+            self._say(text, logging.WARNING)
         trainer._checkpoint_connector._loaded_checkpoint = {}
         self._state.load_at_start()
         self._steps = trainer.global_step
@@ -168,14 +176,6 @@ def _attached(trainer: Any, state: TrainerState, settings: Arguments) -> ddp_ckp
         "extra_per_rank": {**(settings.get("extra_per_rank") or {}), STATE: state},
     }
     return ddp_ckpt.Checkpointer(trainer.strategy.model, trainer.optimizers, **given)
-
-
-def _say(text: str, severity: int) -> None:
-    logger.log(severity, text)
-
-
-def _ignore(text: str, severity: int) -> None:
-    """Say nothing: another rank does."""
 
 
 __all__ = ["Fit"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ LIGHTNING = Framework("Lightning", "2.4", "2.6")
 PRIVATE = (
     "fit_loop.epoch_loop.batch_progress.total",
     "fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader",
+    "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch",
     "fit_loop.epoch_loop._batches_that_stepped",
     "fit_loop.epoch_loop._num_ready_batches_reached",
     "fit_loop.epoch_loop._results",
@@ -40,6 +42,10 @@ PRIVATE = (
     "_signal_connector._original_handlers",
 )
 """The private attributes of a Trainer that this package uses."""
+OWN_FETCHING = (
+    "training_step has an argument dataloader_iter: it fetches batches itself, and Tierckpt cannot "
+    "know how many of them it trained on. Let it take `batch`, or remove TierCheckpoint"
+)
 PLAIN_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 SHARDED = (
     "{name}: it shards the model or its optimizer over the ranks, and Tierckpt stores states that "
@@ -78,13 +84,16 @@ def part(trainer: Any, name: str) -> Any:
 
 def check(trainer: Any, say: Say) -> None:
     """Warn of an untested version. Raises ConfigError for one without the private names, and
-    UnsupportedStateError for a strategy that shards the state."""
+    UnsupportedStateError for a strategy that shards the state, or a step that fetches batches."""
     version = importlib.import_module(package_of(trainer)).__version__
     LIGHTNING.require(version, trainer, PRIVATE)
     LIGHTNING.warn_if_unknown(version, say)
     names = [base.__name__ for base in type(trainer.strategy).__mro__]
     if "DeepSpeedStrategy" in names or not any(name in names for name in PLAIN_STRATEGIES):
         raise UnsupportedStateError(SHARDED.format(name=names[0]))
+    step = trainer.lightning_module.training_step
+    if "dataloader_iter" in inspect.signature(step).parameters:
+        raise UnsupportedStateError(OWN_FETCHING)
 
 
 __all__ = ["LIGHTNING", "PACKAGES", "callback_base", "check", "package_of", "part"]

@@ -17,6 +17,9 @@ CONNECTOR = (
     *("_first_loop_iter", "_current_fx"),
 )
 """Attributes of the logger connector."""
+DDP_FLAG = "require_forward_param_sync"
+"""Attribute of a DDP module: whether its next forward pass broadcasts the buffers of rank 0. A
+manual optimization turns it off after the first batch, and buffers differ from then on."""
 
 
 class TrainerState:
@@ -39,7 +42,9 @@ class TrainerState:
             "validation": {
                 "seen": dict(epoch.val_loop._seen_batches_per_dataloader),
                 "has_run": epoch.val_loop._has_run,
+                "reloaded": _whole(epoch.val_loop._last_val_dl_reload_epoch),
             },
+            "broadcasts_buffers": getattr(trainer.strategy.model, DDP_FLAG, True),
             "should_stop": trainer.should_stop,
             "accumulate": trainer.accumulate_grad_batches,
             "reloaded": _whole(loop._last_train_dl_reload_epoch),
@@ -95,10 +100,14 @@ class TrainerState:
             trainer.validating = True
             epoch.val_loop.setup_data()
             trainer.training = True
+            if saved["validation"]["reloaded"] is not None:
+                epoch.val_loop._last_val_dl_reload_epoch = saved["validation"]["reloaded"]
         epoch.val_loop._seen_batches_per_dataloader.update(saved["validation"]["seen"])
         epoch.val_loop._has_run = saved["validation"]["has_run"]
         if saved["reloaded"] is not None:
             self._loop._last_train_dl_reload_epoch = saved["reloaded"]
+        if hasattr(trainer.strategy.model, DDP_FLAG):
+            setattr(trainer.strategy.model, DDP_FLAG, saved["broadcasts_buffers"])
         vars(trainer._logger_connector).update(saved["connector"])
         logged_results.load(trainer, epoch._results, saved["results"])
         metric_states.load(trainer.lightning_module, saved["metrics"])

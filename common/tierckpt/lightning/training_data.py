@@ -14,21 +14,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from tierckpt.errors import UnsupportedStateError
 from tierckpt.integrations.frameworks import Say
 from tierckpt.resumable_loader import ResumableLoader, generators_of, samplers_of
 from tierckpt.state.extras import Generator
 
 from .package import part
 
-OWN_FETCHING = (
-    "training_step has an argument dataloader_iter: it fetches batches itself, and Tierckpt cannot "
-    "know how many of them it trained on. Let it take `batch`, or remove TierCheckpoint"
-)
-
 PERSISTENT = (
-    "persistent_workers=True: the random numbers that samples draw in such workers go on from epoch "
-    "to epoch, and no checkpoint has them, so a resumed run draws others. If samples draw any "
+    "persistent_workers=True: the random numbers that samples draw in such workers go on from "
+    "epoch to epoch, and no checkpoint has them: a resumed run draws others. If samples draw any "
     "(augmentation), set persistent_workers=False for an exact restart; else ignore this"
 )
 
@@ -37,11 +31,9 @@ class TrainingData:
     """The training loaders of one Trainer. Training thread."""
 
     def __init__(self, trainer: Any, say: Say) -> None:
-        """Adopt the loaders that the fit loop requests from now on. Its first iterator raises
-        UnsupportedStateError if the training step fetches batches itself."""
+        """Adopt the loaders that the fit loop requests from now on."""
         self._say = say
         self._loop, self._package = trainer.fit_loop, part(trainer, "utilities.combined_loader")
-        self._iter_fetcher = part(trainer, "loops.fetchers")._DataLoaderIterDataFetcher
         self._source = self._loop._data_source
         self._request = self._source.dataloader
         self.waits = False
@@ -83,15 +75,10 @@ class TrainingData:
             combined = package.CombinedLoader(combined, "max_size_cycle")
         if not hasattr(combined, "made_resumable"):
             combined.__class__ = _resumable(type(combined))
-        combined.waits, combined.resumable = self._must_wait, None
+        combined.waits, combined.resumable = lambda: self.waits, None
         if any(getattr(each, "persistent_workers", False) for each in combined.flattened):
             self._say(PERSISTENT, logging.WARNING)
         return combined
-
-    def _must_wait(self) -> bool:
-        if isinstance(self._loop._data_fetcher, self._iter_fetcher):
-            raise UnsupportedStateError(OWN_FETCHING)
-        return self.waits
 
 
 _classes: dict[Any, type] = {}

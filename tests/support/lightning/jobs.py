@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,9 @@ class LightningJob:
         self.runs = 0
         Path(scenario.folder).mkdir()
 
-    def start(self, kill: str = "", environment: Mapping[str, str] | None = None, **changes: Any) -> Run:
+    def start(
+        self, kill: str = "", environment: Mapping[str, str] | None = None, **changes: Any
+    ) -> Run:
         """A run to its end: of all ranks, or of one rank, and then the rest is killed."""
         self.runs += 1
         scenario = replace(self.scenario, run=self.runs, kill=kill, **changes)
@@ -54,6 +56,10 @@ class LightningJob:
         run.await_end(processes)
         return run
 
+    def fired(self, point: str) -> bool:
+        """Whether a rank came to this point, and was killed or signalled there."""
+        return (Path(self.scenario.folder) / f"fired {point.replace(':', ' ')}").exists()
+
 
 class Run:
     """The records of one run."""
@@ -62,27 +68,18 @@ class Run:
         self.scenario = scenario
 
     def await_end(self, processes: list[Process]) -> None:
-        waiting = [*processes]
-        while waiting:
-            first = waiting[0]
-            # A rank that ended with an error leaves the others in a collective.
-            others = waiting[1:]
-            for _ in range(int(PATIENCE_SECONDS / 0.1)):
-                if first.ended(0.1) or any(each.ended() for each in others):
-                    break
-            else:
+        """Return when all ranks have ended. If one ends early, kill those that wait for it."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        waiting = dict(enumerate(processes))
+        while waiting and time.monotonic() < end:
+            next(iter(waiting.values())).ended(0.05)
+            over = [rank for rank, process in waiting.items() if process.ended()]
+            for rank in over:
+                del waiting[rank]
+            if not all(self.of_kind("done", rank) for rank in over):
                 break
-            over = [each for each in waiting if each.ended()]
-            waiting = [each for each in waiting if each not in over]
-            if not self.is_whole(len(processes) - len(waiting)):
-                break
-        for each in waiting:
-            each.kill()
-
-    def is_whole(self, ended: int) -> bool:
-        """Whether none of the ranks has ended early."""
-        done = sum(bool(self.of_kind("done", rank)) for rank in range(self.scenario.ranks))
-        return done >= ended
+        for process in waiting.values():
+            process.kill()
 
     def lines(self, rank: int = 0) -> list[Line]:
         """What the rank wrote."""
@@ -101,24 +98,23 @@ class Run:
         """The exception that ended the rank."""
         return next(iter(x["text"] for x in self.of_kind("raised", rank)), "")
 
-    def continues(self, undisturbed: Run, amid: bool = True) -> None:
-        """Assert that all ranks went on, to the end, with exactly the steps of the undisturbed
-        job. `amid`: neither from its start, nor after its end."""
-        for rank in range(self.scenario.ranks):
-            ours, theirs = self.lines(rank), undisturbed.lines(rank)
-            assert ours, self.output()
-            assert ours[-1]["kind"] == "done", self.output()
-            expected = theirs[len(theirs) - len(ours) :]
-            wrong = [(a, b) for a, b in zip(ours, expected, strict=True) if a != b]
-            assert not wrong, (rank, len(wrong), wrong[:1], ours[0], self.output())
-            assert not amid or 2 < len(ours) < len(theirs), self.output()
+    def place_in(self, undisturbed: Run, rank: int = 0) -> int:
+        """The number of the rank's first line in the undisturbed job; asserts that all lines follow
+        there, too. 0 if the rank wrote none."""
+        ours = [line for line in self.lines(rank) if line["kind"] != "raised"]
+        theirs = undisturbed.lines(rank)
+        if not ours:
+            return 0
+        assert ours[0] in theirs, f"rank {rank}: {ours[0]}\n{self.output()}"
+        first = theirs.index(ours[0])
+        pairs = zip(ours, theirs[first:], strict=False)
+        wrong = [f"{a} is not {b}" for a, b in pairs if a != b]
+        assert not wrong, f"rank {rank}, {len(ours)} lines: {wrong[:3]}\n{self.output()}"
+        return first
 
-    def preceded(self, undisturbed: Run) -> None:
-        """Assert that all ranks had made exactly the first steps of the undisturbed job."""
-        for rank in range(self.scenario.ranks):
-            ours = self.lines(rank)
-            ours = [line for line in ours if line["kind"] != "raised"]
-            assert ours == undisturbed.lines(rank)[: len(ours)], self.output()
+    def ended(self) -> bool:
+        """Whether all ranks came to their end."""
+        return all(self.of_kind("done", rank) for rank in range(self.scenario.ranks))
 
 
 __all__ = ["JOB", "LightningJob", "Run"]

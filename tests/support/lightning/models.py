@@ -142,4 +142,8 @@ def make_model(base: Any, kind: str, workers: int, data: str) -> Any:
             second = torch.optim.SGD(self.other.parameters(), lr=0.1, momentum=0.9)
             return [first, second], [torch.optim.lr_scheduler.StepLR(first, 3)]
 
-    return (Manual if kind == "manual" else Plain)()
+    class Fetching(Plain):
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+            return self.loss(next(dataloader_iter)[0])
+
+    return {"manual": Manual, "fetching": Fetching}.get(kind, Plain)()
