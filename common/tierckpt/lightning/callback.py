@@ -10,7 +10,7 @@ from tierckpt.errors import TierckptError
 from tierckpt.settings import Arguments
 
 from .fit import Fit
-from .package import callback_base
+from .package import callback_base, for_every_package
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -35,6 +35,11 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
     Errors of the settings, of a strategy that is not supported, and of a restore are raised when
     the fit starts.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> TierCheckpoint:
+        """Make a callback for the Lightning that the script has imported."""
+        made: TierCheckpoint = super().__new__(for_every_package(cls))
+        return made
 
     def __init__(self, *, monitor: str | None = None, **settings: Unpack[Arguments]) -> None:
         super().__init__()

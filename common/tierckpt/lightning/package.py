@@ -54,14 +54,24 @@ SHARDED = (
 
 
 def callback_base() -> type:
-    """The base class of a callback for every Lightning that is imported or, if none is, for the one
+    """The base class of a callback of the Lightning that is imported or, if none is, of the one
     that is installed. Raises ConfigError if there is none."""
     names = [name for name in PACKAGES if name in sys.modules]
-    names = names or [name for name in PACKAGES if _is_installed(name)][:1]
+    names = names or [name for name in PACKAGES if _is_installed(name)]
     if not names:
         raise ConfigError("tierckpt.lightning needs Lightning: pip install lightning")
-    bases = [importlib.import_module(name).Callback for name in names]
-    return bases[0] if len(bases) == 1 else type("Callback", tuple(bases), {})
+    base: type = importlib.import_module(names[0]).Callback
+    return base
+
+
+def for_every_package(kind: Any) -> Any:
+    """A callback's class that also derives from the base class of any other Lightning that is
+    imported by now; the class itself if there is none."""
+    bases = [sys.modules[name].Callback for name in PACKAGES if name in sys.modules]
+    others = tuple(base for base in bases if not issubclass(kind, base))
+    if not others:
+        return kind
+    return type(kind.__name__, (kind, *others), {"__module__": kind.__module__})
 
 
 def _is_installed(name: str) -> bool:
@@ -96,4 +106,4 @@ def check(trainer: Any, say: Say) -> None:
         raise UnsupportedStateError(OWN_FETCHING)
 
 
-__all__ = ["LIGHTNING", "PACKAGES", "callback_base", "check", "package_of", "part"]
+__all__ = ["callback_base", "check", "for_every_package", "package_of", "part"]
