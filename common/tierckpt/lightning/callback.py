@@ -10,7 +10,7 @@ from tierckpt.errors import TierckptError
 from tierckpt.settings import Arguments
 
 from .fit import Fit
-from .package import callback_base, for_every_package
+from .package import callback_base, for_every_package, searches
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -73,16 +73,16 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
         others = [each for each in trainer.callbacks if isinstance(each, TierCheckpoint)]
         if self._is_automatic and any(not each._is_automatic for each in others):
             return
-        if trainer.fast_dev_run:
-            logger.info("no checkpoints are taken: this is a fast_dev_run")
-            return
         self._fit = None
+        if trainer.fast_dev_run or searches(trainer):
+            logger.info("no checkpoints are taken: this is a fast_dev_run, or a Tuner's search")
+            return
         self._fit = Fit(trainer, self._monitor, self._settings)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take signals back from Lightning."""
         if self._fit is not None:
-            self._fit.training_begins()
+            self._fit.take_signals()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let go: the restart finds all versions."""

@@ -18,7 +18,7 @@ from . import hook_states
 from .kept_gradients import KeptGradients
 from .loop_hooks import LoopHooks
 from .package import check
-from .trainer_state import TrainerState
+from .trainer_state import TrainerState, scaler_of
 from .training_data import TrainingData
 
 STATE = "lightning"
@@ -102,9 +102,10 @@ class Fit:
             self._data.resume(saved["data"], self._state.batches)
         self._state.loaded = None
 
-    def training_begins(self) -> None:
+    def take_signals(self) -> None:
         """Take SIGTERM back: Lightning's handler, which is installed after `on_fit_start`, makes a
-        broadcast that other ranks may not join, and raises an exception at the next batch."""
+        broadcast that other ranks may not join, and raises an exception at the next batch. And a
+        checkpointer removes its own handler only."""
         ours = isinstance(getattr(self._handler, "__self__", None), Signals)
         with contextlib.suppress(ValueError):  # not on the main thread
             if ours:
@@ -134,6 +135,7 @@ class Fit:
     def finish(self) -> None:
         """Close after the training. Collective."""
         self._detach()
+        self.take_signals()
         if not self.checkpointer.closed:
             self.checkpointer.close()
         self._mend_handlers()
@@ -141,6 +143,7 @@ class Fit:
     def leave(self, error: BaseException | None) -> None:
         """Let go after an exception: versions stay for a restart. Not collective."""
         self._detach()
+        self.take_signals()
         if error is None:
             self.checkpointer.abandon()
         else:
@@ -166,8 +169,7 @@ class Fit:
 
 def _attached(trainer: Any, state: TrainerState, settings: Arguments) -> ddp_ckpt.Checkpointer:
     extra: dict[str, Any] = {**(settings.get("extra") or {}), **hook_states.averages(trainer)}
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None:
+    if scaler := scaler_of(trainer):
         extra["scaler"] = scaler
     given: Arguments = {
         **settings,

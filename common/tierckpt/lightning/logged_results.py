@@ -6,6 +6,7 @@ them in no checkpoint. Values of torchmetrics' metrics stay in these; see `metri
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ def _packed(result: Any) -> dict[str, Any]:
     names = (*STATES, *KEPT) if result.is_tensor else KEPT
     return {
         "is_tensor": result.is_tensor,
-        "facts": {name: getattr(meta, name) for name in FACTS},
+        "facts": json.dumps({name: getattr(meta, name) for name in FACTS}),
         "reduce": meta.reduce_fx.__name__,
-        "sync": [meta.sync.should, meta.sync.rank_zero_only, meta.sync.op],
+        "sync": json.dumps([meta.sync.should, meta.sync.rank_zero_only, meta.sync.op]),
         "values": {name: getattr(result, name) for name in names if hasattr(result, name)},
     }
 
@@ -43,8 +44,10 @@ def load(trainer: Any, results: Any, packed: dict[str, Any]) -> None:
     results.clear()
     package = part(trainer, "trainer.connectors.logger_connector.result")
     for key, saved in packed.items():
-        meta = package._Metadata(**saved["facts"], reduce_fx=getattr(torch, saved["reduce"]))
-        should, rank_zero_only, op = saved["sync"]
+        meta = package._Metadata(
+            **json.loads(saved["facts"]), reduce_fx=getattr(torch, saved["reduce"])
+        )
+        should, rank_zero_only, op = json.loads(saved["sync"])
         meta.sync = package._Sync(
             _should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only, _op=op
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tierckpt.state.names import inside
 
@@ -33,7 +34,12 @@ def load(module: torch.nn.Module, packed: dict[str, Any]) -> None:
     for name, values in packed.items():
         metric = metrics.get(name)
         for key, value in values.items() if _is_metric(metric) else ():
-            setattr(metric, key, value)
+            setattr(metric, key, moved(value, metric.device))
+
+
+def moved(value: Any, device: Any) -> Any:
+    """The value with all tensors in it on the device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _is_metric(module: Any) -> bool:
@@ -41,4 +47,4 @@ def _is_metric(module: Any) -> bool:
     return isinstance(module, torch.nn.Module) and all(hasattr(module, name) for name in names)
 
 
-__all__ = ["load", "pack"]
+__all__ = ["load", "moved", "pack"]

@@ -46,6 +46,16 @@ OWN_FETCHING = (
     "training_step has an argument dataloader_iter: it fetches batches itself, and Tierckpt cannot "
     "know how many of them it trained on. Let it take `batch`, or remove TierCheckpoint"
 )
+CHANGES = {
+    "BaseFinetuning": "it adds parameters to the optimizer in the middle of the training, and a "
+    "restart would begin without them. Give all parameters to the optimizer, and freeze some with "
+    "requires_grad",
+    "LearningRateFinder": "it would search again after each restart. Search once, with "
+    "Tuner(trainer).lr_find(model)",
+    "BatchSizeFinder": "it would search again after each restart. Search once, with "
+    "Tuner(trainer).scale_batch_size(model)",
+}
+"""Callbacks of Lightning that are refused, with the reasons."""
 PLAIN_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 SHARDED = (
     "{name}: it shards the model or its optimizer over the ranks, and Tierckpt stores states that "
@@ -94,16 +104,26 @@ def part(trainer: Any, name: str) -> Any:
 
 def check(trainer: Any, say: Say) -> None:
     """Warn of an untested version. Raises ConfigError for one without the private names, and
-    UnsupportedStateError for a strategy that shards the state, or a step that fetches batches."""
+    UnsupportedStateError for a strategy that shards the state, a callback of `CHANGES`, or a
+    training step that fetches batches itself."""
     version = importlib.import_module(package_of(trainer)).__version__
     LIGHTNING.require(version, trainer, PRIVATE)
     LIGHTNING.warn_if_unknown(version, say)
     names = [base.__name__ for base in type(trainer.strategy).__mro__]
     if "DeepSpeedStrategy" in names or not any(name in names for name in PLAIN_STRATEGIES):
         raise UnsupportedStateError(SHARDED.format(name=names[0]))
+    for callback in trainer.callbacks:
+        for base in type(callback).__mro__:
+            if why := CHANGES.get(base.__name__):
+                raise UnsupportedStateError(f"the callback {type(callback).__name__}: {why}")
     step = trainer.lightning_module.training_step
     if "dataloader_iter" in inspect.signature(step).parameters:
         raise UnsupportedStateError(OWN_FETCHING)
 
 
-__all__ = ["callback_base", "check", "for_every_package", "package_of", "part"]
+def searches(trainer: Any) -> bool:
+    """Whether this fit is the search of a Tuner, not a training."""
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
+
+
+__all__ = ["callback_base", "check", "for_every_package", "package_of", "part", "searches"]

@@ -7,6 +7,7 @@ work of a batch, so that a resumed loop does all of the next one.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from . import hook_states, logged_results, metric_states
@@ -37,7 +38,7 @@ class TrainerState:
         trainer, loop = self._trainer, self._loop
         epoch, connector = loop.epoch_loop, trainer._logger_connector
         return {
-            "progress": _progress(loop),
+            "progress": json.dumps(_progress(loop)),  # text: a version packs values one by one
             "batches_that_stepped": epoch._batches_that_stepped,
             "validation": {
                 "seen": dict(epoch.val_loop._seen_batches_per_dataloader),
@@ -52,7 +53,7 @@ class TrainerState:
                 [type(each.scheduler).__name__, each.scheduler.state_dict()]
                 for each in trainer.lr_scheduler_configs
             ],
-            "precision": trainer.precision_plugin.state_dict(),
+            "precision": {} if scaler_of(trainer) else trainer.precision_plugin.state_dict(),
             "scripts": hook_states.pack(trainer),
             "connector": {name: getattr(connector, name) for name in CONNECTOR},
             "results": logged_results.pack(epoch._results),
@@ -80,7 +81,7 @@ class TrainerState:
         if self.loaded is None:
             return
         trainer, loop, saved = self._trainer, self._loop, self.loaded
-        _load_progress(loop, saved["progress"])
+        _load_progress(loop, json.loads(saved["progress"]))
         loop.epoch_loop._batches_that_stepped = saved["batches_that_stepped"]
         trainer.accumulate_grad_batches = saved["accumulate"]
         configs = trainer.lr_scheduler_configs
@@ -108,11 +109,17 @@ class TrainerState:
             self._loop._last_train_dl_reload_epoch = saved["reloaded"]
         if hasattr(trainer.strategy.model, DDP_FLAG):
             setattr(trainer.strategy.model, DDP_FLAG, saved["broadcasts_buffers"])
-        vars(trainer._logger_connector).update(saved["connector"])
+        device = trainer.lightning_module.device
+        vars(trainer._logger_connector).update(metric_states.moved(saved["connector"], device))
         logged_results.load(trainer, epoch._results, saved["results"])
         metric_states.load(trainer.lightning_module, saved["metrics"])
         hook_states.resume_averaging(trainer)
         trainer.should_stop = trainer.should_stop or saved["should_stop"]
+
+
+def scaler_of(trainer: Any) -> Any:
+    """The GradScaler, an object of its own: its state is copied without waiting for the device."""
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _whole(epoch: float) -> int | None:
@@ -146,4 +153,4 @@ def _load_progress(loop: Any, saved: dict[str, Any]) -> None:
             target.load_state_dict(counts)
 
 
-__all__ = ["TrainerState"]
+__all__ = ["TrainerState", "scaler_of"]

@@ -46,6 +46,11 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "stateful loader": (["backward:1:8"], {"data": "stateful"}),
     "shuffled stateful loader": (["backward:1:8"], {"data": "shuffled stateful", "workers": 1}),
     "iterable data set": (["backward:1:8", "epoch end:1:12"], {"data": "stream"}),
+    "a combined loader of the script's": (["backward:1:8"], {"data": "combined"}),
+    "compiled": (
+        ["backward:1:8"],
+        {"model": "compiled", "trainer": {"max_epochs": 2, "num_sanity_val_steps": 0}},
+    ),
     "two loaders": (["backward:1:8", "validation:0:16"], {"data": "two"}),
     "early stopping": (["epoch end:1:6"], {"callbacks": ("stopping",)}),
     "a limit of steps": (
@@ -110,6 +115,17 @@ def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
     assert again.of_kind("step")[0]["number"] == steps[-1] + 1
     for rank in range(2):
         assert again.place_in(plain, rank) > 0
+
+
+def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    plain, job = undisturbed(), make_job()
+    failed = job.start("backward:1:8", error=True)
+    assert failed.error(1) == "the script's own error", failed.output()
+    again = job.start()
+    assert again.ended(), again.output()
+    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
 
 
 def test_another_number_of_ranks_is_refused_before_the_first_step(make_job: MakeJob) -> None:

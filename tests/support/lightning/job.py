@@ -45,6 +45,8 @@ class Journal:
             mark = Path(self.scenario.folder) / f"fired {order.replace(':', ' ')}"
             if order == here and not mark.exists():
                 mark.touch()
+                if self.scenario.error:
+                    raise RuntimeError("the script's own error")
                 os.kill(os.getpid(), number)
 
 
@@ -168,6 +170,7 @@ def fit(scenario: Scenario) -> Any:
     journal = Journal(scenario)
     package = importlib.import_module(scenario.package)
     package.seed_everything(7, verbose=False)
+    handler = signal.getsignal(signal.SIGTERM)
     options: dict[str, Any] = {
         "max_epochs": 3,
         "val_check_interval": 4,
@@ -191,7 +194,8 @@ def fit(scenario: Scenario) -> Any:
     except Exception as error:
         journal.write("raised", error=type(error).__name__, text=str(error))
         raise
-    journal.write("done", weights=digest(model.state_dict().values()))
+    mended = signal.getsignal(signal.SIGTERM) is handler
+    journal.write("done", weights=digest(model.state_dict().values()), mended=mended)
     return trainer
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torchmetrics
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -36,10 +37,11 @@ def loaders(kind: str, workers: int, rank: int, ranks: int) -> Any:
     """The training loaders of a job."""
     if kind == "stream":
         return DataLoader(Stream(rank), batch_size=4)
-    if kind == "two":
+    if kind in ("two", "combined"):
         long = DataLoader(Samples(), batch_size=4, shuffle=True)
         short = DataLoader(Samples(), batch_size=12, shuffle=True, generator=torch.Generator())
-        return {"long": long, "short": short}
+        both = {"long": long, "short": short}
+        return both if kind == "two" else CombinedLoader(both, "max_size")
     if kind == "stateful":
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -71,11 +73,14 @@ def make_model(base: Any, kind: str, workers: int, data: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.body = net()
+            if kind == "compiled":
+                self.body.compile(backend="aot_eager")
             self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
 
         def loss(self, batch: Any) -> torch.Tensor:
             if isinstance(batch, dict):
-                return self.loss(batch["long"]) + 0.1 * self.loss(batch["short"])
+                parts = [self.loss(each) for each in batch.values() if each is not None]
+                return sum(parts, torch.zeros(()))
             x, y = batch
             out = self.body(x)
             if self.training:

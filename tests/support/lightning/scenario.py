@@ -19,6 +19,8 @@ class Scenario:
     """`POINT:RANK:STEP`: this rank kills itself there, by SIGKILL, after so many steps."""
     signal: str = ""
     """The same: the rank sends itself SIGTERM."""
+    error: bool = False
+    """True: at both, it raises an exception instead."""
     ranks: int = 2
     package: str = "lightning.pytorch"
     model: str = "plain"

@@ -30,6 +30,7 @@ def trainer_of(root: str, kind: Any = None, **attributes: Any) -> Any:
     made = type("Trainer", (Anything,), {"__module__": f"{root}.trainer.trainer"})()
     made.strategy = kind or strategy("DDPStrategy")
     made.lightning_module = SimpleNamespace(training_step=lambda batch: None)
+    made.callbacks = []
     vars(made).update(attributes)
     return made
 
@@ -82,6 +83,15 @@ def test_a_step_that_fetches_its_batches_is_refused(lightning: Any) -> None:
     module = SimpleNamespace(training_step=lambda dataloader_iter: None)
     with pytest.raises(UnsupportedStateError, match="it fetches batches itself"):
         checked(trainer_of("lightning.pytorch", lightning_module=module))
+
+
+@pytest.mark.parametrize("name", package.CHANGES)
+def test_callbacks_that_change_the_training_at_each_start_are_refused(
+    lightning: Any, name: str
+) -> None:
+    callback = strategy("Mine", name)
+    with pytest.raises(UnsupportedStateError, match=r"^the callback Mine: it "):
+        checked(trainer_of("lightning.pytorch", callbacks=[object(), callback]))
 
 
 def test_another_object_than_a_trainer_is_refused(lightning: Any) -> None:
