@@ -30,7 +30,7 @@ def pack(module: torch.nn.Module) -> dict[str, Any]:
 
 def load(module: torch.nn.Module, packed: dict[str, Any]) -> None:
     """Set the accumulators of the metrics that still exist."""
-    metrics = dict(module.named_modules())
+    metrics: dict[str, Any] = dict(module.named_modules())
     for name, values in packed.items():
         metric = metrics.get(name)
         for key, value in values.items() if _is_metric(metric) else ():

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from tests.support.lightning.models import make_model
@@ -165,6 +166,18 @@ def make_callbacks(package: Any, scenario: Scenario, journal: Journal) -> list[A
     return made
 
 
+def make_plugins(scenario: Scenario, journal: Journal) -> list[Any]:
+    made: list[Any] = []
+    if "model checkpoint" in scenario.callbacks:
+        made.append(MortalIO(journal))
+    if (
+        scenario.half
+    ):  # Lightning would take bf16 on a CPU; the first steps overflow and are skipped
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+        made.append(MixedPrecision("16-mixed", "cpu", scaler))
+    return made
+
+
 def fit(scenario: Scenario) -> Any:
     torch.set_num_threads(1)
     journal = Journal(scenario)
@@ -182,7 +195,7 @@ def fit(scenario: Scenario) -> Any:
         accelerator="cpu",
         callbacks=make_callbacks(package, scenario, journal),
         logger=[Logged(journal)] if scenario.package == "lightning.pytorch" else False,
-        plugins=[MortalIO(journal)] if "model checkpoint" in scenario.callbacks else None,
+        plugins=make_plugins(scenario, journal),
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -26,6 +26,8 @@ class Scenario:
     model: str = "plain"
     data: str = "plain"
     workers: int = 0
+    half: bool = False
+    """Mixed precision with float16, and a GradScaler."""
     callbacks: tuple[str, ...] = ()
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of the Trainer."""
