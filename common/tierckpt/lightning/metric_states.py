@@ -30,11 +30,10 @@ def pack(module: torch.nn.Module) -> dict[str, Any]:
 
 def load(module: torch.nn.Module, packed: dict[str, Any]) -> None:
     """Set the accumulators of the metrics that still exist."""
-    metrics: dict[str, Any] = dict(module.named_modules())
-    for name, values in packed.items():
-        metric = metrics.get(name)
-        for key, value in values.items() if _is_metric(metric) else ():
-            setattr(metric, key, moved(value, metric.device))
+    metrics: dict[str, Any] = {n: m for n, m in module.named_modules() if _is_metric(m)}
+    for name in packed.keys() & metrics.keys():
+        for key, value in packed[name].items():
+            setattr(metrics[name], key, moved(value, metrics[name].device))
 
 
 def moved(value: Any, device: Any) -> Any:
