@@ -84,7 +84,8 @@ class ResumableLoader(Generic[Batch]):
             takes no time; not exact if a sample's transforms draw in *worker processes*. "none": it
             skips nothing, for an iterator that keeps no place but draws each batch from the
             generators. "auto": "index" for a plain `DataLoader` without workers over a dataset with
-            indices, where it is exact; else "load".
+            indices, where it is exact; else "load". A method `skip(count)` of the loader's iterator
+            is called first; it returns the number of batches that it skipped.
         generators: other generators that loader, samplers or dataset draw from.
 
     Training thread only. Raises ConfigError for invalid values.
@@ -109,7 +110,7 @@ class ResumableLoader(Generic[Batch]):
             )
         self.loader = loader
         self._ahead, self._skip = ahead, skip
-        self._generators = _generators_of(loader, generators)
+        self._generators = generators_of(loader, generators)
         self._place = _Place()
         self._first = self._before = _Streams(None, [])
         """The states at the start of the pass, and before the newest batch was requested."""
@@ -149,7 +150,7 @@ class ResumableLoader(Generic[Batch]):
         if epoch != self._place.epoch:
             self._place, self._resuming, self._restored = _Place(epoch), None, None
             self._trained = None
-        for sampler in _samplers_of(self.loader):
+        for sampler in samplers_of(self.loader):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
 
@@ -224,7 +225,9 @@ class ResumableLoader(Generic[Batch]):
             and self.loader.num_workers == 0
         )
         draw = getattr(batches, "_next_index", None) if indexed else None
-        for number in range(count):
+        skip = getattr(batches, "skip", None) if self._skip == "auto" else None
+        done = skip(count) if callable(skip) else 0
+        for number in range(done, count):
             if draw is None or not _has_indices(self.loader):
                 self._next_of(batches, number + 1)
                 continue
@@ -339,7 +342,7 @@ def _kind_of(loader: Iterable[Any]) -> str:
     return f"a {type(loader).__name__}"
 
 
-def _samplers_of(loader: Iterable[Any]) -> list[Any]:
+def samplers_of(loader: Iterable[Any]) -> list[Any]:
     """The samplers that decide the order, outermost first, each once."""
     found: list[Any] = []
     todo = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
@@ -352,8 +355,9 @@ def _samplers_of(loader: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _generators_of(loader: Iterable[Any], more: Iterable[Generator]) -> Sequence[Generator]:
-    owners = (loader, *_samplers_of(loader))
+def generators_of(loader: Iterable[Any], more: Iterable[Generator] = ()) -> Sequence[Generator]:
+    """The generators of a loader and its samplers, and `more`, each once."""
+    owners = (loader, *samplers_of(loader))
     found: list[Generator] = []
     for each in (*(getattr(owner, "generator", None) for owner in owners), *more):
         if isinstance(each, Generator) and not any(each is other for other in found):
@@ -363,7 +367,7 @@ def _generators_of(loader: Iterable[Any], more: Iterable[Generator]) -> Sequence
 
 def _sampler_epoch(loader: Iterable[Any]) -> int | None:
     """The epoch of the loader's sampler, as `DistributedSampler` stores it."""
-    epochs = (getattr(sampler, "epoch", None) for sampler in _samplers_of(loader))
+    epochs = (getattr(sampler, "epoch", None) for sampler in samplers_of(loader))
     return next((epoch for epoch in epochs if type(epoch) is int), None)
 
 

@@ -19,6 +19,7 @@ HEAVY = ("torch", "numpy")
         "tierckpt.cli.main",
         "tierckpt.config",
         "tierckpt.events",
+        "tierckpt.lightning.entry_points",
         "tierckpt.storage.inventory",
         "tierckpt.storage.files.durable",
         "tierckpt.storage.memory.job_directory",

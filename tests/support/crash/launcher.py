@@ -40,11 +40,12 @@ Line = dict[str, Any]
 class Zygote:
     """The process that forks ranks (`zygote.py`)."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, module: str = "tests.support.crash.job") -> None:
+        """`module`: the program of the ranks, and all that it imports."""
         self._log = log
         with log.open("ab") as err:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.crash.zygote"],
+                [sys.executable, "-m", "tests.support.crash.zygote", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=err,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -26,8 +27,9 @@ def threads() -> int:
     return int(status.partition("Threads:")[2].split()[0])
 
 
-def serve() -> None:
-    from tests.support.crash import job
+def serve(module: str) -> None:
+    """`module` has a function `run(environment)`, which is the program of the ranks."""
+    job = importlib.import_module(module)
 
     gc.freeze()  # otherwise each rank's collector would visit, and so copy, all imported objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here needs their exit status
@@ -67,4 +69,4 @@ def die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -1,0 +1,1 @@
+"""Parts that the integrations of training frameworks share. They import no framework."""

@@ -1,0 +1,97 @@
+"""The callback for Lightning's Trainer."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Unpack
+
+from tierckpt.checkpointer.checkpointer import Checkpointer
+from tierckpt.errors import TierckptError
+from tierckpt.settings import Arguments
+
+from .fit import Fit
+from .package import callback_base, for_every_package, searches
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+else:
+    Callback = callback_base()
+
+logger = logging.getLogger("tierckpt")
+
+
+class TierCheckpoint(Callback):  # type: ignore[misc]
+    """Takes checkpoints of a fit after each optimizer step, and restores the newest one when a fit
+    starts, bit for bit, also in the middle of an epoch.
+
+    Works with the strategies of a single device and of DDP. It saves the Trainer's loops, loaders,
+    logged values and metrics, schedulers, precision, callbacks, datamodule, and what
+    `on_save_checkpoint` adds. ModelCheckpoint works beside it.
+
+    Args:
+        monitor: name of a logged metric, for the setting `keep_best`; as in ModelCheckpoint.
+        settings: the keyword arguments of `ddp_ckpt.Checkpointer`, except `boundary`.
+
+    Errors of the settings, of a strategy that is not supported, and of a restore are raised when
+    the fit starts.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> TierCheckpoint:
+        """Make a callback for the Lightning that the script has imported."""
+        made: TierCheckpoint = super().__new__(for_every_package(cls))
+        return made
+
+    def __init__(self, *, monitor: str | None = None, **settings: Unpack[Arguments]) -> None:
+        super().__init__()
+        self._monitor, self._settings = monitor, settings
+        self._is_automatic = False
+        self._fit: Fit | None = None
+
+    @classmethod
+    def automatic(cls) -> TierCheckpoint:
+        """A callback with the settings of the environment, for Lightning's entry points. It does
+        nothing in a Trainer that has another one."""
+        made = cls()
+        made._is_automatic = True
+        return made
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The checkpointer of the current fit. Raises TierckptError before the first one starts."""
+        if self._fit is None:
+            raise TierckptError("checkpointer of a TierCheckpoint before fit() has started")
+        return self._fit.checkpointer
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Move to the front: other callbacks find their restored state in `on_fit_start`."""
+        others = [each for each in trainer.callbacks if each is not self]
+        if stage == "fit":
+            trainer.callbacks = [self, *others]
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach, and restore. Collective."""
+        others = [each for each in trainer.callbacks if isinstance(each, TierCheckpoint)]
+        if self._is_automatic and any(not each._is_automatic for each in others):
+            return
+        self._fit = None
+        if trainer.fast_dev_run or searches(trainer):
+            logger.info("no checkpoints are taken: this is a fast_dev_run, or a Tuner's search")
+            return
+        self._fit = Fit(trainer, self._monitor, self._settings)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take signals back from Lightning."""
+        if self._fit is not None:
+            self._fit.take_signals()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let go: the restart finds all versions."""
+        if self._fit is not None and not self._fit.checkpointer.closed:
+            self._fit.leave(exception)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the fit out, for launchers that pickle the Trainer."""
+        return {**vars(self), "_fit": None}
+
+
+__all__ = ["TierCheckpoint"]

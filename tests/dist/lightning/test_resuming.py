@@ -1,0 +1,162 @@
+"""A Lightning job that is killed goes on with exactly the steps of an undisturbed one: batches,
+gradients, weights, learning rates, random states, and all that is logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from tests.support.lightning.jobs import LightningJob, Run
+
+MakeJob = Callable[..., LightningJob]
+Undisturbed = Callable[..., Run]
+
+CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    # Kills of one job, one after the other; the scenario. 6 batches an epoch, unless it says more.
+    "every phase": (
+        [
+            *("fit start:0:0", "backward:1:2", "validation:0:4", "epoch end:1:6"),
+            *("model checkpoint:0:10", "batch end:1:15", "epoch end:0:18"),
+        ],
+        {"callbacks": ("model checkpoint",)},
+    ),
+    "workers, bf16": (["backward:1:8"], {"workers": 2, "trainer": {"precision": "bf16-mixed"}}),
+    "fp16": (["backward:1:9", "backward:0:14"], {"half": True}),
+    "accumulation, clipping, averaged weights": (
+        ["backward:1:4", "validation:1:5", "epoch end:0:6"],
+        {
+            "model": "cycle",
+            "callbacks": ("ema",),
+            "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        },
+    ),
+    "manual optimization": (
+        ["backward:1:7", "backward:0:16"],
+        {"model": "manual", "trainer": {"strategy": "ddp_find_unused_parameters_true"}},
+    ),
+    "stochastic weight averaging": (
+        ["backward:1:8", "epoch end:1:12", "backward:0:14"],
+        {"callbacks": ("swa",), "model": "averaged"},
+    ),
+    "weight averaging with a scheduler": (
+        ["backward:1:10"],
+        {"callbacks": ("swa",), "trainer": {"max_epochs": 3}},
+    ),
+    "stateful loader": (["backward:1:8"], {"data": "stateful"}),
+    "shuffled stateful loader": (["backward:1:8"], {"data": "shuffled stateful", "workers": 1}),
+    "iterable data set": (["backward:1:8", "epoch end:1:12"], {"data": "stream"}),
+    "a combined loader of the script's": (["backward:1:8"], {"data": "combined"}),
+    "compiled": (
+        ["backward:1:8"],
+        {"model": "compiled", "trainer": {"max_epochs": 2, "num_sanity_val_steps": 0}},
+    ),
+    "two loaders": (["backward:1:8", "validation:0:16"], {"data": "two"}),
+    "early stopping": (["epoch end:1:6"], {"callbacks": ("stopping",)}),
+    "a limit of steps": (
+        ["backward:0:8", "epoch end:1:15"],
+        {"trainer": {"max_steps": 15, "max_epochs": -1}},
+    ),
+    "loaders made again": (
+        ["backward:0:8"],
+        {"trainer": {"reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}},
+    ),
+    "one rank": (["backward:0:14"], {"ranks": 1}),
+    "pytorch_lightning": (["backward:1:8"], {"package": "pytorch_lightning"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_job_goes_on_exactly(
+    name: str, make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    kills, scenario = CASES[name]
+    if "ema" in scenario.get("callbacks", ()) and version("lightning") < "2.6":
+        pytest.skip("this Lightning has no averaging of weights at every step")
+    plain, job = undisturbed(**scenario), make_job(**scenario)
+    for number, kill in enumerate([*kills, ""]):
+        run = job.start(kill)
+        assert job.fired(kill) or not kill, run.output()
+        assert run.ended() is not bool(kill), run.output()
+        begins = number == 0 or (number == 1 and "start" in kills[0])
+        for rank in range(run.scenario.ranks):
+            first = run.place_in(plain, rank)
+            assert first == 0 if begins else first > 0, run.output()
+
+
+def test_checkpoints_leave_the_training_unchanged(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    run = make_job().start()
+    assert run.ended(), run.output()
+    assert run.lines(0) == undisturbed().lines(0)
+    assert run.lines(1) == undisturbed().lines(1)
+
+
+def test_a_finished_job_that_is_started_again_trains_no_step_and_has_its_final_weights(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    job = make_job(callbacks=("swa",), model="averaged")
+    first, again = job.start(), job.start()
+    assert first.ended(), first.output()
+    assert [x["kind"] for x in again.lines()] == ["done"], again.output()
+    assert again.lines()[-1] == first.lines()[-1]
+
+
+def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    plain, job = undisturbed(), make_job()
+    first = job.start(signal="backward:1:8")
+    assert first.ended(), first.output()
+    assert job.fired("backward:1:8")
+    steps = [x["number"] for x in first.of_kind("step")]
+    assert 9 <= steps[-1] <= 12, "all ranks know of it after two boundaries"
+    again = job.start()
+    assert again.ended(), again.output()
+    assert again.of_kind("step")[0]["number"] == steps[-1] + 1
+    for rank in range(2):
+        assert again.place_in(plain, rank) > 0
+
+
+def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    plain, job = undisturbed(), make_job()
+    failed = job.start("backward:1:8", error=True)
+    assert failed.error(1) == "the script's own error", failed.output()
+    again = job.start()
+    assert again.ended(), again.output()
+    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
+
+
+def test_another_number_of_ranks_is_refused_before_the_first_step(make_job: MakeJob) -> None:
+    job = make_job()
+    job.start("backward:1:8")
+    alone = job.start(ranks=1)
+    assert "another number of ranks than 1" in alone.error(), alone.output()
+    assert not alone.of_kind("batch")
+
+
+def test_the_jobs_own_version_goes_before_a_file_of_lightnings(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    scenario = {"callbacks": ("model checkpoint",), "fit": {"ckpt_path": "last"}}
+    plain, job = undisturbed(**scenario), make_job(**scenario)
+    job.start("backward:1:14")
+    again = job.start()
+    assert again.ended(), again.output()
+    assert again.place_in(plain) > 0
+    assert "last.ckpt' is not loaded: the job goes on from its own v" in again.output()
+
+
+def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:
+    run = make_job(data="persistent", workers=1, trainer={"max_epochs": 1}).start()
+    assert "set persistent_workers=False for an exact restart" in run.output()
+
+
+def test_a_training_step_that_fetches_its_batches_is_refused(make_job: MakeJob) -> None:
+    run = make_job(ranks=1, model="fetching").start()
+    assert "training_step has an argument dataloader_iter" in run.error(), run.output()

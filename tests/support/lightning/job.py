@@ -1,0 +1,231 @@
+"""One rank of a Lightning job, whose every step is written down; a script, and a module for ranks
+that are forked."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from tests.support.lightning.models import make_model
+from tests.support.lightning.scenario import VARIABLE, Scenario
+from tierckpt.lightning import TierCheckpoint
+
+
+class Journal:
+    """The records of one rank and run: a line of JSON each."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.rank = scenario, 0
+        self.file: Any = None
+
+    def write(self, kind: str, **facts: Any) -> None:
+        if self.file is None:
+            path = Path(self.scenario.folder) / f"run{self.scenario.run}-rank{self.rank}"
+            self.file = path.open("a")
+        self.file.write(json.dumps({"kind": kind, **facts}) + "\n")
+        self.file.flush()
+
+    def reach(self, point: str, step: int) -> None:
+        """Pass a point where this rank may have to end."""
+        here = f"{point}:{self.rank}:{step}"
+        for order, number in (
+            (self.scenario.kill, signal.SIGKILL),
+            (self.scenario.signal, signal.SIGTERM),
+        ):
+            mark = Path(self.scenario.folder) / f"fired {order.replace(':', ' ')}"
+            if order == here and not mark.exists():
+                mark.touch()
+                if self.scenario.error:
+                    raise RuntimeError("the script's own error")
+                os.kill(os.getpid(), number)
+
+
+def digest(tensors: Any) -> str:
+    import hashlib
+
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            flat = tensor.detach().reshape(-1).contiguous()
+            found.update(flat.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def recorder(base: Any, journal: Journal) -> Any:
+    """A callback that writes gradients, weights, rates and random states of every step."""
+
+    class Recorder(base):  # type: ignore[misc,valid-type]
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            journal.rank = trainer.global_rank
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            journal.reach("fit start", trainer.global_step)
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            journal.write("epoch", number=trainer.current_epoch)
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            leaves = torch.utils._pytree.tree_leaves(batch)
+            journal.write("batch", index=index, samples=digest(leaves), random=random_state())
+
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            journal.reach("backward", trainer.global_step)
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            journal.write("gradients", them=digest(p.grad for p in module.parameters()))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            rates = [g["lr"] for o in trainer.optimizers for g in o.param_groups]
+            weights = digest(module.state_dict().values())
+            step = trainer.global_step
+            journal.write("step", number=step, weights=weights, rates=rates, random=random_state())
+            journal.reach("batch end", step)
+
+        def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if not trainer.sanity_checking:
+                journal.reach("validation", trainer.global_step)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if not trainer.sanity_checking:
+                journal.write("validated", **numbers(trainer.callback_metrics))
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            journal.write("epoch end", **numbers(trainer.callback_metrics))
+            journal.reach("epoch end", trainer.global_step)
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            journal.write("trained", step=trainer.global_step, epoch=trainer.current_epoch)
+
+    return Recorder()
+
+
+def random_state() -> str:
+    return digest([torch.get_rng_state()])
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+class Logged(pl.loggers.logger.Logger):
+    """Writes what Lightning logs to the journal."""
+
+    name, version = "journal", 0
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self._journal.write("logged", step=step, **numbers(metrics))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class MortalIO(TorchCheckpointIO):
+    """Ends in the middle of Lightning's own save."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self._journal.reach("model checkpoint", checkpoint["global_step"])
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def make_callbacks(package: Any, scenario: Scenario, journal: Journal) -> list[Any]:
+    made = [recorder(package.Callback, journal)]
+    kinds = package.callbacks
+    for name in scenario.callbacks:
+        if name == "ema":
+            made.append(kinds.EMAWeightAveraging(decay=0.9))
+        elif name == "swa":
+            made.append(kinds.StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1))
+        elif name == "stopping":
+            made.append(kinds.EarlyStopping("val_loss", patience=1, min_delta=10.0))
+        elif name == "model checkpoint":
+            made.append(
+                kinds.ModelCheckpoint(
+                    scenario.folder, monitor="val_loss", save_last=True, every_n_train_steps=5
+                )
+            )
+    if scenario.settings is not None:
+        made.append(TierCheckpoint(**scenario.settings))
+    return made
+
+
+def make_plugins(scenario: Scenario, journal: Journal) -> list[Any]:
+    made: list[Any] = []
+    if "model checkpoint" in scenario.callbacks:
+        made.append(MortalIO(journal))
+    if (
+        scenario.half
+    ):  # Lightning would take bf16 on a CPU; the first steps overflow and are skipped
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+        made.append(MixedPrecision("16-mixed", "cpu", scaler))
+    return made
+
+
+def fit(scenario: Scenario) -> Any:
+    torch.set_num_threads(1)
+    journal = Journal(scenario)
+    package = importlib.import_module(scenario.package)
+    package.seed_everything(7, verbose=False)
+    handler = signal.getsignal(signal.SIGTERM)
+    options: dict[str, Any] = {
+        "max_epochs": 3,
+        "val_check_interval": 4,
+        "devices": scenario.ranks,
+        "strategy": "ddp" if scenario.ranks > 1 else "auto",
+        "enable_checkpointing": "model checkpoint" in scenario.callbacks,
+    }
+    trainer = package.Trainer(
+        accelerator="cpu",
+        callbacks=make_callbacks(package, scenario, journal),
+        logger=[Logged(journal)] if scenario.package == "lightning.pytorch" else False,
+        plugins=make_plugins(scenario, journal),
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**options, **scenario.trainer},
+    )
+    model = make_model(package.LightningModule, scenario.model, scenario.workers, scenario.data)
+    try:
+        trainer.fit(model, **scenario.fit)
+    except Exception as error:
+        journal.write("raised", error=type(error).__name__, text=str(error))
+        raise
+    mended = signal.getsignal(signal.SIGTERM) is handler
+    journal.write("done", weights=digest(model.state_dict().values()), mended=mended)
+    return trainer
+
+
+def run(environment: Mapping[str, str]) -> None:
+    """Be a rank that was forked; does not return."""
+    status = 1
+    try:
+        fit(Scenario.from_json(environment[VARIABLE]))
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    sys.stdout.flush()
+    import atexit
+
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    fit(Scenario.from_json(os.environ[VARIABLE]))
