@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from . import process, script_process
 from .job import meeting
-from .job.attempts import Rendezvous, enter, slot_of
+from .job.attempts import Rendezvous, enter
 from .job.channel import Connection, Message
 from .job.coordinator import OUTSIDE, End
 from .job.hub import Hub, ended_message, say
-from .job.launcher import Place, is_elastic
+from .job.launcher import Place, is_elastic, place_of, take_place
 from .learned import LearnedFile
 from .options import Options
 from .signals import Signals, pass_on
@@ -61,7 +61,8 @@ class Shim:
         """Somebody outside of the job has asked this rank to end."""
         self._strangers = set(process.children())
         """Children from before, as of a shell: `command & exec tierckpt run train.py`."""
-        self._times = Times(place.rank == 0, options.times)
+        self._has_rank = not options.standby
+        self._times = Times(self._has_rank and place.rank == 0, options.times)
 
     def supervise(self) -> None:
         """Run the script's attempts. Returns in the script's process alone; the shim's process ends
@@ -97,6 +98,9 @@ class Shim:
 
     def _meet(self) -> None:
         place = self._place
+        if not self._has_rank:
+            self._stand_by()
+            return
         if is_elastic(os.environ):
             if place.rank == 0:
                 say(ELASTIC)
@@ -108,12 +112,10 @@ class Shim:
                 say(meeting.NOWHERE)
             self._leave()
             return
+        hello = meeting.hello_of(place, self._options)
         if place.rank > 0:
             assert where is not None
-            self._helper, answer = meeting.connect(where, place, self._signals)
-            self._selector.register(
-                answer, selectors.EVENT_READ, lambda: self._connected(where, answer)
-            )
+            self._dial(where, hello)
             return
         listener = None
         if where is not None:
@@ -128,20 +130,34 @@ class Shim:
             self._helper = listener.publish(self._signals)
             self._deadline = time.monotonic() + meeting.PATIENCE_SECONDS
         self._hub = Hub(
-            place.size,
+            hello,
             self._options.max_restarts,
             self._selector,
             listener,
             self._rendezvous,
             self._obey,
-            slot_of(os.environ),
         )
         self._hub.begin_if_complete()
+
+    def _dial(self, where: meeting.Meeting, hello: Message) -> None:
+        self._helper, answer = meeting.connect(where, hello, self._signals)
+        self._selector.register(
+            answer, selectors.EVENT_READ, lambda: self._connected(where, answer)
+        )
+
+    def _stand_by(self) -> None:
+        """Wait at rank 0's shim for a rank; after its end, for the one that the launcher starts."""
+        where = meeting.meeting_of(self._place, self._options.rendezvous)
+        assert where is not None
+        self._dial(where, meeting.hello_of(self._place, self._options))
 
     def _connected(self, where: meeting.Meeting, answer: object) -> None:
         self._selector.unregister(answer)  # type: ignore[arg-type]
         stream = meeting.received(answer)  # type: ignore[arg-type]
         self._end_helper()
+        if stream is None and not self._has_rank:
+            say(f"there is no job at {where.host}:{where.port} any more: this spare ends")
+            self._end(1 << 8)
         if stream is None:
             say(f"rank {self._place.rank} has not found rank 0's shim; {meeting.NOWHERE}")
             self._leave()
@@ -182,8 +198,18 @@ class Shim:
                 self._leave()
             case "finish":
                 self._end(0)
+            case "refused":
+                say(f"the job at {self._options.rendezvous} runs another program: this spare ends")
+                self._end(2 << 8)
+            case "dismissed":
+                say(f"a spare has taken rank {self._place.rank}")
+                self._end_script()
+                self._end(1 << 8)
 
     def _start(self, message: Message) -> None:
+        if slot := message.get("place"):
+            take_place(os.environ, slot)
+            self._place, self._has_rank = place_of(os.environ), True
         self._times.begin(message)
         self._end_script()
         self._times.note("ended")
@@ -194,6 +220,10 @@ class Shim:
 
     def _leave(self) -> None:
         """Go on without the others: the end of the script is the end of this process."""
+        if not self._has_rank:
+            if self._link is None:
+                self._stand_by()
+            return
         self._is_supervised, self._deadline = False, None
         self._end_helper()
         if self._status is not None:
