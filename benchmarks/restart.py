@@ -109,6 +109,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ways", help=f"some of {','.join(WAYS)}; toy: without the last two")
     text = "measure only the time from a SIGKILL to the next finished step, N times each"
     parser.add_argument("--kill", type=int, default=0, metavar="N", help=text)
+    text = f"for --kill: some of {','.join(kills.LAUNCHERS)}; default: those that are installed"
+    parser.add_argument("--launchers", help=text)
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
@@ -117,6 +119,8 @@ def arguments() -> argparse.Namespace:
     options.megabytes = options.megabytes or ("12" if options.toy else "48,192")
     options.rounds = options.rounds or (1 if options.toy else 5)
     options.dir = options.dir or machine.scratch_parent()
+    here = [name for name in kills.LAUNCHERS if kills.missing(name) is None]
+    options.launchers = options.launchers.split(",") if options.launchers else here
     unknown = set(options.ways) - WAYS.keys()
     if unknown:
         parser.error(f"--ways {','.join(sorted(unknown))}: choose from {','.join(WAYS)}")
@@ -129,7 +133,7 @@ def measure_kills(options: argparse.Namespace, about: dict[str, Any]) -> None:
     for world in map(int, options.worlds.split(",")):
         for megabytes in map(int, options.megabytes.split(",")):
             rows = []
-            for launcher in kills.LAUNCHERS:
+            for launcher in options.launchers:
                 with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
                     places = (folder / "job", memory / "job")
                     row = kills.measure(launcher, world, megabytes << 20, options.kill, places)
