@@ -92,7 +92,7 @@ def measure(
         family.kill()
     for process in started:
         process.wait()
-    return _figures(job, folder)
+    return figures(job, folder)
 
 
 def _commands(job: Job, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
@@ -115,19 +115,20 @@ def _commands(job: Job, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
     return [([*torchrun(job.world), *rank], {})]
 
 
-def _figures(job: Job, folder: Path) -> Kills:
+def figures(job: Job, folder: Path) -> Kills:
+    """The figures of a job from the records of its ranks, without the first failure."""
     killed = [float(line) for line in (folder / "kills").read_text().splitlines()]
     starts = [json.loads(line) for line in (folder / "starts").read_text().splitlines()]
     if len(starts) != len(killed) + 1:
         raise RuntimeError(f"{len(killed)} kills and {len(starts)} starts")
-    rows = [parts_of(*each) for each in list(zip(killed, starts[1:], strict=True))[1:]]
+    rows = [_parts(*each) for each in list(zip(killed, starts[1:], strict=True))[1:]]
     parts = {name: spread(row[name] for row in rows) for name in PARTS}
     total = spread(sum(row.values()) for row in rows)
     shim = _shim(folder / "times", killed)
     return Kills(job.launcher, job.world, job.state_bytes, total, parts, shim)
 
 
-def parts_of(killed: float, marks: dict[str, float]) -> dict[str, float]:
+def _parts(killed: float, marks: dict[str, float]) -> dict[str, float]:
     """The parts of one restart, in seconds."""
     moments, row, last = {**marks, "started": marks["begun"]}, {}, killed
     for name in PARTS:
@@ -146,9 +147,9 @@ def _shim(path: Path, killed: list[float]) -> dict[str, Spread]:
 
 
 def table(rows: list[Kills]) -> str:
-    """The table, one line per launcher; times the total of `tierckpt run`, where that is there."""
-    ours = next((row.total.median for row in rows if row.launcher == RUN), None)
-    lines = [("launcher", "total s (min..max)", "x run", *PARTS)]
+    """The table, one line per launcher; *x ours*: as a multiple of the time of `tierckpt run`."""
+    ours = next((row.total.median for row in rows if row.launcher.startswith(RUN)), None)
+    lines = [("launcher", "total s (min..max)", "x ours", *PARTS)]
     for row in rows:
         total = f"{row.total.median:.2f} ({row.total.low:.2f}..{row.total.high:.2f})"
         ratio = f"{row.total.median / ours:.1f}" if ours else "-"
@@ -161,4 +162,4 @@ def table(rows: list[Kills]) -> str:
     return text
 
 
-__all__ = ["LAUNCHERS", "Kills", "measure", "missing", "parts_of", "table"]
+__all__ = ["LAUNCHERS", "Job", "Kills", "figures", "measure", "missing", "table"]

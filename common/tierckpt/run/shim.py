@@ -198,6 +198,8 @@ class Shim:
                 self._leave()
             case "finish":
                 self._end(0)
+            case "wait":
+                say(f"this spare waits for a rank at {self._options.rendezvous}")
             case "refused":
                 say(f"the job at {self._options.rendezvous} runs another program: this spare ends")
                 self._end(2 << 8)

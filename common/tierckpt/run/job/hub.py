@@ -173,6 +173,7 @@ class Hub:
             self._drop(connection)
             return
         self._spares.add(str(hello.get("node", "")), connection)
+        connection.send({"order": "wait"})
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._wait(connection))
 
     def _wait(self, connection: Connection) -> None:
