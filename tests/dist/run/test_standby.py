@@ -1,8 +1,7 @@
-"""Spares of `tierckpt run`: one takes the rank of a lost node."""
+"""Spares of `tierckpt run`: they take the ranks of a lost node."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.restart_job import STEPS, RestartJob, undisturbed_curves
+from tests.support.restart_job import RestartJob, undisturbed_curves
 from tests.support.slurm_cluster import free_ports
 from tests.support.warm_python.servers import PYTHON
 
 LATE_STEP = 20
-ORDINARY, SPARE = (), ("--standby",)
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
@@ -26,18 +25,17 @@ def job(tmp_path: Path, shm_dir: Path) -> Iterator[RestartJob]:
 
 
 @pytest.fixture
-def start(job: RestartJob, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    """Start the shim of a rank, or a spare, on a node; all of them meet at one port."""
+def start(job: RestartJob, tmp_path: Path) -> Start:
+    """Start the shim of a rank, or else a spare, on a node; all of them meet at one port."""
     meeting, store = map(str, free_ports(2))
 
     def started(
-        node: str, *options: str, rank: int | None = None, script: str = "train.py"
+        node: str, rank: int | None = None, ranks: int = 2, script: str = "train.py"
     ) -> subprocess.Popen[bytes]:
-        place = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2"}
+        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks)} if rank is not None else {}
+        command = [PYTHON, "-m", "tierckpt.run", "--rendezvous", f"127.0.0.1:{meeting}"]
         return job.start(
-            *(PYTHON, "-m", "tierckpt.run", "--rendezvous", f"127.0.0.1:{meeting}"),
-            *options,
-            *(script, *job.options),
+            *(*command, *(["--standby"] if rank is None else []), script, *job.options),
             **{
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": store,
@@ -53,25 +51,63 @@ def start(job: RestartJob, tmp_path: Path) -> Callable[..., subprocess.Popen[byt
     return started
 
 
-def lose(job: RestartJob, node: str) -> None:
-    """Wait until the nodes have protected a version, and lose the node with all its processes."""
-    job.wait_for(lambda: job.step() >= LATE_STEP and job.kept(2, "peer"), "a protected version")
-    job.wipe(node)
+def log(job: RestartJob) -> str:
+    return (job.folder / "log").read_text()
 
 
-def test_a_spare_takes_the_rank_of_a_lost_node(
-    job: RestartJob, start: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    """It does so again when the next node is lost; the curves of the losses are exact. A spare that
-    is not needed ends with the job."""
-    first, _ = start("a", rank=0), start("b", rank=1)
-    spare, second, third = (start(name, "--standby") for name in ("c", "d", "e"))
-    lose(job, "b")
-    job.wait_for(lambda: len(job.starts(1)) == 2, "the spare's start")
+def wait_for_spares(job: RestartJob, count: int) -> None:
+    job.wait_for(lambda: log(job).count("this spare waits") == count, "the spares")
+
+
+def wait_until_protected(job: RestartJob, ranks: int) -> None:
+    job.wait_for(lambda: job.step() >= LATE_STEP and job.kept(ranks, "peer"), "a protected version")
+
+
+def test_a_spare_takes_the_rank_of_a_lost_node(job: RestartJob, start: Start) -> None:
+    """Its processes, memory and disk are lost. The losses are those of an undisturbed run, and a
+    spare that is not needed ends with the job."""
+    first, _ = start("a", 0), start("b", 1)
+    spare = start("c")
+    wait_for_spares(job, 1)
+    other = start("d")
+    wait_for_spares(job, 2)
+    wait_until_protected(job, 2)
+    job.wipe("b")
     job.over(first, 2)
-    statuses = [each.wait(60) for each in (spare, second, third)]
-    assert statuses == [0, 0, 0]
-    log = (job.folder / "log").read_text()
-    assert "node b is lost; spare c takes rank 1; attempt 2 of 4 starts" in log
+    assert (first.returncode, spare.wait(60), other.wait(60)) == (0, 0, 0)
+    assert "node b is lost; spare c takes rank 1; attempt 2 of 4 starts" in log(job)
+    first_start, second_start = job.starts(1)
+    assert second_start["start"] > first_start["start"] == 0
+    assert second_start["levels"]["peer"] == 1
     assert [job.curve(rank) for rank in range(2)] == undisturbed_curves(2)
     job.lost_nothing()
+
+
+def test_all_ranks_of_a_node_are_replaced_together(job: RestartJob, start: Start) -> None:
+    """One shim is killed, though its node lives: the other one there ends its script, and itself."""
+    first, _, killed, dismissed = (start(node, rank, 4) for rank, node in enumerate("aabb"))
+    spares = [start("c"), start("c")]
+    wait_for_spares(job, 2)
+    wait_until_protected(job, 4)
+    killed.kill()
+    assert dismissed.wait(60) == 1
+    job.over(first, 4)
+    assert [each.wait(60) for each in (first, *spares)] == [0, 0, 0]
+    assert "node b is lost; spare c takes ranks 2, 3; attempt 2 of 4 starts" in log(job)
+    assert "a spare has taken rank 3" in log(job)
+    job.lost_nothing()
+
+
+def test_a_spare_of_another_program_is_refused(job: RestartJob, start: Start) -> None:
+    start("a", 0), start("b", 1)
+    spare = start("c", script="other.py")
+    assert spare.wait(60) == 2
+    assert "runs another program: this spare ends" in log(job)
+
+
+def test_a_waiting_spare_ends_by_a_signal(job: RestartJob, start: Start) -> None:
+    start("a", 0), start("b", 1)
+    spare = start("c")
+    wait_for_spares(job, 1)
+    spare.terminate()
+    assert spare.wait(60) == -signal.SIGTERM
