@@ -112,7 +112,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kill", type=int, default=0, metavar="N", help=text)
     text = "measure only the time from the loss of a node to the next finished step, N times each"
     parser.add_argument("--lose", type=int, default=0, metavar="N", help=text)
-    text = f"for --kill: some of {','.join(kills.LAUNCHERS)}; default: those that are installed"
+    text = "for --kill and --lose: some of the launchers; default: those that are installed"
     parser.add_argument("--launchers", help=text)
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -122,8 +122,11 @@ def arguments() -> argparse.Namespace:
     options.megabytes = options.megabytes or ("12" if options.toy else "48,192")
     options.rounds = options.rounds or (1 if options.toy else 5)
     options.dir = options.dir or machine.scratch_parent()
-    here = [name for name in kills.LAUNCHERS if kills.missing(name) is None]
-    options.launchers = options.launchers.split(",") if options.launchers else here
+    known = lost_nodes.LAUNCHERS if options.lose else kills.LAUNCHERS
+    here = [name for name in known if kills.missing(name) is None]
+    options.launchers = options.launchers.split(";") if options.launchers else here
+    if not set(options.launchers) <= set(known):
+        parser.error(f"--launchers: choose from {';'.join(known)}")
     unknown = set(options.ways) - WAYS.keys()
     if unknown:
         parser.error(f"--ways {','.join(sorted(unknown))}: choose from {','.join(WAYS)}")
@@ -134,11 +137,10 @@ def measure_kills(options: argparse.Namespace, about: dict[str, Any]) -> None:
     """Measure the time from a failure to the next step, for all sizes and launchers."""
     document: dict[str, Any] = {**about, "kills": []}
     what = "SIGKILL of a rank" if options.kill else "loss of a node"
-    launchers = options.launchers if options.kill else lost_nodes.LAUNCHERS
     for world in map(int, options.worlds.split(",")):
         for megabytes in map(int, options.megabytes.split(",")):
             rows = []
-            for launcher in launchers:
+            for launcher in options.launchers:
                 with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
                     places = (folder / "job", memory / "job")
                     size = megabytes << 20

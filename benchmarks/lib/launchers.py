@@ -24,7 +24,14 @@ def torchrun(
 def horovodrun(world: int, discovery: Path) -> list[str]:
     """Elastic horovodrun with Gloo on this machine; the command of a rank follows. `discovery` is
     a script that prints the hosts."""
-    command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interfaces", "lo"]
+    command = [
+        sys.executable,
+        "-m",
+        "horovod.runner.launch",
+        "--gloo",
+        "--network-interfaces",
+        "lo",
+    ]
     sizes = [word for name in ("-np", "--min-np", "--max-np") for word in (name, str(world))]
     return [*command, *sizes, "--host-discovery-script", str(discovery)]
 
@@ -59,4 +66,12 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-__all__ = ["LOOPBACKS", "SHIM", "environment", "free_port", "horovodrun", "torchrun", "write_discovery"]
+__all__ = [
+    "LOOPBACKS",
+    "SHIM",
+    "environment",
+    "free_port",
+    "horovodrun",
+    "torchrun",
+    "write_discovery",
+]

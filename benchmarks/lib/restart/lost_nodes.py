@@ -16,9 +16,10 @@ from pathlib import Path
 from lib.launchers import SHIM, environment, free_port, torchrun
 from lib.processes import MARK, Family
 from lib.restart.kills import Job, Kills, figures
-from lib.restart.lost_rank import FIRST
 
 HERE = Path(__file__).resolve().parent
+FIRST = "node0"
+"""The node that stays, and records the moments."""
 LIMIT_SECONDS = 100.0
 IMPORT_SECONDS = 8.0
 """The time in which a spare agent of torchrun is certainly there."""

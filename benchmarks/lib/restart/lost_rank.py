@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 import ddp_ckpt  # noqa: E402
 from lib.processes import MARK, Family  # noqa: E402
 from lib.restart.killed_rank import STEPS_EACH, loss_of, make_model  # noqa: E402
-
-FIRST = "node0"
+from lib.restart.lost_nodes import FIRST  # noqa: E402
 
 
 def main() -> None:

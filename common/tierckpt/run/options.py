@@ -67,7 +67,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-restarts", type=int, default=MAX_RESTARTS, metavar="N", help=text)
     text = "modules to import before the script starts, besides torch and those of its last run"
     parser.add_argument("--preload", default="", metavar="A,B", help=text)
-    text = "where rank 0 listens for the other ranks and for spares, in place of the launcher's store"
+    text = (
+        "where rank 0 listens for the other ranks and for spares, in place of the launcher's store"
+    )
     parser.add_argument("--rendezvous", default="", metavar="HOST:PORT", help=text)
     text = "be a spare: import, wait at --rendezvous, and take the rank of a node that is lost"
     parser.add_argument("--standby", action="store_true", help=text)

@@ -84,7 +84,7 @@ def test_a_spare_takes_the_rank_of_a_lost_node(job: RestartJob, start: Start) ->
 
 
 def test_all_ranks_of_a_node_are_replaced_together(job: RestartJob, start: Start) -> None:
-    """One shim is killed, though its node lives: the other one there ends its script, and itself."""
+    """One shim is killed, though its node lives: the other one there ends its script and itself."""
     first, _, killed, dismissed = (start(node, rank, 4) for rank, node in enumerate("aabb"))
     spares = [start("c"), start("c")]
     wait_for_spares(job, 2)

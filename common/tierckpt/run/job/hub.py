@@ -189,7 +189,9 @@ class Hub:
         node = self._nodes[rank]
         ranks = sorted(each for each, name in self._nodes.items() if name == node)
         del self._members[rank]
-        taken = self._spares.take(len(ranks)) if self._coordinator.attempt and 0 not in ranks else None
+        taken = (
+            self._spares.take(len(ranks)) if self._coordinator.attempt and 0 not in ranks else None
+        )
         if taken is None:
             self._give(self._coordinator.leave(f"the shim of rank {rank} has ended"), None)
             return
