@@ -59,8 +59,19 @@ def wait_for_spares(job: RestartJob, count: int) -> None:
     job.wait_for(lambda: log(job).count("this spare waits") == count, "the spares")
 
 
-def wait_until_protected(job: RestartJob, ranks: int) -> None:
-    job.wait_for(lambda: job.step() >= LATE_STEP and job.kept(ranks, "peer"), "a protected version")
+def wait_until_protected(job: RestartJob, *nodes: tuple[int, ...]) -> None:
+    """One rank of each node reports the version; `nodes` has the ranks of each."""
+
+    def protected(rank: int) -> bool:
+        return any(
+            (line.get("event"), line.get("level")) == ("committed", "peer")
+            for line in job.newest_life(rank)
+        )
+
+    job.wait_for(
+        lambda: job.step() >= LATE_STEP and all(any(map(protected, ranks)) for ranks in nodes),
+        "a protected version",
+    )
 
 
 def test_a_spare_takes_the_rank_of_a_lost_node(job: RestartJob, start: Start) -> None:
@@ -71,7 +82,7 @@ def test_a_spare_takes_the_rank_of_a_lost_node(job: RestartJob, start: Start) ->
     wait_for_spares(job, 1)
     other = start("d")
     wait_for_spares(job, 2)
-    wait_until_protected(job, 2)
+    wait_until_protected(job, (0,), (1,))
     job.wipe("b")
     job.over(first, 2)
     assert (first.returncode, spare.wait(60), other.wait(60)) == (0, 0, 0)
@@ -88,7 +99,7 @@ def test_all_ranks_of_a_node_are_replaced_together(job: RestartJob, start: Start
     first, _, killed, dismissed = (start(node, rank, 4) for rank, node in enumerate("aabb"))
     spares = [start("c"), start("c")]
     wait_for_spares(job, 2)
-    wait_until_protected(job, 4)
+    wait_until_protected(job, (0, 1), (2, 3))
     killed.kill()
     assert dismissed.wait(60) == 1
     job.over(first, 4)
