@@ -78,8 +78,8 @@ class _Nodes:
         return path
 
     def add_spare(self) -> None:
-        """Start a spare node, and wait until it is ready. One at a time: two spare agents of
-        torchrun make it start all processes again and again."""
+        """Start a spare node, and wait until it is ready. One at a time: with two spare agents
+        torchrun started all processes again and again."""
         began, log = time.monotonic(), self.start()
         self.wait(lambda: SAID in log.read_text() or time.monotonic() - began > IMPORT_SECONDS)
 
