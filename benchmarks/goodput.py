@@ -40,6 +40,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="timed steps to measure the cost of a version")
     parser.add_argument("--every", type=int, default=5, help="steps per version there")
     parser.add_argument("--rounds", type=int, help="rounds there; default 3, toy 1")
+    text = "cost of a version, known from a quiet machine; default: measured"
+    parser.add_argument("--cost", type=float, metavar="SECONDS", help=text)
     parser.add_argument("--seed", type=int, default=1, help="seed of the random failures")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for one block")
     parser.add_argument("--dir", type=Path, help="folder on the disk to use, must exist")

@@ -3,6 +3,7 @@
     python benchmarks/restart.py --toy
     python benchmarks/restart.py --json restart.json
     python benchmarks/restart.py --kill 5
+    python benchmarks/restart.py --lose 2
     python benchmarks/restart.py --worlds 2,4 --megabytes 48,192 --nodes 2
 
 benchmarks/README.md explains the columns and how they are measured.
@@ -22,7 +23,7 @@ from lib import machine
 from lib.figures import spread
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from lib.report import align
-from lib.restart import kills
+from lib.restart import kills, lost_nodes
 from lib.restart.methods import WAYS
 from lib.restart.runs import Bench, Row
 
@@ -109,6 +110,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ways", help=f"some of {','.join(WAYS)}; toy: without the last two")
     text = "measure only the time from a SIGKILL to the next finished step, N times each"
     parser.add_argument("--kill", type=int, default=0, metavar="N", help=text)
+    text = "measure only the time from the loss of a node to the next finished step, N times each"
+    parser.add_argument("--lose", type=int, default=0, metavar="N", help=text)
+    text = "for --kill and --lose: some of the launchers; default: those that are installed"
+    parser.add_argument("--launchers", help=text)
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
@@ -117,6 +122,11 @@ def arguments() -> argparse.Namespace:
     options.megabytes = options.megabytes or ("12" if options.toy else "48,192")
     options.rounds = options.rounds or (1 if options.toy else 5)
     options.dir = options.dir or machine.scratch_parent()
+    known = lost_nodes.LAUNCHERS if options.lose else kills.LAUNCHERS
+    here = [name for name in known if kills.missing(name) is None]
+    options.launchers = options.launchers.split(";") if options.launchers else here
+    if not set(options.launchers) <= set(known):
+        parser.error(f"--launchers: choose from {';'.join(known)}")
     unknown = set(options.ways) - WAYS.keys()
     if unknown:
         parser.error(f"--ways {','.join(sorted(unknown))}: choose from {','.join(WAYS)}")
@@ -124,17 +134,22 @@ def arguments() -> argparse.Namespace:
 
 
 def measure_kills(options: argparse.Namespace, about: dict[str, Any]) -> None:
-    """Measure the time from a kill to the next step, for all sizes and launchers."""
+    """Measure the time from a failure to the next step, for all sizes and launchers."""
     document: dict[str, Any] = {**about, "kills": []}
+    what = "SIGKILL of a rank" if options.kill else "loss of a node"
     for world in map(int, options.worlds.split(",")):
         for megabytes in map(int, options.megabytes.split(",")):
             rows = []
-            for launcher in kills.LAUNCHERS:
+            for launcher in options.launchers:
                 with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
                     places = (folder / "job", memory / "job")
-                    row = kills.measure(launcher, world, megabytes << 20, options.kill, places)
+                    size = megabytes << 20
+                    if options.kill:
+                        row = kills.measure(launcher, world, size, options.kill, places)
+                    else:
+                        row = lost_nodes.measure(launcher, size, options.lose, places)
                 rows.append(row)
-            print(f"{world} rank(s), {megabytes} MiB of state, SIGKILL to the next step\n")
+            print(f"{world} rank(s), {megabytes} MiB of state, {what} to the next step\n")
             print(kills.table(rows), "", sep="\n", flush=True)
             document["kills"] += map(asdict, rows)
             if options.json:
@@ -146,7 +161,7 @@ def main() -> None:
     clean_up_when_terminated()
     about = machine.description(options.dir)
     print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
-    if options.kill:
+    if options.kill or options.lose:
         measure_kills(options, about)
         return
     print(f"files on {about['filesystem']}; read, storage, sent: sums over ranks, x state\n")

@@ -36,10 +36,7 @@ from lib.goodput.killed_job import (
     when_ready,
     workload_of,
 )
-
-HOSTS = tuple(f"127.0.0.{'1':0>{zeros}}:1" for zeros in range(1, 50))
-"""Names of this machine. Horovod excludes a host after the death of a rank there, so each death
-needs another name."""
+from lib.launchers import LOOPBACKS, horovodrun, write_discovery
 
 
 def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Course:
@@ -77,13 +74,8 @@ class Server:
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(path)
         self._door.listen(8)
-        hosts = order.folder / "hosts.sh"
-        hosts.write_text("#!/bin/sh\n" + "".join(f"echo {host}\n" for host in HOSTS))
-        hosts.chmod(0o755)
         here = Path(__file__).resolve().parent
-        command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", "2"]
-        command += ["--min-np", "2", "--max-np", "2", "--network-interfaces", "lo"]
-        command += ["--host-discovery-script", str(hosts)]
+        command = horovodrun(2, write_discovery(order.folder / "hosts.sh", LOOPBACKS))
         command += [sys.executable, "-S", "-E", str(here / "relay.py"), path]
         with (order.folder / "log").open("ab") as log:
             self.launcher = subprocess.Popen(

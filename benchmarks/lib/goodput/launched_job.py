@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from lib.goodput.killed_job import (
     when_ready,
 )
 from lib.goodput.methods import RESUMABLE, OursTorchrun
+from lib.launchers import environment, torchrun
 from lib.processes import MARK
 
 SCRIPT = Path(__file__).resolve().with_name("launched_rank.py")
@@ -68,21 +68,14 @@ def _start(order: Order) -> subprocess.Popen[bytes]:
     method = RESUMABLE[order.method]
     assert issubclass(method, OursTorchrun)
     text = json.dumps({**asdict(order), "folder": str(order.folder), "memory": str(order.memory)})
-    command = [sys.executable, *method.launcher, "--nproc-per-node", str(order.world)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "TIERCKPT_AGENT_LINGER_SECONDS": "0",
-        "XDG_CACHE_HOME": str(order.folder / "cache"),
-    }
+    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
     with (order.folder / "log").open("ab") as log:
         return subprocess.Popen(
-            [*command, *method.shim, str(SCRIPT), text],
+            [*torchrun(order.world, method.shim), str(SCRIPT), text],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env={**environment(order.folder), "PYTHONPATH": path},
             start_new_session=True,
         )
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 import ddp_ckpt
+from lib.launchers import SHIM
 from lib.methods.alternatives import DcpThread, TorchSave, raw_state
 from lib.methods.method import Job, Method
 
@@ -116,10 +117,6 @@ class OursTorchrun(Ours):
     """Tierckpt under torchrun, whose restarts start all processes again; run by launched_job.py."""
 
     title = "ours, torchrun"
-    launcher: ClassVar[tuple[str, ...]] = (
-        *("-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"),
-        *("--max-restarts", "1000"),
-    )
     shim: ClassVar[tuple[str, ...]] = ()
 
 
@@ -127,7 +124,7 @@ class OursRun(OursTorchrun):
     """Tierckpt under torchrun and `tierckpt run`."""
 
     title = "ours, tierckpt run"
-    shim: ClassVar[tuple[str, ...]] = ("-m", "tierckpt.run", "--max-restarts", "1000")
+    shim: ClassVar[tuple[str, ...]] = SHIM
 
 
 class HorovodElastic(Nothing):

@@ -193,6 +193,9 @@ def everything(bench: Bench) -> Iterator[Result]:
         if basis in costs:  # a version costs the same under any launcher
             costs[method] = costs[basis]
             continue
+        if bench.options.cost:
+            costs[method] = Cost(bench.options.cost, 0.0)
+            continue
         say(f"cost of a version: {method}")
         try:
             costs[method] = costs[basis] = bench.cost(basis)

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+import uuid
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lib.figures import Spread, spread
+from lib.launchers import (
+    LOOPBACKS,
+    SHIM,
+    environment,
+    free_port,
+    horovodrun,
+    torchrun,
+    write_discovery,
+)
+from lib.processes import MARK, Family
 from lib.report import align
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("started", "imported", "met", "built", "attached", "restored", "stepped")
 """Moments after the kill, on rank 0; a part is the time since the moment before. started: the
 script's first line, after the death was noticed, the other ranks were ended, and processes were
-started or forked."""
-OURS = ("attached", "restored")
-"""Parts that are Tierckpt's own, with the shim's part of `started`."""
+started or forked. Where rank 0 survives, its next call of the training function."""
 LIMIT_SECONDS = 600.0
-_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
-LAUNCHERS = {
-    "torchrun": [*_TORCHRUN, "--max-restarts", "100"],
-    "tierckpt run": [*_TORCHRUN, "-m", "tierckpt.run", "--max-restarts", "100"],
-}
+TORCHRUN, RUN, ELASTIC, INPROCESS = "torchrun", "tierckpt run", "hvd.elastic", "NVRx in-process"
+LAUNCHERS = (TORCHRUN, RUN, ELASTIC, INPROCESS)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job: its folders, and how often its rank 1 is killed."""
+
+    launcher: str
+    world: int
+    state_bytes: int
+    kills: int
+    folder: str
+    memory: str
 
 
 @dataclass
@@ -36,8 +55,17 @@ class Kills:
     state_bytes: int
     total: Spread
     parts: dict[str, Spread]
-    shim: dict[str, Spread]
+    shim: dict[str, Spread] = field(default_factory=dict)
     """For `tierckpt run`: the parts of `started`, from its own record."""
+
+
+def missing(launcher: str) -> str | None:
+    """Why a launcher cannot run here, or None."""
+    packages = {ELASTIC: "horovod", INPROCESS: "nvidia_resiliency_ext"}
+    package = packages.get(launcher)
+    if package is None or importlib.util.find_spec(package) is not None:
+        return None
+    return f"{package} is not installed"
 
 
 def measure(
@@ -45,49 +73,67 @@ def measure(
 ) -> Kills:
     """Run one job, whose rank 1 is killed `kills` times; the first time is not counted: the
     machine's caches are cold, and the shim has learned no imports."""
-    folder, memory = places
-    for each in (folder, memory):
+    for each in places:
         each.mkdir(parents=True)
-    plan = {"state_bytes": state_bytes, "kills": kills + 1}
-    where = {"folder": str(folder), "memory": str(memory)}
-    how = list(LAUNCHERS[launcher])
-    how[how.index("--standalone") + 1 : how.index("--standalone") + 1] = [
-        "--nproc-per-node",
-        str(world),
-    ]
-    if launcher == "tierckpt run":
-        how += ["--times", str(folder / "times")]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "TIERCKPT_AGENT_LINGER_SECONDS": "0",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
-    command = [sys.executable, *how, str(HERE / "killed_rank.py"), json.dumps({**plan, **where})]
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(
-            command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_SECONDS
-        )
-    if done.returncode:
-        raise RuntimeError((folder / "log").read_text()[-3000:])
-    return _figures(launcher, world, state_bytes, folder)
+    folder, memory = places
+    job = Job(launcher, world, state_bytes, kills + 1, str(folder), str(memory))
+    family = Family(uuid.uuid4().hex)
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**environment(folder), "PYTHONPATH": path, MARK: family.token}
+    try:
+        with (folder / "log").open("w") as log:
+            started = [
+                subprocess.Popen(command, env={**env, **more}, stdout=log, stderr=log)
+                for command, more in _commands(job, folder)
+            ]
+            if started[0].wait(LIMIT_SECONDS):
+                raise RuntimeError((folder / "log").read_text()[-3000:])
+    finally:
+        family.kill()
+    for process in started:
+        process.wait()
+    return figures(job, folder)
 
 
-def _figures(launcher: str, world: int, state_bytes: int, folder: Path) -> Kills:
+def _commands(job: Job, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
+    """Commands and additional variables; the job ends with the first one."""
+    plan = json.dumps(asdict(job))
+    rank = [str(HERE / "killed_rank.py"), plan]
+    match job.launcher:
+        case "hvd.elastic":
+            command = horovodrun(job.world, write_discovery(folder / "hosts.sh", LOOPBACKS))
+            return [([*command, sys.executable, str(HERE / "killed_elastic.py"), plan], {})]
+        case "NVRx in-process":
+            # One reserve rank for each kill. No launcher: it would end the survivors.
+            size, port = job.world + job.kills, str(free_port())
+            place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [sys.executable, str(HERE / "killed_inprocess.py"), plan]
+            return [(command, {**place, "RANK": str(each)}) for each in range(size)]
+        case "tierckpt run":
+            shim = (*SHIM, "--times", str(folder / "times"))
+            return [([*torchrun(job.world, shim), *rank], {})]
+    return [([*torchrun(job.world), *rank], {})]
+
+
+def figures(job: Job, folder: Path) -> Kills:
+    """The figures of a job from the records of its ranks, without the first failure."""
     killed = [float(line) for line in (folder / "kills").read_text().splitlines()]
     starts = [json.loads(line) for line in (folder / "starts").read_text().splitlines()]
     if len(starts) != len(killed) + 1:
         raise RuntimeError(f"{len(killed)} kills and {len(starts)} starts")
-    rows = []
-    for at, marks in list(zip(killed, starts[1:], strict=True))[1:]:
-        marks["started"], row, last = marks["begun"], {}, at
-        for name in PARTS:
-            row[name], last = marks[name] - last, marks[name]
-        rows.append(row)
+    rows = [_parts(*each) for each in list(zip(killed, starts[1:], strict=True))[1:]]
     parts = {name: spread(row[name] for row in rows) for name in PARTS}
     total = spread(sum(row.values()) for row in rows)
-    return Kills(launcher, world, state_bytes, total, parts, _shim(folder / "times", killed))
+    shim = _shim(folder / "times", killed)
+    return Kills(job.launcher, job.world, job.state_bytes, total, parts, shim)
+
+
+def _parts(killed: float, marks: dict[str, float]) -> dict[str, float]:
+    """The parts of one restart, in seconds."""
+    moments, row, last = {**marks, "started": marks["begun"]}, {}, killed
+    for name in PARTS:
+        row[name], last = moments[name] - last, moments[name]
+    return row
 
 
 def _shim(path: Path, killed: list[float]) -> dict[str, Spread]:
@@ -101,11 +147,13 @@ def _shim(path: Path, killed: list[float]) -> dict[str, Spread]:
 
 
 def table(rows: list[Kills]) -> str:
-    """The table, one line per launcher."""
-    lines = [("launcher", "total s (min..max)", *PARTS)]
+    """The table, one line per launcher; *x ours*: as a multiple of the time of `tierckpt run`."""
+    ours = next((row.total.median for row in rows if row.launcher.startswith(RUN)), None)
+    lines = [("launcher", "total s (min..max)", "x ours", *PARTS)]
     for row in rows:
         total = f"{row.total.median:.2f} ({row.total.low:.2f}..{row.total.high:.2f})"
-        lines.append((row.launcher, total, *(f"{row.parts[n].median:.3f}" for n in PARTS)))
+        ratio = f"{row.total.median / ours:.1f}" if ours else "-"
+        lines.append((row.launcher, total, ratio, *(f"{row.parts[n].median:.3f}" for n in PARTS)))
     text = align(lines)
     for row in rows:
         if row.shim:
@@ -114,4 +162,4 @@ def table(rows: list[Kills]) -> str:
     return text
 
 
-__all__ = ["LAUNCHERS", "Kills", "measure", "table"]
+__all__ = ["LAUNCHERS", "Job", "Kills", "figures", "measure", "missing", "table"]

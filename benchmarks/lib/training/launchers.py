@@ -9,7 +9,6 @@ import ctypes
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+from lib.launchers import free_port
 
 PATIENCE_SECONDS = 1_000_000  # a stopped rank must not time out
 PR_SET_PDEATHSIG = 1
@@ -80,7 +81,7 @@ class TorchRanks:
         meeting = {
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
         return [_popen(command, {**environment, **meeting, **rank}, log) for rank in ranks]
@@ -167,9 +168,3 @@ def _popen(
 def _end_with_parent() -> None:
     """In the child: ask the kernel for SIGTERM when the parent dies. See prctl(2)."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

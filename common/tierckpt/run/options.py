@@ -28,6 +28,8 @@ class Options:
     max_restarts: int = MAX_RESTARTS
     preload: tuple[str, ...] = ()
     rendezvous: str = ""
+    standby: bool = False
+    """This process is a spare: it waits for the rank of a lost node."""
     times: str = ""
 
 
@@ -41,6 +43,10 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error("a script, or -m and a module, is missing")
     if found.max_restarts < 0:
         parser.error("--max-restarts must be 0 or more")
+    if found.rendezvous and not found.rendezvous.rpartition(":")[2].isdigit():
+        parser.error("--rendezvous must be HOST:PORT")
+    if found.standby and not found.rendezvous:
+        parser.error("--standby needs --rendezvous HOST:PORT, as given to the job's own ranks")
     if not found.module and _is_interpreter(words[0]):
         parser.error(f"leave out {words[0]}: tierckpt run is given the script itself")
     return Options(
@@ -50,6 +56,7 @@ def parse(arguments: Sequence[str]) -> Options:
         found.max_restarts,
         tuple(filter(None, found.preload.split(","))),
         found.rendezvous,
+        found.standby,
         found.times,
     )
 
@@ -60,8 +67,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-restarts", type=int, default=MAX_RESTARTS, metavar="N", help=text)
     text = "modules to import before the script starts, besides torch and those of its last run"
     parser.add_argument("--preload", default="", metavar="A,B", help=text)
-    text = "where rank 0 listens for the other ranks, if the launcher gives no such place"
+    text = (
+        "where rank 0 listens for the other ranks and for spares, in place of the launcher's store"
+    )
     parser.add_argument("--rendezvous", default="", metavar="HOST:PORT", help=text)
+    text = "be a spare: import, wait at --rendezvous, and take the rank of a node that is lost"
+    parser.add_argument("--standby", action="store_true", help=text)
     text = "append the times of each restart to this file, as JSON lines"
     parser.add_argument("--times", default="", metavar="FILE", help=text)
     parser.add_argument(

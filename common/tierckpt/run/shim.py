@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 
 from . import process, script_process
 from .job import meeting
-from .job.attempts import Rendezvous, enter, slot_of
-from .job.channel import Connection, Message
+from .job.attempts import Rendezvous, enter
+from .job.channel import Message
 from .job.coordinator import OUTSIDE, End
 from .job.hub import Hub, ended_message, say
-from .job.launcher import Place, is_elastic
+from .job.launcher import Place, is_elastic, place_of, take_place
+from .job.link import Link
 from .learned import LearnedFile
 from .options import Options
 from .signals import Signals, pass_on
@@ -47,12 +48,11 @@ class Shim:
         self._selector.register(self._awake, selectors.EVENT_READ, self._drain)
         self._rendezvous = Rendezvous(place, self._signals)
         self._hub: Hub | None = None
-        self._link: Connection | None = None
+        self._link = Link(self._selector, self._signals, self._obey, self._link_ended)
         self._is_supervised = True
         """The other shims are there, and a failure leads to the next attempt."""
         self._deadline: float | None = None
         self._helper: int | None = None
-        self._answer: int | None = None
         self._script: script_process.ScriptProcess | None = None
         self._status: int | None = None
         """How the script of this attempt has ended."""
@@ -61,7 +61,8 @@ class Shim:
         """Somebody outside of the job has asked this rank to end."""
         self._strangers = set(process.children())
         """Children from before, as of a shell: `command & exec tierckpt run train.py`."""
-        self._times = Times(place.rank == 0, options.times)
+        self._has_rank = not options.standby
+        self._times = Times(self._has_rank and place.rank == 0, options.times)
 
     def supervise(self) -> None:
         """Run the script's attempts. Returns in the script's process alone; the shim's process ends
@@ -97,6 +98,9 @@ class Shim:
 
     def _meet(self) -> None:
         place = self._place
+        if not self._has_rank:
+            self._stand_by()
+            return
         if is_elastic(os.environ):
             if place.rank == 0:
                 say(ELASTIC)
@@ -108,12 +112,10 @@ class Shim:
                 say(meeting.NOWHERE)
             self._leave()
             return
+        hello = meeting.hello_of(place, self._options)
         if place.rank > 0:
             assert where is not None
-            self._helper, answer = meeting.connect(where, place, self._signals)
-            self._selector.register(
-                answer, selectors.EVENT_READ, lambda: self._connected(where, answer)
-            )
+            self._link.dial(where, hello)
             return
         listener = None
         if where is not None:
@@ -128,46 +130,38 @@ class Shim:
             self._helper = listener.publish(self._signals)
             self._deadline = time.monotonic() + meeting.PATIENCE_SECONDS
         self._hub = Hub(
-            place.size,
+            hello,
             self._options.max_restarts,
             self._selector,
             listener,
             self._rendezvous,
             self._obey,
-            slot_of(os.environ),
         )
         self._hub.begin_if_complete()
 
-    def _connected(self, where: meeting.Meeting, answer: object) -> None:
-        self._selector.unregister(answer)  # type: ignore[arg-type]
-        stream = meeting.received(answer)  # type: ignore[arg-type]
-        self._end_helper()
-        if stream is None:
+    def _stand_by(self) -> None:
+        """Wait at rank 0's shim for a rank; after its end, for the one that the launcher starts."""
+        where = meeting.meeting_of(self._place, self._options.rendezvous)
+        assert where is not None
+        self._link.dial(where, meeting.hello_of(self._place, self._options))
+
+    def _link_ended(self, was_made: bool) -> None:
+        if not was_made and not self._has_rank:
+            say(f"there is no job at {self._options.rendezvous} any more: this spare ends")
+            self._end(1 << 8)
+        if not was_made:
             say(f"rank {self._place.rank} has not found rank 0's shim; {meeting.NOWHERE}")
-            self._leave()
-            return
-        self._link = Connection(stream)
-        self._selector.register(self._link, selectors.EVENT_READ, self._receive)
+        self._leave()
 
     def _end_helper(self) -> None:
         pid, self._helper = self._helper, None
         if pid is not None:
             process.kill_one(pid)
 
-    def _receive(self) -> None:
-        assert self._link is not None
-        descriptor = self._link.fileno()
-        for message in self._link.receive():
-            self._obey(message)
-        if not self._link.is_open:
-            self._selector.unregister(descriptor)
-            self._link = None
-            self._leave()
-
     def _report(self, message: Message) -> None:
         if self._hub is not None:
             self._hub.handle(0, message)
-        elif self._link is not None:
+        else:
             self._link.send(message)
 
     # --- orders -----------------------------------------------------------------------------------
@@ -182,8 +176,20 @@ class Shim:
                 self._leave()
             case "finish":
                 self._end(0)
+            case "wait":
+                say(f"this spare waits for a rank at {self._options.rendezvous}")
+            case "refused":
+                say(f"the job at {self._options.rendezvous} runs another program: this spare ends")
+                self._end(2 << 8)
+            case "dismissed":
+                say(f"a spare has taken rank {self._place.rank}")
+                self._end_script()
+                self._end(1 << 8)
 
     def _start(self, message: Message) -> None:
+        if slot := message.get("place"):
+            take_place(os.environ, slot)
+            self._place, self._has_rank = place_of(os.environ), True
         self._times.begin(message)
         self._end_script()
         self._times.note("ended")
@@ -194,8 +200,13 @@ class Shim:
 
     def _leave(self) -> None:
         """Go on without the others: the end of the script is the end of this process."""
+        if not self._has_rank:
+            if not self._link.is_open:
+                self._stand_by()
+            return
         self._is_supervised, self._deadline = False, None
         self._end_helper()
+        self._link.end_helper()
         if self._status is not None:
             self._end(self._status)
         if self._attempt == 0:
@@ -267,7 +278,7 @@ class Shim:
 
     def _own(self) -> set[int]:
         """Children that do not belong to the script."""
-        own = (self._signals.witness, self._helper, *self._rendezvous.helpers)
+        own = (self._signals.witness, self._helper, self._link.helper, *self._rendezvous.helpers)
         return {*self._strangers, *(pid for pid in own if pid is not None)}
 
     def _end(self, status: int) -> NoReturn:

@@ -24,6 +24,8 @@ def test_a_module() -> None:
     [
         ([], "a script, or -m and a module, is missing"),
         (["--max-restarts", "-1", "x.py"], "--max-restarts must be 0 or more"),
+        (["--rendezvous", "host", "x.py"], "--rendezvous must be HOST:PORT"),
+        (["--standby", "x.py"], "--standby needs --rendezvous HOST:PORT"),
         (["python3.11", "train.py"], "leave out python3.11"),
         (["/usr/bin/python", "train.py"], "leave out /usr/bin/python"),
     ],

@@ -28,7 +28,7 @@ _ADDR, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 
 Slots = Mapping[int, Mapping[str, str]]
-"""Horovod's variables of all ranks, by rank."""
+"""The variables of all ranks' places (`launcher.slot_of`), by rank."""
 
 
 class Rendezvous:
@@ -151,11 +151,6 @@ def _serve_horovod(slots: Slots, kept: list[Any]) -> int:
     return port
 
 
-def slot_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank's place that `Rendezvous.renew` needs."""
-    return {n: v for n, v in environment.items() if n.startswith("HOROVOD_") and "_GLOO" not in n}
-
-
 def needs_own(environment: Mapping[str, str] = os.environ) -> bool:
     """True if the launcher itself has restarted its processes, and they share a store."""
     return environment.get(_AGENT_STORE) == "True" and environment.get(_COUNT, "0") != "0"
@@ -175,4 +170,4 @@ def enter(attempt: int, changes: Mapping[str, str], environment: Any = os.enviro
             os.unlink(error_file)
 
 
-__all__ = ["Rendezvous", "address_towards", "enter", "needs_own", "slot_of"]
+__all__ = ["Rendezvous", "address_towards", "enter", "needs_own"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -118,6 +119,23 @@ class Coordinator:
         self._finished.clear()
         most = self._max_restarts + 1
         return Start(self.attempt, f"{cause}; attempt {self.attempt} of {most} starts")
+
+    def lost(self, node: str, spare: str, ranks: Sequence[int]) -> Order | None:
+        """A node is lost, and a spare one can take its ranks."""
+        if self.is_over:
+            return None
+        cause = f"node {node} is lost"
+        if self.attempt > self._max_restarts:
+            return self.leave(f"{cause}; --max-restarts {self._max_restarts} leaves no attempt")
+        self.attempt += 1
+        self._finished.clear()
+        self._last = None
+        word = "rank" if len(ranks) == 1 else "ranks"
+        return Start(
+            self.attempt,
+            f"{cause}; spare {spare} takes {word} {', '.join(map(str, ranks))}; "
+            f"attempt {self.attempt} of {self._max_restarts + 1} starts",
+        )
 
     def leave(self, text: str = "") -> Order | None:
         """The launcher decides from now on: a shim is lost, or has received a signal."""

@@ -13,6 +13,7 @@ from .attempts import Rendezvous, needs_own
 from .channel import Connection, Message
 from .coordinator import Coordinator, End, Finish, Leave, Order, Start
 from .meeting import Listener
+from .spares import Spares
 
 
 def say(text: str) -> None:
@@ -25,29 +26,33 @@ class Hub:
 
     def __init__(
         self,
-        size: int,
+        own: Message,
         max_restarts: int,
         selector: selectors.BaseSelector,
         listener: Listener | None,
         rendezvous: Rendezvous,
         obey: Callable[[Message], None],
-        slot: dict[str, str],
     ) -> None:
-        """`obey` takes the orders for rank 0 itself; `slot` is its place for Horovod."""
+        """`own`: rank 0's own hello; `obey` takes the orders for rank 0 itself."""
+        size: int = own["size"]
         self._size, self._selector, self._listener = size, selector, listener
         self._rendezvous, self._obey = rendezvous, obey
         self._max_restarts = max_restarts
         self._coordinator = Coordinator(size, max_restarts)
         self._members: dict[int, Connection] = {}
         self._strangers: set[Connection] = set()
-        self._slots = {0: slot}
+        self._spares, self._program = Spares(), own["program"]
+        self._slots, self._nodes = {0: own["slot"]}, {0: own["node"]}
+        self._new: set[int] = set()
+        """Ranks that spares have taken, and do not know yet."""
         if listener is not None:
             selector.register(listener.socket, selectors.EVENT_READ, self._accept)
 
     def begin_if_complete(self) -> None:
         """Start the first attempt once all ranks are there."""
         if len(self._members) + 1 == self._size and self._coordinator.attempt == 0:
-            self._stop_listening()
+            if self._listener is not None and not self._listener.is_lasting:
+                self._stop_listening()
             self._give(self._coordinator.begin(), None)
 
     def give_up(self) -> None:
@@ -78,8 +83,12 @@ class Hub:
             message.update(attempt=order.attempt, environment=changes, failed=failed)
         elif isinstance(order, Leave) and order.text:
             say(order.text)
-        for connection in list(self._members.values()):
-            connection.send(message)
+        for rank, connection in list(self._members.items()):
+            place = {"place": self._slots[rank]} if rank in self._new else {}
+            connection.send({**message, **place})
+        self._new.clear()
+        if isinstance(order, Finish):
+            self._spares.send(message)
         if isinstance(order, Leave | Finish):
             self.close()
         self._obey(message)
@@ -89,10 +98,8 @@ class Hub:
     def close(self) -> None:
         """Close all connections."""
         self._stop_listening()
-        for connection in [*self._members.values(), *self._strangers]:
-            if connection.is_open:
-                self._selector.unregister(connection)
-                connection.close()
+        for connection in [*self._members.values(), *self._strangers, *self._spares.all()]:
+            self._drop(connection)
         self._members.clear()
         self._strangers.clear()
 
@@ -121,23 +128,23 @@ class Hub:
         if not messages and connection.is_open:
             return
         self._strangers.discard(connection)
+        if messages and connection.is_open and messages[0].get("standby"):
+            self._welcome(messages[0], connection)
+            return
         rank = self._rank_of(messages[0]) if messages and connection.is_open else None
         if rank is None:
             self._selector.unregister(descriptor)
             connection.close()
             return
-        self._members[rank] = connection
         self._slots[rank] = messages[0].get("slot", {})
-        self._selector.modify(
-            connection, selectors.EVENT_READ, lambda: self._receive(rank, connection)
-        )
+        self._join(rank, str(messages[0].get("node", "")), connection)
         for message in messages[1:]:
             self.handle(rank, message)
         self.begin_if_complete()
 
     def _rank_of(self, hello: dict[str, Any]) -> int | None:
         """The rank of a new connection; None if it is not of this job."""
-        if self._listener is None:  # all were there
+        if self._listener is None or self._coordinator.attempt > 0:  # all were there
             return None
         rank, size, secret = (hello.get(name) for name in ("rank", "size", "secret"))
         if secret != self._listener.secret or size != self._size or rank in self._members:
@@ -149,10 +156,59 @@ class Hub:
         for message in connection.receive():
             self.handle(rank, message)
         if not connection.is_open and self._members.get(rank) is connection:
-            del self._members[rank]
             self._selector.unregister(descriptor)
-            lost = f"the shim of rank {rank} has ended"
-            self._give(self._coordinator.leave(lost), None)
+            self._lose(rank)
+
+    def _drop(self, connection: Connection) -> None:
+        if connection.is_open:
+            self._selector.unregister(connection)
+            connection.close()
+
+    # --- lost nodes, and spares -------------------------------------------------------------------
+
+    def _welcome(self, hello: Message, connection: Connection) -> None:
+        """A spare has come."""
+        if hello.get("program") != self._program or self._listener is None:
+            connection.send({"order": "refused"})
+            self._drop(connection)
+            return
+        self._spares.add(str(hello.get("node", "")), connection)
+        connection.send({"order": "wait"})
+        self._selector.modify(connection, selectors.EVENT_READ, lambda: self._wait(connection))
+
+    def _wait(self, connection: Connection) -> None:
+        """A spare says nothing, so this is its end."""
+        descriptor = connection.fileno()
+        connection.receive()
+        if not connection.is_open:
+            self._spares.discard(connection)
+            self._selector.unregister(descriptor)
+
+    def _lose(self, rank: int) -> None:
+        """A shim has ended. Its node counts as lost; a spare node takes its ranks."""
+        node = self._nodes[rank]
+        ranks = sorted(each for each, name in self._nodes.items() if name == node)
+        del self._members[rank]
+        taken = (
+            self._spares.take(len(ranks)) if self._coordinator.attempt and 0 not in ranks else None
+        )
+        if taken is None:
+            self._give(self._coordinator.leave(f"the shim of rank {rank} has ended"), None)
+            return
+        spare, connections = taken
+        for each, connection in zip(ranks, connections, strict=True):
+            if former := self._members.pop(each, None):
+                former.send({"order": "dismissed"})
+                self._drop(former)
+            self._join(each, spare, connection)
+        self._new |= set(ranks)
+        self._give(self._coordinator.lost(node, spare, ranks), time.time())
+
+    def _join(self, rank: int, node: str, connection: Connection) -> None:
+        self._members[rank], self._nodes[rank] = connection, node
+        self._selector.modify(
+            connection, selectors.EVENT_READ, lambda: self._receive(rank, connection)
+        )
 
 
 def ended_message(attempt: int, end: End) -> Message:

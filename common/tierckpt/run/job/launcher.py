@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 TORCHRUN, HOROVODRUN, MPIRUN, SRUN, NONE = "torchrun", "horovodrun", "mpirun", "srun", "none"
@@ -20,6 +21,16 @@ _ON_NODE = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
 )
+_OF_A_PLACE = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+        *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"),
+    }
+)
+"""Variables of a rank, and of its job's rendezvous. All others belong to a process or its node."""
 _JOB_IDS = (
     ("PMIX_NAMESPACE",),
     ("OMPI_MCA_ess_base_jobid",),
@@ -72,9 +83,33 @@ def _job(environment: Mapping[str, str]) -> str:
     return ""
 
 
+def node_of(environment: Mapping[str, str]) -> str:
+    """The name of this node, as for checkpoints."""
+    return environment.get("TIERCKPT_NODE") or socket.gethostname()
+
+
+def slot_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a rank's place: a process with these is this rank, on any node."""
+    return {name: value for name, value in environment.items() if _is_of_a_place(name)}
+
+
+def take_place(environment: MutableMapping[str, str], slot: Mapping[str, str]) -> None:
+    """Give a process the place `slot` instead of its own."""
+    for name in list(filter(_is_of_a_place, environment)):
+        del environment[name]
+    environment.update(slot)
+
+
+def _is_of_a_place(name: str) -> bool:
+    return name in _OF_A_PLACE or (name.startswith("HOROVOD_") and "_GLOO" not in name)
+
+
 def is_elastic(environment: Mapping[str, str]) -> bool:
     """True under elastic Horovod, whose driver replaces ranks in a running job."""
     return environment.get("HOROVOD_ELASTIC") == "1"
 
 
-__all__ = ["HOROVODRUN", "MPIRUN", "NONE", "SRUN", "TORCHRUN", "Place", "is_elastic", "place_of"]
+__all__ = [
+    *("HOROVODRUN", "MPIRUN", "NONE", "SRUN", "TORCHRUN", "Place", "is_elastic"),
+    *("node_of", "place_of", "slot_of", "take_place"),
+]

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tierckpt.run import process
+from tierckpt.run.options import Options
 
-from .attempts import address_towards, slot_of
-from .launcher import HOROVODRUN, Place
+from .attempts import address_towards
+from .channel import Message
+from .launcher import HOROVODRUN, Place, node_of, slot_of
 
 Result = TypeVar("Result")
 PATIENCE_SECONDS = 300.0
@@ -47,6 +49,8 @@ class Meeting:
     port: int = 0
     key: str = ""
     """The name of the socket, or of the entry in the store."""
+    is_lasting: bool = False
+    """Rank 0's shim listens there as long as the job runs: spares may come at any time."""
 
 
 def meeting_of(place: Place, rendezvous: str) -> Meeting | None:
@@ -54,7 +58,7 @@ def meeting_of(place: Place, rendezvous: str) -> Meeting | None:
     get = os.environ.get
     if rendezvous:
         host, _, port = rendezvous.rpartition(":")
-        return Meeting(PORT, host.strip("[]"), int(port), place.job)
+        return Meeting(PORT, host.strip("[]"), int(port), is_lasting=True)
     host, port = get("MASTER_ADDR", ""), get("MASTER_PORT", "0")
     if get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return Meeting(STORE, host, int(port), f"tierckpt/run/{_start(place)}")
@@ -79,7 +83,7 @@ class Listener:
 
     def __init__(self, meeting: Meeting, size: int) -> None:
         """Listen. Raises OSError if the address is taken."""
-        self._meeting = meeting
+        self._meeting, self.is_lasting = meeting, meeting.is_lasting
         published = meeting.kind in (STORE, KV)
         self.secret = (
             secrets.token_hex(16) if published else meeting.key if not _named(meeting) else ""
@@ -157,8 +161,20 @@ def _store(meeting: Meeting) -> Any:
 # --- the other ranks ------------------------------------------------------------------------------
 
 
+def hello_of(place: Place, options: Options) -> Message:
+    """The first message of this process to rank 0's shim."""
+    return {
+        "rank": place.rank,
+        "size": place.size,
+        "slot": slot_of(os.environ),
+        "node": node_of(os.environ),
+        "program": [options.program, *options.arguments],
+        "standby": options.standby,
+    }
+
+
 def connect(
-    meeting: Meeting, place: Place, handlers: process.Handlers
+    meeting: Meeting, hello: Message, handlers: process.Handlers
 ) -> tuple[int, socket.socket]:
     """Connect to rank 0's shim, in a process of its own; returns its id, and a socket for
     `received`."""
@@ -167,13 +183,7 @@ def connect(
     def work() -> None:
         ours.close()
         stream, secret = _dial(meeting)
-        hello = {
-            "rank": place.rank,
-            "size": place.size,
-            "secret": secret,
-            "slot": slot_of(os.environ),
-        }
-        stream.sendall(json.dumps(hello).encode() + b"\n")
+        stream.sendall(json.dumps({**hello, "secret": secret}).encode() + b"\n")
         socket.send_fds(theirs, [b"x"], [stream.fileno()])
 
     pid = process.fork_helper(handlers, work)
@@ -232,4 +242,4 @@ def _read_kv(meeting: Meeting) -> tuple[str, int, str]:
         return host, port, secret
 
 
-__all__ = ["NOWHERE", "Listener", "Meeting", "connect", "meeting_of", "received"]
+__all__ = ["NOWHERE", "Listener", "Meeting", "connect", "hello_of", "meeting_of", "received"]

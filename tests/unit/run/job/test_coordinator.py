@@ -100,6 +100,23 @@ def test_a_lost_shim_leaves_the_job_to_the_launcher_once() -> None:
     assert job.ended(0, 1, KILLED) is None
 
 
+def test_a_spare_takes_the_ranks_of_a_lost_node() -> None:
+    job = begun(3, max_restarts=1)
+    assert job.ended(1, 1, GOOD) is None
+    assert job.lost("b", "c", [1, 2]) == Start(
+        2, "node b is lost; spare c takes ranks 1, 2; attempt 2 of 2 starts"
+    )
+    assert job.ended(0, 1, FAILED) is None  # its peers had gone
+    assert [job.ended(rank, 2, GOOD) for rank in range(3)] == [None, None, Finish()]
+    assert job.lost("c", "d", [1, 2]) is None
+
+
+def test_a_lost_node_uses_up_an_attempt() -> None:
+    order = begun(max_restarts=0).lost("b", "c", [1])
+    assert isinstance(order, Leave)
+    assert order.text.startswith("node b is lost; --max-restarts 0 leaves no attempt")
+
+
 def test_ends_in_words() -> None:
     assert describe(9) == "was killed by SIGKILL"
     assert describe(3 << 8) == "ended with status 3"
