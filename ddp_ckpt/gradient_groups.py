@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+FIRST_BYTES = 1 << 20
+"""Size of the first group, as of DDP's first bucket."""
 
 
 class GradientGroups:
@@ -68,7 +70,7 @@ def _groups(params: Sequence[torch.nn.Parameter], bytes_cap: int) -> list[list[t
     left = 0
     for param in reversed(params):
         if left <= 0:
-            left = bytes_cap if groups else min(bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+            left = bytes_cap if groups else min(bytes_cap, FIRST_BYTES)
             groups.append([])
         groups[-1].append(param)
         left -= param.nbytes
