@@ -128,7 +128,8 @@ class ReleaseHook:
                 future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
                 future.set_result(bucket.buffer())
                 return future
-            us._refuse_join()
+            if us._uneven.joins:
+                us._refuse_join()
             launched_seconds = time.perf_counter()
             future = inner[1](inner[0], bucket) if inner else mean(bucket)
             us.release(params, future, launched_seconds)
@@ -154,13 +155,13 @@ class ReleaseHook:
             self._groups = GradientGroups(self._ddp, self._trained, self._release_group)
 
     def _release_group(self, params: list[torch.nn.Parameter]) -> None:
-        self._refuse_join()
+        if self._uneven.joins:
+            self._refuse_join()
         self.release(params, None, None)
 
     def _refuse_join(self) -> None:
-        if self._uneven.joins:
-            takes_mean = self._mean is not None and self.inner is None
-            self._uneven.refuse(self.release != _release_nothing, takes_mean)
+        takes_mean = self._mean is not None and self.inner is None
+        self._uneven.refuse(self.release != _release_nothing, takes_mean)
 
     def _leave_parameters(self) -> None:
         if self._groups is not None:

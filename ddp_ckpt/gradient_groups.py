@@ -14,7 +14,7 @@ FIRST_BYTES = 1 << 20
 
 
 class GradientGroups:
-    """Calls `on_group`, a bound method, in each backward pass that DDP reduces, once per group.
+    """Calls `on_group` in each backward pass that DDP reduces, once per group.
 
     A group is about as large as one of DDP's buckets, and has neighbours in the order of the
     parameters. One hook is on its first parameter, whose gradient usually comes last: right before
@@ -34,27 +34,23 @@ class GradientGroups:
         on_group: Callable[[list[torch.nn.Parameter]], None],
     ) -> None:
         """`params`: those that DDP reduces, in the module's order."""
+        self._ddp, self._on_group = ddp, on_group
+        self._groups = _groups(params, ddp.bucket_bytes_cap)
         # Python's garbage collector does not see references from a parameter.
-        module, method = weakref.ref(ddp), weakref.WeakMethod(on_group)
+        weak = weakref.ref(self)
 
-        def hook_of(group: list[torch.nn.Parameter]) -> Callable[[torch.Tensor], None]:
-            weak = [weakref.ref(param) for param in group]
-
+        def hook_of(number: int) -> Callable[[torch.Tensor], None]:
             def accumulated(_: torch.Tensor) -> None:
-                reducing, call = module(), method()
+                us = weak()
                 # DDP's mark of the newest forward pass: false under no_sync().
-                if (
-                    reducing is not None
-                    and call is not None
-                    and reducing.require_forward_param_sync
-                ):
-                    call([param for ref in weak if (param := ref()) is not None])
+                if us is not None and us._ddp.require_forward_param_sync:
+                    us._on_group(us._groups[number])
 
             return accumulated
 
         self._hooks: list[Any] = [
-            group[-1].register_post_accumulate_grad_hook(hook_of(group))
-            for group in _groups(params, ddp.bucket_bytes_cap)
+            group[-1].register_post_accumulate_grad_hook(hook_of(number))
+            for number, group in enumerate(self._groups)
         ]
 
     def close(self) -> None:

@@ -27,8 +27,6 @@ from tierckpt.group import Group
 from .ballot import PATIENCE_APART_SECONDS, PATIENCE_SECONDS, Ballot
 from .vote_exchange import Ballots, RankGoneError, Rows
 
-_NOTHING_OPEN = LevelVote()
-
 
 class Agreement:
     """The ledgers and votes of one rank. Equal on every rank, except this rank's own reports."""
@@ -179,16 +177,16 @@ class Agreement:
     def _votes_about(
         self, about: Mapping[Level, VersionId], busy: Mapping[Level, bool], figures: CostEstimate
     ) -> Mapping[Level, LevelVote]:
-        if not (self._timed or figures.levels or any(busy.values()) or self._any_open()):
+        opened = self.memory.open or self.local.open or self.peer.open or self.persistent.open
+        if not (opened or self._timed or figures.levels or any(busy.values())):
             return SILENT
-        now = time.monotonic()
-        return {
-            level: self._vote_about(level, about.get(level), busy.get(level, False), now, figures)
-            for level in LEDGERS
-        }
-
-    def _any_open(self) -> bool:
-        return bool(self.memory.open or self.local.open or self.peer.open or self.persistent.open)
+        now, votes = time.monotonic(), dict(SILENT)
+        for level in LEDGERS:
+            is_busy, id_ = busy.get(level, False), about.get(level)
+            reports = self.ledgers[level].open or is_busy or self._every_seconds.get(level)
+            if reports or level in figures.levels:
+                votes[level] = self._vote_about(level, id_, is_busy, now, figures)
+        return votes
 
     def _vote_about(
         self,
@@ -199,8 +197,6 @@ class Agreement:
         figures: CostEstimate,
     ) -> LevelVote:
         opened, known = self.ledgers[level].open, self._known[level]
-        if not (opened or busy or self._every_seconds.get(level) or level in figures.levels):
-            return _NOTHING_OPEN
         if opened and level.facts.one_at_a_time:  # this rank does not write a broken version
             busy = busy or any(known.get(each) != BROKEN for each in opened)
         state = DONE if id_ is None else known.get(id_, PENDING)
@@ -390,8 +386,9 @@ class Agreement:
         """Return versions in memory that must not be overwritten, as known at this boundary."""
         return self.memory.protected() - {newest}
 
-    def last_word(self, protected: set[VersionId]) -> set[VersionId]:
-        """Return `protected`, corrected by the vote of this very boundary. Copier thread; waits.
+    def last_word(self, protected: set[VersionId], waits: bool = True) -> set[VersionId]:
+        """Return `protected`, corrected by the vote of this very boundary. Copier thread. Waits for
+        it, or with `waits=False` returns `protected` if it is not complete.
 
         When that vote is complete, every rank has entered this iteration, so its result about the
         previous version is final: sealed on all ranks, it supersedes older ones; broken on one, it
@@ -400,7 +397,14 @@ class Agreement:
         ballot = self._ballot
         if ballot is None or (about := ballot.about.get(MEMORY)) is None:
             return protected
-        state = ballot.result().levels[MEMORY].state
+        if not (waits or ballot.is_here()):
+            return protected
+        try:
+            state = ballot.result().levels[MEMORY].state
+        except RuntimeError:  # a rank is gone, or this one closes
+            if waits:
+                raise
+            return protected
         if state == DONE:
             return superseded_by(about, protected)
         return protected - {about} if state == BROKEN else protected
