@@ -245,8 +245,11 @@ class Agreement:
     @property
     def is_any_undecided(self) -> bool:
         """True if `undecided` returns a version for some level."""
-        opened = (level for level, ledger in self.ledgers.items() if ledger.open)
-        return any(map(self.undecided, opened))
+        for level, ledger in self.ledgers.items():
+            for id_ in ledger.open:
+                if self._known[level].get(id_, PENDING) == PENDING:
+                    return True
+        return False
 
     def undecided(self, level: Level) -> list[VersionId]:
         """Return the open versions of a level whose state on this rank is not reported yet."""

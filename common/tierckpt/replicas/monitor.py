@@ -238,13 +238,16 @@ class ReplicaMonitor:
         `place` is this rank's iteration: if some ranks skipped a step, ranks come to the same
         boundary at different iterations."""
         look, self._look = self._look, None
-        digest, self._place = NONE, place
-        if look is not None:
-            try:
-                look.finish()  # if no step came between
-                digest = look.fetch()
-            except Exception as error:
-                self._report_failure(error)
+        self._place = place
+        if look is None:
+            self._to_vote = None
+            return NONE, NONE, place, ~place
+        digest = NONE
+        try:
+            look.finish()  # if no step came between
+            digest = look.fetch()
+        except Exception as error:
+            self._report_failure(error)
         self._to_vote = look if digest != NONE else None
         return (*as_vote(digest), place, ~place)
 
