@@ -221,11 +221,8 @@ class Iterations:
         Must be called before every other hook: a user's hook may change state that is being copied.
         """
         label = self._labels[id(optimizer)]
-        if not callable(closure_of(args, kwargs)):
-            self.stepping.add(label)
-            self._before_step(label)
-            return None
-        if label in self._since and not self.explicit:
+        closure = closure_of(args, kwargs)
+        if callable(closure) and label in self._since and not self.explicit:
             self._pass_forward()  # the forward passes come inside the step, too late for a boundary
         self.stepping.add(label)
         step, then = self._step_of(optimizer), partial(self._before_step, label)
