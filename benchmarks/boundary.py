@@ -45,9 +45,8 @@ PARTS = {
         "hooks.epoch_ends:EpochEnds.passed",
         "hooks.unsaved_objects:Unsaved.boundary",
     ),
-    "reduction (DDP's in C++)": ("ddp_ckpt.gradient_mean:GradientMean.__call__",),
-    "its result": ("ddp_ckpt.gradient_mean:_first",),
     "release": (
+        "ddp_ckpt.comm_hook:ReleaseHook._release_group",
         "checkpointer.core:CheckpointerCore._release",
         "checkpointer.active_snapshot:ActiveSnapshot.release",
     ),

@@ -87,7 +87,7 @@ class DDPAdapter(PlainAdapter):
         """Take the communication hooks. Raises the error of a refused hook."""
         super().attached(handle)
         for hook in self._hooks.values():
-            hook.release, hook.chained = handle.release, self._look_at_hook
+            hook.attach(handle.release, self._look_at_hook, handle.traces)
             if self._comm_hook is not None:
                 hook.give(*self._comm_hook)
         if self._hook_is_taken:
@@ -123,7 +123,7 @@ class DDPAdapter(PlainAdapter):
 
     def _begin_iteration(self) -> None:
         for hook in self._hooks.values():
-            hook.mean.begin_iteration()
+            hook.begin_iteration()
 
     def newly_unreduced(self) -> Iterable[torch.Tensor]:
         """The parameters that were frozen when their DDP module was made, and are trained now."""
@@ -145,7 +145,7 @@ class DDPAdapter(PlainAdapter):
             order = saved.get("buckets")
             if order and (self.group.size > 2 or self._hook_states):
                 hook.prime(order)
-            hook.mean.resume(saved.get("divided", ()))
+            hook.resume(saved.get("divided", ()))
 
     def closed(self) -> None:
         """Give the communication hooks back."""

@@ -1,4 +1,9 @@
-"""The communication hook of a DDP module: reduces a bucket, then releases its layers."""
+"""The release of a DDP module's layers while it reduces their gradients.
+
+Usually DDP reduces them itself, and hooks on a few parameters release layers (`gradient_groups`).
+A communication hook in Python costs 0.4 ms of CPU time a pass, so DDP gets one only if it is
+needed: for a hook of the user's, for a trace, and where a restart would change sums without it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tierckpt.state.rng import load_rng, pack_rng
 
 from .ddp_modules import reduced_by
+from .gradient_groups import GradientGroups
 from .gradient_mean import GradientMean, Reduced
 from .gradient_order import GradientOrder
 from .uneven_inputs import UnevenInputs
@@ -27,7 +34,7 @@ else:
     BuiltinCommHookType, GradBucket = dist.BuiltinCommHookType, dist.GradBucket
 
 CommHook = Callable[[Any, GradBucket], Reduced]
-Release = Callable[[Iterable[torch.Tensor], Reduced, float], None]
+Release = Callable[[Iterable[torch.Tensor], Reduced | None, float | None], None]
 
 BUILT_IN = {
     BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
@@ -37,8 +44,11 @@ BUILT_IN = {
 
 
 class ReleaseHook:
-    """The hook of one DDP module. A module accepts only one hook, ever; consecutive checkpointers
-    share it. `release` is called in `backward()`, on the training thread or autograd's."""
+    """The hooks of one DDP module, which consecutive checkpointers share. `release` is called in
+    `backward()`, on the training thread or autograd's.
+
+    A module accepts only one communication hook, ever. Once it has one, all releases come from it.
+    """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.inner: tuple[Any, CommHook] | None = None
@@ -53,15 +63,53 @@ class ReleaseHook:
         self._params = list(ddp.module.parameters())
         self._number = {id(p): i for i, p in enumerate(self._params)}
         self._reduced = reduced_by(ddp)
-        self._arrivals = GradientOrder(self._reduced, self._number)
-        self.mean = GradientMean(ddp, self._number)
+        self._trained = [param for param in self._reduced if param.requires_grad]
+        self._arrivals = GradientOrder(ddp, self._reduced, self._number)
+        self._mean: GradientMean | None = None
+        """The reduction in place of DDP's own; None while DDP has no communication hook."""
+        self._groups: GradientGroups | None = None
         self._uneven = UnevenInputs(ddp)
         self._buckets: list[list[torch.Tensor]] = []
         """Parameters of the buckets of the newest backward pass, in order."""
         self._passes = 0
+        """Calls of the communication hook with a first bucket."""
         self._packed: tuple[list[torch.Tensor], list[int], dict[str, list[int]]] = [], [], {}
         """The last result of `packed`, made of these parameters and this order."""
         self._priming = False
+        # The first hook that the user registers from now on is chained, not refused by DDP.
+        for name, chain in (
+            ("register_comm_hook", self._register),
+            ("_register_builtin_comm_hook", self._register_built_in),
+            ("join_hook", self._uneven.begin),
+        ):
+            setattr(ddp, name, _Instead(self, name, chain))
+        if not self._may_leave_it_to_ddp():
+            self._take_over()
+
+    def _may_leave_it_to_ddp(self) -> bool:
+        """True if DDP can reduce all gradients itself: its buckets follow from the order of the
+        first gradients, and each of the parameters has a gradient in every pass.
+
+        False where DDP's mean depends on what was kept before a restart (see `GradientMean`), and
+        where the first pass was made before, unobserved.
+        """
+        found = self._ddp._get_ddp_logging_data()
+        nbytes = sum(param.nbytes for param in self._trained)
+        known = (found.get("num_parameter_tensors"), found.get("total_parameter_size_bytes"))
+        return (
+            self._makes_final_ones()
+            and not GradientMean.depends_on_kept(self._ddp)
+            and not any(self._ddp.reducer.get_backward_stats())  # times of gradients
+            and known == (len(self._trained), nbytes)
+        )
+
+    def _take_over(self) -> None:
+        """Give DDP a communication hook, from the next backward pass on."""
+        if self._mean is not None:
+            return
+        self._mean = mean = GradientMean(self._ddp, self._number)
+        self._passes = int(self._arrivals.reduced)
+        self._leave_parameters()
 
         # DDP keeps the hook in C++, which Python's garbage collector does not see: with a strong
         # reference from there to this object, and from here to the module, none would be freed.
@@ -75,17 +123,15 @@ class ReleaseHook:
             if bucket.index() == 0:
                 us._buckets = []
                 us._passes += 1
-                if us._passes == 2:
-                    us._arrivals.stop()
             us._buckets.append(params)
             if us._priming:
                 future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
                 future.set_result(bucket.buffer())
                 return future
             if us._uneven.joins:
-                us._uneven.refuse(us.release != _release_nothing, us.inner is None)
+                us._refuse_join()
             launched_seconds = time.perf_counter()
-            future = inner[1](inner[0], bucket) if inner else us.mean(bucket)
+            future = inner[1](inner[0], bucket) if inner else mean(bucket)
             us.release(params, future, launched_seconds)
             return future
 
@@ -94,18 +140,39 @@ class ReleaseHook:
             "bucket": GradBucket,
             "return": torch.futures.Future[torch.Tensor],
         }
-        ddp.register_comm_hook(None, tierckpt_hook)
+        type(self._ddp).register_comm_hook(self._ddp, None, tierckpt_hook)
         # The reducer has the hook. DDP's list is copied and pickled with the module, but the copy's
         # reducer would not have the hook.
-        ddp._comm_hooks.pop()
-        _set_name(ddp, "")
-        # The first hook that the user registers from now on is chained, not refused by DDP.
-        for name, chain in (
-            ("register_comm_hook", self._register),
-            ("_register_builtin_comm_hook", self._register_built_in),
-            ("join_hook", self._uneven.begin),
-        ):
-            setattr(ddp, name, _Instead(self, name, chain))
+        self._ddp._comm_hooks.pop()
+        _set_name(self._ddp, "")
+
+    def attach(self, release: Release, chained: Callable[[Any], None], traces: bool) -> None:
+        """Serve a checkpointer. With `traces`, `release` receives the reductions."""
+        self.release, self.chained = release, chained
+        if traces:
+            self._take_over()
+        if self._mean is None and self._groups is None:
+            self._groups = GradientGroups(self._ddp, self._trained, self._release_group)
+
+    def _release_group(self, params: list[torch.nn.Parameter]) -> None:
+        if self._uneven.joins:
+            self._refuse_join()
+        self.release(params, None, None)
+
+    def _refuse_join(self) -> None:
+        takes_mean = self._mean is not None and self.inner is None
+        self._uneven.refuse(self.release != _release_nothing, takes_mean)
+
+    def _leave_parameters(self) -> None:
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+
+    def begin_iteration(self) -> None:
+        """An iteration begins: its first pass is the one of `GradientMean`."""
+        self._arrivals.stop_if_over()
+        if self._mean is not None:
+            self._mean.begin_iteration()
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> ReleaseHook | None:
@@ -145,15 +212,25 @@ class ReleaseHook:
 
     def leaves_out(self, param: torch.Tensor) -> bool:
         """True if this module has the parameter, and its last pass did not reduce it."""
+        if self._mean is None:
+            ours = id(param) in self._number
+            return (
+                ours and self._arrivals.reduced and not any(map(is_, self._trained, repeat(param)))
+            )
         reduced = {id(p) for bucket in self._buckets for p in bucket}
         return id(param) in self._number and bool(reduced) and id(param) not in reduced
 
     def packed(self) -> dict[str, list[int]]:
         """The order of the buckets, and the way in which the mean was taken; the same object until
         one of them changes."""
+        if self._mean is None:
+            order, (_, kept_order, found) = self.order(), self._packed
+            if not (found and (order is kept_order or order == kept_order)):
+                self._packed = [], order, {"buckets": order, "divided": []}
+            return self._packed[2]
         final = self._passes > 1 and self._makes_final_ones()
         params = [p for bucket in self._buckets for p in bucket] if final else []
-        divided = self.mean.divided()
+        divided = self._mean.divided()
         kept, order, found = self._packed
         same = len(params) == len(kept) and all(map(is_, params, kept))
         if not (final and same and found.get("divided") == divided):
@@ -162,11 +239,13 @@ class ReleaseHook:
         return self._packed[2]
 
     def order(self) -> list[int]:
-        """The parameters' numbers in the order of DDP's final buckets; after the first pass, in the
-        order from which DDP will make them. Empty if `prime` cannot give this order to a new
-        module."""
+        """The parameters' numbers in an order from which DDP makes its final buckets: that of the
+        gradients of the first pass, or of the buckets themselves. Empty if `prime` cannot give this
+        order to a new module."""
         if not self._makes_final_ones():
             return []
+        if self._mean is None:
+            return self._arrivals.order() if self._arrivals.reduced else []
         if self._passes < 2:
             return self._arrivals.order() if self._passes else []
         return [self._number[id(p)] for bucket in self._buckets for p in bucket]
@@ -191,8 +270,10 @@ class ReleaseHook:
         trained = [self._number[id(p)] for p in self._reduced if p.requires_grad]
         # An embedding with sparse gradients accepts no dense zero gradient.
         sparse = any(getattr(m, "sparse", False) is True for m in ddp.module.modules())
-        if not self._makes_final_ones() or sparse or self._passes or sorted(order) != trained:
+        begun = self._passes or self._arrivals.reduced
+        if not self._makes_final_ones() or sparse or begun or sorted(order) != trained:
             return
+        self._take_over()
         self._priming = True
         try:
             with _unheard(params):
@@ -206,20 +287,28 @@ class ReleaseHook:
             for param in params:
                 param.grad = None
 
+    def resume(self, divided: Iterable[int]) -> None:
+        """See `GradientMean.resume`."""
+        if self._mean is not None:
+            self._mean.resume(divided)
+
     def let_go_of(self, release: Release) -> None:
         """Detach from a closed checkpointer, unless another one has taken the hook: the module
         outlives its checkpointers."""
         if self.release == release:
             self.release, self.chained = _release_nothing, _look_at_nothing
+            self._leave_parameters()
 
     def give(self, state: Any, hook: CommHook) -> None:
         """Chain the hook that a checkpointer was given, in place of an earlier one's."""
+        self._take_over()
         self._chain(state, hook, hook.__qualname__)
         self._inner_is_given = True
 
     def _register(self, state: Any, hook: CommHook) -> None:
         """Replacement of DDP's `register_comm_hook`, with the same errors in the same cases."""
         self._ddp._check_comm_hook(hook)
+        self._take_over()
         if self.inner is not None:
             # Raises, because our hook is registered.
             dist._register_comm_hook(self._ddp.reducer, state, hook)  # type: ignore[attr-defined]
@@ -227,6 +316,7 @@ class ReleaseHook:
 
     def _register_built_in(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Replacement of DDP's `_register_builtin_comm_hook`, with the same errors."""
+        self._take_over()
         if self.inner is not None:
             register: Any = dist._register_builtin_comm_hook  # type: ignore[attr-defined]
             register(self._ddp.reducer, comm_hook_type)  # raises, because our hook is registered
@@ -281,7 +371,7 @@ def _look_at_nothing(state: Any) -> None:
 
 
 def _release_nothing(
-    params: Iterable[torch.Tensor], reduction: Reduced, launched_seconds: float
+    params: Iterable[torch.Tensor], reduction: Reduced | None, launched_seconds: float | None
 ) -> None:
     """The release while the module has no checkpointer: no effect."""
 

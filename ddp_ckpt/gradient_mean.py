@@ -49,10 +49,16 @@ class GradientMean:
         self._resumed: set[int] = set()
         """Parameters with gradients that the next pass divides although they are new."""
         self._begins = self._records = True
-        exact_reciprocal = self._size & (self._size - 1) == 0
-        self._watches = bool(ddp.gradient_as_bucket_view) and not exact_reciprocal
+        self._watches = self.depends_on_kept(ddp)
         if self._watches:
             watch_gradients(ddp.module.parameters(), self.watch)
+
+    @staticmethod
+    def depends_on_kept(ddp: DistributedDataParallel) -> bool:
+        """True if gradients that the loop keeps from an earlier pass change the result."""
+        size = dist.get_world_size(ddp.process_group)
+        exact_reciprocal = size & (size - 1) == 0
+        return bool(ddp.gradient_as_bucket_view) and not exact_reciprocal
 
     def watch(self, param: torch.Tensor) -> None:
         """Record the address of a gradient that was accumulated and that DDP has not copied yet."""

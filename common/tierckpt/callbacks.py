@@ -32,8 +32,8 @@ class Callbacks:
     """
 
     def on_allreduce_launched(self, params: Iterable[torch.Tensor]) -> None:
-        """The reduction of these parameters' gradients is in progress (during the backward
-        pass)."""
+        """The reduction of these parameters' gradients is in progress or begins (during the
+        backward pass)."""
 
     def on_step_boundary(self, version: int) -> None:
         """A boundary was passed: the state is that after `version` optimizer steps.

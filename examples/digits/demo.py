@@ -2,8 +2,9 @@
 
 It makes three runs of `train.py` under torchrun, or of `train_horovod.py` under horovodrun: without
 checkpoints, with a checkpoint at every step, and the same with rank 1 killed in the middle of a
-step. It prints whether the loss curves are equal bit for bit, and the cost of the checkpoints, and
-saves a picture.
+step. It prints whether the loss curves are equal bit for bit, and saves a picture. Under torchrun
+`cost.py` then measures what a checkpoint costs, by two models that train in turns: two runs one
+after the other differ by more than that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ LAUNCHERS = {
 }
 
 
+COST = [*_TORCHRUN, str(HERE / "cost.py")]
 YOURS = {
     "torchrun": "torchrun --nproc-per-node 2 -m tierckpt.run train.py",
     "horovodrun": "horovodrun -np 2 tierckpt run train.py",
@@ -49,12 +52,12 @@ YOURS = {
 
 
 def run(
-    launcher: str, name: str, steps: int, work: Path, options: list[str], progress: Progress
+    launcher: list[str], name: str, steps: int, work: Path, options: list[str], progress: Progress
 ) -> Journals:
     """Run one job; return the journals of both ranks."""
     folder = work / name.replace(" ", "-")
     folder.mkdir(parents=True)
-    words = [str(folder / TIMES) if word == TIMES else word for word in LAUNCHERS[launcher]]
+    words = [str(folder / TIMES) if word == TIMES else word for word in launcher]
     command = [*words, "--steps", str(steps), "--journal", str(folder)]
     command += ["--path", str(folder / "ckpts"), *options]
     task = progress.add_task(name, total=steps, note="starting two processes")
@@ -87,18 +90,14 @@ def read(folder: Path, rank: int) -> list[Record]:
 def show(first: list[Record], second: list[Record], progress: Progress, task: object) -> None:
     """Update the progress bar and its note."""
     steps = [r["step"] for r in first if "step" in r]
-    note = f"loss {float.fromhex(last_loss(first)):.4f}" if steps else ""
+    losses = [str(r["loss"]) for r in first if "loss" in r]
+    note = f"loss {float.fromhex(losses[-1]):.4f}" if losses else ""
     killed = [r for r in second if "killed" in r]
     if killed:
         starts = [r for r in first if "start" in r]
         note = f"SIGKILL in step {killed[0]['killed']}"
         note += f", resumed at {starts[1]['start']}" if len(starts) > 1 else ", restarting ..."
     progress.update(task, completed=steps[-1] + 1 if steps else 0, note=note)  # type: ignore[arg-type]
-
-
-def last_loss(journal: list[Record]) -> str:
-    """Return the newest loss as hexadecimal text."""
-    return str([r["loss"] for r in journal if "loss" in r][-1])
 
 
 def curve(journal: list[Record]) -> dict[int, str]:
@@ -122,18 +121,42 @@ def stalls_ms(journals: Journals) -> list[float]:
     ]
 
 
-def cpu_ms(journals: Journals) -> float:
-    """Return the median CPU time of a step after a warm-up, on the rank with more."""
-    each = (
-        [float(str(r["cpu_seconds"])) for r in journal if "cpu_seconds" in r][20:]
-        for journal in journals.values()
-    )
-    return 1e3 * max(statistics.median(seconds) for seconds in each)
-
-
 def step_ms(journals: Journals) -> float:
     """Return the median step of rank 0 after a warm-up."""
     return 1e3 * statistics.median(r["step_seconds"] for r in journals[0][20:] if "step" in r)  # type: ignore[type-var]
+
+
+@dataclass
+class Cost:
+    """What a checkpoint costs, by the turns of `cost.py`: medians, on the rank with more."""
+
+    step_ms: float
+    """A step without checkpoints."""
+    more_percent: float
+    """How much longer a step with a checkpoint is."""
+    cpu_ms: float
+    """CPU time of a checkpoint in the rank's process."""
+    agent_cpu_ms: float
+    """CPU time in the agent, which serves all ranks of the node."""
+
+    @classmethod
+    def of(cls, journals: Journals) -> Cost:
+        """Take the differences within each pair of turns."""
+        turns = [[r["turn"] for r in journal if "turn" in r] for journal in journals.values()]
+        pairs: list[list[tuple[Any, Any]]] = [
+            [(turn["plain"], turn["saved"]) for turn in each]  # type: ignore[index]
+            for each in turns
+        ]
+        agents = (
+            [float(str(r["agent_cpu_seconds"])) for r in journal if "turn" in r]
+            for journal in journals.values()
+        )
+        return cls(
+            1e3 * max(statistics.median(p[0] for p, _ in each) for each in pairs),
+            100 * max(statistics.median(s[0] / p[0] - 1 for p, s in each) for each in pairs),
+            1e3 * max(statistics.median(s[1] - p[1] for p, s in each) for each in pairs),
+            1e3 * sum(statistics.median(each) for each in agents),  # one of the ranks started it
+        )
 
 
 def restart(journals: Journals, times: Path) -> dict[str, Any]:
@@ -209,12 +232,12 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     kill_step = args.steps * 3 // 5
-    plain, calm, killed, back = three_runs(args.launcher, args.steps, kill_step, console)
+    (plain, calm, killed), back, cost = all_runs(args.launcher, args.steps, kill_step, console)
     same = all(curve(plain[r]) == curve(calm[r]) == curve(killed[r]) for r in (0, 1))
     console.print()
     verdict = "equal bit for bit" if same else "DIFFERENT"
     console.print(f"loss curves of both ranks in all three runs: {verdict}")
-    print_cost(plain, calm, console)
+    print_cost(plain, calm, cost, console)
     print_restart(back, console)
     picture(args.picture, curve(plain[0]), curve(killed[0]), kill_step, stalls_ms(calm))
     console.print(f"picture: {args.picture.resolve()}", soft_wrap=True)
@@ -225,10 +248,12 @@ def main() -> None:
         sys.exit("The curves differ. This is a bug: please report it.")
 
 
-def three_runs(
+def all_runs(
     launcher: str, steps: int, kill_step: int, console: Console
-) -> tuple[Journals, Journals, Journals, dict[str, Any]]:
-    """Run without checkpoints, with one at every step, and the same with rank 1 killed."""
+) -> tuple[list[Journals], dict[str, Any], Cost | None]:
+    """Run without checkpoints, with one at every step, and the same with rank 1 killed; under
+    torchrun then measure the cost."""
+    words, cost = LAUNCHERS[launcher], None
     work = Path(tempfile.mkdtemp(prefix="tierckpt-demo-"))
     columns = (
         TextColumn("{task.description:22}"),
@@ -238,31 +263,40 @@ def three_runs(
     )
     try:
         with Progress(*columns, console=console) as progress:
-            plain = run(launcher, "no checkpoints", steps, work, ["--plain"], progress)
-            calm = run(launcher, "a checkpoint a step", steps, work, [], progress)
+            plain = run(words, "no checkpoints", steps, work, ["--plain"], progress)
+            calm = run(words, "a checkpoint a step", steps, work, [], progress)
             kill = ["--kill-step", str(kill_step)]
             name = "the same, and SIGKILL"
-            killed = run(launcher, name, steps, work, kill, progress)
+            killed = run(words, name, steps, work, kill, progress)
             back = restart(killed, work / name.replace(" ", "-") / TIMES)
+            if launcher == "torchrun":
+                turns = 40 * max(steps // 16, 2)
+                cost = Cost.of(run(COST, "two models in turns", turns, work, [], progress))
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return plain, calm, killed, back
+    return [plain, calm, killed], back, cost
 
 
-def print_cost(plain: Journals, calm: Journals, console: Console) -> None:
-    """Print the stall per checkpoint, and the slowdown with one at every step."""
+def print_cost(plain: Journals, calm: Journals, cost: Cost | None, console: Console) -> None:
+    """Print the stall per checkpoint, and the whole cost of one at every step."""
     ms = stalls_ms(calm)
     saved = [r for r in calm[0] if r.get("event") == "committed"]
-    overhead = 100 * (step_ms(calm) / step_ms(plain) - 1)
     console.print(
         f"stall per checkpoint: median {statistics.median(ms):.2f} ms, "
         f"p99 {sorted(ms)[int(0.99 * len(ms))]:.2f} ms "
         f"({len(ms)} in memory; rank 0: {len(saved)} on disk)"
     )
+    if cost is None:
+        overhead = 100 * (step_ms(calm) / step_ms(plain) - 1)
+        console.print(
+            f"median step: {step_ms(plain):.1f} ms without checkpoints, {step_ms(calm):.1f} ms "
+            f"with one at every step: {overhead:+.1f} % (two runs, one after the other)"
+        )
+        return
     console.print(
-        f"median step: {step_ms(plain):.1f} ms without checkpoints, {step_ms(calm):.1f} ms "
-        f"with one at every step: {overhead:+.1f} %; CPU of a step and rank: "
-        f"{cpu_ms(plain):.1f} and {cpu_ms(calm):.1f} ms"
+        f"a step of {cost.step_ms:.1f} ms, with a checkpoint at each: {cost.more_percent:+.1f} %; "
+        f"CPU time of a checkpoint: {cost.cpu_ms:.2f} ms in each rank, {cost.agent_cpu_ms:.2f} ms "
+        "in the agent (medians of two models in the same processes, in turns)"
     )
 
 

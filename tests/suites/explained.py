@@ -8,7 +8,6 @@ from __future__ import annotations
 REFUSED = "refused with a way out"
 """Prefix of reasons for a second run: the test follows the refusal's advice, and must pass then."""
 JOIN = "join() is refused: all ranks must make the same number of steps (docs/models.md)"
-NO_NAME = "DDP's log has an empty name for no hook, where it had none: what was set cannot be unset"
 LOCAL_SGD = "local SGD is refused: between two averagings the models differ (docs/models.md)"
 NO_MODEL = (
     f"{REFUSED}: without named_parameters straight from the model it is not known whose buffers "
@@ -19,7 +18,6 @@ ELASTIC = f"{REFUSED}: commits are of a model and Horovod's optimizer (docs/horo
 EXPLAINED = {
     "ddp": [
         ("test_ddp_(uneven_inputs|.*_uneven_inputs|join_.*)", "under join\\(\\)", JOIN),
-        ("test_ddp_comm_hook_logging", "None mismatch:  is not None", NO_NAME),
         (".*_post_localSGD", "PostLocalSGDState", LOCAL_SGD),
     ],
     "horovod": [

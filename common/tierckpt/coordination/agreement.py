@@ -20,14 +20,12 @@ from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger, superseded_by
 from tierckpt.core.levels import AWAITED, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT, Level
 from tierckpt.core.tuning.autotune import FREE, UNKNOWN, CostEstimate
-from tierckpt.core.votes import LevelVote, Vote, as_vote, of_vote
+from tierckpt.core.votes import NO_METRIC, SILENT, LevelVote, Vote, as_vote, of_vote
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 
 from .ballot import PATIENCE_APART_SECONDS, PATIENCE_SECONDS, Ballot
 from .vote_exchange import Ballots, RankGoneError, Rows
-
-_NOTHING_OPEN = LevelVote()
 
 
 class Agreement:
@@ -55,6 +53,8 @@ class Agreement:
         self.close_asked = False
         """The user called `close()`; every vote from now on reports it to all ranks."""
         self._every_seconds = {level: getattr(config, level).every_seconds for level in INTERVALS}
+        self._timed = any(self._every_seconds.values())
+        """Some level takes versions by time."""
         self._known: dict[Level, dict[VersionId, int]] = {level: {} for level in LEDGERS}
         """State on this rank of the versions under way, by level."""
         self._shards: dict[VersionId, tuple[int, float | None]] = {}
@@ -143,18 +143,13 @@ class Agreement:
             unchanged: see `Vote`.
             own: integers of this rank that all ranks read, see `Ballots`.
         """
-        about, now = self._about(newest), time.monotonic()
-        nbytes, metric = self._shard(about.get(LOCAL))
+        about = self._about(newest)
+        nbytes, metric = self._shard(about[LOCAL]) if LOCAL in about else (0, None)
         vote = Vote(
-            {
-                level: self._vote_about(
-                    level, about.get(level), busy.get(level, False), now, figures
-                )
-                for level in LEDGERS
-            },
+            self._votes_about(about, busy, figures),
             no_request=int(not self._asked and halt[0] is Reason.NONE),
             less_bytes=-nbytes,
-            metric=as_vote(metric),
+            metric=NO_METRIC if metric is None else as_vote(metric),
             halt=halt[0],
             unattended=int(halt[1]),
             less_step_us=-figures.step_us,
@@ -179,6 +174,20 @@ class Agreement:
                 found[level] = old[0]
         return found
 
+    def _votes_about(
+        self, about: Mapping[Level, VersionId], busy: Mapping[Level, bool], figures: CostEstimate
+    ) -> Mapping[Level, LevelVote]:
+        opened = self.memory.open or self.local.open or self.peer.open or self.persistent.open
+        if not (opened or self._timed or figures.levels or any(busy.values())):
+            return SILENT
+        now, votes = time.monotonic(), dict(SILENT)
+        for level in LEDGERS:
+            is_busy, id_ = busy.get(level, False), about.get(level)
+            reports = self.ledgers[level].open or is_busy or self._every_seconds.get(level)
+            if reports or level in figures.levels:
+                votes[level] = self._vote_about(level, id_, is_busy, now, figures)
+        return votes
+
     def _vote_about(
         self,
         level: Level,
@@ -188,8 +197,6 @@ class Agreement:
         figures: CostEstimate,
     ) -> LevelVote:
         opened, known = self.ledgers[level].open, self._known[level]
-        if not (opened or busy) and level not in self._since:
-            return _NOTHING_OPEN
         if opened and level.facts.one_at_a_time:  # this rank does not write a broken version
             busy = busy or any(known.get(each) != BROKEN for each in opened)
         state = DONE if id_ is None else known.get(id_, PENDING)
@@ -238,8 +245,11 @@ class Agreement:
     @property
     def is_any_undecided(self) -> bool:
         """True if `undecided` returns a version for some level."""
-        opened = (level for level, ledger in self.ledgers.items() if ledger.open)
-        return any(map(self.undecided, opened))
+        for level, ledger in self.ledgers.items():
+            for id_ in ledger.open:
+                if self._known[level].get(id_, PENDING) == PENDING:
+                    return True
+        return False
 
     def undecided(self, level: Level) -> list[VersionId]:
         """Return the open versions of a level whose state on this rank is not reported yet."""
@@ -251,24 +261,30 @@ class Agreement:
         Waits at most `patience_seconds`; then this rank is `parted`.
         """
         self.rows = []
-        if self._ballot is None:
+        ballot = self._ballot
+        if ballot is None:
             return Vote(), None
         try:
-            if not self._ballot.came(0.0 if self._patience_lost else self.patience_seconds):
-                self.missing = self._ballot.missing()
-                self.part(self._ballot.newest)
+            if not (
+                ballot.is_here()
+                or ballot.came(0.0 if self._patience_lost else self.patience_seconds)
+            ):
+                self.missing = ballot.missing()
+                self.part(ballot.newest)
                 return Vote(), None
-            agreed, self.rows = self._ballot.result(), self._ballot.rows()
+            agreed, self.rows = ballot.result(), ballot.rows()
         except RankGoneError:
             self._group.barrier()  # fails with the error that the script or its launcher expects
             raise
         self._patience_lost, self.apart = False, agreed.apart
         if not self.apart:
-            self.together = self._ballot.newest
+            self.together = ballot.newest
+        if not (ballot.about or self._shards or any(self._known.values())):
+            return agreed, None
         shard = (-agreed.less_bytes, of_vote(agreed.metric))
         broken = None
         # Last levels first: the effects of a version on local depend on them.
-        for level, id_ in reversed(self._ballot.about.items()):
+        for level, id_ in reversed(ballot.about.items()):
             lost = self._resolve(level, agreed.levels[level].state, id_, *shard)
             broken = lost if level == MEMORY else broken
         self._forget_closed()
@@ -373,8 +389,9 @@ class Agreement:
         """Return versions in memory that must not be overwritten, as known at this boundary."""
         return self.memory.protected() - {newest}
 
-    def last_word(self, protected: set[VersionId]) -> set[VersionId]:
-        """Return `protected`, corrected by the vote of this very boundary. Copier thread; waits.
+    def last_word(self, protected: set[VersionId], waits: bool = True) -> set[VersionId]:
+        """Return `protected`, corrected by the vote of this very boundary. Copier thread. Waits for
+        it, or with `waits=False` returns `protected` if it is not complete.
 
         When that vote is complete, every rank has entered this iteration, so its result about the
         previous version is final: sealed on all ranks, it supersedes older ones; broken on one, it
@@ -383,7 +400,14 @@ class Agreement:
         ballot = self._ballot
         if ballot is None or (about := ballot.about.get(MEMORY)) is None:
             return protected
-        state = ballot.result().levels[MEMORY].state
+        if not (waits or ballot.is_here()):
+            return protected
+        try:
+            state = ballot.result().levels[MEMORY].state
+        except RuntimeError:  # a rank is gone, or this one closes
+            if waits:
+                raise
+            return protected
         if state == DONE:
             return superseded_by(about, protected)
         return protected - {about} if state == BROKEN else protected

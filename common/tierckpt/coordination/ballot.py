@@ -36,6 +36,11 @@ class Ballot:
         self._pending = pending
         self.newest = newest
         self.about = about
+        self._result: Vote | None = None
+
+    def is_here(self) -> bool:
+        """True when `result` will not block. Any thread."""
+        return self._pending.done()
 
     def came(self, patience_seconds: float) -> bool:
         """Wait for the votes. True when `result` will not block; False after the time is over, or
@@ -51,7 +56,9 @@ class Ballot:
 
     def result(self) -> Vote:
         """Return the minimum of all ranks' votes; waits for it. Any thread."""
-        return Vote.unpack(self._pending.wait())
+        if self._result is None:
+            self._result = Vote.unpack(self._pending.wait())
+        return self._result
 
     def rows(self) -> Rows:
         """Return the integers that ranks gave along with their votes; waits, too."""

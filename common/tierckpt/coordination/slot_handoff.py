@@ -56,7 +56,8 @@ class SlotHandoff:
         def choose(blocks: int, image_bytes: int) -> Slot:
             seal_bytes, pool = seal_area_bytes(blocks, runs), self._pool
             try:
-                return pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
+                known = self._agreement.last_word(protected, waits=False)
+                return pool.choose(known, self._agent.pinned(), seal_bytes, image_bytes)
             except NoSlotError:
                 proven = self._agreement.last_word(protected)
             return pool.choose(proven, self._agent.pinned(), seal_bytes, image_bytes)

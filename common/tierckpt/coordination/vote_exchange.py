@@ -174,6 +174,7 @@ class SharedBallots:
     ) -> None:
         """Own `page`, and `processes`: a pidfd of every other rank's process."""
         self._group, self._width = group, width
+        self.rank = group.rank
         self._page: mmap.mmap | None = page
         self._processes = dict(processes)
         self._close_processes = weakref.finalize(self, _close_all, self._processes)
@@ -195,17 +196,19 @@ class SharedBallots:
         turn, rank = self._turn + 1, self._group.rank
         at = self._place(turn, rank)
         votes: Votes = [None] * self._group.size
+        whole = b""
         with self._open:
             page = self._opened()
             # An interrupt right after the write leaves it there: others may have read it.
             if int.from_bytes(page[at : at + 8], "little") != turn:
                 if own:
-                    row = self._own_row.pack(turn, *own)
-                    _write(page, self._own_place(turn, rank), row)
-                _write(page, at, self._row.pack(turn, len(own), *values))
+                    _write(page, self._own_place(turn, rank), self._own_row.pack(turn, *own))
+                row = self._row.pack(turn, len(own), *values)
+                whole = row + _checksum(row)
+                page[at : at + len(whole)] = whole
                 votes[rank] = values, tuple(own)
         self._turn = turn  # last: a vote that an interrupt kept from being written is not cast
-        return _Pending(self, turn, votes, bool(own))
+        return _Pending(self, turn, votes, bool(own), b"" if own else whole)
 
     def even_out(self) -> None:
         """Cast empty votes until this rank has cast as many as any other."""
@@ -257,6 +260,17 @@ class SharedBallots:
                 page = self._opened()
                 gone = {rank for rank in missing if self._is_gone(page, rank)}
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def is_cast_by_all(self, turn: int, row: bytes) -> bool:
+        """True if the rows of all ranks for that turn are equal to this one. Any thread.
+
+        Then they are complete, since a row contains its turn and a checksum, and this rank's vote
+        is the minimum."""
+        first = self._rows_at[turn % TURNS]
+        rows = row.ljust(self._row_bytes, b"\0") * self._group.size
+        with self._open:
+            page = self._page
+            return page is not None and page[first : first + len(rows)] == rows
 
     def done(self, turn: int, votes: Votes) -> bool:
         """True when `result` will not wait for a running rank. Any thread."""
@@ -339,10 +353,13 @@ class SharedBallots:
 class _Pending:
     """The vote of SharedBallots: any thread may wait, more than once."""
 
-    def __init__(self, ballots: SharedBallots, turn: int, votes: Votes, with_own: bool) -> None:
-        """`votes`: those known already, by rank."""
+    def __init__(
+        self, ballots: SharedBallots, turn: int, votes: Votes, with_own: bool, row: bytes
+    ) -> None:
+        """`votes`: those known already, by rank. `row`: this rank's as it was written; empty if
+        other ranks' rows need to be read although they are equal."""
         self._ballots, self._turn, self._with_own = ballots, turn, with_own
-        self._votes = votes
+        self._votes, self._row = votes, row
         self._lock = threading.Lock()
         self._result: tuple[list[int], Rows] | None = None
 
@@ -351,7 +368,11 @@ class _Pending:
 
     def done(self) -> bool:
         # Without the lock, which another thread may hold while it waits.
-        return self._result is not None or self._ballots.done(self._turn, self._votes)
+        return (
+            self._result is not None
+            or self._is_unanimous()
+            or self._ballots.done(self._turn, self._votes)
+        )
 
     def rows(self) -> Rows:
         return self._wait()[1] if self._with_own else []
@@ -362,7 +383,19 @@ class _Pending:
     def passed_over(self) -> bool:
         return self._ballots.passed_over(self._turn, self._votes)
 
+    def _is_unanimous(self) -> bool:
+        """The usual case, without a look at single numbers."""
+        if not (self._row and self._ballots.is_cast_by_all(self._turn, self._row)):
+            return False
+        own = self._votes[self._ballots.rank]
+        assert own is not None
+        self._result = own[0], []
+        return True
+
     def _wait(self) -> tuple[list[int], Rows]:
+        if self._result is not None or self._is_unanimous():
+            assert self._result is not None
+            return self._result
         with self._lock:
             if self._result is None:
                 self._result = self._ballots.result(self._turn, self._votes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import chain, compress, count
 from operator import itemgetter
 from types import MappingProxyType
@@ -77,12 +78,24 @@ def _positions() -> Iterator[int]:
 _pick = itemgetter(*_positions())
 _OTHERS = sum(_CAST)
 """Index of the first number that is about no level."""
+SILENT: Mapping[Level, LevelVote] = MappingProxyType(dict.fromkeys(LEDGERS, _SILENT))
+"""The vote about each level of a rank with nothing to report."""
+_CAST_SILENT = [*compress(chain.from_iterable(SILENT.values()), _CAST)]
+
+
+@lru_cache(maxsize=64)  # most votes are about the levels as the votes before are
+def _levels_of(cast: tuple[int, ...]) -> Mapping[Level, LevelVote]:
+    """Return the vote about each level by the numbers before `_OTHERS`."""
+    fields, make = _pick([*cast, *_SILENT]), tuple.__new__
+    return MappingProxyType(
+        {level: make(LevelVote, fields[begin:end]) for level, begin, end in _ROWS}
+    )
 
 
 class Vote(NamedTuple):
     """One rank's vector; after the reduction, the agreement of all. A minimum acts as `and`."""
 
-    levels: Mapping[Level, LevelVote] = MappingProxyType(dict.fromkeys(LEDGERS, _SILENT))
+    levels: Mapping[Level, LevelVote] = SILENT
     """The vote about each level, in the order of `LEDGERS`."""
     no_request: int = 1
     """0 when this rank's user asked for a checkpoint."""
@@ -115,8 +128,9 @@ class Vote(NamedTuple):
 
     def pack(self) -> list[int]:
         """Return the vector to be reduced."""
+        cast = compress(chain.from_iterable(self.levels.values()), _CAST)
         return [
-            *compress(chain.from_iterable(self.levels.values()), _CAST),
+            *(_CAST_SILENT if self.levels is SILENT else cast),
             self.no_request,
             self.less_bytes,
             self.metric,
@@ -135,9 +149,8 @@ class Vote(NamedTuple):
     @staticmethod
     def unpack(values: list[int]) -> Vote:
         """Read the vector that `pack` made."""
-        fields, make = _pick([*values, *_SILENT]), tuple.__new__  # as `_make`, which is slower
-        levels = {level: make(LevelVote, fields[begin:end]) for level, begin, end in _ROWS}
-        return make(Vote, (levels, *values[_OTHERS:]))
+        levels = _levels_of(tuple(values[:_OTHERS]))
+        return tuple.__new__(Vote, (levels, *values[_OTHERS:]))  # as `_make`, which is slower
 
     @property
     def apart(self) -> bool:
@@ -154,4 +167,4 @@ class Vote(NamedTuple):
 VOTE_WIDTH = len(Vote().pack())
 
 
-__all__ = ["NO_METRIC", "VOID", "VOTE_WIDTH", "LevelVote", "Vote", "as_vote", "of_vote"]
+__all__ = ["NO_METRIC", "SILENT", "VOID", "VOTE_WIDTH", "LevelVote", "Vote", "as_vote", "of_vote"]

@@ -238,13 +238,16 @@ class ReplicaMonitor:
         `place` is this rank's iteration: if some ranks skipped a step, ranks come to the same
         boundary at different iterations."""
         look, self._look = self._look, None
-        digest, self._place = NONE, place
-        if look is not None:
-            try:
-                look.finish()  # if no step came between
-                digest = look.fetch()
-            except Exception as error:
-                self._report_failure(error)
+        self._place = place
+        if look is None:
+            self._to_vote = None
+            return NONE, NONE, place, ~place
+        digest = NONE
+        try:
+            look.finish()  # if no step came between
+            digest = look.fetch()
+        except Exception as error:
+            self._report_failure(error)
         self._to_vote = look if digest != NONE else None
         return (*as_vote(digest), place, ~place)
 
@@ -267,12 +270,15 @@ class ReplicaMonitor:
         """
         look, self._voted = self._voted, None
         self._place = place
+        if not (self.active or self._inquiry or self.finding or self._unsure):
+            return  # on all ranks: no digest was in the votes
         if self._inquiry is not None:
             self._receive(rows)
         spread = self._spread_in == 1
         self._spread_in = max(self._spread_in - 1, 0)
         alike = agree(agreed.check, agreed.check_complement)
-        self._see_places(agreed.apart)
+        if (apart := agreed.apart) or self._unsure or self._seen_apart:
+            self._see_places(apart)
         self._count_silent(alike is None)
         if look is None or alike is None:
             self._next_all |= self._voted_all

@@ -46,8 +46,18 @@ def refused_and_not(place: Place) -> dict[str, Any]:
     plain = make_job()
     told["closed"] += [train_joined(plain, int)]
     told["same"] = ours == plain.digest()
+    divides = {"divide_by_initial_world_size": False}
+    job = make_job()
+    attach(job, Place(f"{place.path} 4", place.shm)).ckpt.close()
+    told["closed"] += [train_joined(job, int, **divides)]
+    ours, plain = job.digest(), make_job()
+    told["closed"] += [train_joined(plain, int, **divides)]
+    told["same"] = told["same"] and ours == plain.digest()
+    # With this setting the module has a communication hook.
+    job = make_job(find_unused_parameters=True)
+    attach(job, Place(f"{place.path} 5", place.shm)).ckpt.close()
     with pytest.raises(tierckpt.UnsupportedStateError, match="divide_by_initial_world_size"):
-        train_joined(job, int, divide_by_initial_world_size=False)
+        train_joined(job, int, **divides)
     return told
 
 
@@ -56,4 +66,4 @@ def test_a_join_that_would_hang_or_divide_otherwise_is_refused(
 ) -> None:
     told = ranks(2).run(refused_and_not, Place.under(tmp_path, shm_dir))
     for rank, each in enumerate(told):
-        assert each == {"thrown": 3, "closed": [3 + rank] * 2, "same": True}
+        assert each == {"thrown": 3, "closed": [3 + rank] * 4, "same": True}

@@ -97,7 +97,8 @@ def test_the_minimum_of_every_boundary(size: int) -> None:
     turns = 50
 
     def vote(turn: int, rank: int) -> list[int]:
-        source = random.Random(f"{turn}.{rank}")
+        """Equal on all ranks in two of three turns."""
+        source = random.Random(f"{turn}.{rank if turn % 3 == 0 else 'all'}")
         return [source.randrange(-(2**63), 2**63) for _ in range(WIDTH)]
 
     def program(group: ThreadGroup, box: SharedBallots) -> list[list[int]]:
@@ -118,6 +119,36 @@ def test_the_minimum_of_every_boundary(size: int) -> None:
         for turn in range(turns)
     ]
     assert on_pages(size, program) == [expected] * size
+
+
+def test_equal_rows_are_a_result_only_if_every_byte_is_there() -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> list[Any]:
+        found: list[Any] = []
+        for turn in range(1, 2 * module.TURNS):
+            if group.rank == 2:  # the others wait for it
+                group.barrier()
+            pending: Any = box.all_reduce_min([7] * WIDTH)
+            if group.rank < 2:
+                found.append(box.is_cast_by_all(turn, pending._row))
+                group.barrier()
+            group.barrier()
+            found.append((box.is_cast_by_all(turn, pending._row), pending.done(), pending.wait()))
+            group.barrier()
+            if group.rank == 0 and box._page is not None:
+                at = box._place(turn, 2)
+                for damaged in range(at, at + len(pending._row)):
+                    box._page[damaged] ^= 1
+                    found.append(box.is_cast_by_all(turn, pending._row))
+                    box._page[damaged] ^= 1
+            group.barrier()
+        return found
+
+    first, second, third = on_pages(3, program)
+    whole = (True, True, [7] * WIDTH)
+    turns, nbytes = 2 * module.TURNS - 1, 8 * (2 + WIDTH) + 4
+    assert first == [False, whole, *[False] * nbytes] * turns
+    assert second == [False, whole] * turns
+    assert third == [whole] * turns
 
 
 def test_nothing_is_known_before_the_last_rank_has_voted() -> None:
