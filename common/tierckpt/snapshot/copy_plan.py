@@ -6,6 +6,7 @@ made once.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierckpt._text import some
 from tierckpt.format.layout import (
     BLOCK_BYTES,
     PER_RANK,
@@ -70,8 +72,8 @@ class CopyPlan:
         pieces = {p.spec.name for p in self.layout.pieces if p.placement is REPLICATED}
         everything = is_small(walk.tensors)
         copied = [(n, t) for n, t, _ in entries if everything or n in pieces]
+        self._copied = [n for n, _ in copied]
         self._check = PlanCheck(state, walk, [t for _, t in copied])
-        self._counted = [n for n, t in copied if not t.is_inference()]
         self._headers: dict[int, tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
@@ -80,6 +82,8 @@ class CopyPlan:
         self._sources = self._find_sources(specs, entries)
         self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         self._table: Table | None = None
+        self._storages: set[int] | None = None
+        """See `reads`."""
 
     def _find_sources(
         self,
@@ -88,7 +92,8 @@ class CopyPlan:
     ) -> list[torch.Tensor]:
         """The tensor of each piece: an alias, which keeps the memory alive if the live tensor gets
         another one."""
-        live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
+        live = {s.name: p for s, (_, _, p) in zip(specs, entries, strict=True)}
+        aliases = dict(zip(self._copied, self._check.aliases, strict=True))
         sources: list[torch.Tensor] = []
         owners: list[int | None] = []
         for piece in self.layout.pieces:
@@ -96,9 +101,8 @@ class CopyPlan:
                 sources.append(self.buffers.staged[piece.spec.name])
                 owners.append(None)
                 continue
-            tensor, param = live[piece.spec.name]
-            owners.append(id(param))
-            sources.append(tensor.detach())
+            owners.append(id(live[piece.spec.name]))
+            sources.append(aliases[piece.spec.name])
         for index, block in enumerate(self.layout.blocks):
             for part in block.parts:
                 owner = owners[part[0]]
@@ -142,23 +146,37 @@ class CopyPlan:
         return True
 
     @property
-    def baseline(self) -> list[int]:
+    def baseline(self) -> bytes:
         """The result of `counters` at the last call of `fits`."""
         return self._check.baseline
 
     def read_counters(self) -> None:
-        """Read the baseline again, if other code has run since."""
+        """Read the baseline again, if other code has run since. Raises RuntimeError if that moved
+        the memory of a tensor."""
         self._check.baseline = self._check.counters()
+        if not self._check.baseline and (names := self.moved()):
+            raise RuntimeError(f"{some(names)}: a state_dict() moved their memory")
 
-    def counters(self) -> list[int]:
+    def reads(self, storage: torch.UntypedStorage) -> bool:
+        """True if this plan copies from the memory of a storage. Any thread."""
+        if self._storages is None:
+            self._storages = {each.untyped_storage()._cdata for each in self._sources}
+        return storage._cdata in self._storages
+
+    def counters(self) -> bytes:
         """Autograd's version counters of the striped tensors that this rank copies: a cheap check
-        for torn copies."""
+        for torn copies. Empty if the memory of one was moved or freed since the plan was made."""
         return self._check.counters()
 
-    def changed_since(self, counters: list[int]) -> list[str]:
+    def changed_since(self, counters: bytes) -> list[str]:
         """Names of the tensors with changed counters."""
-        both = zip(self._counted, counters, self.counters(), strict=True)
+        both = zip(self._copied, _numbers(counters), _numbers(self.counters()), strict=True)
         return [name for name, then, now in both if then != now]
+
+    def moved(self) -> list[str]:
+        """Names of the tensors that have other memory than when the plan was made, which has
+        freed the memory that this plan copies from. Any thread."""
+        return [self._copied[number] for number in self._check.moved()]
 
     def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
         """The shard's header and the length of its data, with some room for the tree to grow."""
@@ -272,6 +290,10 @@ class _Buffers:
             self._flat = [tree_codec.flat(t) for t in self._live]
         for staging, members in self._batches:
             torch.cat([self._flat[i] for i in members], out=staging)
+
+
+def _numbers(counters: bytes) -> list[int]:
+    return array("I", counters).tolist()
 
 
 def _row_major(tensor: torch.Tensor, start: int) -> Part:
