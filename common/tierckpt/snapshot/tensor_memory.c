@@ -14,7 +14,7 @@
 #define INTERFACE 1
 
 /* Tensors whose memory is asked for ahead: some 100 ns of work, which a miss of the caches takes. */
-#define AHEAD 8
+#define AHEAD 16
 
 typedef struct {
     uint64_t object;  /* Python's */
@@ -64,10 +64,11 @@ PUBLIC uint64_t tierckpt_first_changed(const offsets *at, const record *records,
         if (i + AHEAD < count) {
             const record *next = &records[i + AHEAD];
             fetch(next->object + at->tensor_in_object);
-            fetch(next->tensor + at->storage_in_tensor);
-            fetch(next->tensor + at->kind_in_tensor);
+            for (uint64_t line = 0; line < at->kind_in_tensor + at->kind_bytes; line += 64)
+                fetch(next->tensor + line);
             fetch(next->tensor + at->kind_in_tensor + at->kind_bytes - 1);
             fetch(next->storage + at->data_in_storage);
+            fetch(next->storage + at->nbytes_in_storage);
             fetch(next->counter + at->value_in_counter);
         }
         if (word(r->object + at->tensor_in_object) != r->tensor ||
@@ -89,6 +90,7 @@ PUBLIC uint64_t tierckpt_first_moved(const offsets *at, const record *records, u
     for (uint64_t i = 0; i < count; i++) {
         if (i + AHEAD < count) {
             fetch(records[i + AHEAD].storage + at->data_in_storage);
+            fetch(records[i + AHEAD].storage + at->nbytes_in_storage);
             fetch(records[i + AHEAD].counter + at->value_in_counter);
         }
         if (!same_storage(at, &records[i]))
