@@ -23,6 +23,8 @@ from tierckpt.agent.flush_sources import Bases, EncodedSource
 from tierckpt.agent.protocol import Retire, SessionSettings
 from tierckpt.agent.session import TrainerSession
 from tierckpt.agent.shard_guard import ShardGuard
+from tierckpt.format.layout import REPLICATED, Piece, TensorSpec
+from tierckpt.format.piece_table import encode_table
 from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.encoder import cut
 from tierckpt.codecs.pipeline import Pipeline
@@ -57,7 +59,9 @@ def content_of(version: int) -> bytes:
     metadata = {
         "format": "tierckpt-shard",
         "format_version": "1.0",
-        "pieces": json.dumps([["x", "float32", [1], None, 4, "cpu", 0, 1, 0, 0]]),
+        "pieces": encode_table(
+            [Piece(TensorSpec("x", "float32", (1,), None, 4), 0, 1, 0, REPLICATED)]
+        ),
         "blocks": json.dumps([[BLOCKS, BLOCK_BYTES]]),
         "structure": "{}",
     }

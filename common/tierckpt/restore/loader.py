@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from tierckpt.errors import StateTornError
 from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
@@ -56,6 +57,9 @@ class Loader:
         """Names of the per-rank values that were loaded."""
         state.refresh_names()  # layers may have been replaced since the last lookup
         self._live = self._find_live()
+        self._live_specs = {s.name: s for s in tree_codec.specs_of([*self._live.items()])}
+        self._fitting: dict[str, bool] = {}
+        """See `_param_fits`."""
         self._changed = ChangedBuffers(
             state.model,
             state.first_buffers,
@@ -91,8 +95,8 @@ class Loader:
                 found.append(f"{name} {_shown(spec)} is in the checkpoint, not in the model")
             elif spec is None:
                 found.append(f"{name} is in the model, not in the checkpoint")
-            elif live is not None and not _same(spec, live):
-                now = tree_codec.spec_of(live, name)
+            elif live is not None and not self._same(spec):
+                now = self._live_specs[name]
                 found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
         found += self._optimizer_differences()
         self._differs = bool(found)
@@ -175,10 +179,8 @@ class Loader:
             live = self._live.get(name)
             if not name.startswith(FIXED) and not self._param_fits(path_of(name)[0]):
                 continue
-            if live is not None and _same(spec, live):
-                if tree_codec.spec_of(live, name).stride != spec.stride or not tree_codec.is_dense(
-                    live
-                ):
+            if live is not None and self._same(spec):
+                if self._live_specs[name].stride != spec.stride or not tree_codec.is_dense(live):
                     self._reordered.append((tree_codec.empty(spec, "cpu"), live))
                     live = self._reordered[-1][0]
                 self._targets[name] = live
@@ -192,6 +194,8 @@ class Loader:
         that are now the same on all ranks come from shard 0: ranks that differed before must not
         differ at the start. This is the first change, and it changes only the record of per-rank
         values."""
+        if not self.own_specs:
+            return
         own, placements = {parameter_of(name) for name in self.own_specs}, self.state.placements
         assumed = placements.assumed_replicated(self.state.walk().params)
         placements.keep_apart(p for p in assumed if self.state.name_of(p) in own)
@@ -203,8 +207,17 @@ class Loader:
 
     def _param_fits(self, parameter: str) -> bool:
         """False if the saved optimizer state of the parameter can no longer be used."""
-        saved, live = self._saved_param(parameter), self._live.get(f"model/{parameter}")
-        return live is not None and (saved is None or _same(saved, live))
+        fits = self._fitting.get(parameter)
+        if fits is None:
+            saved, there = self._saved_param(parameter), f"model/{parameter}" in self._live
+            fits = there and (saved is None or self._same(saved))
+            self._fitting[parameter] = fits
+        return fits
+
+    def _same(self, spec: TensorSpec) -> bool:
+        """True if the live tensor of that name has its shape and type."""
+        now = self._live_specs[spec.name]
+        return (spec.shape, spec.dtype) == (now.shape, now.dtype)
 
     def _saved_param(self, parameter: str) -> TensorSpec | None:
         name = f"model/{parameter}"
@@ -242,6 +255,9 @@ class Loader:
     def finish(self) -> None:
         """Load the rest: changed buffers, optimizer structure, options, the user's objects."""
         saved = self.saved
+        for name in self._live.keys() & self._targets.keys():
+            if not (live := self._live[name]).is_inference():
+                increment_version(live)  # a graph that was made before the restore is void
         for temp, live in self._reordered:
             live.copy_(temp)
         taken = {f"buffer/{name}": name for name in self._changed.taken}
@@ -318,11 +334,6 @@ def _give(obj: Any, value: Any, name: str) -> None:
     except Exception as error:
         kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
-
-
-def _same(spec: TensorSpec, live: torch.Tensor) -> bool:
-    now = tree_codec.spec_of(live, spec.name)
-    return (spec.shape, spec.dtype) == (now.shape, now.dtype)
 
 
 def _shown(spec: TensorSpec) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from tierckpt.format.layout import (
     PER_RANK,
     REPLICATED,
     Layout,
-    TensorSpec,
     plan_layout,
 )
 from tierckpt.format.shard_file import encode_header
@@ -58,9 +58,11 @@ class CopyPlan:
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
         state.refuse_odd_keys()
         entries = state.entries(walk)
-        own = [(n, t) for n, t, p in entries if walk.placement(p) is PER_RANK]
-        entries = [entry for entry in entries if walk.placement(entry[2]) is REPLICATED]
-        specs = [tree_codec.spec_of(t, n) for n, t, _ in entries]
+        own: list[tuple[str, torch.Tensor]] = []
+        if walk.placements:
+            own = [(n, t) for n, t, p in entries if walk.placement(p) is PER_RANK]
+            entries = [entry for entry in entries if walk.placement(entry[2]) is REPLICATED]
+        specs = tree_codec.specs_of([(n, t) for n, t, _ in entries])
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
@@ -79,20 +81,15 @@ class CopyPlan:
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
         self.blocks_of: dict[int, list[int]] = {}
         """Striped blocks by the `id()` of the parameter to which their data belongs."""
-        self._sources = self._find_sources(specs, entries)
+        self._sources = self._find_sources({n: id(p) for n, _, p in entries})
         self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         self._table: Table | None = None
         self._storages: set[int] | None = None
         """See `reads`."""
 
-    def _find_sources(
-        self,
-        specs: list[TensorSpec],
-        entries: list[tuple[str, torch.Tensor, torch.Tensor]],
-    ) -> list[torch.Tensor]:
+    def _find_sources(self, param_of: dict[str, int]) -> list[torch.Tensor]:
         """The tensor of each piece: an alias, which keeps the memory alive if the live tensor gets
-        another one."""
-        live = {s.name: p for s, (_, _, p) in zip(specs, entries, strict=True)}
+        another one. `param_of`: by name, the `id()` of the tensor's parameter."""
         aliases = dict(zip(self._copied, self._check.aliases, strict=True))
         sources: list[torch.Tensor] = []
         owners: list[int | None] = []
@@ -101,7 +98,7 @@ class CopyPlan:
                 sources.append(self.buffers.staged[piece.spec.name])
                 owners.append(None)
                 continue
-            owners.append(id(live[piece.spec.name]))
+            owners.append(param_of[piece.spec.name])
             sources.append(aliases[piece.spec.name])
         for index, block in enumerate(self.layout.blocks):
             for part in block.parts:
@@ -220,8 +217,10 @@ class CopyPlan:
     def table(self) -> Table | None:
         """Addresses of all sources, for the copy engine; None if some are on another device, or
         have gaps. Right for as long as the plan fits, which keeps the memory alive as well."""
-        if self._table is None and all(t.is_cpu and tree_codec.is_dense(t) for t in self._sources):
-            self._table = self._make_table()
+        if self._table is None and all(map(attrgetter("is_cpu"), self._sources)):
+            dense = all(map(torch.Tensor.is_contiguous, self._sources))
+            if dense or all(map(tree_codec.is_dense, self._sources)):
+                self._table = self._make_table()
         return self._table
 
     def _make_table(self) -> Table:

@@ -343,19 +343,22 @@ class TrainingState:
 
     def entries(self, walk: Walk) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, tensor, its parameter) of all `walk.tensors`; checks them."""
+        names = {id(p): self.name_of(p) for p in walk.params}
         labels = list(self.optimizers)
-        named = [(f"model/{self.name_of(p)}", p, p) for p in walk.params]
-        named += [(f"{labels[i]}/{self.name_of(p)}/{k}", t, p) for t, p, i, k in walk.state]
-        refuse_same_names(name for name, *_ in named)
-        for name, tensor, _ in named:
-            tree_codec.refuse_in_place(tensor, name)
-        devices = [(name, tensor.device) for name, tensor, _ in named]
-        devices += [(f"buffer/{n}", b.device) for n, b in named_buffers(self.model)]
-        refuse_several_gpus(devices)
+        named = [(f"model/{names[id(p)]}", p, p) for p in walk.params]
+        named += [(f"{labels[i]}/{names[id(p)]}/{k}", t, p) for t, p, i, k in walk.state]
+        refuse_same_names([name for name, *_ in named])
+        pairs = [(name, tensor) for name, tensor, _ in named]
+        tree_codec.refuse_any_in_place(pairs)
+        if self.buffer_slots():
+            pairs += [(f"buffer/{n}", b) for n, b in named_buffers(self.model)]
+        refuse_several_gpus([(name, tensor.device) for name, tensor in pairs])
         return named
 
     def buffer_entries(self, walk: Walk) -> list[tuple[str, torch.Tensor]]:
         """(name, tensor) of all persistent buffers; checks them."""
+        if not walk.buffers:
+            return []
         names = {id(b): n for n, b in named_buffers(self.model)}
         named = [(f"buffer/{names[id(b)]}", b) for b in walk.buffers]
         for name, tensor in named:
@@ -374,7 +377,11 @@ class TrainingState:
 
     def tied(self) -> dict[str, str]:
         """Further names of tensors, see `names.other_names`."""
-        return other_names(self.model)
+        held = [*chain.from_iterable(map(dict.values, self.module_containers())), self.model]
+        held += chain.from_iterable(map(dict.values, map(_own_buffers, self._attributes)))
+        there = [id(each) for each in held if each is not None]
+        # Where each is in one place only, it has one name only.
+        return other_names(self.model) if len({*there}) < len(there) else {}
 
     def group_sizes(self) -> list[int]:
         """Number of parameters in each group, of all optimizers."""
@@ -538,10 +545,21 @@ def _is_constant(value: Any) -> bool:
     return type(value) in (*_PLAIN, float) or isinstance(value, CODE)
 
 
+_orders: dict[tuple[Any, ...], list[str]] = {}
+"""By keys in their own order, the same keys sorted; all are names. Optimizers have few."""
+_MOST_ORDERS = 100
+
+
 def _named_values(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
     """A parameter's state by name, in order. Keys that cannot be part of a name go together."""
+    keys = tuple(values)
+    order = _orders.get(keys)
+    if order is not None:
+        return [(key, values[key]) for key in order]
     named = {key: value for key, value in values.items() if isinstance(key, str) and "/" not in key}
     found = sorted(named.items())
+    if len(named) == len(values) and len(_orders) < _MOST_ORDERS:
+        _orders[keys] = [key for key, _ in found]
     if len(named) < len(values):
         found.append((NAMELESS, {k: v for k, v in values.items() if k not in named}))
     return found
