@@ -164,8 +164,9 @@ def plan_layout(
 
     def order(item: tuple[TensorSpec, int, int, Placement]) -> tuple[int, int, str, bool]:
         spec, start, stop, placement = item
-        small = (stop - start) * spec.itemsize_bytes < BLOCK_BYTES // 2
-        return (-spec.itemsize_bytes, placement, spec.device, small)
+        item_bytes = spec.itemsize_bytes
+        small = (stop - start) * item_bytes < BLOCK_BYTES // 2
+        return (-item_bytes, placement, spec.device, small)
 
     pieces: list[Piece] = []
     offset = 0
@@ -189,14 +190,15 @@ def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
         return Block(pack_start, pack_bytes, tuple(pack), placement)
 
     for index, piece in enumerate(pieces):
-        size = piece.nbytes
+        spec, start, stop, offset, _ = piece
+        size = (stop - start) * spec.itemsize_bytes
         if pack and (pack_bytes + size > BLOCK_BYTES or _apart(pieces[index - 1], piece)):
             yield packed(pieces[index - 1].placement)
             pack = []
         if size < BLOCK_BYTES // 2:
             if not pack:
-                pack_start, pack_bytes = piece.offset, 0
-            pack.append((index, 0, piece.stop - piece.start))
+                pack_start, pack_bytes = offset, 0
+            pack.append((index, 0, stop - start))
             pack_bytes += size
             continue
         if pack:

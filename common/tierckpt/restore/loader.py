@@ -60,6 +60,8 @@ class Loader:
         self._live_specs = {s.name: s for s in tree_codec.specs_of([*self._live.items()])}
         self._fitting: dict[str, bool] = {}
         """See `_param_fits`."""
+        self._devices: dict[tuple[str, str], torch.device] = {}
+        """See `_device_of`."""
         self._changed = ChangedBuffers(
             state.model,
             state.first_buffers,
@@ -176,16 +178,19 @@ class Loader:
     def prepare(self) -> None:
         """Find or allocate memory for every tensor, new optimizer state included."""
         for name, spec in {**self.specs, **self.own_specs}.items():
-            live = self._live.get(name)
-            if not name.startswith(FIXED) and not self._param_fits(path_of(name)[0]):
-                continue
+            live, parameter = self._live.get(name), ""
+            if not name.startswith(FIXED):
+                parameter, _ = path_of(name)
+                if not self._param_fits(parameter):
+                    continue
             if live is not None and self._same(spec):
                 if self._live_specs[name].stride != spec.stride or not tree_codec.is_dense(live):
                     self._reordered.append((tree_codec.empty(spec, "cpu"), live))
                     live = self._reordered[-1][0]
                 self._targets[name] = live
             elif not name.startswith(FIXED):
-                self._targets[name] = self._make(name, spec)
+                device = self._device_of(parameter, spec.device)
+                self._targets[name] = self._new.make(spec, device)
             elif is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
                 self._targets[name] = self._changed.make(name.removeprefix("buffer/"), spec)
 
@@ -223,17 +228,16 @@ class Loader:
         name = f"model/{parameter}"
         return self.specs.get(name) or self.own_specs.get(name)
 
-    def _param_of(self, name: str) -> torch.Tensor | None:
-        return self._live.get(f"model/{path_of(name)[0]}")
-
-    def _make(self, name: str, spec: TensorSpec) -> torch.Tensor:
+    def _device_of(self, parameter: str, device: str) -> torch.device:
         """The device of optimizer state: that of its parameter, or the host if it was saved from
-        there."""
-        param = self._param_of(name)
-        saved_param = self._saved_param(path_of(name)[0])
-        assert param is not None
-        on_host = spec.device == "cpu" and saved_param is not None and saved_param.device != "cpu"
-        return self._new.make(spec, "cpu" if on_host else param.device)
+        there (from `device`)."""
+        found = self._devices.get((parameter, device))
+        if found is None:
+            saved, found = self._saved_param(parameter), self._live[f"model/{parameter}"].device
+            if device == "cpu" and saved is not None and saved.device != "cpu":
+                found = torch.device("cpu")
+            self._devices[parameter, device] = found
+        return found
 
     def load_window(self, shard: int, offset: int, window: memoryview) -> None:
         """Copy the pieces in this part of a shard into place: see `PieceWriter.take`."""

@@ -109,7 +109,9 @@ class TensorPreallocator:
 
     def has(self, shard: int, piece: Piece) -> bool:
         """True if the tensor that `make` returned already has that piece."""
-        within = piece.offset + piece.nbytes <= self._filled.get(shard, 0)
+        if shard not in self._filled:
+            return False
+        within = piece.offset + piece.nbytes <= self._filled[shard]
         return (
             within
             and piece.placement is REPLICATED
@@ -137,6 +139,8 @@ class TensorPreallocator:
     def make(self, spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
         """A tensor for the caller; it contains only the pieces for which `has` is True."""
         self._given.pop(spec.name, None)
+        if not self._made:
+            return tree_codec.empty(spec, device)
         foreseen, tensor = self._made.pop(spec.name, (None, None))
         if tensor is not None and foreseen == spec and tensor.device == torch.device(device):
             self._given[spec.name] = spec

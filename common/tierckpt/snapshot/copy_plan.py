@@ -6,6 +6,7 @@ made once.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable
 from itertools import accumulate
@@ -66,7 +67,9 @@ class CopyPlan:
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
-        self.began = changing_buffers.changed(state.first_buffers, state.model)
+        self.began: dict[str, Any] = {}
+        if state.has_buffers():
+            self.began = changing_buffers.changed(state.first_buffers, state.model)
         self.shared = tree_codec.Packed(state.shared(walk))
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._own = own
@@ -79,34 +82,35 @@ class CopyPlan:
         self._headers: dict[int, tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
-        self.blocks_of: dict[int, list[int]] = {}
-        """Striped blocks by the `id()` of the parameter to which their data belongs."""
-        self._sources = self._find_sources({n: id(p) for n, _, p in entries})
+        self._params = [(n, id(p)) for n, _, p in entries]
+        aliases = dict(zip(self._copied, self._check.aliases, strict=True))
+        self._sources = [
+            self.buffers.staged[piece.spec.name]
+            if piece.placement is PER_RANK
+            else aliases[piece.spec.name]
+            for piece in self.layout.pieces
+        ]
+        """The tensor of each piece: an alias, which keeps the memory alive if the live tensor gets
+        another one."""
         self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         self._table: Table | None = None
         self._storages: set[int] | None = None
         """See `reads`."""
 
-    def _find_sources(self, param_of: dict[str, int]) -> list[torch.Tensor]:
-        """The tensor of each piece: an alias, which keeps the memory alive if the live tensor gets
-        another one. `param_of`: by name, the `id()` of the tensor's parameter."""
-        aliases = dict(zip(self._copied, self._check.aliases, strict=True))
-        sources: list[torch.Tensor] = []
-        owners: list[int | None] = []
-        for piece in self.layout.pieces:
-            if piece.placement is PER_RANK:
-                sources.append(self.buffers.staged[piece.spec.name])
-                owners.append(None)
-                continue
-            owners.append(param_of[piece.spec.name])
-            sources.append(aliases[piece.spec.name])
+    @functools.cached_property
+    def blocks_of(self) -> dict[int, list[int]]:
+        """Striped blocks by the `id()` of the parameter to which their data belongs. Made with the
+        first release of a single layer: a small state has none."""
+        found: dict[int, list[int]] = {}
+        param_of, pieces = dict(self._params), self.layout.pieces
         for index, block in enumerate(self.layout.blocks):
-            for part in block.parts:
-                owner = owners[part[0]]
-                blocks = self.blocks_of.setdefault(owner, []) if owner is not None else []
+            if block.placement is PER_RANK:
+                continue
+            for number, _, _ in block.parts:
+                blocks = found.setdefault(param_of[pieces[number].spec.name], [])
                 if not blocks or blocks[-1] != index:
                     blocks.append(index)
-        return sources
+        return found
 
     def _bytes_of(self, index: int) -> torch.Tensor | Part:
         """A piece's bytes: a view, or a function that copies if no view is possible."""

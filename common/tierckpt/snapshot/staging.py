@@ -188,7 +188,7 @@ class Staging:
         whole = whole or self._whole_boundaries > 0
         if before is None or not before.fits(state, whole):
             with _garbage.paused():
-                state.refresh_names()
+                state.refresh_names(whole=False)
                 plan = CopyPlan(state, state.walk(), self._group.rank, self._group.size)
             alone = before is not None and not whole and before.differs_alone(plan)
             self._apart_boundaries = APART_BOUNDARIES if alone and self._group.size > 1 else 0

@@ -133,6 +133,8 @@ class TrainingState:
         """Names of the buffers of each of these modules, and those left out."""
         self._names: dict[int, str] = {}
         self._of_model: dict[int, str] = {}
+        self._looked_up: tuple[list[Any], list[Any]] = [], []
+        """The result of `_contents` when the modules were looked up."""
         self._orphans: list[str] = []
         self._with_others: set[str] = set()
         """Optimizers with state under other keys than parameters."""
@@ -154,15 +156,18 @@ class TrainingState:
         """See `changing_buffers`."""
         self.refresh_names()
 
-    def refresh_names(self) -> None:
-        """Look up the modules and parameter names again, after a structural change."""
+    def refresh_names(self, whole: bool = True) -> None:
+        """Look up the modules and parameter names again, after a structural change. Not `whole`:
+        the modules only if one of them, or a parameter, was replaced since the last time."""
         self.looks += 1
-        self._modules = list(self.model.modules())
-        self._attributes = list(map(vars, self._modules))
-        self._buffer_sizes = []
-        self._find_extra_states()
         before = self._of_model
-        self._of_model = {id(p): n for n, p in named_parameters(self.model)}
+        if whole or not self._modules_stand():
+            self._modules = list(self.model.modules())
+            self._attributes = list(map(vars, self._modules))
+            self._buffer_sizes = []
+            self._find_extra_states()
+            self._of_model = {id(p): n for n, p in named_parameters(self.model)}
+            self._looked_up = self._contents()
         self._names = dict(self._of_model)
         for label, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
@@ -173,6 +178,23 @@ class TrainingState:
                 self._with_others.add(label)
         here, held = self._of_model, self._names
         self._orphans += [n for i, n in before.items() if i in held and i not in here]
+
+    def _contents(self) -> tuple[list[Any], list[Any]]:
+        """The modules' dicts of parameters and children, with their values; their sizes and
+        keys."""
+        held = self.module_containers()
+        values = chain.from_iterable(map(dict.values, held))
+        return [*held, *values], [*map(len, held), *chain.from_iterable(held)]
+
+    def _modules_stand(self) -> bool:
+        objects, names = self._contents()
+        then, its_names = self._looked_up
+        return (
+            names == its_names
+            and len(objects) == len(then)
+            and all(map(is_, objects, then))
+            and self.module_states.stand()
+        )
 
     def new_orphans(self) -> list[str]:
         """Former names of parameters that left the model while an optimizer still steps them; each
@@ -277,6 +299,10 @@ class TrainingState:
     def module_containers(self) -> list[dict[Any, Any]]:
         """The modules' part of `containers`, which comes first in it."""
         return [*map(_own_parameters, self._attributes), *map(_own_modules, self._attributes)]
+
+    def has_buffers(self) -> bool:
+        """True if a module has a buffer, or a place for one."""
+        return any(map(_own_buffers, self._attributes))
 
     def live_buffers(self) -> list[torch.Tensor | None]:
         """Tensors in the `buffer_slots`; a shared tensor occurs several times."""

@@ -12,6 +12,7 @@ import ast
 import base64
 import collections
 import enum
+import functools
 import json
 import math
 import threading
@@ -320,6 +321,7 @@ def decode(data: bytes | memoryview) -> Any:
 # --- tensors as specs and flat memory ------------------------------------------------------------
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """torch's dtype of that name. Raises FormatError for a name this torch does not have."""
     dtype = getattr(torch, name, None)
