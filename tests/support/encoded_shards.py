@@ -23,13 +23,13 @@ from tierckpt.agent.flush_sources import Bases, EncodedSource
 from tierckpt.agent.protocol import Retire, SessionSettings
 from tierckpt.agent.session import TrainerSession
 from tierckpt.agent.shard_guard import ShardGuard
-from tierckpt.format.layout import REPLICATED, Piece, TensorSpec
-from tierckpt.format.piece_table import encode_table
 from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.encoder import cut
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format.layout import REPLICATED, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest, digest
+from tierckpt.format.piece_table import encode_table
 from tierckpt.storage.local.encoded_files import open_encoded
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (

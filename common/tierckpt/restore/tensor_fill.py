@@ -182,7 +182,7 @@ class PieceWriter:
         for piece, target, begin, end in self._going(shard, low, low + len(window)):
             count, size = end - begin, piece.spec.itemsize_bytes
             first = piece.start * size + begin - piece.offset
-            inside = 0 <= first and first + count <= target.nbytes
+            inside = first >= 0 and first + count <= target.nbytes
             if count < SMALL_BYTES and target.is_cpu and inside:
                 ctypes.memmove(target.data_ptr() + first, source + begin, count)
             else:  # torch refuses a range that is not inside

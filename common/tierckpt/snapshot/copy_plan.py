@@ -10,7 +10,6 @@ import functools
 from array import array
 from collections.abc import Callable
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from tierckpt.format.layout import (
     PER_RANK,
     REPLICATED,
     Layout,
+    TensorSpec,
     plan_layout,
 )
 from tierckpt.format.shard_file import encode_header
@@ -33,6 +33,7 @@ from tierckpt.storage.memory.slots import Slot
 
 from .copy_engine import Table
 from .plan_check import Kinds, PlanCheck, addresses, is_small, same_objects
+from .tensor_memory import KindsOfTensors, kinds_of
 
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
@@ -58,12 +59,20 @@ class CopyPlan:
 
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
         state.refuse_odd_keys()
-        entries = state.entries(walk)
+        kinds = kinds_of(walk.tensors)
+        entries = state.entries(walk, kinds and kinds.first)
+        specs = _specs_of(entries, kinds)
+        some_of_each = range(len(entries)) if kinds is None else kinds.first
+        self._dense = all(
+            t.is_cpu and tree_codec.is_dense(t) for t in (entries[i][1] for i in some_of_each)
+        )
+        """All striped tensors are on the CPU and dense."""
         own: list[tuple[str, torch.Tensor]] = []
         if walk.placements:
             own = [(n, t) for n, t, p in entries if walk.placement(p) is PER_RANK]
             entries = [entry for entry in entries if walk.placement(entry[2]) is REPLICATED]
-        specs = tree_codec.specs_of([(n, t) for n, t, _ in entries])
+            striped = {name for name, *_ in entries}
+            specs = [spec for spec in specs if spec.name in striped]
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
@@ -221,10 +230,9 @@ class CopyPlan:
     def table(self) -> Table | None:
         """Addresses of all sources, for the copy engine; None if some are on another device, or
         have gaps. Right for as long as the plan fits, which keeps the memory alive as well."""
-        if self._table is None and all(map(attrgetter("is_cpu"), self._sources)):
-            dense = all(map(torch.Tensor.is_contiguous, self._sources))
-            if dense or all(map(tree_codec.is_dense, self._sources)):
-                self._table = self._make_table()
+        staged = self.buffers.staged.values()
+        if self._table is None and self._dense and all(each.is_cpu for each in staged):
+            self._table = self._make_table()
         return self._table
 
     def _make_table(self) -> Table:
@@ -244,6 +252,16 @@ class CopyPlan:
             for first, count, block in zip(firsts, counts, blocks, strict=False)
         ]
         return Table(segments, np.array(rows, np.uint64).reshape(-1, 4))
+
+
+def _specs_of(
+    entries: list[tuple[str, torch.Tensor, torch.Tensor]], kinds: KindsOfTensors | None
+) -> list[TensorSpec]:
+    if kinds is None:
+        return tree_codec.specs_of([(name, tensor) for name, tensor, _ in entries])
+    rest = [tree_codec.spec_of(entries[number][1], "")[1:] for number in kinds.first]
+    pairs = zip(entries, kinds.of_tensor, strict=True)
+    return [TensorSpec(name, *rest[kind]) for (name, *_), kind in pairs]
 
 
 class _Buffers:

@@ -51,14 +51,14 @@ class PlanCheck:
         self._state_keys = [key for *_, key in walk.state]
         self.odd = walk.odd
         """Odd state, as of the last call of `holds`."""
-        known = set(map(id, copied))
-        others = [t for t in self._tensors if id(t) not in known]
         self.aliases = list(map(torch.Tensor.detach, copied))
         """Aliases of `copied`. They keep the storages that the plan copies from, whatever becomes
         of the tensors."""
-        self._addresses = addresses(self.aliases)
         self._copied = _view_of([*copied], self.aliases)
-        self._others = _view_of(others) if others and is_small(self._tensors) else None
+        self._others: _ByMemory | _ByMethods | None = None
+        if is_small(self._tensors):
+            known = set(map(id, copied))
+            self._others = _view_of([t for t in self._tensors if id(t) not in known])
         self.baseline = self._copied.counters()
         """Autograd's version counters at the last boundary, see `counters`."""
         self.lengths = [*map(torch.Tensor.numel, self._tensors)]
@@ -105,10 +105,7 @@ class PlanCheck:
     def moved(self) -> list[int]:
         """Numbers of the tensors, of those that are copied, with other memory than when the plan
         was made. Any thread."""
-        now = addresses(self.aliases)
-        return [
-            i for i, both in enumerate(zip(now, self._addresses, strict=True)) if len({*both}) > 1
-        ]
+        return self._copied.moved()
 
 
 class _Dicts:
@@ -187,6 +184,9 @@ class _ByMemory:
     def counters(self) -> bytes:
         return self._records.counters() or b""
 
+    def moved(self) -> list[int]:
+        return self._records.moved()
+
 
 class _ByMethods:
     """Looks into tensors by torch's methods, some at a time."""
@@ -209,6 +209,10 @@ class _ByMethods:
         if addresses(self._aliases) != self._addresses:
             return b""
         return b"".join(part.counters() for part in self._parts)
+
+    def moved(self) -> list[int]:
+        both = zip(addresses(self._aliases), self._addresses, strict=True)
+        return [number for number, (now, then) in enumerate(both) if now != then]
 
 
 class _Part:

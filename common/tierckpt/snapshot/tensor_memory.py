@@ -86,7 +86,7 @@ class TensorRecords:
     counters. Keeps the tensors."""
 
     def __init__(self, library: Library, at: Offsets, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor has been accepted by `fits`."""
+        """Raises ValueError if torch keeps the shape of one in other memory."""
         self._library, self._tensors = library, [*tensors]
         self._at = np.array(at, np.uint64)
         words, offset = library.words, Offsets(*map(np.uint64, at))
@@ -95,7 +95,9 @@ class TensorRecords:
         storages = words(impls + offset.storage_in_tensor)
         counters = words(impls + offset.counter_in_tensor)
         rows = library.rows(impls + offset.kind_in_tensor, at.kind_bytes // 8)
-        self._kinds, kinds = _numbered(rows)
+        self._kinds, first, kinds = _numbered(rows)
+        if not _have_shapes(tensors, first):
+            raise ValueError("a tensor has too many dimensions")
         data = words(storages + offset.data_in_storage)
         nbytes = words(storages + offset.nbytes_in_storage)
         columns = Record(objects, impls, storages, data, nbytes, counters, kinds)
@@ -127,29 +129,68 @@ class TensorRecords:
         )
         return now.tobytes() if moved == len(now) else None
 
+    def moved(self) -> list[int]:
+        """Numbers of the tensors whose storage got other memory; as `counters`."""
+        at, columns = Offsets(*self._at), Record(*self._records.T)
+        data = self._library.words(columns.storage + at.data_in_storage)
+        nbytes = self._library.words(columns.storage + at.nbytes_in_storage)
+        changed = (data != columns.data) | (nbytes != columns.nbytes)
+        return np.flatnonzero(changed).tolist()  # type: ignore[no-any-return]
+
 
 def addresses_of(objects: Sequence[object]) -> np.ndarray:
     """The addresses of Python objects."""
     return np.fromiter(map(id, objects), np.uint64, len(objects))
 
 
-def _numbered(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different rows, and the number of each row among them. One row for each tensor would not
-    fit into a core's cache."""
+def _numbered(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The different rows, where each is first, and the number of each row among them. One row for
+    each tensor would not fit into a core's cache."""
     weights = np.arange(1, 2 * rows.shape[1], 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     _, first, numbers = np.unique(rows @ weights, return_index=True, return_inverse=True)
     kinds = rows[first]
     if not np.array_equal(kinds[numbers], rows):  # two kinds with one sum
-        kinds, numbers = np.unique(rows, axis=0, return_inverse=True)
-    return np.ascontiguousarray(kinds), numbers.reshape(-1).astype(np.uint64)
+        kinds, first, numbers = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return np.ascontiguousarray(kinds), first, numbers.reshape(-1).astype(np.uint64)
+
+
+class KindsOfTensors(NamedTuple):
+    """Kinds of tensors: tensors of one kind have the same device, layout, type, shape, strides and
+    flags, so that it is enough to look at one of them."""
+
+    first: list[int]
+    """Number of the first tensor of each kind."""
+    of_tensor: list[int]
+    """Number of each tensor's kind."""
+
+
+def kinds_of(tensors: Sequence[torch.Tensor]) -> KindsOfTensors | None:
+    """The kinds of these tensors; None if they must be looked at one by one."""
+    found = find()
+    if found is None or not tensors:
+        return None
+    library, at = found
+    impls = library.words(addresses_of(tensors) + np.uint64(at.tensor_in_object))
+    rows = library.rows(impls + np.uint64(at.kind_in_tensor), at.kind_bytes // 8)
+    _, first, numbers = _numbered(rows)
+    if not _have_shapes(tensors, first):
+        return None
+    return KindsOfTensors(first.tolist(), numbers.tolist())
+
+
+def _have_shapes(tensors: Sequence[torch.Tensor], first: np.ndarray) -> bool:
+    """True if the rows of memory have the shapes of the tensors. The number of dimensions is in the
+    rows, so the first tensor of each kind stands for the others."""
+    return all(tensors[number].dim() <= _MOST_DIMENSIONS for number in first.tolist())
 
 
 def records_of(tensors: Sequence[torch.Tensor]) -> TensorRecords | None:
     """A record of these tensors; None if some need torch's methods."""
     found = find()
-    if found is None or not tensors or max(map(torch.Tensor.dim, tensors)) > _MOST_DIMENSIONS:
+    try:
+        return TensorRecords(*found, tensors) if found is not None and tensors else None
+    except ValueError:
         return None
-    return TensorRecords(*found, tensors)
 
 
 # --- experiments ---------------------------------------------------------------------------------
@@ -205,7 +246,7 @@ def _offsets() -> Offsets | None:
     pairs = zip(_impl(one), _impl(alias), _impl(other), strict=False)
     shared = {i for i, (a, b, c) in enumerate(pairs) if a == b != c and a % 8 == 0 and a > 4096}
     counter = _only([shared - {storage}])
-    kind = _changed_words(storage)
+    kind = _changed_words(storage) | _keys(one, max(storage, counter))
     data, nbytes = _storage_fields()
     value = _value_in_counter(one, counter)
     if min(kind) <= max(storage, counter):
@@ -236,6 +277,15 @@ def _changed_words(storage: int) -> set[int]:
         after = _impl(tensor)
         found |= {i for i, both in enumerate(zip(before, after, strict=False)) if len({*both}) > 1}
     return found - {storage}
+
+
+def _keys(tensor: torch.Tensor, after: int) -> set[int]:
+    """The words, after that number, that tell views with a delayed negation from others: torch's
+    dispatch keys, which also tell kinds of layouts."""
+    pairs = enumerate(zip(_impl(tensor), _impl(torch._neg_view(tensor)), strict=False))
+    # The end of the memory may be unused: torch leaves there what was there before.
+    again = _impl(torch.zeros(3, 5)), _impl(torch.zeros(3, 5)), _impl(torch.zeros(3, 5).detach())
+    return {i for i, (a, b) in pairs if i > after and a != b and len({w[i] for w in again}) == 1}
 
 
 def _storage_fields() -> tuple[int, int]:
@@ -323,8 +373,31 @@ def _proved(library: Library, at: Offsets) -> bool:
         not any(stays(change, plain) for change in changes)
         and all(stays(change, plain) for change in SAME.values())
         and not stays(MOVES["new data"], torch.nn.Parameter)
+        and all(_differ(library, at, *pair()) for pair in OTHERS)
         and _counts(library, at)
     )
+
+
+OTHERS: tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], ...] = (
+    lambda: (torch.zeros(4, 4), torch._neg_view(torch.zeros(4, 4))),
+    lambda: (torch.zeros(4, 4), torch.zeros(4, 4).to_sparse()),
+    lambda: (torch.zeros(4, 4), torch.zeros(4, 4, device="meta")),
+    lambda: (torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)),
+    lambda: (torch.zeros(2, dtype=torch.cfloat), torch.zeros(2, dtype=torch.cfloat).conj()),
+)
+"""Pairs of tensors of different kinds, with the same shape."""
+
+
+def _differ(library: Library, at: Offsets, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors have different kinds, the device's number included."""
+    addresses = np.array([one._cdata, other._cdata], np.uint64) + np.uint64(at.kind_in_tensor)
+    rows = library.rows(addresses, at.kind_bytes // 8)
+    if one.device == other.device:
+        return not np.array_equal(*rows)
+    raw = rows.view(np.uint8)
+    kinds, numbers = raw[:, :-1], raw[:, 1:]  # torch has 0 for the CPU, 14 for meta; -1 after it
+    found = (kinds[0] == 0) & (kinds[1] == 14) & (numbers == 255).all(axis=0)
+    return bool(found.any())
 
 
 def _counts(library: Library, at: Offsets) -> bool:
@@ -432,4 +505,4 @@ CHANGES: Iterable[Callable[[dict[Any, Any]], object]] = (
 """All ways to change a dict with one list at the key 0."""
 
 
-__all__ = ["TensorRecords", "find", "find_tag", "records_of", "tags_of"]
+__all__ = ["TensorRecords", "find", "find_tag", "kinds_of", "records_of", "tags_of"]

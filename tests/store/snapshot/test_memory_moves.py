@@ -20,8 +20,8 @@ from tierckpt.snapshot import copy_engine, memory_moves, snapshot, tensor_memory
 from tierckpt.testing import run_in_child
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
-SIZE = 1024
-"""A weight of 4 MiB: malloc returns its memory to the system when it is freed."""
+SIZE = 512
+"""A weight of 1 MiB: malloc returns its memory to the system when it is freed."""
 AT = 3
 """The step after whose boundary memory moves."""
 
