@@ -1,5 +1,7 @@
-"""Memory of tensors that moves or is freed between the boundary and the optimizer's step: the version
-is exact, or refused in words, and nothing reads freed memory, however the copy is interleaved."""
+"""Memory of tensors that moves or is freed between boundary and step.
+
+The version is exact, or refused in words, and nothing reads freed memory, wherever the copy is.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ MOVES = [
 ]
 
 
-# --- a job in a child process: a crash is seen as its signal ----------------------------------------
+# --- a job in a child process: a crash is seen as its signal -------------------------------------
 
 
 class InTheMiddle:
@@ -211,7 +213,7 @@ def test_the_version_is_exact_or_refused(
     ckpt.abandon()
 
 
-# --- seen at the seal -------------------------------------------------------------------------------
+# --- seen at the seal ----------------------------------------------------------------------------
 
 
 class Extension:
