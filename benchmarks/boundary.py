@@ -3,6 +3,7 @@
     python benchmarks/boundary.py --toy
     python benchmarks/boundary.py --model deep --rounds 9
     python benchmarks/boundary.py --off                        # attached, and no version is taken
+    python benchmarks/boundary.py --device cuda --ranks 1      # one GPU, NCCL
 
 DDP training with a version to memory at every step; blocks of steps of a plain twin take turns with
 it in the same processes. The functions below are wrapped: each one's time is CPU time of its
@@ -106,6 +107,14 @@ PARTS = {
         "snapshot.snapshot:Snapshot.barrier",
     ),
     "copier": ("snapshot.snapshot:Snapshot.run",),
+    "feed (GPU)": ("snapshot.cuda:CudaSnapshot.run", "snapshot.cuda:CudaSnapshot._feed"),
+    "let go (GPU)": (
+        "snapshot.cuda:CudaSnapshot.barrier",
+        "snapshot.cuda:CudaSnapshot._let_go",
+        "snapshot.cuda:CudaSnapshot._clone_rest",
+    ),
+    "receive (GPU)": ("snapshot.cuda:CudaSnapshot._receive",),
+    "hash (GPU)": ("snapshot.cuda:CudaSnapshot._hash",),
     "bind": ("snapshot.snapshot:Snapshot.bind",),
     "choose a slot": ("storage.memory.slot_pool:SlotPool.choose",),
     "copy": ("snapshot.snapshot:Snapshot.work", "snapshot.snapshot:Snapshot._copy_and_digest"),
@@ -175,18 +184,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (cnn, (64, 1, 8, 8)),
     "mlp": (mlp, (64, 256)),
     "deep": (deep, (64, 64)),
+    "wide": (lambda: mlp(3, 2048), (256, 2048)),
+    "huge": (lambda: mlp(24, 2048), (1024, 2048)),
 }
 
 
 class Rank:
     """One rank: a plain model, and its twin with a checkpointer."""
 
-    def __init__(self, name: str, folder: str, off: bool) -> None:
+    def __init__(self, name: str, folder: str, off: bool, device: str) -> None:
         torch.set_num_threads(1)
+        self.on_gpu = device == "cuda"
         make, shape = MODELS[name]
         torch.manual_seed(0)
-        self.x, self.y = torch.randn(shape), torch.randint(0, 10, shape[:1])
-        models = [DistributedDataParallel(make()) for _ in range(2)]
+        self.x = torch.randn(shape).to(device)
+        self.y = torch.randint(0, 10, shape[:1]).to(device)
+        models = [DistributedDataParallel(make().to(device)) for _ in range(2)]
         self.sides = [(m, torch.optim.AdamW(m.parameters(), lr=1e-4)) for m in models]
         every = {"memory_every_steps": 0 if off else 1, "local_every_seconds": 0}
         places = {"path": f"{folder}/ckpts", "shm_dir": f"{folder}/shm"}
@@ -205,6 +218,8 @@ class Rank:
             optimizer.step()
             if ours:
                 self.ckpt.step()
+            if self.on_gpu:
+                torch.cuda.synchronize()
         found = threads_seconds()
         dist.barrier()
         return Counter({name: (found[name] - before[name]) / steps for name in found})
@@ -219,11 +234,14 @@ def threads_seconds() -> Counter[str]:
     return found
 
 
-def measure(rank: int, ranks: int, name: str, rounds: int, steps: int, off: bool, at: str) -> None:
+def measure(rank: int, options: argparse.Namespace, rounds: int, steps: int, at: str) -> None:
     """Run one rank; rank 0 prints the table."""
     logging.basicConfig()
-    dist.init_process_group("gloo", init_method=f"file://{at}/{name}", rank=rank, world_size=ranks)
-    one = Rank(name, at, off)
+    # NCCL refuses ranks that share a GPU.
+    backend = "nccl" if options.device == "cuda" and options.ranks == 1 else "gloo"
+    meeting = f"file://{at}/meeting"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=options.ranks)
+    one = Rank(options.model, at, options.off, options.device)
     one.block(24, False)
     one.block(24, True)
     more: list[Counter[str]] = []
@@ -271,6 +289,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=48, help="steps of a block")
     parser.add_argument("--off", action="store_true", help="all levels are off")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     rounds, steps = (2, 8) if options.toy else (options.rounds, options.steps)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -278,7 +297,7 @@ def main() -> None:
     folder = tempfile.mkdtemp(dir="/dev/shm")
     try:
         os.mkdir(f"{folder}/shm")
-        args = (options.ranks, options.model, rounds, steps, options.off, folder)
+        args = (options, rounds, steps, folder)
         if options.ranks == 1:
             measure(0, *args)
         else:

@@ -2,6 +2,7 @@
 
     python benchmarks/stepcost.py --toy
     python benchmarks/stepcost.py --models cnn,mlp --sleep 0.05
+    python benchmarks/stepcost.py --device cuda --ranks 1         # one GPU, NCCL
     TIERCKPT_COPY_ENGINE=torch python benchmarks/stepcost.py      # without the copy engine
 
 Two kinds of blocks take turns in the same processes: steps of a plain twin, and steps with a
@@ -9,7 +10,8 @@ version each. Figures are differences within a round, so that other load of the 
 equally. CPU time is that of all threads of the rank's process. *bare* is the least that the
 version's bytes cost: between further steps of the twin the training thread copies as many bytes,
 block by block, into shared memory, and hashes them. `--sleep` waits that many seconds in each step,
-as for a GPU: then a core is idle.
+as for a GPU: then a core is idle. With `--device cuda` all ranks share one GPU, each step ends with
+the GPU's work done, and *bare* is the hash of the bytes alone, as a GPU copies them by DMA.
 """
 
 from __future__ import annotations
@@ -52,7 +54,13 @@ MODELS = {
 class BareCopy:
     """A copy and hash of so many bytes, with a clock; the sources are as cold as live tensors."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, copies: bool) -> None:
+        """Make the memory.
+
+        Args:
+            copies: False leaves the copy out: the hash alone.
+        """
+        self._copies = copies
         self._source = np.ones(nbytes, np.uint8)
         self._target = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         self._target[:] = 0
@@ -62,7 +70,8 @@ class BareCopy:
         begin = time.thread_time()
         for low in range(0, len(self._source), BLOCK_BYTES):
             block = self._target[low : low + BLOCK_BYTES]
-            block[:] = self._source[low : low + BLOCK_BYTES]
+            if self._copies:
+                block[:] = self._source[low : low + BLOCK_BYTES]
             xxhash.xxh3_64_intdigest(block)
         self.seconds += time.thread_time() - begin
 
@@ -81,13 +90,15 @@ class Cost:
 class Rank:
     """One rank: a plain model, and its twin with a checkpointer."""
 
-    def __init__(self, name: str, folder: str, sleep_seconds: float) -> None:
+    def __init__(self, name: str, folder: str, sleep_seconds: float, device: str) -> None:
         torch.set_num_threads(1)
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         make, shape = MODELS[name]
         torch.manual_seed(0)
-        self.batch, self.labels = torch.randn(shape), torch.randint(0, 10, shape[:1])
+        self.batch = torch.randn(shape).to(self.device)
+        self.labels = torch.randint(0, 10, shape[:1]).to(self.device)
         self.loss, self.sleep_seconds = nn.CrossEntropyLoss(), sleep_seconds
-        models = [DistributedDataParallel(make()) for _ in range(2)]
+        models = [DistributedDataParallel(make().to(self.device)) for _ in range(2)]
         self.sides = [(m, torch.optim.AdamW(m.parameters(), lr=1e-4)) for m in models]
         self.nbytes = 0
         settings = {"path": f"{folder}/ckpts", "shm_dir": f"{folder}/shm", "memory_every_steps": 1}
@@ -113,33 +124,41 @@ class Rank:
             optimizer.step()
             if versions:
                 self.ckpt.step()
+            self._wait_for_the_device()
         dist.barrier()
         ends = time.perf_counter(), time.process_time(), time.thread_time()
         begins = wall, cpu, main
         return Cost(*(1e3 * (e - b) / steps for e, b in zip(ends, begins, strict=True)))
 
+    def _wait_for_the_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def bare_ms(self, steps: int) -> float:
         """Mean of the bare copy between steps of the twin."""
         if self.bare is None:
-            self.bare = BareCopy(self.nbytes)
+            self.bare = BareCopy(self.nbytes, copies=self.device.type == "cpu")
         self.bare.seconds = 0.0
         model, optimizer = self.sides[0]
         for _ in range(steps):
             optimizer.zero_grad()
             self.loss(model(self.batch), self.labels).backward()
             optimizer.step()
+            self._wait_for_the_device()
             self.bare.run()
         return 1e3 * self.bare.seconds / steps
 
 
 def measure(
-    rank: int, ranks: int, name: str, rounds: int, steps: int, sleep: float, folder: str
+    rank: int, options: argparse.Namespace, name: str, rounds: int, steps: int, folder: str
 ) -> None:
     """Run one rank; rank 0 prints a line."""
     logging.basicConfig()  # warnings and errors alone, between the lines of the table
     meeting = f"file://{folder}/meeting-{name}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    one = Rank(name, folder, sleep)
+    # NCCL refuses ranks that share a GPU.
+    backend = "nccl" if options.device == "cuda" and options.ranks == 1 else "gloo"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=options.ranks)
+    one = Rank(name, folder, options.sleep, options.device)
     for versions in (False, True):
         one.block(max(steps, 4), versions)
     found: dict[bool, list[Cost]] = {False: [], True: []}
@@ -177,15 +196,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
     parser.add_argument("--sleep", type=float, default=0.0, help="idle seconds of each step")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     models = ["cnn"] if options.toy else options.models.split(",")
     rounds, steps = (2, 4) if options.toy else (options.rounds, options.steps)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     engine = "the copy engine" if copy_engine.find() is not None else "torch"
-    print(
-        f"{os.cpu_count()} cores, torch {torch.__version__}; copies by {engine}; ms a step, medians"
-    )
-    print(f"of {rounds} rounds, rank 0; target: CPU <= {ALLOWED_RATIO} bare + {ALLOWED_MS} ms")
+    gpu = f", {torch.cuda.get_device_name()}" if options.device == "cuda" else ""
+    print(f"{os.cpu_count()} cores{gpu}, torch {torch.__version__}; copies by {engine}; ms a step,")
+    allowed = f"{ALLOWED_RATIO} bare + {ALLOWED_MS} ms"
+    print(f"medians of {rounds} rounds, rank 0; target: CPU <= {allowed}")
     print(
         "model     MB     step   slower (quartiles)             CPU +   main +     bare  times  met"
     )
@@ -193,7 +213,7 @@ def main() -> None:
         folder = tempfile.mkdtemp(dir="/dev/shm")
         try:
             os.mkdir(f"{folder}/shm")
-            args = (options.ranks, name, rounds, steps, options.sleep, folder)
+            args = (options, name, rounds, steps, folder)
             torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

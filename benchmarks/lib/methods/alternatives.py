@@ -15,8 +15,9 @@ from lib.methods.method import FolderMethod, Job, Waiters
 
 
 def raw_state(job: Job) -> dict[str, Any]:
-    """References to the live tensors of model and optimizer, without a copy."""
-    return {"model": job.module.state_dict(), "optimizer": job.optimizer.state_dict()}
+    """References to the live tensors of model and optimizer, without a copy. Plain dicts: the
+    stagers of some torch releases cannot copy the ordered ones of modules."""
+    return {"model": dict(job.module.state_dict()), "optimizer": job.optimizer.state_dict()}
 
 
 class TorchSave(FolderMethod):

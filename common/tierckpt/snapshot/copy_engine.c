@@ -318,3 +318,52 @@ PUBLIC void tierckpt_times(job *j, uint64_t *copy_ns, uint64_t *hash_ns) {
     *hash_ns = j->hash_ns;
     pthread_mutex_unlock(&j->lock);
 }
+
+/* --- copies by a device -------------------------------------------------------------------------- */
+
+/* cudaMemcpyAsync. Its address is the caller's: nothing of CUDA is needed to build this. */
+typedef int (*copy_async)(void *to, const void *from, size_t nbytes, int kind, void *stream);
+
+enum { BY_ADDRESS = 4 }; /* cudaMemcpyDefault: the addresses tell which side is the device */
+
+/* Enqueue the copies of these blocks into `target`, the address of offset 0. Segments that are
+   adjacent on both sides are one copy, up to `most_bytes`, if they have the same of `owners`: CUDA
+   refuses a copy that spans two allocations, also where their addresses are adjacent. Returns CUDA's
+   first error, or 0. */
+PUBLIC int tierckpt_enqueue(copy_async copy, void *stream, const segment *segments,
+                            const uint32_t *owners, const block *blocks, const uint32_t *numbers,
+                            uint32_t count, uint8_t *target, uint64_t most_bytes) {
+    uint8_t *to = NULL;
+    const uint8_t *from = NULL;
+    uint64_t nbytes = 0;
+    uint32_t owner = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const block *b = &blocks[numbers[i]];
+        uint8_t *next = target + b->offset;
+        for (uint64_t k = 0; k < b->segments; k++) {
+            const segment *s = &segments[b->first_segment + k];
+            const uint8_t *source = (const uint8_t *)(uintptr_t)s->address;
+            uint32_t its_owner = owners[b->first_segment + k];
+            if (nbytes && source == from + nbytes && next == to + nbytes && its_owner == owner &&
+                nbytes + s->nbytes <= most_bytes) {
+                nbytes += s->nbytes;
+            } else {
+                int error = nbytes ? copy(to, from, nbytes, BY_ADDRESS, stream) : 0;
+                if (error)
+                    return error;
+                to = next, from = source, nbytes = s->nbytes, owner = its_owner;
+            }
+            next += s->nbytes;
+        }
+    }
+    return nbytes ? copy(to, from, nbytes, BY_ADDRESS, stream) : 0;
+}
+
+/* Hash these blocks of `target`; their digests, little endian, in the order of `numbers`. */
+PUBLIC void tierckpt_hash_blocks(hash_function hash, const block *blocks, const uint32_t *numbers,
+                                 uint32_t count, const uint8_t *target, uint64_t *digests) {
+    for (uint32_t i = 0; i < count; i++) {
+        const block *b = &blocks[numbers[i]];
+        digests[i] = htole64(hash(target + b->offset, b->nbytes));
+    }
+}

@@ -81,6 +81,11 @@ class Engine:
         self.wait = _function(library, "wait", [pointer, number], ctypes.c_int)
         self.help = _function(library, "help", [pointer, number, number], ctypes.c_int)
         self.copy_one = _function(library, "copy_one", [pointer, small])
+        arrays = [pointer, pointer, pointer, small, pointer]
+        self.enqueue = _function(
+            library, "enqueue", [pointer, pointer, pointer, *arrays, number], ctypes.c_int
+        )
+        self.hash_blocks = _function(library, "hash_blocks", [*arrays, pointer])
         # These take a microsecond: too short to give the interpreter to another thread.
         held = ctypes.PyDLL(path)
         self.init = _function(held, "init", [pointer, pointer, pointer, pointer, small])

@@ -93,7 +93,7 @@ class CopyPlan:
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
         self._params = [(n, id(p)) for n, _, p in entries]
         aliases = dict(zip(self._copied, self._check.aliases, strict=True))
-        self._sources = [
+        self.sources = [
             self.buffers.staged[piece.spec.name]
             if piece.placement is PER_RANK
             else aliases[piece.spec.name]
@@ -123,7 +123,7 @@ class CopyPlan:
 
     def _bytes_of(self, index: int) -> torch.Tensor | Part:
         """A piece's bytes: a view, or a function that copies if no view is possible."""
-        piece, tensor = self.layout.pieces[index], self._sources[index]
+        piece, tensor = self.layout.pieces[index], self.sources[index]
         if tree_codec.is_dense(tensor):
             return tree_codec.as_bytes(tree_codec.flat(tensor)[piece.start : piece.stop])
         return _row_major(tensor, piece.start)  # strided with gaps: made row-major by the copy
@@ -170,7 +170,7 @@ class CopyPlan:
     def reads(self, storage: torch.UntypedStorage) -> bool:
         """True if this plan copies from the memory of a storage. Any thread."""
         if self._storages is None:
-            self._storages = {each.untyped_storage()._cdata for each in self._sources}
+            self._storages = {each.untyped_storage()._cdata for each in self.sources}
         return storage._cdata in self._storages
 
     def counters(self) -> bytes:
@@ -232,14 +232,15 @@ class CopyPlan:
         have gaps. Right for as long as the plan fits, which keeps the memory alive as well."""
         staged = self.buffers.staged.values()
         if self._table is None and self._dense and all(each.is_cpu for each in staged):
-            self._table = self._make_table()
+            self._table = Table(*self.addresses())
         return self._table
 
-    def _make_table(self) -> Table:
+    def addresses(self) -> tuple[np.ndarray, np.ndarray]:
+        """Segments and blocks of a `Table`. Only dense sources have a right address."""
         pieces = self.layout.pieces
         sizes = np.array([p.spec.itemsize_bytes for p in pieces], np.uint64)
         starts = np.array([p.start for p in pieces], np.uint64)
-        begins = np.array(addresses(self._sources), np.uint64) + starts * sizes
+        begins = np.array(addresses(self.sources), np.uint64) + starts * sizes
         blocks = self.layout.blocks
         parts = np.array([p for b in blocks for p in b.parts], np.uint64).reshape(-1, 3)
         piece, low, high = parts.T
@@ -251,7 +252,7 @@ class CopyPlan:
             (first, count, block.offset, block.nbytes)
             for first, count, block in zip(firsts, counts, blocks, strict=False)
         ]
-        return Table(segments, np.array(rows, np.uint64).reshape(-1, 4))
+        return segments, np.array(rows, np.uint64).reshape(-1, 4)
 
 
 def _specs_of(

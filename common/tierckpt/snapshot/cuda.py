@@ -3,9 +3,11 @@
 Differences from the snapshot on a CPU:
 
 - Slots are page-locked in place (`cudaHostRegister`), so device-to-host copies are real DMA.
-- The copier thread feeds copies to a low-priority stream, two batches deep, and hashes arrived
-  bytes with a few threads. Adjacent blocks are one copy: the transfer of 512 KiB takes no longer
-  than the call from Python. A small number of batches leaves the source of the rest open:
+- The copier thread feeds copies to a low-priority stream, two batches deep. A few threads hash what
+  has arrived, each a batch, while the next ones are copied. The copy engine enqueues a batch, and
+  hashes it, in one call each (see `device_copies`). Blocks of small tensors are gathered on the
+  device by torch, which does everything where the engine is missing. A small number of batches
+  leaves the source of the rest open:
 - At the barrier, the blocks not yet fed are cloned on the device (terabytes a second) if memory
   allows, and are copied from the clone; otherwise they are fed at once. Then the compute stream
   waits for an event, but the Python thread does not. So the seal comes after the barrier here, and
@@ -31,21 +33,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 
 from tierckpt import _faults
+from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import digest
 from tierckpt.storage.memory.slots import Slot
 
+from .copy_plan import Binding, CopyPlan
+from .device_copies import Sources, device_copies, forget_error
+from .native_snapshot import RELEASE_AT_ONCE_BYTES
 from .snapshot import Phase, Snapshot, SnapshotError
 
 BATCH_BYTES = 64 * 1024 * 1024
 """Limit of one batch for the side stream, and of a single copy."""
 BATCHES_IN_FLIGHT = 2
+GATHERED_BYTES = 16 * 1024 * 1024
+"""Limit of the small tensors that are gathered at once."""
+HASHED_ALONE_BYTES = 4 * 1024 * 1024
+"""Fewer bytes are hashed by the copier itself: threads would take longer to wake."""
 CLONE_FROM_BYTES = 32 * 1024 * 1024
 """Fewer bytes are fed at the barrier, not cloned: the compute stream waits about 1 ms."""
 SPARE_DEVICE_FRACTION = 0.05
@@ -64,6 +73,16 @@ class CudaLane:
         self.hashers = ThreadPoolExecutor(self.workers, thread_name_prefix="tierckpt-hash")
         self._peak_bytes = self._cloned_bytes = 0
         """Peak of the training's own allocations, and the largest clone in addition to it."""
+        self.copies = device_copies(device)
+        self._sources: tuple[CopyPlan, Sources] | None = None
+
+    def sources_of(self, plan: CopyPlan) -> Sources | None:
+        """The addresses of the plan, for `copies`; None without these."""
+        if self.copies is None:
+            return None
+        if self._sources is None or self._sources[0] is not plan:
+            self._sources = plan, Sources.of(plan)
+        return self._sources[1]
 
     def use(self) -> None:
         """Make this the calling thread's device.
@@ -126,7 +145,7 @@ class PageLocks:
             slot.registered_address = address
             return
         self._refused = True
-        self._forget_error()
+        forget_error(self._device)
         self._on_notice(
             f"CUDA cannot page-lock a slot of {len(view)} bytes "
             f"({cuda.cudaGetErrorString(code)}): slots stay ordinary memory, copies to them are "
@@ -141,11 +160,6 @@ class PageLocks:
         if slot.registered_address:
             torch.cuda.cudart().cudaHostUnregister(slot.registered_address)
             slot.registered_address = 0
-
-    def _forget_error(self) -> None:
-        """Clear the thread's last CUDA error, which its next kernel would report as its own."""
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self._device)
 
 
 @dataclass
@@ -170,11 +184,32 @@ class CudaSnapshot(Snapshot):
         self._feeding = threading.Lock()
         """Held while a batch moves from the queue to the stream: the barrier sees whole batches."""
         self._flying: deque[_Batch] = deque()
+        self._hashing: deque[Future[tuple[list[int], list[bytes], float]]] = deque()
+        """Batches that have arrived; only the copier's thread uses it."""
+        self._sources = self.lane.sources_of(self.plan)
+        """Addresses of the blocks that the engine copies: in live tensors, then in the clone."""
+        self._clone: torch.Tensor | None = None
         self._clones: dict[int, torch.Tensor] = {}
+        """Clones of other blocks."""
+        self._at_once = self.plan.layout.nbytes <= RELEASE_AT_ONCE_BYTES
+        self._all_released = False
+        if self._at_once:  # then the copier is woken once, and feeds one batch
+            self.starts_at_once = False
+            self._held.update(self._todo)
+            self._todo.clear()
         self._passed = False
         self._boundary = torch.cuda.Event(blocking=True)  # a waiting thread does not spin
         self._boundary.record(torch.cuda.current_stream(self.lane.device))
         self._ready = self._boundary
+
+    def release(self, params: Iterable[torch.Tensor]) -> None:
+        """Allow the copy of these parameters' layers; of a small state, of everything: one batch
+        instead of one for each layer."""
+        if not self._at_once:
+            super().release(params)
+        elif not self._all_released:
+            self._all_released = True
+            self.release_all()
 
     def run(self) -> None:
         """Copier thread: feed, and hash arrived blocks, until the snapshot is done."""
@@ -188,9 +223,11 @@ class CudaSnapshot(Snapshot):
             except Exception as error:
                 self.fail(error)  # first: from now on a barrier feeds nothing,
             with self._feeding:  # and this waits for one that is feeding
-                # Nothing may write to the slot once it is given back.
+                # Nothing may use the slot once it is given back.
                 self.lane.stream.synchronize()
+                wait(self._hashing)
                 self._clones.clear()
+                self._clone = None
 
     def _feed_and_receive(self) -> None:
         self._boundary.synchronize()  # copies begin after the device reaches the boundary
@@ -203,17 +240,21 @@ class CudaSnapshot(Snapshot):
                     self.clock.copy += time.perf_counter() - begin
             elif self._flying:
                 self._receive(self._flying.popleft())
+            elif self._hashing:
+                self._count(*self._hashing.popleft().result())
             elif not self._copy_tree():
                 self._await_release()
 
     def _copy_tree(self) -> bool:
         """Copy a block of the tree, if one is left. Its sources are clones, so no barrier waits for
         it. Their memory is free on return, as all copies that read it have completed."""
+        if not self._tree_todo:
+            return False
         with self.lane.after(self._boundary):
             return self._work(self._tree_todo)
 
     def _nothing_to_do(self) -> bool:
-        return super()._nothing_to_do() and not self._flying
+        return super()._nothing_to_do() and not self._flying and not self._hashing
 
     def barrier(self) -> None:
         """Return after the compute stream was ordered to wait for all reads of live tensors."""
@@ -258,15 +299,26 @@ class CudaSnapshot(Snapshot):
         nbytes = sum(self.plan.layout.blocks[b].nbytes for b in left)
         if nbytes <= CLONE_FROM_BYTES or not self.lane.has_room(nbytes):
             return False
-        clones: dict[int, torch.Tensor] = {}
         try:
-            for blocks, source in self._runs(left):
-                sizes = [self.plan.layout.blocks[b].nbytes for b in blocks]
-                clones.update(zip(blocks, source.clone().split(sizes), strict=True))
+            self._clone_now(left)
         except torch.cuda.OutOfMemoryError:  # fragmented memory, or another rank was faster
             return False
-        self._clones = clones
         return True
+
+    def _clone_now(self, blocks: list[int]) -> None:
+        """Clone these blocks, on the current stream. Raises torch.cuda.OutOfMemoryError."""
+        sources, clone = self._sources, None
+        clones: dict[int, torch.Tensor] = {}
+        direct, others = sources.split(blocks) if sources is not None else ([], blocks)
+        if direct:
+            assert self.lane.copies is not None
+            assert sources is not None
+            stream = torch.cuda.current_stream(self.lane.device)
+            clone, sources = self.lane.copies.clone(sources, direct, stream)
+        for run, source in self._runs(others):
+            sizes = [self.plan.layout.blocks[b].nbytes for b in run]
+            clones.update(zip(run, source.clone().split(sizes), strict=True))
+        self._sources, self._clone, self._clones = sources, clone, clones
 
     def _feed(self, most_bytes: int) -> bool:
         """Enqueue copies of released blocks; with `_feeding` held. False when there are none."""
@@ -283,87 +335,114 @@ class CudaSnapshot(Snapshot):
             return False
         _faults.point("copy", version=self.facts.id.version, block=blocks[0])
         batch = _Batch(blocks, torch.cuda.Event(blocking=True), [])
-        with self.lane.after(self._ready):
-            for run, source in self._runs(blocks):
-                low = len(self._header) + self.plan.layout.blocks[run[0]].offset
-                target = binding.tensor.narrow(0, low, source.numel())
-                target.copy_(source, non_blocking=True)
-                batch.sources.append(source)
-            batch.arrived.record(self.lane.stream)
+        self._enqueue(batch, binding)
+        batch.arrived.record(self.lane.stream)
         self._flying.append(batch)
         with self._changed:
             self._changed.notify_all()
         return True
 
-    def _runs(self, blocks: Iterable[int]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Blocks with their bytes; those adjacent in shard and memory are joined."""
-        run: list[int] = []
-        joined = torch.empty(0, dtype=torch.uint8)
-        for block in blocks:
-            source = self._source(block)
-            if run and block == run[-1] + 1 and _adjoin(joined, source):
-                run.append(block)
-                joined = joined.as_strided((joined.numel() + source.numel(),), (1,))
-                continue
-            if run:
-                yield run, joined
-            run, joined = [block], source
-        if run:
-            yield run, joined
+    def _enqueue(self, batch: _Batch, binding: Binding) -> None:
+        """Enqueue the copies of a batch on the side stream."""
+        others = batch.blocks
+        if self._sources is not None:
+            direct, others = self._sources.split(others)
+            if direct:
+                assert self.lane.copies is not None
+                self.lane.stream.wait_event(self._ready)
+                target = binding.tensor.data_ptr() + len(self._header)
+                self.lane.copies.enqueue(self._sources, direct, target, self.lane.stream)
+        if not others:
+            return
+        with self.lane.after(self._ready):
+            for run, source in self._runs(others):
+                low = len(self._header) + self.plan.layout.blocks[run[0]].offset
+                binding.tensor.narrow(0, low, source.numel()).copy_(source, non_blocking=True)
+                batch.sources.append(source)
 
-    def _source(self, block: int) -> torch.Tensor:
-        """The block's bytes on the device; if scattered, a copy made on the current stream."""
+    def _runs(self, blocks: Iterable[int]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Blocks with their bytes on the device, those adjacent in the shard in one piece: if they
+        are adjacent in memory, too, or have many small tensors, which are gathered by a copy on the
+        current stream."""
+        run: list[int] = []
+        parts: list[torch.Tensor] = []
+        gathered_bytes = 0
+        for block in blocks:
+            more = self._parts(block)
+            nbytes = sum(map(torch.Tensor.numel, more))
+            follows = bool(run) and block == run[-1] + 1
+            if follows and len(parts) == len(more) == 1 and _adjoin(parts[0], more[0]):
+                parts = [parts[0].as_strided((parts[0].numel() + more[0].numel(),), (1,))]
+            elif follows and _alike(parts, more) and gathered_bytes + nbytes <= GATHERED_BYTES:
+                parts = [*parts, *more]
+                gathered_bytes += nbytes
+            else:
+                if run:
+                    yield run, _joined(parts)
+                run, parts, gathered_bytes = [], more, nbytes
+            run.append(block)
+        if run:
+            yield run, _joined(parts)
+
+    def _parts(self, block: int) -> list[torch.Tensor]:
+        """The block's bytes, in order."""
         clone = self._clones.pop(block, None)
-        if clone is not None:
-            return clone
-        parts, _ = self.plan.source(block)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return [clone] if clone is not None else self.plan.source(block)[0]
 
     def _receive(self, batch: _Batch) -> None:
-        """Wait for a batch, hash it, and seal after the last one."""
+        """Wait for a batch, and have it hashed."""
         binding = self._binding
         if binding is None:
             return
         begin = time.perf_counter()
         batch.arrived.synchronize()
         batch.sources.clear()
-        middle = time.perf_counter()
-        found = self._hash(batch.blocks, binding.view)
         with self._changed:
-            for block, value in found:
-                self._digests[block] = value
-            self._left -= len(batch.blocks)
-            self.clock.copy += middle - begin
-            self.clock.checksum += time.perf_counter() - middle
-            last = self._left == 0
+            self.clock.copy += time.perf_counter() - begin
         if self.trace is not None:
             self.trace.copied(self.facts.id.version, self.plan, batch.blocks, begin)
+        if len(batch.blocks) * BLOCK_BYTES > HASHED_ALONE_BYTES:
+            # Raises RuntimeError while the interpreter shuts down: then the snapshot fails.
+            self._hashing.append(self.lane.hashers.submit(self._hash, batch.blocks, binding))
+        else:
+            self._count(*self._hash(batch.blocks, binding))
+
+    def _hash(self, blocks: list[int], binding: Binding) -> tuple[list[int], list[bytes], float]:
+        """The blocks, their digests, and the seconds that this took. Any thread."""
+        begin, start = time.perf_counter(), len(self._header)
+        sources, copies = self._sources, self.lane.copies
+        if sources is not None and copies is not None:
+            found = copies.hash(sources, blocks, binding.tensor.data_ptr() + start)
+        else:
+            each = (self.plan.layout.blocks[b] for b in blocks)
+            lows = ((start + block.offset, block.nbytes) for block in each)
+            found = [digest(binding.view[low : low + nbytes]) for low, nbytes in lows]
+        return blocks, found, time.perf_counter() - begin
+
+    def _count(self, blocks: list[int], found: list[bytes], seconds: float) -> None:
+        """Note the digests of arrived blocks, and seal after the last ones."""
+        with self._changed:
+            for block, value in zip(blocks, found, strict=True):
+                self._digests[block] = value
+            self._left -= len(blocks)
+            self.clock.checksum += seconds
+            last = self._left == 0
         if last:
             self._seal()
-
-    def _hash(self, blocks: list[int], view: memoryview) -> list[tuple[int, bytes]]:
-        """(block, digest), computed by all hashing threads, with one share for each."""
-        start = len(self._header)
-
-        def hash_share(share: list[int]) -> list[tuple[int, bytes]]:
-            found = []
-            for block in share:
-                low = start + self.plan.layout.blocks[block].offset
-                found.append(
-                    (block, digest(view[low : low + self.plan.layout.blocks[block].nbytes]))
-                )
-            return found
-
-        shares = [blocks[i :: self.lane.workers] for i in range(self.lane.workers)]
-        try:
-            return list(chain.from_iterable(self.lane.hashers.map(hash_share, shares)))
-        except RuntimeError:  # the interpreter is shutting down and takes no new work
-            return hash_share(blocks)
 
     def _check_before_seal(self) -> None:
         with self._changed:
             if not self._passed:  # else the barrier has checked, and the optimizer has run
                 self._check_counters()
+
+
+def _alike(parts: list[torch.Tensor], more: list[torch.Tensor]) -> bool:
+    """True if both are many tensors of one device."""
+    return len(parts) > 1 and len(more) > 1 and parts[0].device == more[0].device
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _adjoin(one: torch.Tensor, other: torch.Tensor) -> bool:

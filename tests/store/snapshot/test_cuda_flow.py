@@ -1,8 +1,10 @@
 """The CUDA snapshot's order of events, on a machine without a GPU.
 
-Streams and events that do nothing replace CUDA's, and the tensors are on the CPU, where a copy is
-complete when the call returns. So this proves the bookkeeping (feeding, cloning, hashing, sealing
-after the barrier), and nothing about asynchrony, which `tests/gpu` covers.
+The tensors are on the CPU. Where torch copies, a copy is complete when the call returns: that
+proves the bookkeeping (feeding, cloning, hashing, sealing after the barrier). Where the engine
+copies, the stream is one that copies only when it has to: that proves the order of copies and
+training, too.
+`tests/gpu` has the real thing.
 """
 
 from __future__ import annotations
@@ -18,34 +20,26 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt.snapshot import copy_plan, cuda, snapshot
-
-
-class NoEvent:
-    def __init__(self, blocking: bool = False) -> None: ...
-
-    def record(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class NoStream:
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
+from tests.support.late_device import Compute, LateDevice, LateEvent, Side
+from tierckpt.snapshot import copy_engine, copy_plan, cuda, device_copies, snapshot
+from tierckpt.snapshot.device_copies import Sources
 
 
 class CpuLane:
     device = torch.device("cpu")
     workers = 2
 
-    def __init__(self, room: bool) -> None:
-        self.stream = NoStream()
+    def __init__(self, room: bool, device: LateDevice | None) -> None:
+        self.copies = None if device is None else device.copies
+        self.stream = Side() if device is None else device.side
         self.hashers = ThreadPoolExecutor(self.workers)
         self.room = room
         self.feeding: set[int] = set()
         """Threads that are enqueueing on the side stream."""
         self.threads: set[str] = set()
+
+    def sources_of(self, plan: copy_plan.CopyPlan) -> Sources | None:
+        return None if self.copies is None else Sources.of(plan)
 
     def use(self) -> None:
         self.threads.add(threading.current_thread().name)
@@ -63,8 +57,24 @@ class CpuLane:
         self.hashers.shutdown()
 
 
+@pytest.fixture(params=["engine", "torch"])
+def device(request: pytest.FixtureRequest) -> LateDevice | None:
+    """The device of the engine; None where torch copies."""
+    if request.param == "torch":
+        return None
+    engine = copy_engine.find()
+    if engine is None:
+        pytest.skip(copy_engine.describe())
+    return LateDevice(engine)
+
+
+def all_dense(plan: copy_plan.CopyPlan) -> list[bool]:
+    """Blocks that the engine copies: as on a GPU, but also of tensors on the CPU."""
+    return [len(block.parts) == 1 for block in plan.layout.blocks]
+
+
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
+def lane(device: LateDevice | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
     make = copy_plan.CopyPlan.__init__
 
     def as_on_cuda(self: copy_plan.CopyPlan, *args: Any) -> None:
@@ -72,12 +82,14 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
         self.device = torch.device("cuda")
 
     monkeypatch.setattr(copy_plan.CopyPlan, "__init__", as_on_cuda)
-    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NoStream())
+    compute = Compute()
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: compute)
+    monkeypatch.setattr(device_copies, "_direct", all_dense)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "CLONE_FROM_BYTES", 0)
     monkeypatch.setattr(cuda, "BATCH_BYTES", 64 * 1024)
-    made = CpuLane(room=True)
+    made = CpuLane(room=True, device=device)
     yield made
     made.close()
 
@@ -92,7 +104,11 @@ def memory_in_pieces(lane: CpuLane, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise torch.cuda.OutOfMemoryError("no")
             yield each
 
+    def has_none(*args: object) -> Any:
+        raise torch.cuda.OutOfMemoryError("no")
+
     monkeypatch.setattr(cuda.CudaSnapshot, "_runs", run_out)
+    monkeypatch.setattr(device_copies.DeviceCopies, "clone", has_none)
 
 
 def attach(lane: CpuLane, tmp_path: Path, shm_dir: Path) -> tuple[Any, ...]:
@@ -192,18 +208,23 @@ def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
         happened.append("given back")
         filled(slot, sealed)
 
-    def stand_still() -> None:
-        snapshot = ckpt._active.snapshot
-        happened.append(f"stood still, {snapshot.phase.value if snapshot else '-'}")
+    stop = lane.stream.synchronize
 
-    def break_down(data: memoryview) -> bytes:
+    def stand_still(count: int | None = None) -> None:
+        if count is None:
+            snapshot = ckpt._active.snapshot
+            happened.append(f"stood still, {snapshot.phase.value if snapshot else '-'}")
+        stop(count)
+
+    def break_down(*args: object) -> bytes:
         raise ValueError("bad memory")
 
     train_step(model, optimizer)
     with monkeypatch.context() as patched:
         patched.setattr(ckpt._pool, "filled", give_back)
-        patched.setattr(lane.stream, "synchronize", stand_still, raising=False)
+        patched.setattr(lane.stream, "synchronize", stand_still)
         patched.setattr(cuda, "digest", break_down)
+        patched.setattr(device_copies.DeviceCopies, "hash", break_down)
         ckpt.step()
         ckpt._active.snapshot.release_all()
         ckpt._active.snapshot.wait_done()

@@ -113,7 +113,7 @@ def test_our_own_clones_are_not_taken_for_the_trainings_need(
 
 
 def runs(sources: dict[int, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
-    holder: Any = types.SimpleNamespace(_source=sources.__getitem__)
+    holder: Any = types.SimpleNamespace(_parts=lambda block: [sources[block]])
     found = CudaSnapshot._runs(holder, list(sources))
     return [(blocks, source.tolist()) for blocks, source in found]
 
