@@ -89,17 +89,17 @@ class TensorRecords:
         """Raises ValueError if torch keeps the shape of one in other memory."""
         self._library, self._tensors = library, [*tensors]
         self._at = np.array(at, np.uint64)
-        words, offset = library.words, Offsets(*map(np.uint64, at))
+        words = library.words
         objects = addresses_of(self._tensors)
-        impls = words(objects + offset.tensor_in_object)
-        storages = words(impls + offset.storage_in_tensor)
-        counters = words(impls + offset.counter_in_tensor)
-        rows = library.rows(impls + offset.kind_in_tensor, at.kind_bytes // 8)
+        impls = words(objects + np.uint64(at.tensor_in_object))
+        storages = words(impls + np.uint64(at.storage_in_tensor))
+        counters = words(impls + np.uint64(at.counter_in_tensor))
+        rows = library.rows(impls + np.uint64(at.kind_in_tensor), at.kind_bytes // 8)
         self._kinds, first, kinds = _numbered(rows)
         if not _have_shapes(tensors, first):
             raise ValueError("a tensor has too many dimensions")
-        data = words(storages + offset.data_in_storage)
-        nbytes = words(storages + offset.nbytes_in_storage)
+        data = words(storages + np.uint64(at.data_in_storage))
+        nbytes = words(storages + np.uint64(at.nbytes_in_storage))
         columns = Record(objects, impls, storages, data, nbytes, counters, kinds)
         self._records = np.stack(columns, axis=1)
         self._counters = np.zeros(len(tensors), np.uint32)
@@ -131,11 +131,11 @@ class TensorRecords:
 
     def moved(self) -> list[int]:
         """Numbers of the tensors whose storage got other memory; as `counters`."""
-        at, columns = Offsets(*self._at), Record(*self._records.T)
-        data = self._library.words(columns.storage + at.data_in_storage)
-        nbytes = self._library.words(columns.storage + at.nbytes_in_storage)
+        at, columns = Offsets(*self._at.tolist()), Record(*self._records.T)
+        data = self._library.words(columns.storage + np.uint64(at.data_in_storage))
+        nbytes = self._library.words(columns.storage + np.uint64(at.nbytes_in_storage))
         changed = (data != columns.data) | (nbytes != columns.nbytes)
-        return np.flatnonzero(changed).tolist()  # type: ignore[no-any-return]
+        return np.flatnonzero(changed).tolist()
 
 
 def addresses_of(objects: Sequence[object]) -> np.ndarray:
@@ -252,8 +252,16 @@ def _offsets() -> Offsets | None:
     if min(kind) <= max(storage, counter):
         return None
     low, high = min(kind), max(kind) + 1
-    places = _only(objects), storage, counter, low, high - low, data, nbytes
-    return Offsets(*(8 * each for each in places), value)
+    return Offsets(
+        tensor_in_object=8 * _only(objects),
+        storage_in_tensor=8 * storage,
+        counter_in_tensor=8 * counter,
+        kind_in_tensor=8 * low,
+        kind_bytes=8 * (high - low),
+        data_in_storage=8 * data,
+        nbytes_in_storage=8 * nbytes,
+        value_in_counter=value,
+    )
 
 
 def _object(tensor: torch.Tensor) -> list[int]:
@@ -333,7 +341,7 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 MOVES: dict[str, Callable[[torch.Tensor], Any]] = {
     "new data": lambda t: _set_data(t, torch.zeros(4, 4)),
-    "set": lambda t: t.set_(torch.zeros(4, 4)),
+    "set": lambda t: t.set_(torch.zeros(4, 4)),  # type: ignore[call-overload]
     "resized": lambda t: t.resize_(8, 8),
     "storage resized": lambda t: t.untyped_storage().resize_(4096),
     "storage freed": lambda t: t.untyped_storage().resize_(0),
@@ -432,7 +440,7 @@ class Tags:
         self._now = self._library.words(self._addresses)
         if np.array_equal(self._now, self._tags):
             return []
-        return np.flatnonzero(self._now != self._tags).tolist()  # type: ignore[no-any-return]
+        return np.flatnonzero(self._now != self._tags).tolist()
 
     def accept(self) -> None:
         """Take the dicts as `changed` saw them last as unchanged."""
