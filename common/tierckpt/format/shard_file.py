@@ -8,14 +8,11 @@ piece, its strides, block lengths) are in the header's `__metadata__`.
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quoted
 from types import MappingProxyType
 from typing import Any
-
-import xxhash
 
 from tierckpt.errors import FormatError
 
@@ -116,9 +113,6 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         length = int.from_bytes(bytes(image[:8]), "little")
         if not 0 < length <= len(image) - 8:
             raise ValueError(f"header length {length} in a file of {len(image)} bytes")
-        key = xxhash.xxh3_128_digest(image[: 8 + length])
-        if (known := _decoded.get(key)) is not None:
-            return known
         metadata = metadata_of(bytes(image[8 : 8 + length]).decode())
         check_version(metadata["format_version"], "shard")
         pieces = decode_table(metadata["pieces"])
@@ -127,13 +121,7 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         blocks = tuple(unrun(json.loads(metadata["blocks"])))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise FormatError(f"not a shard header: {error!r}") from error
-    header = ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied)
-    _decoded[key] = header
-    return header
-
-
-_decoded: weakref.WeakValueDictionary[bytes, ShardHeader] = weakref.WeakValueDictionary()
-"""Headers in use, by the checksum of their bytes: a restore needs each several times."""
+    return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied)
 
 
 def _entries(pieces: Iterable[Piece]) -> Iterator[str]:
