@@ -50,7 +50,7 @@ help:
 venv: $(READY)
 	@:
 
-$(VENV)/.tierckpt-ready: setup.cfg setup.py common/tierckpt/snapshot/copy_engine.c tools/bootstrap.py
+$(VENV)/.tierckpt-ready: setup.cfg setup.py $(wildcard common/tierckpt/snapshot/*.c) tools/bootstrap.py
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer that can make virtual environments was found."; \
 	echo "Install one (on Debian and Ubuntu: python3-venv) or name it: make PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) tools/bootstrap.py $(VENV)

@@ -12,6 +12,7 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
+from tierckpt.format.piece_table import encode_table
 from tierckpt.format.verify import digests_of
 
 
@@ -28,7 +29,7 @@ def make_sound(view: memoryview) -> bytes:
     blocks = [min(BLOCK_BYTES, data - low) for low in range(0, data, BLOCK_BYTES)]
     metadata = {
         "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}",
-        "pieces": "[]",
+        "pieces": encode_table(()),
         "blocks": json.dumps([[1, nbytes] for nbytes in blocks]),
         "structure": "{}",
     }

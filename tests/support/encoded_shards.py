@@ -27,7 +27,9 @@ from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.encoder import cut
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format.layout import REPLICATED, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest, digest
+from tierckpt.format.piece_table import encode_table
 from tierckpt.storage.local.encoded_files import open_encoded
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (
@@ -57,7 +59,9 @@ def content_of(version: int) -> bytes:
     metadata = {
         "format": "tierckpt-shard",
         "format_version": "1.0",
-        "pieces": json.dumps([["x", "float32", [1], None, 4, "cpu", 0, 1, 0, 0]]),
+        "pieces": encode_table(
+            [Piece(TensorSpec("x", "float32", (1,), None, 4), 0, 1, 0, REPLICATED)]
+        ),
         "blocks": json.dumps([[BLOCKS, BLOCK_BYTES]]),
         "structure": "{}",
     }

@@ -20,6 +20,7 @@ from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.format.ids import PAGE_BYTES, ParityKey, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import digest
+from tierckpt.format.piece_table import encode_table
 from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange, Party, Report, Shard
 from tierckpt.peer.parity_file import check_parity
@@ -49,7 +50,7 @@ def shard_of(
         metadata = {
             "format": "tierckpt-shard",
             "format_version": "1.0",
-            "pieces": "[]",
+            "pieces": encode_table(()),
             "blocks": json.dumps([[1, b] for b in blocks]),
             "structure": "{}",
         }

@@ -7,15 +7,16 @@ import json
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from tierckpt.errors import FormatError
 
 from .ids import ShardKey, VersionId
+from .piece_table import item_sizes, metadata_of, runs, unrun
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,6 @@ Description = tuple[tuple[str, dict[str, Parameter]], ...]
 """Names of codecs and their public parameters, in order."""
 
 
-ITEM_COLUMN, OFFSET_COLUMN = 4, 8
-"""Columns of a row in the header's table of pieces."""
 ITEM_BYTES = (1, 2, 4, 8, 16)
 
 
@@ -109,8 +108,8 @@ def blocks_of(header: Buffer, header_bytes: int) -> list[Block]:
     try:
         view = memoryview(header)[:header_bytes]
         length = int.from_bytes(view[:8], "little")
-        metadata = json.loads(bytes(view[8 : 8 + length]))["__metadata__"]
-        rows = [(row[OFFSET_COLUMN], row[ITEM_COLUMN]) for row in json.loads(metadata["pieces"])]
+        metadata = metadata_of(bytes(view[8 : 8 + length]).decode())
+        rows = item_sizes(metadata["pieces"])
         lengths = unrun(json.loads(metadata["blocks"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise FormatError(f"not a shard header: {error!r}") from error
@@ -121,13 +120,3 @@ def blocks_of(header: Buffer, header_bytes: int) -> list[Block]:
         size = rows[number][1] if number >= 0 else 1
         found.append(Block(nbytes, size if size in ITEM_BYTES else 1))
     return found
-
-
-def runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Encode run lengths: `(count, value)`."""
-    return [(len(list(same)), value) for value, same in groupby(values)]
-
-
-def unrun(pairs: Sequence[Sequence[int]]) -> list[int]:
-    """Decode the pairs that `runs` made."""
-    return [value for count, value in pairs for _ in range(count)]

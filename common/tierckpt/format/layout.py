@@ -15,6 +15,8 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
+from typing import NamedTuple
 
 UNIT_BYTES = 16 * 1024
 """A tensor is divided in multiples of this; a smaller one goes to one rank whole."""
@@ -23,8 +25,7 @@ BLOCK_BYTES = 512 * 1024
 """Copy and checksum granularity: a block is hashed while it is still in the core's own cache."""
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """The properties of a tensor that are needed to divide it and to create it again."""
 
     name: str
@@ -40,15 +41,12 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.numel * self.itemsize_bytes
+        return prod(self.shape) * self.itemsize_bytes
 
 
 class Placement(IntEnum):
@@ -63,8 +61,7 @@ class Placement(IntEnum):
 REPLICATED, PER_RANK = Placement
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements `[start, stop)` of `spec`, at byte `offset` of the shard's data section."""
 
     spec: TensorSpec
@@ -118,6 +115,9 @@ def stripes(specs: Iterable[TensorSpec], rank: int, ranks: int) -> Iterator[tupl
     least loaded ranks, one each, and the tail to the next. So at any prefix of the list the loads
     of two ranks differ by at most one unit.
     """
+    if ranks == 1:
+        yield from ((0, spec.numel) for spec in specs)
+        return
     order, loads = list(range(ranks)), [0] * ranks
     """Ranks, the least loaded first, and their bytes beyond those that every rank got."""
     for spec in specs:
@@ -164,14 +164,15 @@ def plan_layout(
 
     def order(item: tuple[TensorSpec, int, int, Placement]) -> tuple[int, int, str, bool]:
         spec, start, stop, placement = item
-        small = (stop - start) * spec.itemsize_bytes < BLOCK_BYTES // 2
-        return (-spec.itemsize_bytes, placement, spec.device, small)
+        item_bytes = spec.itemsize_bytes
+        small = (stop - start) * item_bytes < BLOCK_BYTES // 2
+        return (-item_bytes, placement, spec.device, small)
 
     pieces: list[Piece] = []
     offset = 0
     for spec, start, stop, placement in sorted(chosen, key=order):
         pieces.append(Piece(spec, start, stop, offset, placement))
-        offset += pieces[-1].nbytes
+        offset += (stop - start) * spec.itemsize_bytes
     return Layout(rank, ranks, tuple(pieces), tuple(_cut_blocks(pieces)), offset)
 
 
@@ -189,14 +190,15 @@ def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
         return Block(pack_start, pack_bytes, tuple(pack), placement)
 
     for index, piece in enumerate(pieces):
-        size = piece.nbytes
+        spec, start, stop, offset, _ = piece
+        size = (stop - start) * spec.itemsize_bytes
         if pack and (pack_bytes + size > BLOCK_BYTES or _apart(pieces[index - 1], piece)):
             yield packed(pieces[index - 1].placement)
             pack = []
         if size < BLOCK_BYTES // 2:
             if not pack:
-                pack_start, pack_bytes = piece.offset, 0
-            pack.append((index, 0, piece.stop - piece.start))
+                pack_start, pack_bytes = offset, 0
+            pack.append((index, 0, stop - start))
             pack_bytes += size
             continue
         if pack:

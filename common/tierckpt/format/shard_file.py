@@ -8,20 +8,22 @@ piece, its strides, block lengths) are in the header's `__metadata__`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as _quoted
 from types import MappingProxyType
 from typing import Any
 
 from tierckpt.errors import FormatError
 
-from .encoding import runs, unrun
 from .ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
-from .layout import BLOCK_BYTES, Layout, Piece, Placement, TensorSpec
+from .layout import BLOCK_BYTES, Layout, Piece
+from .piece_table import METADATA, decode_table, encode_table, metadata_of, runs, unrun
 
 RANK_STATE = "rank_state"
 """Name of the entry that holds the rank's own small state, an encoded tree (see `tree`)."""
 
+_JSON = json.JSONEncoder(separators=(",", ":"))
 _SAFETENSORS_DTYPE = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -76,8 +78,7 @@ def encode_header(
     the rank state fills the rest of the data's last page.
     """
     data_bytes = round_up(layout.nbytes + rank_state_bytes, PAGE_BYTES)
-    entries = dict(map(_entry, layout.pieces))
-    entries[RANK_STATE] = {
+    rank_state = {
         "dtype": "U8",
         "shape": [data_bytes - layout.nbytes],
         "data_offsets": [layout.nbytes, data_bytes],
@@ -86,12 +87,13 @@ def encode_header(
     metadata = {
         "format": "tierckpt-shard",
         "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}",
-        "pieces": json.dumps(list(map(_encode_piece, layout.pieces)), separators=(",", ":")),
-        "blocks": json.dumps(runs(blocks), separators=(",", ":")),
-        "structure": json.dumps(structure, separators=(",", ":")),
-        **({"tied": json.dumps(tied, separators=(",", ":"))} if tied else {}),
+        "pieces": encode_table(layout.pieces),
+        "blocks": _JSON.encode(runs(blocks)),
+        "structure": _JSON.encode(structure),
+        **({"tied": _JSON.encode(tied)} if tied else {}),
     }
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    entries = [*_entries(layout.pieces), f"{_quoted(RANK_STATE)}:{_JSON.encode(rank_state)}"]
+    text = f"{METADATA}{_JSON.encode(metadata)},{','.join(entries)}}}".encode()
     text = text.ljust(round_up(8 + len(text), PAGE_BYTES) - 8)
     return len(text).to_bytes(8, "little") + text, data_bytes
 
@@ -111,10 +113,9 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         length = int.from_bytes(bytes(image[:8]), "little")
         if not 0 < length <= len(image) - 8:
             raise ValueError(f"header length {length} in a file of {len(image)} bytes")
-        header = json.loads(bytes(image[8 : 8 + length]))
-        metadata = header["__metadata__"]
+        metadata = metadata_of(bytes(image[8 : 8 + length]).decode())
         check_version(metadata["format_version"], "shard")
-        pieces = tuple(_decode_piece(row) for row in json.loads(metadata["pieces"]))
+        pieces = decode_table(metadata["pieces"])
         structure = json.loads(metadata["structure"])
         tied = dict(json.loads(metadata.get("tied", "{}")))
         blocks = tuple(unrun(json.loads(metadata["blocks"])))
@@ -123,44 +124,25 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
     return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied)
 
 
-def _entry(piece: Piece) -> tuple[str, object]:
-    """Return a safetensors entry: name and value."""
+def _entries(pieces: Iterable[Piece]) -> Iterator[str]:
+    """Return safetensors entries, as JSON: name and value."""
+    heads: dict[Any, str] = {}
+    """By the kind of a whole tensor, its value without the offsets."""
+    for piece in pieces:
+        spec, low, high = piece.spec, piece.offset, piece.offset + piece.nbytes
+        if not piece.whole:
+            name, head = f"{spec.name}[{piece.start}:{piece.stop}]", _head(piece)
+        elif (known := heads.get(spec[1:4])) is not None:
+            name, head = spec.name, known
+        else:
+            name, head = spec.name, heads.setdefault(spec[1:4], _head(piece))
+        yield f"{_quoted(name)}:{head}[{low},{high}]}}"
+
+
+def _head(piece: Piece) -> str:
     spec, count = piece.spec, piece.stop - piece.start
-    name = spec.name if piece.whole else f"{spec.name}[{piece.start}:{piece.stop}]"
     code = _SAFETENSORS_DTYPE.get(spec.dtype)
     shape = list(spec.shape) if piece.whole and spec.stride is None else [count]
     if code is None:  # stored as raw bytes; the table has the true type
         code, shape = "U8", [piece.nbytes]
-    offsets = [piece.offset, piece.offset + piece.nbytes]
-    return name, {"dtype": code, "shape": shape, "data_offsets": offsets}
-
-
-def _encode_piece(piece: Piece) -> list[object]:
-    """Return the values for which safetensors has no field; see FORMAT.md."""
-    spec = piece.spec
-    return [
-        spec.name,
-        spec.dtype,
-        list(spec.shape),
-        list(spec.stride) if spec.stride is not None else None,
-        spec.itemsize_bytes,
-        spec.device,
-        piece.start,
-        piece.stop,
-        piece.offset,
-        int(piece.placement),
-    ]
-
-
-def _decode_piece(row: list[object]) -> Piece:
-    name, dtype, shape, stride, itemsize, device, start, stop, offset, placement = row
-    spec = TensorSpec(
-        name=str(name),
-        dtype=str(dtype),
-        shape=tuple(shape),  # type: ignore[arg-type]
-        stride=None if stride is None else tuple(stride),  # type: ignore[arg-type]
-        itemsize_bytes=int(itemsize),  # type: ignore[call-overload]
-        device=str(device),
-    )
-    bounds = (int(start), int(stop), int(offset))  # type: ignore[call-overload]
-    return Piece(spec, *bounds, Placement(int(placement)))  # type: ignore[call-overload]
+    return f'{{"dtype":"{code}","shape":{_JSON.encode(shape)},"data_offsets":'

@@ -10,11 +10,12 @@ Pure.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
+
+import xxhash
 
 from .layout import PER_RANK, REPLICATED, Piece, TensorSpec
 from .shard_file import ShardHeader
@@ -135,4 +136,4 @@ def lacking(specs: Mapping[str, TensorSpec], readers: Iterable[Mapping[str, int]
 
 
 def _weight(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return xxhash.xxh3_64_intdigest(name.encode())

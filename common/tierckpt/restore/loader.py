@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from tierckpt.errors import StateTornError
 from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
@@ -56,6 +57,11 @@ class Loader:
         """Names of the per-rank values that were loaded."""
         state.refresh_names()  # layers may have been replaced since the last lookup
         self._live = self._find_live()
+        self._live_specs = {s.name: s for s in tree_codec.specs_of([*self._live.items()])}
+        self._fitting: dict[str, bool] = {}
+        """See `_param_fits`."""
+        self._devices: dict[tuple[str, str], torch.device] = {}
+        """See `_device_of`."""
         self._changed = ChangedBuffers(
             state.model,
             state.first_buffers,
@@ -91,8 +97,8 @@ class Loader:
                 found.append(f"{name} {_shown(spec)} is in the checkpoint, not in the model")
             elif spec is None:
                 found.append(f"{name} is in the model, not in the checkpoint")
-            elif live is not None and not _same(spec, live):
-                now = tree_codec.spec_of(live, name)
+            elif live is not None and not self._same(spec):
+                now = self._live_specs[name]
                 found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
         found += self._optimizer_differences()
         self._differs = bool(found)
@@ -172,18 +178,19 @@ class Loader:
     def prepare(self) -> None:
         """Find or allocate memory for every tensor, new optimizer state included."""
         for name, spec in {**self.specs, **self.own_specs}.items():
-            live = self._live.get(name)
-            if not name.startswith(FIXED) and not self._param_fits(path_of(name)[0]):
-                continue
-            if live is not None and _same(spec, live):
-                if tree_codec.spec_of(live, name).stride != spec.stride or not tree_codec.is_dense(
-                    live
-                ):
+            live, parameter = self._live.get(name), ""
+            if not name.startswith(FIXED):
+                parameter, _ = path_of(name)
+                if not self._param_fits(parameter):
+                    continue
+            if live is not None and self._same(spec):
+                if self._live_specs[name].stride != spec.stride or not tree_codec.is_dense(live):
                     self._reordered.append((tree_codec.empty(spec, "cpu"), live))
                     live = self._reordered[-1][0]
                 self._targets[name] = live
             elif not name.startswith(FIXED):
-                self._targets[name] = self._make(name, spec)
+                device = self._device_of(parameter, spec.device)
+                self._targets[name] = self._new.make(spec, device)
             elif is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
                 self._targets[name] = self._changed.make(name.removeprefix("buffer/"), spec)
 
@@ -192,6 +199,8 @@ class Loader:
         that are now the same on all ranks come from shard 0: ranks that differed before must not
         differ at the start. This is the first change, and it changes only the record of per-rank
         values."""
+        if not self.own_specs:
+            return
         own, placements = {parameter_of(name) for name in self.own_specs}, self.state.placements
         assumed = placements.assumed_replicated(self.state.walk().params)
         placements.keep_apart(p for p in assumed if self.state.name_of(p) in own)
@@ -203,24 +212,32 @@ class Loader:
 
     def _param_fits(self, parameter: str) -> bool:
         """False if the saved optimizer state of the parameter can no longer be used."""
-        saved, live = self._saved_param(parameter), self._live.get(f"model/{parameter}")
-        return live is not None and (saved is None or _same(saved, live))
+        fits = self._fitting.get(parameter)
+        if fits is None:
+            saved, there = self._saved_param(parameter), f"model/{parameter}" in self._live
+            fits = there and (saved is None or self._same(saved))
+            self._fitting[parameter] = fits
+        return fits
+
+    def _same(self, spec: TensorSpec) -> bool:
+        """True if the live tensor of that name has its shape and type."""
+        now = self._live_specs[spec.name]
+        return (spec.shape, spec.dtype) == (now.shape, now.dtype)
 
     def _saved_param(self, parameter: str) -> TensorSpec | None:
         name = f"model/{parameter}"
         return self.specs.get(name) or self.own_specs.get(name)
 
-    def _param_of(self, name: str) -> torch.Tensor | None:
-        return self._live.get(f"model/{path_of(name)[0]}")
-
-    def _make(self, name: str, spec: TensorSpec) -> torch.Tensor:
+    def _device_of(self, parameter: str, device: str) -> torch.device:
         """The device of optimizer state: that of its parameter, or the host if it was saved from
-        there."""
-        param = self._param_of(name)
-        saved_param = self._saved_param(path_of(name)[0])
-        assert param is not None
-        on_host = spec.device == "cpu" and saved_param is not None and saved_param.device != "cpu"
-        return self._new.make(spec, "cpu" if on_host else param.device)
+        there (from `device`)."""
+        found = self._devices.get((parameter, device))
+        if found is None:
+            saved, found = self._saved_param(parameter), self._live[f"model/{parameter}"].device
+            if device == "cpu" and saved is not None and saved.device != "cpu":
+                found = torch.device("cpu")
+            self._devices[parameter, device] = found
+        return found
 
     def load_window(self, shard: int, offset: int, window: memoryview) -> None:
         """Copy the pieces in this part of a shard into place: see `PieceWriter.take`."""
@@ -242,6 +259,9 @@ class Loader:
     def finish(self) -> None:
         """Load the rest: changed buffers, optimizer structure, options, the user's objects."""
         saved = self.saved
+        for name in self._live.keys() & self._targets.keys():
+            if not (live := self._live[name]).is_inference():
+                increment_version(live)  # a graph that was made before the restore is void
         for temp, live in self._reordered:
             live.copy_(temp)
         taken = {f"buffer/{name}": name for name in self._changed.taken}
@@ -318,11 +338,6 @@ def _give(obj: Any, value: Any, name: str) -> None:
     except Exception as error:
         kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
-
-
-def _same(spec: TensorSpec, live: torch.Tensor) -> bool:
-    now = tree_codec.spec_of(live, spec.name)
-    return (spec.shape, spec.dtype) == (now.shape, now.dtype)
 
 
 def _shown(spec: TensorSpec) -> str:

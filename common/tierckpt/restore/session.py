@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Container
 from pathlib import Path
 from typing import Any
 
+from tierckpt import _garbage
 from tierckpt._text import some
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
@@ -103,7 +104,7 @@ class RestoreSession:
         """
         self._version = version
         with contextlib.ExitStack() as on_failure:
-            with self._error_barrier:
+            with self._error_barrier, _garbage.paused():
                 found = self._find(on_failure)
                 id_ = found.plan.id if found else None
                 if version is None:

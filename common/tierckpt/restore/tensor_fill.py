@@ -15,6 +15,7 @@ dropped if the version proves damaged. Live tensors must wait for the verificati
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,9 @@ from tierckpt.storage.files.mapped_file import populate
 
 from .shard_image import Part
 
+SMALL_BYTES = 64 * 1024
+"""torch takes longer to prepare the copy of so few bytes than to copy them."""
+
 LARGE_BYTES = 256 * 1024
 """Smaller tensors come from the allocator's heap, most of which was touched before."""
 
@@ -43,8 +47,9 @@ class TensorPreallocator:
         self._made: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
         self._before: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
         """Tensors of the previous attempt."""
-        self._live: dict[str, torch.Tensor] = {}
-        """Live tensors by name; empty if preallocation is not wanted."""
+        self._live: dict[str, torch.Tensor] | None = {}
+        """Live tensors by name, None until they are needed; empty if preallocation is not
+        wanted."""
         self._untouched: list[torch.Tensor] = []
         self._given: dict[str, TensorSpec] = {}
         """Specs of the tensors that were handed to the caller."""
@@ -54,10 +59,7 @@ class TensorPreallocator:
     def begin(self, wanted: bool) -> None:
         """Begin another version, or another attempt; tensors made for the previous one are reused.
         If not `wanted`, nothing is preallocated for this one."""
-        self._live = {}
-        with contextlib.suppress(Exception):
-            if wanted:
-                self._live = {n: tensor for n, tensor, _ in self._state.entries(self._state.walk())}
+        self._live = None if wanted else {}
         self._before, self._made = self._made, {}
         self._given, self._filled, self._untouched = {}, {}, []
 
@@ -107,7 +109,9 @@ class TensorPreallocator:
 
     def has(self, shard: int, piece: Piece) -> bool:
         """True if the tensor that `make` returned already has that piece."""
-        within = piece.offset + piece.nbytes <= self._filled.get(shard, 0)
+        if shard not in self._filled:
+            return False
+        within = piece.offset + piece.nbytes <= self._filled[shard]
         return (
             within
             and piece.placement is REPLICATED
@@ -117,17 +121,26 @@ class TensorPreallocator:
     def _wanted(self, spec: TensorSpec) -> bool:
         if spec.nbytes < LARGE_BYTES or spec.name.startswith(FIXED):
             return False
-        param = self._live.get(f"model/{path_of(spec.name)[0]}")
+        live = self._live_tensors()
+        param = live.get(f"model/{path_of(spec.name)[0]}")
         return (
-            spec.name not in self._live
+            spec.name not in live
             and param is not None
             and param.device.type == spec.device == "cpu"
             and self._made.get(spec.name, (None,))[0] != spec
         )
 
+    def _live_tensors(self) -> dict[str, torch.Tensor]:
+        if self._live is None:
+            self._live = {}  # also if this raises
+            self._live = {n: tensor for n, tensor, _ in self._state.entries(self._state.walk())}
+        return self._live
+
     def make(self, spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
         """A tensor for the caller; it contains only the pieces for which `has` is True."""
         self._given.pop(spec.name, None)
+        if not self._made:
+            return tree_codec.empty(spec, device)
         foreseen, tensor = self._made.pop(spec.name, (None, None))
         if tensor is not None and foreseen == spec and tensor.device == torch.device(device):
             self._given[spec.name] = spec
@@ -152,22 +165,29 @@ class PieceWriter:
         """`place_of(shard, piece)` returns the tensor for the piece, in the memory order of its
         spec; None to skip the piece."""
         self._place_of = place_of
-        self._offsets: list[int] = []
-        """Offsets of the header's pieces."""
+        self._ends: list[int] = []
+        """Ends of the header's pieces in the data."""
 
     def take(self, shard: int, offset: int, window: memoryview) -> None:
         """Copy the pieces in this part of a shard, from byte `offset` on, into place. Parts come in
         order, and the first has the whole header."""
         if offset == 0:
             self.header = decode_header(window)
-            self._offsets = [piece.offset for piece in self.header.pieces]
+            self._ends = [piece.offset + piece.nbytes for piece in self.header.pieces]
         header = self.header
         assert header is not None
         low = offset - header.header_bytes
         data = torch.frombuffer(window, dtype=torch.uint8)
+        source = data.data_ptr() - low
         for piece, target, begin, end in self._going(shard, low, low + len(window)):
-            part = slice(begin - piece.offset, end - piece.offset)
-            _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
+            count, size = end - begin, piece.spec.itemsize_bytes
+            first = piece.start * size + begin - piece.offset
+            inside = first >= 0 and first + count <= target.nbytes
+            if count < SMALL_BYTES and target.is_cpu and inside:
+                ctypes.memmove(target.data_ptr() + first, source + begin, count)
+            else:  # torch refuses a range that is not inside
+                part = slice(begin - piece.offset, end - piece.offset)
+                _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
 
     def wants(self, shard: int, low: int, high: int) -> bool:
         """Whether `take` needs these bytes, which follow the header of the current shard."""
@@ -181,12 +201,14 @@ class PieceWriter:
         """The pieces to copy in this range of the data: piece, target, and its begin and end in the
         data."""
         assert self.header is not None
-        first = max(bisect_left(self._offsets, low) - 1, 0)
-        for piece in self.header.pieces[first:]:
-            if piece.offset + min(piece.nbytes, 1) > high:  # an empty one may lie at the end
+        pieces, ends = self.header.pieces, self._ends
+        for number in range(bisect_left(ends, low), len(pieces)):
+            piece, stop = pieces[number], ends[number]
+            begin = piece.offset
+            if begin + (stop > begin) > high:  # an empty one may lie at the end
                 break
             target = self._place_of(shard, piece)
-            begin, end = max(piece.offset, low), min(piece.offset + piece.nbytes, high)
+            begin, end = max(begin, low), min(stop, high)
             if target is not None and begin < end:
                 yield piece, target, begin, end
 

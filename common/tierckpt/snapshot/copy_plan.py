@@ -6,6 +6,8 @@ made once.
 
 from __future__ import annotations
 
+import functools
+from array import array
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierckpt._text import some
 from tierckpt.format.layout import (
     BLOCK_BYTES,
     PER_RANK,
@@ -30,6 +33,7 @@ from tierckpt.storage.memory.slots import Slot
 
 from .copy_engine import Table
 from .plan_check import Kinds, PlanCheck, addresses, is_small, same_objects
+from .tensor_memory import KindsOfTensors, kinds_of
 
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
@@ -55,14 +59,26 @@ class CopyPlan:
 
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
         state.refuse_odd_keys()
-        entries = state.entries(walk)
-        own = [(n, t) for n, t, p in entries if walk.placement(p) is PER_RANK]
-        entries = [entry for entry in entries if walk.placement(entry[2]) is REPLICATED]
-        specs = [tree_codec.spec_of(t, n) for n, t, _ in entries]
+        kinds = kinds_of(walk.tensors)
+        entries = state.entries(walk, kinds and kinds.first)
+        specs = _specs_of(entries, kinds)
+        some_of_each = range(len(entries)) if kinds is None else kinds.first
+        self._dense = all(
+            t.is_cpu and tree_codec.is_dense(t) for t in (entries[i][1] for i in some_of_each)
+        )
+        """All striped tensors are on the CPU and dense."""
+        own: list[tuple[str, torch.Tensor]] = []
+        if walk.placements:
+            own = [(n, t) for n, t, p in entries if walk.placement(p) is PER_RANK]
+            entries = [entry for entry in entries if walk.placement(entry[2]) is REPLICATED]
+            striped = {name for name, *_ in entries}
+            specs = [spec for spec in specs if spec.name in striped]
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
-        self.began = changing_buffers.changed(state.first_buffers, state.model)
+        self.began: dict[str, Any] = {}
+        if state.has_buffers():
+            self.began = changing_buffers.changed(state.first_buffers, state.model)
         self.shared = tree_codec.Packed(state.shared(walk))
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._own = own
@@ -70,43 +86,40 @@ class CopyPlan:
         pieces = {p.spec.name for p in self.layout.pieces if p.placement is REPLICATED}
         everything = is_small(walk.tensors)
         copied = [(n, t) for n, t, _ in entries if everything or n in pieces]
+        self._copied = [n for n, _ in copied]
         self._check = PlanCheck(state, walk, [t for _, t in copied])
-        self._counted = [n for n, t in copied if not t.is_inference()]
         self._headers: dict[int, tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
-        self.blocks_of: dict[int, list[int]] = {}
-        """Striped blocks by the `id()` of the parameter to which their data belongs."""
-        self.sources = self._find_sources(specs, entries)
-        """The tensor of each piece of the layout: an alias, which keeps the memory alive."""
-        self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
-        self._table: Table | None = None
-
-    def _find_sources(
-        self,
-        specs: list[TensorSpec],
-        entries: list[tuple[str, torch.Tensor, torch.Tensor]],
-    ) -> list[torch.Tensor]:
+        self._params = [(n, id(p)) for n, _, p in entries]
+        aliases = dict(zip(self._copied, self._check.aliases, strict=True))
+        self.sources = [
+            self.buffers.staged[piece.spec.name]
+            if piece.placement is PER_RANK
+            else aliases[piece.spec.name]
+            for piece in self.layout.pieces
+        ]
         """The tensor of each piece: an alias, which keeps the memory alive if the live tensor gets
         another one."""
-        live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
-        sources: list[torch.Tensor] = []
-        owners: list[int | None] = []
-        for piece in self.layout.pieces:
-            if piece.placement is PER_RANK:
-                sources.append(self.buffers.staged[piece.spec.name])
-                owners.append(None)
-                continue
-            tensor, param = live[piece.spec.name]
-            owners.append(id(param))
-            sources.append(tensor.detach())
+        self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+        self._table: Table | None = None
+        self._storages: set[int] | None = None
+        """See `reads`."""
+
+    @functools.cached_property
+    def blocks_of(self) -> dict[int, list[int]]:
+        """Striped blocks by the `id()` of the parameter to which their data belongs. Made with the
+        first release of a single layer: a small state has none."""
+        found: dict[int, list[int]] = {}
+        param_of, pieces = dict(self._params), self.layout.pieces
         for index, block in enumerate(self.layout.blocks):
-            for part in block.parts:
-                owner = owners[part[0]]
-                blocks = self.blocks_of.setdefault(owner, []) if owner is not None else []
+            if block.placement is PER_RANK:
+                continue
+            for number, _, _ in block.parts:
+                blocks = found.setdefault(param_of[pieces[number].spec.name], [])
                 if not blocks or blocks[-1] != index:
                     blocks.append(index)
-        return sources
+        return found
 
     def _bytes_of(self, index: int) -> torch.Tensor | Part:
         """A piece's bytes: a view, or a function that copies if no view is possible."""
@@ -143,23 +156,37 @@ class CopyPlan:
         return True
 
     @property
-    def baseline(self) -> list[int]:
+    def baseline(self) -> bytes:
         """The result of `counters` at the last call of `fits`."""
         return self._check.baseline
 
     def read_counters(self) -> None:
-        """Read the baseline again, if other code has run since."""
+        """Read the baseline again, if other code has run since. Raises RuntimeError if that moved
+        the memory of a tensor."""
         self._check.baseline = self._check.counters()
+        if not self._check.baseline and (names := self.moved()):
+            raise RuntimeError(f"{some(names)}: a state_dict() moved their memory")
 
-    def counters(self) -> list[int]:
+    def reads(self, storage: torch.UntypedStorage) -> bool:
+        """True if this plan copies from the memory of a storage. Any thread."""
+        if self._storages is None:
+            self._storages = {each.untyped_storage()._cdata for each in self.sources}
+        return storage._cdata in self._storages
+
+    def counters(self) -> bytes:
         """Autograd's version counters of the striped tensors that this rank copies: a cheap check
-        for torn copies."""
+        for torn copies. Empty if the memory of one was moved or freed since the plan was made."""
         return self._check.counters()
 
-    def changed_since(self, counters: list[int]) -> list[str]:
+    def changed_since(self, counters: bytes) -> list[str]:
         """Names of the tensors with changed counters."""
-        both = zip(self._counted, counters, self.counters(), strict=True)
+        both = zip(self._copied, _numbers(counters), _numbers(self.counters()), strict=True)
         return [name for name, then, now in both if then != now]
+
+    def moved(self) -> list[str]:
+        """Names of the tensors that have other memory than when the plan was made, which has
+        freed the memory that this plan copies from. Any thread."""
+        return [self._copied[number] for number in self._check.moved()]
 
     def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
         """The shard's header and the length of its data, with some room for the tree to grow."""
@@ -203,7 +230,8 @@ class CopyPlan:
     def table(self) -> Table | None:
         """Addresses of all sources, for the copy engine; None if some are on another device, or
         have gaps. Right for as long as the plan fits, which keeps the memory alive as well."""
-        if self._table is None and all(t.is_cpu and tree_codec.is_dense(t) for t in self.sources):
+        staged = self.buffers.staged.values()
+        if self._table is None and self._dense and all(each.is_cpu for each in staged):
             self._table = Table(*self.addresses())
         return self._table
 
@@ -225,6 +253,16 @@ class CopyPlan:
             for first, count, block in zip(firsts, counts, blocks, strict=False)
         ]
         return segments, np.array(rows, np.uint64).reshape(-1, 4)
+
+
+def _specs_of(
+    entries: list[tuple[str, torch.Tensor, torch.Tensor]], kinds: KindsOfTensors | None
+) -> list[TensorSpec]:
+    if kinds is None:
+        return tree_codec.specs_of([(name, tensor) for name, tensor, _ in entries])
+    rest = [tree_codec.spec_of(entries[number][1], "")[1:] for number in kinds.first]
+    pairs = zip(entries, kinds.of_tensor, strict=True)
+    return [TensorSpec(name, *rest[kind]) for (name, *_), kind in pairs]
 
 
 class _Buffers:
@@ -274,6 +312,10 @@ class _Buffers:
             self._flat = [tree_codec.flat(t) for t in self._live]
         for staging, members in self._batches:
             torch.cat([self._flat[i] for i in members], out=staging)
+
+
+def _numbers(counters: bytes) -> list[int]:
+    return array("I", counters).tolist()
 
 
 def _row_major(tensor: torch.Tensor, start: int) -> Part:

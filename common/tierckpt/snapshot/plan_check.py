@@ -12,6 +12,7 @@ only if its length changed, as the layout depends on it: see `Staging`.
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from operator import attrgetter, eq, is_
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 from tierckpt.state.training_state import TrainingState, Walk
+
+from .tensor_memory import TensorRecords, records_of, tags_of
 
 FEW = 128
 """In a state of at most this many tensors every rank looks into all, see `is_small`."""
@@ -33,34 +36,30 @@ def is_small(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class PlanCheck:
-    """The state as it was when a plan was made. Training thread, except `counters`."""
+    """The state as it was when a plan was made. Training thread, except `counters` and `moved`."""
 
     def __init__(self, state: TrainingState, walk: Walk, copied: Sequence[torch.Tensor]) -> None:
         """`copied`: the striped tensors of which this rank copies a part; all striped tensors of a
         small state."""
         self._containers = state.containers()
-        self._sizes = [*map(len, self._containers)]
         self._has_odd = bool(walk.odd)
-        filled = [held for held in self._containers if held]
         # With odd state, the optimizers' values need another check.
-        settled = sum(map(bool, state.module_containers())) if self._has_odd else len(filled)
-        self._contents = [
-            _Contents(filled[low : low + CHUNK], settled - low)
-            for low in range(0, len(filled), CHUNK)
-        ]
+        settled = len(state.module_containers()) if self._has_odd else len(self._containers)
+        self._dicts = _Dicts(self._containers, settled)
         self._groups, self._members = state.group_sizes(), state.group_members()
         self._tensors = walk.tensors
         self._state_keys = [key for *_, key in walk.state]
         self.odd = walk.odd
         """Odd state, as of the last call of `holds`."""
-        counted = [t for t in copied if not t.is_inference()]
-        seen = self._tensors if is_small(self._tensors) else copied
-        others = set(map(id, seen)).difference(map(id, counted))
-        self._parts = [
-            *(_Part(counted[low : low + CHUNK], True) for low in range(0, len(counted), CHUNK)),
-            *([_Part([t for t in seen if id(t) in others], False)] if others else []),
-        ]
-        self.baseline = self.counters()
+        self.aliases = list(map(torch.Tensor.detach, copied))
+        """Aliases of `copied`. They keep the storages that the plan copies from, whatever becomes
+        of the tensors."""
+        self._copied = _view_of([*copied], self.aliases)
+        self._others: _ByMemory | _ByMethods | None = None
+        if is_small(self._tensors):
+            known = set(map(id, copied))
+            self._others = _view_of([t for t in self._tensors if id(t) not in known])
+        self.baseline = self._copied.counters()
         """Autograd's version counters at the last boundary, see `counters`."""
         self.lengths = [*map(torch.Tensor.numel, self._tensors)]
         """Numbers of elements of all tensors when the plan was made."""
@@ -71,11 +70,9 @@ class PlanCheck:
         """At a boundary: True if the state is the same. Reads the counters. `whole`: look at the
         lengths of all tensors."""
         self.only_here = False
-        now = state.containers()
         for_all = (
-            same_objects(now, self._containers)
-            and [*map(len, now)] == self._sizes
-            and all(contents.stand() for contents in self._contents)
+            same_objects(state.containers(), self._containers)
+            and self._dicts.stand()
             and state.group_sizes() == self._groups
             and same_objects(state.group_members(), self._members)
             and (not whole or [*map(torch.Tensor.numel, self._tensors)] == self.lengths)
@@ -83,9 +80,12 @@ class PlanCheck:
         )
         if not for_all:
             return False
-        holds = self._look()
-        self.only_here = not holds and not is_small(self._tensors)
-        return holds
+        found = self._copied.stand()
+        self.only_here = found is None and not is_small(self._tensors)
+        if found is None or (self._others is not None and self._others.stand() is None):
+            return False
+        self.baseline = found
+        return True
 
     def _odd_holds(self, state: TrainingState) -> bool:
         """Compare odd state: numbers are new objects at every step, and lists hold tensors."""
@@ -96,18 +96,37 @@ class PlanCheck:
             and [key for *_, key in walk.state] == self._state_keys
         )
 
-    def _look(self) -> bool:
-        found: list[int] = []
-        for part in self._parts:
-            found += part.counters()
-            if not part.stands():
-                return False
-        self.baseline = found
-        return True
+    def counters(self) -> bytes:
+        """Autograd's version counters of the tensors that are copied, 32 bits each, 0 for inference
+        tensors; empty if the memory of one was moved or freed since the plan was made. Any
+        thread."""
+        return self._copied.counters()
 
-    def counters(self) -> list[int]:
-        """Autograd's version counters of the tensors that are copied. Any thread."""
-        return [*chain.from_iterable(part.counters() for part in self._parts)]
+    def moved(self) -> list[int]:
+        """Numbers of the tensors, of those that are copied, with other memory than when the plan
+        was made. Any thread."""
+        return self._copied.moved()
+
+
+class _Dicts:
+    """The dicts that hold the tensors. Only those with another tag are compared, if this Python has
+    tags."""
+
+    def __init__(self, held: list[dict[Any, Any]], settled: int) -> None:
+        """The values of the dicts from number `settled` on may change."""
+        self._contents = [
+            _Contents(held[low : low + CHUNK], settled - low) for low in range(0, len(held), CHUNK)
+        ]
+        self._tags = tags_of(held)
+
+    def stand(self) -> bool:
+        if self._tags is None:
+            return all(contents.stand() for contents in self._contents)
+        numbers = {number // CHUNK for number in self._tags.changed()}
+        if not all(self._contents[number].stand() for number in numbers):
+            return False
+        self._tags.accept()
+        return True
 
 
 class _Contents:
@@ -115,26 +134,111 @@ class _Contents:
 
     def __init__(self, held: list[dict[Any, Any]], settled: int) -> None:
         """The values of the dicts from number `settled` on may change."""
-        self._held = held
+        self._held, self._sizes = held, [*map(len, held)]
         self._keys, self._values = _keys(held), [*_values(held[: max(settled, 0)])]
 
     def stand(self) -> bool:
         values = islice(_values(self._held), len(self._values))
-        return _keys(self._held) == self._keys and all(map(is_, values, self._values))
+        return (
+            [*map(len, self._held)] == self._sizes
+            and _keys(self._held) == self._keys
+            and all(map(is_, values, self._values))
+        )
+
+
+def _view_of(
+    tensors: list[torch.Tensor], aliases: list[torch.Tensor] | None = None
+) -> _ByMemory | _ByMethods:
+    """The faster way to look into tensors that works here."""
+    aliases = list(map(torch.Tensor.detach, tensors)) if aliases is None else aliases
+    records = records_of(tensors)
+    if records is None:
+        return _ByMethods(tensors, aliases)
+    return _ByMemory(tensors, aliases, records)
+
+
+class _ByMemory:
+    """Looks into tensors by their memory, see `tensor_memory`."""
+
+    def __init__(
+        self, tensors: list[torch.Tensor], aliases: list[torch.Tensor], records: TensorRecords
+    ) -> None:
+        self._tensors, self._aliases, self._records = tensors, aliases, records
+
+    def stand(self) -> bytes | None:
+        """The version counters, if all tensors are as they were."""
+        if self._records.look() is not None and not self._stand_by_methods():
+            return None
+        return self._records.counted()
+
+    def _stand_by_methods(self) -> bool:
+        """A second opinion: torch may keep more in that memory than what matters here."""
+        if self._records.counters() is None or not _same_tensors(self._tensors, self._aliases):
+            return False
+        again = records_of(self._tensors)
+        if again is None or again.look() is not None:
+            return False
+        self._records = again
+        return True
+
+    def counters(self) -> bytes:
+        return self._records.counters() or b""
+
+    def moved(self) -> list[int]:
+        return self._records.moved()
+
+
+class _ByMethods:
+    """Looks into tensors by torch's methods, some at a time."""
+
+    def __init__(self, tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> None:
+        chunks = range(0, len(tensors), CHUNK)
+        self._parts = [_Part(tensors[low : low + CHUNK]) for low in chunks]
+        self._aliases, self._addresses = aliases, addresses(aliases)
+
+    def stand(self) -> bytes | None:
+        """The version counters, if all tensors are as they were."""
+        found = []
+        for part in self._parts:
+            found.append(part.counters())
+            if not part.stands():
+                return None
+        return b"".join(found)
+
+    def counters(self) -> bytes:
+        if addresses(self._aliases) != self._addresses:
+            return b""
+        return b"".join(part.counters() for part in self._parts)
+
+    def moved(self) -> list[int]:
+        both = zip(addresses(self._aliases), self._addresses, strict=True)
+        return [number for number, (now, then) in enumerate(both) if now != then]
 
 
 class _Part:
     """Some tensors, and what a plan needs to know of them."""
 
-    def __init__(self, tensors: list[torch.Tensor], counted: bool) -> None:
-        self._tensors, self._counted = tensors, counted
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._uncounted = any(map(torch.Tensor.is_inference, tensors))
         self._kinds, self._addresses = Kinds(tensors), addresses(tensors)
 
-    def counters(self) -> list[int]:
-        return list(map(_version_counter, self._tensors)) if self._counted else []
+    def counters(self) -> bytes:
+        if not self._uncounted:
+            return array("I", map(_version_counter, self._tensors)).tobytes()
+        counted = (0 if t.is_inference() else t._version for t in self._tensors)
+        return array("I", counted).tobytes()
 
     def stands(self) -> bool:
         return addresses(self._tensors) == self._addresses and self._kinds.stand()
+
+
+def _same_tensors(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> bool:
+    """True if all have the storages, shapes, strides and types of their aliases."""
+    return addresses(tensors) == addresses(aliases) and all(
+        t.untyped_storage()._cdata == a.untyped_storage()._cdata and kind == known
+        for t, a, kind, known in zip(tensors, aliases, kinds(tensors), kinds(aliases), strict=True)
+    )
 
 
 _version_counter = attrgetter("_version")
@@ -201,7 +305,7 @@ def _guards() -> Any:
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
-def kinds(tensors: list[torch.Tensor]) -> Iterable[tuple[Any, ...]]:
+def kinds(tensors: Sequence[torch.Tensor]) -> Iterable[tuple[Any, ...]]:
     """Shape, strides and type of each tensor."""
     return zip(
         map(_shape, tensors),

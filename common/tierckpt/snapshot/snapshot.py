@@ -44,6 +44,7 @@ from tierckpt.state.names import parameter_of
 from tierckpt.storage.memory.slots import Slot
 
 from .copy_plan import Binding, CopyPlan
+from .memory_moves import MOVED, guard
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
@@ -150,6 +151,12 @@ class Snapshot:
         self._data_bytes = 0
         self._tree: tree_codec.EncodedTree | None = None
         self._tree_bytes = 0
+        guard(self)
+
+    @property
+    def over(self) -> bool:
+        """True when no thread uses the slot or the sources any more. Any thread."""
+        return self._reported
 
     # --- training thread -----------------------------------------------------------------------
 
@@ -415,6 +422,8 @@ class Snapshot:
     def _check_counters(self) -> None:
         """Raise SnapshotError when a source was changed during the copy."""
         if self.plan.counters() != self._counters:
+            if moved := self.plan.moved():
+                raise SnapshotError(f"{some(moved)}: {MOVED}")
             names = self.plan.changed_since(self._counters)
             self.overwritten = True
             raise SnapshotError(

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from .cuda import CudaLane
 
 
-APART_BOUNDARIES = 2
-"""Boundaries until all ranks know that a version was lost, and have the same plan again."""
+WHOLE_BOUNDARIES = 2
+"""Boundaries at which all ranks look at all tensors, after the votes said that a version was lost.
+All ranks read these votes at the same boundary."""
 
 
 LEAVES_WEIGHTS = (
@@ -60,9 +61,11 @@ class Staging:
         """Plan of the last snapshot; None before the first one and after a restore."""
         self.lane: CudaLane | None = None
         self._state, self._group, self._pool = state, group, pool
-        self._whole_boundaries = self._apart_boundaries = 0
-        """Boundaries that look at all tensors, and boundaries without a version, because only this
-        rank has a new plan."""
+        self._whole_boundaries = 0
+        """Boundaries that look at all tensors."""
+        self._apart = False
+        """True while only this rank has a new plan: it takes no version until all ranks have read
+        that one is lost, and look at all tensors."""
         self._adapter = self._tree = _NOTHING
         """The last adapter's node and tree. No plain dict or list in them is used again, so the
         same object has the same contents."""
@@ -90,6 +93,7 @@ class Staging:
     def forget(self) -> None:
         """Forget the plan and all copies, because the state was replaced."""
         self.plan = self._streams = self._failed = None
+        self._apart = False
 
     def take(
         self,
@@ -113,7 +117,6 @@ class Staging:
             plan, node, arena = self._stage(adapter)
         finally:
             self._whole_boundaries = max(self._whole_boundaries - 1, 0)
-            self._apart_boundaries = max(self._apart_boundaries - 1, 0)
         parts = (facts, plan, levels, node, arena, choose_slot, on_done)
         if plan.device.type == "cuda":
             from . import cuda
@@ -188,12 +191,12 @@ class Staging:
         whole = whole or self._whole_boundaries > 0
         if before is None or not before.fits(state, whole):
             with _garbage.paused():
-                state.refresh_names()
+                state.refresh_names(whole=False)
                 plan = CopyPlan(state, state.walk(), self._group.rank, self._group.size)
             alone = before is not None and not whole and before.differs_alone(plan)
-            self._apart_boundaries = APART_BOUNDARIES if alone and self._group.size > 1 else 0
+            self._apart = self._apart or (alone and self._group.size > 1)
             self.plan = before = plan
-        if self._apart_boundaries > 0:
+        if self._apart:
             raise SnapshotError(
                 "a tensor got another length in its place, which other ranks may not have seen; "
                 "the next versions will have it"
@@ -201,8 +204,8 @@ class Staging:
         return before
 
     def look_at_all(self) -> None:
-        """A version was lost: the next boundaries look at all tensors."""
-        self._whole_boundaries = APART_BOUNDARIES
+        """The votes said that a version was lost: the next boundaries look at all tensors."""
+        self._whole_boundaries, self._apart = WHOLE_BOUNDARIES, False
 
     def _own_now(self) -> tuple[dict[str, Any], tree_codec.Arena]:
         """Generators and each rank's own objects: as kept by `keep_streams`, else as of now. Kept

@@ -60,8 +60,8 @@ def inside(module: str, name: str) -> str:
 
 def path_of(name: str) -> tuple[str, str]:
     """(parameter, key) of the optimizer state with the name `label/parameter/key`."""
-    parameter, key = name.split("/", 1)[1].rsplit("/", 1)
-    return parameter, key
+    first, last = name.index("/"), name.rindex("/")
+    return name[first + 1 : last], name[last + 1 :]
 
 
 def parameter_of(name: str) -> str:

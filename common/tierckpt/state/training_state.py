@@ -133,6 +133,8 @@ class TrainingState:
         """Names of the buffers of each of these modules, and those left out."""
         self._names: dict[int, str] = {}
         self._of_model: dict[int, str] = {}
+        self._looked_up: tuple[list[Any], list[Any]] = [], []
+        """The result of `_contents` when the modules were looked up."""
         self._orphans: list[str] = []
         self._with_others: set[str] = set()
         """Optimizers with state under other keys than parameters."""
@@ -154,15 +156,18 @@ class TrainingState:
         """See `changing_buffers`."""
         self.refresh_names()
 
-    def refresh_names(self) -> None:
-        """Look up the modules and parameter names again, after a structural change."""
+    def refresh_names(self, whole: bool = True) -> None:
+        """Look up the modules and parameter names again, after a structural change. Not `whole`:
+        the modules only if one of them, or a parameter, was replaced since the last time."""
         self.looks += 1
-        self._modules = list(self.model.modules())
-        self._attributes = list(map(vars, self._modules))
-        self._buffer_sizes = []
-        self._find_extra_states()
         before = self._of_model
-        self._of_model = {id(p): n for n, p in named_parameters(self.model)}
+        if whole or not self._modules_stand():
+            self._modules = list(self.model.modules())
+            self._attributes = list(map(vars, self._modules))
+            self._buffer_sizes = []
+            self._find_extra_states()
+            self._of_model = {id(p): n for n, p in named_parameters(self.model)}
+            self._looked_up = self._contents()
         self._names = dict(self._of_model)
         for label, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
@@ -173,6 +178,23 @@ class TrainingState:
                 self._with_others.add(label)
         here, held = self._of_model, self._names
         self._orphans += [n for i, n in before.items() if i in held and i not in here]
+
+    def _contents(self) -> tuple[list[Any], list[Any]]:
+        """The modules' dicts of parameters and children, with their values; their sizes and
+        keys."""
+        held = self.module_containers()
+        values = chain.from_iterable(map(dict.values, held))
+        return [*held, *values], [*map(len, held), *chain.from_iterable(held)]
+
+    def _modules_stand(self) -> bool:
+        objects, names = self._contents()
+        then, its_names = self._looked_up
+        return (
+            names == its_names
+            and len(objects) == len(then)
+            and all(map(is_, objects, then))
+            and self.module_states.stand()
+        )
 
     def new_orphans(self) -> list[str]:
         """Former names of parameters that left the model while an optimizer still steps them; each
@@ -278,6 +300,10 @@ class TrainingState:
         """The modules' part of `containers`, which comes first in it."""
         return [*map(_own_parameters, self._attributes), *map(_own_modules, self._attributes)]
 
+    def has_buffers(self) -> bool:
+        """True if a module has a buffer, or a place for one."""
+        return any(map(_own_buffers, self._attributes))
+
     def live_buffers(self) -> list[torch.Tensor | None]:
         """Tensors in the `buffer_slots`; a shared tensor occurs several times."""
         return [held.get(name) for held, name in self.buffer_slots()]
@@ -341,21 +367,29 @@ class TrainingState:
         state = getattr(optimizer, "state", None)
         return any(o is optimizer or o.state is state for o in self.optimizers.values())
 
-    def entries(self, walk: Walk) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, tensor, its parameter) of all `walk.tensors`; checks them."""
+    def entries(
+        self, walk: Walk, first: Sequence[int] | None = None
+    ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, tensor, its parameter) of all `walk.tensors`; checks them. `first`: numbers of
+        tensors such that each other one has the kind of one of them."""
+        names = {id(p): self.name_of(p) for p in walk.params}
         labels = list(self.optimizers)
-        named = [(f"model/{self.name_of(p)}", p, p) for p in walk.params]
-        named += [(f"{labels[i]}/{self.name_of(p)}/{k}", t, p) for t, p, i, k in walk.state]
-        refuse_same_names(name for name, *_ in named)
-        for name, tensor, _ in named:
-            tree_codec.refuse_in_place(tensor, name)
-        devices = [(name, tensor.device) for name, tensor, _ in named]
-        devices += [(f"buffer/{n}", b.device) for n, b in named_buffers(self.model)]
-        refuse_several_gpus(devices)
+        named = [(f"model/{names[id(p)]}", p, p) for p in walk.params]
+        named += [(f"{labels[i]}/{names[id(p)]}/{k}", t, p) for t, p, i, k in walk.state]
+        refuse_same_names([name for name, *_ in named])
+        pairs = [(name, tensor) for name, tensor, _ in named]
+        if first is not None and {type(tensor) for _, tensor in pairs} <= {*tree_codec.PLAIN}:
+            pairs = [pairs[number] for number in first]
+        tree_codec.refuse_any_in_place(pairs)
+        if self.buffer_slots():
+            pairs += [(f"buffer/{n}", b) for n, b in named_buffers(self.model)]
+        refuse_several_gpus([(name, tensor.device) for name, tensor in pairs])
         return named
 
     def buffer_entries(self, walk: Walk) -> list[tuple[str, torch.Tensor]]:
         """(name, tensor) of all persistent buffers; checks them."""
+        if not walk.buffers:
+            return []
         names = {id(b): n for n, b in named_buffers(self.model)}
         named = [(f"buffer/{names[id(b)]}", b) for b in walk.buffers]
         for name, tensor in named:
@@ -374,7 +408,11 @@ class TrainingState:
 
     def tied(self) -> dict[str, str]:
         """Further names of tensors, see `names.other_names`."""
-        return other_names(self.model)
+        held = [*chain.from_iterable(map(dict.values, self.module_containers())), self.model]
+        held += chain.from_iterable(map(dict.values, map(_own_buffers, self._attributes)))
+        there = [id(each) for each in held if each is not None]
+        # Where each is in one place only, it has one name only.
+        return other_names(self.model) if len({*there}) < len(there) else {}
 
     def group_sizes(self) -> list[int]:
         """Number of parameters in each group, of all optimizers."""
@@ -538,10 +576,21 @@ def _is_constant(value: Any) -> bool:
     return type(value) in (*_PLAIN, float) or isinstance(value, CODE)
 
 
+_orders: dict[tuple[Any, ...], list[str]] = {}
+"""By keys in their own order, the same keys sorted; all are names. Optimizers have few."""
+_MOST_ORDERS = 100
+
+
 def _named_values(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
     """A parameter's state by name, in order. Keys that cannot be part of a name go together."""
+    keys = tuple(values)
+    order = _orders.get(keys)
+    if order is not None:
+        return [(key, values[key]) for key in order]
     named = {key: value for key, value in values.items() if isinstance(key, str) and "/" not in key}
     found = sorted(named.items())
+    if len(named) == len(values) and len(_orders) < _MOST_ORDERS:
+        _orders[keys] = [key for key, _ in found]
     if len(named) < len(values):
         found.append((NAMELESS, {k: v for k, v in values.items() if k not in named}))
     return found

@@ -12,13 +12,15 @@ import ast
 import base64
 import collections
 import enum
+import functools
 import json
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -319,6 +321,7 @@ def decode(data: bytes | memoryview) -> Any:
 # --- tensors as specs and flat memory ------------------------------------------------------------
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """torch's dtype of that name. Raises FormatError for a name this torch does not have."""
     dtype = getattr(torch, name, None)
@@ -337,6 +340,28 @@ def spec_of(tensor: torch.Tensor, name: str) -> TensorSpec:
         itemsize_bytes=tensor.element_size(),
         device=tensor.device.type,
     )
+
+
+def specs_of(named: Collection[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+    """As `spec_of`, for many tensors of few kinds."""
+    names, tensors = zip(*named, strict=True) if named else ((), ())
+    known: dict[Any, tuple[Any, ...]] = {}
+    found = []
+    kinds = zip(*(map(each, tensors) for each in _KIND), strict=True)
+    for name, tensor, kind in zip(names, tensors, kinds, strict=True):
+        rest = known.get(kind)
+        if rest is None:
+            known[kind] = rest = spec_of(tensor, name)[1:]
+        found.append(TensorSpec(name, *rest))
+    return found
+
+
+_KIND = (
+    attrgetter("shape"),
+    torch.Tensor.stride,
+    attrgetter("dtype"),
+    attrgetter("device"),
+)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -429,6 +454,25 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
         reason = "quantized. Store int_repr(), scales and zero points as plain tensors"
     if reason:
         raise UnsupportedStateError(f"{path} is {reason}.")
+
+
+def refuse_any_in_place(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """As `refuse_in_place`, for many tensors: most have only usual properties."""
+    tensors = [tensor for _, tensor in named]
+    usual = (
+        set(map(type, tensors)) <= {*PLAIN}
+        and set(map(attrgetter("layout"), tensors)) <= {torch.strided}
+        and not any(any(map(attrgetter(name), tensors)) for name in _UNUSUAL)
+        and not any(map(torch.Tensor.is_conj, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and all(map(torch.Tensor.is_contiguous, tensors))
+    )
+    if not usual:
+        for name, tensor in named:
+            refuse_in_place(tensor, name)
+
+
+_UNUSUAL = ("is_quantized", "is_nested", "is_meta")
 
 
 def refuse_in_place(tensor: torch.Tensor, path: str) -> None:

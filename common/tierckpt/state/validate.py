@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,8 +86,10 @@ def unstorable(
     )
 
 
-def refuse_same_names(names: Iterable[str]) -> None:
+def refuse_same_names(names: Collection[str]) -> None:
     """Refuse two tensors with one name: only one of them would be restored."""
+    if len({*names}) == len(names):
+        return
     name, times = max(Counter(names).items(), key=lambda item: item[1], default=("", 1))
     if times > 1:
         raise UnsupportedStateError(

@@ -86,6 +86,7 @@ def fail_everywhere(place: Place, more: dict[str, Any], part: tuple[int, int]) -
     node = {"node": f"node{rank()}"} if "node" in more else {}
     attached = attach(job, place, memory_every_steps=0, **more | node)
     group = attached.ckpt.group
+    attached.ckpt.restore()  # some calls are made once in a process
     (most,) = {max(group.all_gather_object(calls_of_one(attached)))}
     told = []
     first, step = part

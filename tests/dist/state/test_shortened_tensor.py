@@ -1,4 +1,7 @@
-"""A tensor of many that gets another length in its place: only ranks that copy it see that."""
+"""A tensor of many that gets another length in its place: only ranks that copy it see that.
+
+The others learn it from the votes, one boundary later, or more of them when a copy takes long.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_ckpt
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.core.levels import MEMORY
 from tierckpt.snapshot import plan_check
 
 RANKS = 2
@@ -25,22 +30,42 @@ def shorten(model: Any) -> None:
     model[3].weight.data = model[3].weight.data[:2].clone()
 
 
-def trained(path: Path, shm: Path, steps: int) -> Any:
-    """The versions lost, the steps that a restore returned, and the weights at the end."""
-    model, lost = model_of(), set[int]()
+def vote_late(patch: pytest.MonkeyPatch, boundaries: int) -> None:
+    """Vote as a rank whose version 3 is being copied for so many boundaries more."""
+    vote, left = Agreement._vote_about, [boundaries]
+
+    def voted(self: Agreement, level: Any, id_: Any, *more: Any) -> Any:
+        known = self._known[level]
+        if level != MEMORY or id_ is None or id_.version != 3 or not left[0]:
+            return vote(self, level, id_, *more)
+        left[0] -= 1
+        kept = known.pop(id_)
+        try:
+            return vote(self, level, id_, *more)
+        finally:
+            known[id_] = kept
+
+    patch.setattr(Agreement, "_vote_about", voted)
+
+
+Weights = list[Any]
+
+
+def trained(path: Path, shm: Path, steps: int, late: int) -> tuple[set[int], dict[int, Weights]]:
+    """The versions lost on this rank, and the weights at each version."""
+    model, lost, weights = model_of(), set[int](), dict[int, Weights]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def receive(event: Any) -> None:
         if event.name == "failed":
             lost.add(event.version)
 
-    given = {"path": path, "shm_dir": shm, "local_every_steps": 1, "when_busy": "wait"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_check, "FEW", 0)
-        ckpt = ddp_ckpt.Checkpointer(model, optimizer, agent="inline", on_event=receive, **given)
-        if not steps:
-            shorten(model)
-        at = int(ckpt.restore())
+        if dist.get_rank() == 0:
+            vote_late(patch, late)
+        ckpt = checkpointer(model, optimizer, path, shm, on_event=receive)
+        ckpt.restore()
         for step in range(steps):
             if step == 3:
                 ckpt.complete()
@@ -50,19 +75,43 @@ def trained(path: Path, shm: Path, steps: int) -> Any:
             optimizer.step()
             ckpt.step()
             ckpt.complete()
+            weights[step + 1] = [p.tolist() for p in model.parameters()]
         ckpt.abandon()
     dist.barrier()
-    return sorted(lost), at, [p.tolist() for p in model.parameters()]
+    return lost, weights
 
 
-@pytest.mark.parametrize("steps", [6, 8])
+def checkpointer(model: Any, optimizer: Any, path: Path, shm: Path, **more: Any) -> Any:
+    given = {"path": path, "shm_dir": shm, "local_every_steps": 1, "local_keep_last": 99}
+    return ddp_ckpt.Checkpointer(
+        model, optimizer, agent="inline", when_busy="wait", **given, **more
+    )
+
+
+def restored(path: Path, shm: Path, versions: list[int]) -> dict[int, Weights]:
+    """The weights of the newest version, and of these."""
+    model, found = model_of(), dict[int, Weights]()
+    shorten(model)
+    ckpt = checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1), path, shm)
+    for version in (None, *versions):
+        at = ckpt.restore(version=version).version
+        found[at] = [p.tolist() for p in model.parameters()]
+    ckpt.abandon()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("more", [0, 2])
 def test_all_ranks_have_the_new_layout_at_one_version(
-    steps: int, ranks: Any, tmp_path: Path, shm_dir: Path
+    more: int, late: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    pool = ranks(RANKS)
-    ended = pool.run(trained, tmp_path / "ckpts", shm_dir, steps)
-    lost = {version for versions, _, _ in ended for version in versions}
-    assert lost == {4, 5}
-    again = pool.run(trained, tmp_path / "ckpts", shm_dir, 0)
-    assert [at for _, at, _ in again] == [steps] * RANKS
-    assert [weights for *_, weights in again] == [weights for *_, weights in ended]
+    pool, steps = ranks(RANKS), 6 + late + more
+    ended = pool.run(trained, tmp_path / "ckpts", shm_dir, steps, late)
+    lost = {version for versions, _ in ended for version in versions}
+    assert {4, 5} <= lost <= {*range(4, 6 + late)}
+    kept = sorted({*range(4, steps + 1)} - lost)
+    assert kept[-1] == steps
+    again = pool.run(restored, tmp_path / "ckpts", shm_dir, kept)
+    wanted = [{version: weights[version] for version in kept} for _, weights in ended]
+    assert again == wanted

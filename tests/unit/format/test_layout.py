@@ -56,7 +56,7 @@ def stripe_bounds(striped: list[TensorSpec], ranks: int) -> Iterator[np.ndarray]
 def test_every_element_is_in_exactly_one_shard(
     striped: list[TensorSpec], own: list[TensorSpec], ranks: int
 ) -> None:
-    own = [TensorSpec(f"own {s.name}", *list(s.__dict__.values())[1:]) for s in own]
+    own = [TensorSpec(f"own {s.name}", *s[1:]) for s in own]
     taken = {s.name: np.zeros(s.numel, dtype=np.int64) for s in striped}
     named = set()
     for layout in all_layouts(striped, own, ranks):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tierckpt.errors import FormatError
 from tierckpt.format.ids import PAGE_BYTES
 from tierckpt.format.layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
+from tierckpt.format.piece_table import encode_table
 from tierckpt.format.shard_file import RANK_STATE, decode_header, encode_header
 from tierckpt.state import tree_codec
 
@@ -165,10 +166,11 @@ def test_a_newer_major_version_is_refused_with_the_remedy() -> None:
 def test_a_placement_that_is_unknown_is_refused() -> None:
     """As of a sharded tensor: its elements would be taken for all of it."""
     shard = shard_of({"a": torch.ones(2)}, 0, 1)
-    row = ["a", "float32", [2], None, 4, "cpu", 0, 2, 0]
-    assert decode_header(rewritten(shard, pieces=json.dumps([[*row, 1]]))).pieces[0].placement == 1
+    (piece,) = decode_header(shard).pieces
+    own, other = (encode_table([piece._replace(placement=number)]) for number in (1, 2))
+    assert decode_header(rewritten(shard, pieces=own)).pieces[0].placement == 1
     with pytest.raises(FormatError, match="2 is not a valid Placement"):
-        decode_header(rewritten(shard, pieces=json.dumps([[*row, 2]])))
+        decode_header(rewritten(shard, pieces=other))
 
 
 def test_bytes_that_are_no_shard_are_refused() -> None:

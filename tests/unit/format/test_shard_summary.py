@@ -84,7 +84,7 @@ def test_elements_of_one_tensor_do_not_stand_for_anothers() -> None:
     """The total of elements is right, but each tensor's is wrong."""
     headers = headers_of([spec("model/a", 1 << 14), spec("model/b", 1 << 14)], [], 1)
     a, b = headers[0].pieces
-    shorter, longer = replace(a, stop=a.stop - 8), replace(b, stop=b.stop + 8)
+    shorter, longer = a._replace(stop=a.stop - 8), b._replace(stop=b.stop + 8)
     contents = contents_of([replace(headers[0], pieces=(shorter, longer))])
     assert not contents.whole()
 

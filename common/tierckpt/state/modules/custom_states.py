@@ -117,6 +117,8 @@ class ModuleStates:
         """Load after parameters, buffers and extra state. Returns, in words, the results of
         `state_dict()` that differ from those in `record`, and torch's complaints. `record` is None
         for a version without one."""
+        if not self and not record:
+            return [], []
         entries, records = Entries(self._model), record or {}
         wanted = {
             name: {key: _facts(value, entries) for key, value in each["given"].items()}

@@ -1,0 +1,516 @@
+"""Tensor memory: whether many tensors, and the dicts that hold them, are as they were.
+
+torch's and Python's own methods take a call for each tensor and property, with several misses of
+the caches: 60 ms for 80,000 tensors. Here a small C library compares the memory of torch's and
+Python's objects with a record of it, in one call and some 50 nanoseconds a tensor.
+
+Where each field is in these objects is found once in a process, by experiments with tensors and
+dicts of our own. If one of them has another result than expected, `find` and `find_tags` return
+None, and `plan_check` uses the methods. Both see the same changes; tests compare them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from . import copy_engine
+
+INTERFACE = 1
+"""Number in the C file."""
+
+_MOST_DIMENSIONS = 5
+"""torch keeps shape and strides of more dimensions in other memory."""
+
+
+class Record(NamedTuple):
+    """Columns of a table of tensors, in the order of the C structure."""
+
+    object: Any
+    tensor: Any
+    storage: Any
+    data: Any
+    nbytes: Any
+    counter: Any
+    kind: Any
+
+
+class Offsets(NamedTuple):
+    """Where the fields are, in bytes, in the order of the C structure."""
+
+    tensor_in_object: int
+    storage_in_tensor: int
+    counter_in_tensor: int
+    kind_in_tensor: int
+    kind_bytes: int
+    data_in_storage: int
+    nbytes_in_storage: int
+    value_in_counter: int
+
+
+class Library:
+    """The functions of the C library. Raises AttributeError or OSError without them."""
+
+    def __init__(self, path: str) -> None:
+        number, pointer = ctypes.c_uint64, ctypes.c_void_p
+        held, free = ctypes.PyDLL(path), ctypes.CDLL(path)
+        if held.tierckpt_tensor_memory_interface() != INTERFACE:
+            raise OSError(f"{path} is of another version")
+        self.first_changed = held.tierckpt_first_changed
+        self.first_changed.argtypes = [pointer, pointer, number, pointer, pointer]
+        self.first_moved = free.tierckpt_first_moved
+        self.first_moved.argtypes = [pointer, pointer, number, pointer]
+        self.first_changed.restype = self.first_moved.restype = number
+        self._words = held.tierckpt_words
+        self._words.argtypes, self._words.restype = [pointer, number, number, pointer], None
+
+    def words(self, addresses: np.ndarray) -> np.ndarray:
+        """The 64-bit words there; the memory must be that of live objects."""
+        return self.rows(addresses, 1).reshape(-1)
+
+    def rows(self, addresses: np.ndarray, words: int) -> np.ndarray:
+        """So many words from each address on, as rows."""
+        found = np.empty((len(addresses), words), np.uint64)
+        self._words(addresses.ctypes.data, len(addresses), words, found.ctypes.data)
+        return found
+
+
+class TensorRecords:
+    """The memory of some tensors at one time: their storages, shapes, strides, types, and version
+    counters. Keeps the tensors."""
+
+    def __init__(self, library: Library, at: Offsets, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError if torch keeps the shape of one in other memory."""
+        self._library, self._tensors = library, [*tensors]
+        self._at = np.array(at, np.uint64)
+        words = library.words
+        objects = addresses_of(self._tensors)
+        impls = words(objects + np.uint64(at.tensor_in_object))
+        storages = words(impls + np.uint64(at.storage_in_tensor))
+        counters = words(impls + np.uint64(at.counter_in_tensor))
+        rows = library.rows(impls + np.uint64(at.kind_in_tensor), at.kind_bytes // 8)
+        self._kinds, first, kinds = _numbered(rows)
+        if not _have_shapes(tensors, first):
+            raise ValueError("a tensor has too many dimensions")
+        data = words(storages + np.uint64(at.data_in_storage))
+        nbytes = words(storages + np.uint64(at.nbytes_in_storage))
+        columns = Record(objects, impls, storages, data, nbytes, counters, kinds)
+        self._records = np.stack(columns, axis=1)
+        self._counters = np.zeros(len(tensors), np.uint32)
+
+    def look(self) -> int | None:
+        """The number of the first tensor that is not as it was; None if all are. Training thread:
+        holds the interpreter, so no tensor changes meanwhile."""
+        found = self._library.first_changed(
+            self._at.ctypes.data,
+            self._records.ctypes.data,
+            len(self._records),
+            self._kinds.ctypes.data,
+            self._counters.ctypes.data,
+        )
+        return None if found == len(self._records) else int(found)
+
+    def counted(self) -> bytes:
+        """The version counters that the last successful `look` read."""
+        return self._counters.tobytes()
+
+    def counters(self) -> bytes | None:
+        """The version counters now; None if a storage got other memory. Any thread; the caller
+        keeps the storages and the counters alive, by aliases of the tensors."""
+        now = np.zeros(len(self._records), np.uint32)
+        moved = self._library.first_moved(
+            self._at.ctypes.data, self._records.ctypes.data, len(now), now.ctypes.data
+        )
+        return now.tobytes() if moved == len(now) else None
+
+    def moved(self) -> list[int]:
+        """Numbers of the tensors whose storage got other memory; as `counters`."""
+        at, columns = Offsets(*self._at.tolist()), Record(*self._records.T)
+        data = self._library.words(columns.storage + np.uint64(at.data_in_storage))
+        nbytes = self._library.words(columns.storage + np.uint64(at.nbytes_in_storage))
+        changed = (data != columns.data) | (nbytes != columns.nbytes)
+        return np.flatnonzero(changed).tolist()
+
+
+def addresses_of(objects: Sequence[object]) -> np.ndarray:
+    """The addresses of Python objects."""
+    return np.fromiter(map(id, objects), np.uint64, len(objects))
+
+
+def _numbered(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The different rows, where each is first, and the number of each row among them. One row for
+    each tensor would not fit into a core's cache."""
+    weights = np.arange(1, 2 * rows.shape[1], 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    _, first, numbers = np.unique(rows @ weights, return_index=True, return_inverse=True)
+    kinds = rows[first]
+    if not np.array_equal(kinds[numbers], rows):  # two kinds with one sum
+        kinds, first, numbers = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return np.ascontiguousarray(kinds), first, numbers.reshape(-1).astype(np.uint64)
+
+
+class KindsOfTensors(NamedTuple):
+    """Kinds of tensors: tensors of one kind have the same device, layout, type, shape, strides and
+    flags, so that it is enough to look at one of them."""
+
+    first: list[int]
+    """Number of the first tensor of each kind."""
+    of_tensor: list[int]
+    """Number of each tensor's kind."""
+
+
+def kinds_of(tensors: Sequence[torch.Tensor]) -> KindsOfTensors | None:
+    """The kinds of these tensors; None if they must be looked at one by one."""
+    found = find()
+    if found is None or not tensors:
+        return None
+    library, at = found
+    impls = library.words(addresses_of(tensors) + np.uint64(at.tensor_in_object))
+    rows = library.rows(impls + np.uint64(at.kind_in_tensor), at.kind_bytes // 8)
+    _, first, numbers = _numbered(rows)
+    if not _have_shapes(tensors, first):
+        return None
+    return KindsOfTensors(first.tolist(), numbers.tolist())
+
+
+def _have_shapes(tensors: Sequence[torch.Tensor], first: np.ndarray) -> bool:
+    """True if the rows of memory have the shapes of the tensors. The number of dimensions is in the
+    rows, so the first tensor of each kind stands for the others."""
+    return all(tensors[number].dim() <= _MOST_DIMENSIONS for number in first.tolist())
+
+
+def records_of(tensors: Sequence[torch.Tensor]) -> TensorRecords | None:
+    """A record of these tensors; None if some need torch's methods."""
+    found = find()
+    try:
+        return TensorRecords(*found, tensors) if found is not None and tensors else None
+    except ValueError:
+        return None
+
+
+# --- experiments ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def library() -> Library | None:
+    """The C library, which is a part of the copy engine's."""
+    engine = copy_engine.find()
+    try:
+        return None if engine is None else Library(engine.path)
+    except (AttributeError, OSError):
+        return None
+
+
+@functools.cache
+def find() -> tuple[Library, Offsets] | None:
+    """The library and the offsets, if they proved right in this process."""
+    found = library()
+    if found is None or sys.implementation.name != "cpython" or sys.byteorder != "little":
+        return None
+    try:
+        at = _offsets()
+        return (found, at) if at is not None and _proved(found, at) else None
+    except Exception:  # this torch has other objects
+        return None
+
+
+def _memory(address: int) -> list[int]:
+    """The words of an object on the heap."""
+    size = ctypes.CDLL(None).malloc_usable_size
+    size.argtypes, size.restype = [ctypes.c_void_p], ctypes.c_size_t
+    return [*(ctypes.c_uint64 * (size(address) // 8)).from_address(address)]
+
+
+def _impl(tensor: torch.Tensor) -> list[int]:
+    return _memory(tensor._cdata)
+
+
+def _offsets() -> Offsets | None:
+    """Find the fields, each by two tensors that differ in it; None if one is not found."""
+    one, other = torch.zeros(3, 5), torch.zeros(3, 5)
+    alias = one.detach()  # has the same storage and the same counter
+    objects = [
+        {i for i, word in enumerate(_object(t)) if word == t._cdata}
+        for t in (one, other, torch.nn.Parameter(other))
+    ]
+    storages = [
+        {i for i, word in enumerate(_impl(t)) if word == t.untyped_storage()._cdata}
+        for t in (one, other, alias)
+    ]
+    storage = _only(storages)
+    pairs = zip(_impl(one), _impl(alias), _impl(other), strict=False)
+    shared = {i for i, (a, b, c) in enumerate(pairs) if a == b != c and a % 8 == 0 and a > 4096}
+    counter = _only([shared - {storage}])
+    kind = _changed_words(storage) | _keys(one, max(storage, counter))
+    data, nbytes = _storage_fields()
+    value = _value_in_counter(one, counter)
+    if min(kind) <= max(storage, counter):
+        return None
+    low, high = min(kind), max(kind) + 1
+    return Offsets(
+        tensor_in_object=8 * _only(objects),
+        storage_in_tensor=8 * storage,
+        counter_in_tensor=8 * counter,
+        kind_in_tensor=8 * low,
+        kind_bytes=8 * (high - low),
+        data_in_storage=8 * data,
+        nbytes_in_storage=8 * nbytes,
+        value_in_counter=value,
+    )
+
+
+def _object(tensor: torch.Tensor) -> list[int]:
+    words = torch.Tensor.__basicsize__ // 8
+    return [*(ctypes.c_uint64 * words).from_address(id(tensor))]
+
+
+def _only(found: Sequence[set[int]]) -> int:
+    """The one number in all sets. Raises ValueError if there is another number of them."""
+    (number,) = set.intersection(*found)
+    return number
+
+
+def _changed_words(storage: int) -> set[int]:
+    """The words of a tensor, except the one of its storage, that change with its kind."""
+    found: set[int] = set()
+    for change in KINDS.values():
+        tensor = torch.zeros(4, 4)
+        before = _impl(tensor)
+        change(tensor)
+        after = _impl(tensor)
+        found |= {i for i, both in enumerate(zip(before, after, strict=False)) if len({*both}) > 1}
+    return found - {storage}
+
+
+def _keys(tensor: torch.Tensor, after: int) -> set[int]:
+    """The words, after that number, that tell views with a delayed negation from others: torch's
+    dispatch keys, which also tell kinds of layouts."""
+    pairs = enumerate(zip(_impl(tensor), _impl(torch._neg_view(tensor)), strict=False))
+    # The end of the memory may be unused: torch leaves there what was there before.
+    again = _impl(torch.zeros(3, 5)), _impl(torch.zeros(3, 5)), _impl(torch.zeros(3, 5).detach())
+    return {i for i, (a, b) in pairs if i > after and a != b and len({w[i] for w in again}) == 1}
+
+
+def _storage_fields() -> tuple[int, int]:
+    """Words of a storage: the address of its memory, and its size."""
+    data, sizes = [], []
+    shared = torch.zeros(1000).share_memory_()  # has its address once, unlike others
+    for tensor in (torch.zeros(11), shared):
+        storage = tensor.untyped_storage()
+        words = _memory(storage._cdata)
+        data.append({i for i, word in enumerate(words) if word == storage.data_ptr()})
+        sizes.append({i for i, word in enumerate(words) if word == storage.nbytes()})
+    return _only(data), _only(sizes)
+
+
+def _value_in_counter(tensor: torch.Tensor, counter: int) -> int:
+    """Offset of the value in a version counter."""
+    found = []
+    for _ in range(4):
+        for _ in range(5):
+            tensor.add_(1)
+        words = _memory(_impl(tensor)[counter])
+        raw = np.array(words, np.uint64).view(np.uint32)
+        found.append({4 * i for i, half in enumerate(raw.tolist()) if half == tensor._version})
+    return _only(found)
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    tensor.data = data
+
+
+KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "transposed": lambda t: t.t_(),
+    "transposed data": lambda t: _set_data(t, t.data.t()),
+    "shape": lambda t: _set_data(t, t.data.view(2, 8)),
+    "flat": lambda t: _set_data(t, t.data.view(-1)),
+    "five dimensions": lambda t: _set_data(t, t.data.view(2, 2, 1, 2, 2)),
+    "one more dimension": lambda t: _set_data(t, t.data[None]),
+    "type": lambda t: _set_data(t, t.data.view(torch.int32)),
+    "shorter": lambda t: _set_data(t, t.data[:2]),
+    "offset": lambda t: _set_data(t, t.data[1:3]),
+    "offset of the same length": lambda t: _set_data(t, t.data.view(-1)[1:5].view(2, 2)),
+    "empty": lambda t: _set_data(t, t.data[:0]),
+}
+"""Changes of a tensor of 4 x 4 that keep its storage."""
+
+MOVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "new data": lambda t: _set_data(t, torch.zeros(4, 4)),
+    "set": lambda t: t.set_(torch.zeros(4, 4)),  # type: ignore[call-overload]
+    "resized": lambda t: t.resize_(8, 8),
+    "storage resized": lambda t: t.untyped_storage().resize_(4096),
+    "storage freed": lambda t: t.untyped_storage().resize_(0),
+    "shared": lambda t: t.share_memory_(),
+    "swapped": lambda t: torch.utils.swap_tensors(t, torch.zeros(4, 4)),
+}
+"""Changes of the storage, of its memory, or of the object."""
+
+SAME: dict[str, Callable[[torch.Tensor], Any]] = {
+    "values": lambda t: t.data.add_(1),
+    "requires_grad": lambda t: t.requires_grad_(),
+    "gradient": lambda t: setattr(t, "grad", torch.zeros(4, 4)),
+    "attribute": lambda t: setattr(t, "mine", 1),
+    "view": lambda t: t.detach(),
+}
+"""No changes in this sense."""
+
+
+def _proved(library: Library, at: Offsets) -> bool:
+    """True if the library sees all changes of tensors, and only these."""
+
+    def stays(change: Callable[[torch.Tensor], Any], wrap: Callable[..., torch.Tensor]) -> bool:
+        tensors = [wrap(torch.zeros(4, 4)) for _ in range(3)]
+        aliases = [t.detach() for t in tensors]
+        records = TensorRecords(library, at, tensors)
+        assert records.look() is None
+        with torch.no_grad():
+            change(tensors[1])
+        del aliases
+        return records.look() is None
+
+    def plain(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    changes = (*KINDS.values(), *MOVES.values())
+    return (
+        not any(stays(change, plain) for change in changes)
+        and all(stays(change, plain) for change in SAME.values())
+        and not stays(MOVES["new data"], torch.nn.Parameter)
+        and all(_differ(library, at, *pair()) for pair in OTHERS)
+        and _counts(library, at)
+    )
+
+
+OTHERS: tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], ...] = (
+    lambda: (torch.zeros(4, 4), torch._neg_view(torch.zeros(4, 4))),
+    lambda: (torch.zeros(4, 4), torch.zeros(4, 4).to_sparse()),
+    lambda: (torch.zeros(4, 4), torch.zeros(4, 4, device="meta")),
+    lambda: (torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)),
+    lambda: (torch.zeros(2, dtype=torch.cfloat), torch.zeros(2, dtype=torch.cfloat).conj()),
+)
+"""Pairs of tensors of different kinds, with the same shape."""
+
+
+def _differ(library: Library, at: Offsets, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors have different kinds, the device's number included."""
+    addresses = np.array([one._cdata, other._cdata], np.uint64) + np.uint64(at.kind_in_tensor)
+    rows = library.rows(addresses, at.kind_bytes // 8)
+    if one.device == other.device:
+        return not np.array_equal(*rows)
+    raw = rows.view(np.uint8)
+    kinds, numbers = raw[:, :-1], raw[:, 1:]  # torch has 0 for the CPU, 14 for meta; -1 after it
+    found = (kinds[0] == 0) & (kinds[1] == 14) & (numbers == 255).all(axis=0)
+    return bool(found.any())
+
+
+def _counts(library: Library, at: Offsets) -> bool:
+    """True if the library reads the counters, and sees memory that moves."""
+    tensor, other = torch.zeros(4, 4), torch.zeros(4, 4)
+    records = TensorRecords(library, at, [other, tensor])
+    for _ in range(7):
+        tensor.add_(1)
+    counted = np.array([other._version, tensor._version], np.uint32).tobytes()
+    return (
+        records.look() is None
+        and records.counted() == records.counters() == counted
+        and tensor.share_memory_() is tensor
+        and records.counters() is None
+    )
+
+
+# --- dicts ---------------------------------------------------------------------------------------
+
+
+class Tags:
+    """The tags of some dicts: words that Python changes with every change of a dict. Keeps the
+    dicts."""
+
+    def __init__(self, library: Library, at: int, held: Sequence[dict[Any, Any]]) -> None:
+        self._library, self._held = library, held
+        self._addresses = addresses_of(held) + np.uint64(at)
+        self._tags = self._now = library.words(self._addresses)
+
+    def changed(self) -> list[int]:
+        """Numbers of the dicts that may have changed since the last `accept`."""
+        self._now = self._library.words(self._addresses)
+        if np.array_equal(self._now, self._tags):
+            return []
+        return np.flatnonzero(self._now != self._tags).tolist()
+
+    def accept(self) -> None:
+        """Take the dicts as `changed` saw them last as unchanged."""
+        self._tags = self._now
+
+
+def tags_of(held: Sequence[dict[Any, Any]]) -> Tags | None:
+    """The tags of these dicts; None if this Python has none, or for subclasses."""
+    found, at = library(), find_tag()
+    if found is None or at is None or not all(type(each) is dict for each in held):
+        return None
+    return Tags(found, at, held)
+
+
+@functools.cache
+def find_tag() -> int | None:
+    """Offset of the tag in a dict; None if this Python has none."""
+    if sys.implementation.name != "cpython":
+        return None
+    found = set(range(2, dict.__basicsize__ // 8))
+    for change in CHANGES:
+        for size in (1, 3, 40):
+            for _ in range(20):  # the interpreter has faster code for what it does often
+                held: dict[Any, Any] = {n: [n] for n in range(size)}
+                before = _words_of(held)
+                change(held)
+                after = _words_of(held)
+                found = {i for i in found if before[i] != after[i]}
+    return 8 * found.pop() if len(found) == 1 else None
+
+
+def _words_of(held: dict[Any, Any]) -> list[int]:
+    return [*(ctypes.c_uint64 * (dict.__basicsize__ // 8)).from_address(id(held))]
+
+
+def _replace(held: dict[Any, Any]) -> None:
+    held[0] = []
+
+
+def _add(held: dict[Any, Any]) -> None:
+    held["new"] = []
+
+
+def _remove(held: dict[Any, Any]) -> None:
+    del held[0]
+
+
+def _rename(held: dict[Any, Any]) -> None:
+    held["new"] = held.pop(0)
+
+
+def _put_last(held: dict[Any, Any]) -> None:
+    held[0] = held.pop(0)
+
+
+CHANGES: Iterable[Callable[[dict[Any, Any]], object]] = (
+    _replace,
+    _add,
+    _remove,
+    _rename,
+    _put_last,
+    lambda held: held.update({0: []}),
+    lambda held: held.update(new=[]),
+    lambda held: held.__init__({0: []}),  # type: ignore[misc]
+    lambda held: held.__ior__({0: []}),
+    lambda held: held.setdefault("new", []),
+    lambda held: held.popitem(),
+    lambda held: held.clear(),
+)
+"""All ways to change a dict with one list at the key 0."""
+
+
+__all__ = ["TensorRecords", "find", "find_tag", "kinds_of", "records_of", "tags_of"]
