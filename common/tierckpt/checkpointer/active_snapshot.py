@@ -22,7 +22,8 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.group import Group
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.snapshot import copy_engine
-from tierckpt.snapshot.snapshot import Copier, Phase, Snapshot, SnapshotError, Work
+from tierckpt.snapshot.copier import Copier, Work
+from tierckpt.snapshot.snapshot import Phase, Snapshot, SnapshotError
 from tierckpt.snapshot.staging import Staging
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
@@ -62,14 +63,16 @@ class ActiveSnapshot:
         """None while no copy reads tensors that the optimizer may change."""
         self.release_early = config.release == "forward" or not by_layer
         """True: all layers may be copied from the boundary on."""
-        self.capture = Staging(state, group, pool)
+        engine = copy_engine.find()
+        desk = None if engine is None else copy_engine.Desk(engine)
+        self.capture = Staging(state, group, pool, desk)
         self._pool, self._handoff, self._reports = pool, slot_handoff, reports
         self._meter, self._unchanged = meter, unchanged
         self._may_turn_early = config.release == "auto"
         self.overwritten = False
         """True after a version was lost because the loop changed tensors that were being copied."""
         self._slow_barriers = 0
-        self._copier = Copier()
+        self._copier = Copier(desk)
         _log.debug("%s", copy_engine.describe())
 
     def submit(self, work: Work) -> None:

@@ -311,10 +311,11 @@ class CheckpointerCore(abc.ABC):
             if force:
                 details = self._replicas.suspicion or "the details are known in a few steps"
                 self._reports.lost(self.version, f"replicas differ: {details}")
-        snapshot = self._open_snapshot(take, vote == VOID) if take else None
+        id_ = self._id()
+        snapshot = self._open_snapshot(id_, take, vote == VOID) if take else None
         halt, check = self._halt.vote(self.version), self._replicas.vote(place)
         row, unchanged = self._replicas.row(), self._unchanged.count
-        self._rounds.vote(self._id(), begin, take, halt, vote, check, unchanged, row)
+        self._rounds.vote(id_, begin, take, halt, vote, check, unchanged, row)
         self._replicas.voted()
         self._replicas.begin(self.version)
         if self._active.release_early:
@@ -348,13 +349,14 @@ class CheckpointerCore(abc.ABC):
         number = together.version if together is not None else None
         self._replicas.part(parted.version, number, at, self._agreement.missing)
 
-    def _open_snapshot(self, levels: tuple[Level, ...], void: bool) -> Snapshot | None:
+    def _open_snapshot(
+        self, id_: VersionId, levels: tuple[Level, ...], void: bool
+    ) -> Snapshot | None:
         """Begin a version: capture the state that changes first. A failure breaks the version and
         not the training. With `void` the adapter rejects the version."""
-        id_ = self._id()
         # First in the ledgers: even after a failure all ranks have the same list of versions.
         self._agreement.open(id_, levels)
-        facts = self._facts()
+        facts = self._facts(id_)
         self._levels.promotion.taken(facts, levels)
         if void:
             self._levels.slot_handoff.broken(id_)
@@ -367,12 +369,12 @@ class CheckpointerCore(abc.ABC):
             self._warn(HEAVY.format(names=heavy))
         return taken
 
-    def _facts(self) -> VersionFacts:
+    def _facts(self, id_: VersionId) -> VersionFacts:
         """The facts of a version of the current state, without the metric; equal on all ranks."""
         return VersionFacts(
             job=self._resources.job.job,
             run_id=self._history.name,
-            id=self._id(),
+            id=id_,
             shards=self.group.size,
             lineage=self._history.lineage,
             iteration=self._at(),
@@ -497,7 +499,7 @@ class CheckpointerCore(abc.ABC):
         """True if the live state equals the sealed image bit for bit."""
         if self.adapter.keeps_boundary():
             return True
-        live, sealed = self._facts(), manifest.facts
+        live, sealed = self._facts(self._id()), manifest.facts
         if (live.iteration, live.iteration_counts, self._measured()) != (
             sealed.iteration,
             sealed.iteration_counts,

@@ -389,6 +389,11 @@ class Agreement:
         """Return versions in memory that must not be overwritten, as known at this boundary."""
         return self.memory.protected() - {newest}
 
+    @property
+    def has_last_word(self) -> bool:
+        """True if `last_word` will not wait. Training thread."""
+        return self._ballot is None or self._ballot.is_here()
+
     def last_word(self, protected: set[VersionId], waits: bool = True) -> set[VersionId]:
         """Return `protected`, corrected by the vote of this very boundary. Copier thread. Waits for
         it, or with `waits=False` returns `protected` if it is not complete.

@@ -46,6 +46,8 @@ class Ballot:
         """Wait for the votes. True when `result` will not block; False after the time is over, or
         when the votes cannot come before this rank continues. Training thread, with the gradients
         of this iteration complete."""
+        if self._result is not None:
+            return True
         deadline, pause = time.monotonic() + patience_seconds, FIRST_PAUSE_SECONDS
         while not self._pending.done():
             if time.monotonic() >= deadline or self._pending.passed_over():

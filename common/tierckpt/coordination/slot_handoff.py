@@ -7,7 +7,6 @@ list of versions.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from tierckpt.agent.client import AgentClient
 from tierckpt.coordination.agreement import Agreement
@@ -17,7 +16,7 @@ from tierckpt.core.levels import AWAITED, LEDGERS, LOCAL, MEMORY
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.snapshot.snapshot import Phase, Snapshot
+from tierckpt.snapshot.snapshot import ChooseSlot, Phase, Snapshot
 from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
 
@@ -48,13 +47,18 @@ class SlotHandoff:
         self._begun: dict[VersionId, Snapshot] = {}
         """Snapshots that have not ended, or whose end is not yet in the ledgers."""
 
-    def chooser(self, id_: VersionId, runs: int) -> Callable[[int, int], Slot]:
-        """Return the function that finds a slot for this boundary's version. The copier thread
-        calls it; it waits, if necessary, for the proof that an older version is superseded."""
+    def chooser(self, id_: VersionId, runs: int) -> ChooseSlot:
+        """Return the function that finds a slot for this boundary's version. On the copier thread
+        it waits, if necessary, for the proof that an older version is superseded."""
         protected = self._agreement.protected(id_)
 
-        def choose(blocks: int, image_bytes: int) -> Slot:
+        def choose(blocks: int, image_bytes: int, at_once: bool = False) -> Slot:
             seal_bytes, pool = seal_area_bytes(blocks, runs), self._pool
+            if at_once:
+                if not self._agreement.has_last_word:
+                    raise NoSlotError("the ranks have not voted yet")
+                proven = self._agreement.last_word(protected)
+                return pool.choose(proven, self._agent.pinned(), seal_bytes, image_bytes, True)
             try:
                 known = self._agreement.last_word(protected, waits=False)
                 return pool.choose(known, self._agent.pinned(), seal_bytes, image_bytes)

@@ -106,7 +106,9 @@ class Schedule:
         fresh = (level for level in held if level not in again or self._one_more(level, version))
         skipped = tuple((level, held[level]) for level in fresh)
         self.skipping = frozenset(held)
-        return Decision(tuple(level for level in INTERVALS if level in take), skipped, again, wait)
+        return Decision(
+            tuple([level for level in INTERVALS if level in take]), skipped, again, wait
+        )
 
     def _one_more(self, level: Level, version: int) -> bool:
         """True when a multiple of the interval lies between the previous boundary and this one."""

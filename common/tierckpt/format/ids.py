@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from tierckpt.errors import NewerFormatError
 
@@ -34,8 +34,7 @@ def check_version(text: str, what: str) -> None:
         )
 
 
-@dataclass(frozen=True, order=True)
-class VersionId:
+class VersionId(NamedTuple):
     """A version, distinct from one of the same number in an earlier run of the job.
 
     `generation` numbers the runs: all ranks agree on it when they attach or restore, and it is

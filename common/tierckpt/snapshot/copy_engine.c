@@ -34,7 +34,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define INTERFACE 1
+#define INTERFACE 3
 
 typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
 
@@ -57,18 +57,32 @@ typedef struct {
     const segment *segments;
     const block *blocks;
     uint8_t *target;
-    uint64_t copy_ns, hash_ns; /* work of all threads */
     pthread_mutex_t lock;
     _Atomic uint32_t turn; /* the futex: changes whenever a sleeper should look again */
     uint32_t count;        /* blocks */
     uint32_t released, taken, done;
+    uint32_t copying;  /* blocks that a thread writes now */
     uint32_t workers;  /* threads that sleep until blocks are released */
     uint32_t leavers;  /* threads that sleep until no block is being copied */
     uint32_t aborted;
     uint32_t streams; /* this processor can `stream` */
     uint32_t queue_offset, state_offset;
-    uint64_t digests[]; /* count, little endian; then the queue (uint32_t) and the states (uint8_t) */
+    uint64_t copy_ns, hash_ns; /* the results begin here: work of all threads */
+    uint64_t head_digest;
+    uint64_t digests[]; /* count + 1, little endian; then the queue (uint32_t), the states (uint8_t) */
 } job;
+
+/* The copier's desk: where it waits for one job at a time, without the interpreter. */
+typedef struct {
+    pthread_mutex_t lock;
+    _Atomic uint32_t turn; /* the futex, as in a job */
+    uint32_t sleepers;
+    uint32_t rung;    /* the interpreter has other work */
+    uint32_t settled; /* the last job needs no thread any more */
+    uint32_t begun;   /* the copier uses the job's memory */
+    job *job;         /* NULL if there is none */
+    const job *last;  /* the job posted last */
+} desk;
 
 enum { HELD, RELEASED };
 
@@ -84,25 +98,32 @@ static uint64_t now_ns(void) {
 /* --- waiting; with the lock held ----------------------------------------------------------------- */
 
 /* Sleep until the next wake-up, or for `timeout_ns`; returns 0 after a time-out. */
-static int sleep_locked(job *j, uint32_t *sleepers, uint64_t timeout_ns) {
+static int sleep_on(pthread_mutex_t *lock, _Atomic uint32_t *turn, uint32_t *sleepers,
+                    uint64_t timeout_ns) {
     struct timespec limit = {(time_t)(timeout_ns / 1000000000u), (long)(timeout_ns % 1000000000u)};
-    uint32_t seen = atomic_load(&j->turn);
+    uint32_t seen = atomic_load(turn);
     ++*sleepers;
-    pthread_mutex_unlock(&j->lock);
-    long slept = syscall(SYS_futex, &j->turn, FUTEX_WAIT_PRIVATE, seen, &limit, NULL, 0);
+    pthread_mutex_unlock(lock);
+    long slept = syscall(SYS_futex, turn, FUTEX_WAIT_PRIVATE, seen, &limit, NULL, 0);
     int timed_out = slept == -1 && errno == ETIMEDOUT;
-    pthread_mutex_lock(&j->lock);
+    pthread_mutex_lock(lock);
     --*sleepers;
     return !timed_out;
 }
 
 /* Wake all sleepers if there are `sleepers`. */
-static void wake_locked(job *j, uint32_t sleepers) {
+static void wake_on(_Atomic uint32_t *turn, uint32_t sleepers) {
     if (sleepers == 0)
         return;
-    atomic_fetch_add(&j->turn, 1);
-    syscall(SYS_futex, &j->turn, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    atomic_fetch_add(turn, 1);
+    syscall(SYS_futex, turn, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
+
+static int sleep_locked(job *j, uint32_t *sleepers, uint64_t timeout_ns) {
+    return sleep_on(&j->lock, &j->turn, sleepers, timeout_ns);
+}
+
+static void wake_locked(job *j, uint32_t sleepers) { wake_on(&j->turn, sleepers); }
 
 /* --- one block ----------------------------------------------------------------------------------- */
 
@@ -158,6 +179,7 @@ static int64_t take_locked(job *j) {
 /* Copy a taken block; the lock is released meanwhile. */
 static void copy_locked(job *j, uint32_t number) {
     uint64_t hash_ns, begin = now_ns();
+    j->copying++;
     pthread_mutex_unlock(&j->lock);
     uint64_t digest = copy_block(j, &j->blocks[number], &hash_ns);
     uint64_t spent_ns = now_ns() - begin;
@@ -165,6 +187,7 @@ static void copy_locked(job *j, uint32_t number) {
     pthread_mutex_lock(&j->lock);
     j->copy_ns += spent_ns - hash_ns;
     j->hash_ns += hash_ns;
+    j->copying--;
     j->done++;
     if (j->done == j->taken && j->taken == j->released)
         wake_locked(j, j->done == j->count ? j->leavers + j->workers : j->leavers);
@@ -184,10 +207,13 @@ PUBLIC uint64_t tierckpt_hash(hash_function hash, const void *data, uint64_t nby
 
 /* Memory of a job of `count` blocks. */
 PUBLIC uint64_t tierckpt_job_bytes(uint32_t count) {
-    return sizeof(job) + (uint64_t)count * (sizeof(uint64_t) + sizeof(uint32_t) + 1);
+    return sizeof(job) + sizeof(uint64_t) +
+           (uint64_t)count * (sizeof(uint64_t) + sizeof(uint32_t) + 1);
 }
 
-PUBLIC uint64_t tierckpt_digests_offset(void) { return offsetof(job, digests); }
+/* Where the results are: nanoseconds of copying and of hashing, then the digests of the image's
+   head, of the blocks, of its tail. */
+PUBLIC uint64_t tierckpt_results_offset(void) { return offsetof(job, copy_ns); }
 
 /* Begin a job in zeroed memory, with all blocks held. */
 PUBLIC void tierckpt_init(job *j, hash_function hash, const segment *segments, const block *blocks,
@@ -197,7 +223,7 @@ PUBLIC void tierckpt_init(job *j, hash_function hash, const segment *segments, c
     j->blocks = blocks;
     j->count = count;
     j->streams = (uint32_t)can_stream();
-    j->queue_offset = (uint32_t)(offsetof(job, digests) + count * sizeof(uint64_t));
+    j->queue_offset = (uint32_t)(offsetof(job, digests) + (count + 1) * sizeof(uint64_t));
     j->state_offset = (uint32_t)(j->queue_offset + count * sizeof(uint32_t));
     pthread_mutex_init(&j->lock, NULL);
 }
@@ -311,12 +337,122 @@ PUBLIC void tierckpt_abort(job *j) {
     pthread_mutex_unlock(&j->lock);
 }
 
-/* Nanoseconds of copying and hashing so far, of all threads. */
-PUBLIC void tierckpt_times(job *j, uint64_t *copy_ns, uint64_t *hash_ns) {
+/* 1 while a thread writes a block. */
+PUBLIC uint32_t tierckpt_copying(job *j) {
     pthread_mutex_lock(&j->lock);
-    *copy_ns = j->copy_ns;
-    *hash_ns = j->hash_ns;
+    uint32_t copying = j->copying;
     pthread_mutex_unlock(&j->lock);
+    return copying != 0;
+}
+
+/* --- the copier's desk --------------------------------------------------------------------------- */
+
+PUBLIC uint64_t tierckpt_desk_bytes(void) { return sizeof(desk); }
+
+/* Begin a desk in zeroed memory. */
+PUBLIC void tierckpt_desk_init(desk *d) {
+    pthread_mutex_init(&d->lock, NULL);
+    d->settled = 1;
+}
+
+/* Copy head and tail of the image, around its blocks; the tail is followed by zeros up to
+   `tail_room`. Release all blocks, and leave the job for the copier. Returns 0, and does nothing, if
+   the copier still uses another job. The job's memory must stay until a later call has returned 1. */
+PUBLIC uint32_t tierckpt_post(desk *d, job *j, uint8_t *image, const void *head, uint64_t head_bytes,
+                              uint64_t blocks_bytes, const void *tail, uint64_t tail_bytes,
+                              uint64_t tail_room) {
+    uint8_t *end = image + head_bytes + blocks_bytes;
+    pthread_mutex_lock(&d->lock);
+    uint32_t posted = d->job == NULL;
+    if (posted) {
+        memcpy(image, head, head_bytes);
+        memcpy(end, tail, tail_bytes);
+        memset(end + tail_bytes, 0, tail_room - tail_bytes);
+        j->head_digest = htole64(j->hash(image, head_bytes));
+        j->digests[j->count] = htole64(j->hash(end, tail_room));
+        tierckpt_bind(j, image + head_bytes);
+        tierckpt_release(j, NULL, 0);
+        d->job = j;
+        d->last = j;
+        d->settled = 0;
+        wake_on(&d->turn, d->sleepers);
+    }
+    pthread_mutex_unlock(&d->lock);
+    return posted;
+}
+
+/* This job is over: the copier need not return for it. */
+PUBLIC void tierckpt_settle(desk *d, const job *j) {
+    pthread_mutex_lock(&d->lock);
+    if (d->last == j)
+        d->settled = 1;
+    if (d->job == j && !d->begun)
+        d->job = NULL;
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* Have `serve` return. */
+PUBLIC void tierckpt_ring(desk *d) {
+    pthread_mutex_lock(&d->lock);
+    d->rung = 1;
+    wake_on(&d->turn, d->sleepers);
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* Copy as `run`, but return COMPLETE when no block is left to be taken. */
+static int assist(job *j, uint64_t timeout_ns) {
+    int state, awake = 1;
+    pthread_mutex_lock(&j->lock);
+    for (;;) {
+        int64_t number = take_locked(j);
+        state = j->aborted ? ABORTED : j->taken == j->count ? COMPLETE : IDLE;
+        if (number >= 0) {
+            copy_locked(j, (uint32_t)number);
+            awake = 1;
+        } else if (state != IDLE || !awake) {
+            break;
+        } else {
+            awake = sleep_locked(j, &j->workers, timeout_ns);
+        }
+    }
+    pthread_mutex_unlock(&j->lock);
+    return state;
+}
+
+/* The copier's wait: copy each posted job, and return if there is something for the interpreter.
+   UNFINISHED: it was rung. COMPLETE: nobody has settled the job `linger_ns` after the copy. ABORTED:
+   the job was aborted. IDLE: there was no job, or no release of its blocks, for `timeout_ns`. */
+PUBLIC int tierckpt_serve(desk *d, uint64_t timeout_ns, uint64_t linger_ns) {
+    int state = IDLE;
+    pthread_mutex_lock(&d->lock);
+    for (;;) {
+        if (d->job != NULL) {
+            job *j = d->job;
+            d->begun = 1;
+            pthread_mutex_unlock(&d->lock);
+            state = assist(j, timeout_ns);
+            pthread_mutex_lock(&d->lock);
+            d->begun = 0;
+            d->job = NULL;
+            if (state != COMPLETE)
+                break;
+        } else if (d->rung) {
+            d->rung = 0;
+            state = UNFINISHED;
+            break;
+        } else {
+            int lingers = !d->settled;
+            int awake = sleep_on(&d->lock, &d->turn, &d->sleepers, lingers ? linger_ns : timeout_ns);
+            if (awake || d->job != NULL || (lingers && d->settled))
+                continue;
+            state = lingers ? COMPLETE : IDLE;
+            break;
+        }
+    }
+    if (state == COMPLETE || state == ABORTED)
+        d->settled = 1; /* by the caller */
+    pthread_mutex_unlock(&d->lock);
+    return state;
 }
 
 /* --- copies by a device -------------------------------------------------------------------------- */

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from functools import cache
@@ -24,7 +25,7 @@ from tierckpt.format.manifest import DIGEST_BYTES
 VARIABLE = "TIERCKPT_COPY_ENGINE"
 """`torch` in this environment variable forbids the library."""
 
-INTERFACE = 1
+INTERFACE = 3
 """Number in the C file; a library with another one is not used."""
 
 HELP_BYTES = 256 * 1024 * 1024
@@ -32,6 +33,8 @@ HELP_BYTES = 256 * 1024 * 1024
 HELP_NANOSECONDS = 100_000_000
 """Limit of its wait for another thread."""
 
+_TIMES = struct.Struct("=QQ")
+"""Head of a job's results: nanoseconds of copying and of hashing."""
 _NUMBER_BYTES = 4
 """Size of a block's number in a job's queue, which is between digests and states."""
 _HASHES = ("XXH3_64bits_dispatch", "XXH3_64bits")
@@ -46,7 +49,10 @@ class Progress(IntEnum):
     IDLE = 2
     """Blocks are held, and none that is released is left."""
     UNFINISHED = 3
-    """Call again: see `HELP_BYTES`."""
+    """Call again: see `HELP_BYTES`, `Desk`."""
+
+
+_PROGRESS: list[Progress] = [*Progress]
 
 
 class Table:
@@ -81,6 +87,7 @@ class Engine:
         self.wait = _function(library, "wait", [pointer, number], ctypes.c_int)
         self.help = _function(library, "help", [pointer, number, number], ctypes.c_int)
         self.copy_one = _function(library, "copy_one", [pointer, small])
+        self.serve = _function(library, "serve", [pointer, number, number], ctypes.c_int)
         arrays = [pointer, pointer, pointer, small, pointer]
         self.enqueue = _function(
             library, "enqueue", [pointer, pointer, pointer, *arrays, number], ctypes.c_int
@@ -93,9 +100,15 @@ class Engine:
         self.release = _function(held, "release", [pointer, pointer, small])
         self.take = _function(held, "take", [pointer], ctypes.c_int64)
         self.abort = _function(held, "abort", [pointer])
-        self.times = _function(held, "times", [pointer, pointer, pointer])
+        self.copying = _function(held, "copying", [pointer], small)
+        self.desk_bytes = _function(held, "desk_bytes", [], number)
+        self.desk_init = _function(held, "desk_init", [pointer])
+        image = [number, ctypes.c_char_p, number, number, ctypes.c_char_p, number, number]
+        self.post = _function(held, "post", [pointer, pointer, *image], small)
+        self.settle = _function(held, "settle", [pointer, pointer])
+        self.ring = _function(held, "ring", [pointer])
         self.job_bytes = _function(held, "job_bytes", [small], number)
-        self.digests_offset = int(library.tierckpt_digests_offset())
+        self.results_offset = int(library.tierckpt_results_offset())
         self._check(_function(held, "hash", [pointer, ctypes.c_char_p, number], number))
 
     def _check(self, hashed: Callable[..., int]) -> None:
@@ -126,6 +139,7 @@ class Job:
         nbytes = engine.job_bytes(table.count)
         self._memory = (ctypes.c_uint64 * (nbytes // 8 + 1))()
         self._at = ctypes.addressof(self._memory)
+        self._results_at = self._at + engine.results_offset
         engine.init(self._at, engine.hash_address, table.segments, table.blocks, table.count)
 
     def bind(self, target: int) -> None:
@@ -143,22 +157,22 @@ class Job:
 
     def held(self) -> set[int]:
         """The blocks that are not released."""
-        queue = self._at + self._engine.digests_offset + self._table.count * DIGEST_BYTES
+        queue = self._results_at + _TIMES.size + (self._table.count + 2) * DIGEST_BYTES
         states = ctypes.string_at(queue + self._table.count * _NUMBER_BYTES, self._table.count)
         return {block for block, state in enumerate(states) if not state}
 
     def run(self, wait_seconds: float) -> Progress:
         """Copy released blocks, until none was released for `wait_seconds`."""
-        return Progress(self._engine.run(self._at, int(1e9 * wait_seconds)))
+        return _PROGRESS[int(self._engine.run(self._at, int(1e9 * wait_seconds)))]
 
     def wait(self, wait_seconds: float) -> Progress:
         """As `run`, but without copying: UNFINISHED if a block may be taken."""
-        return Progress(self._engine.wait(self._at, int(1e9 * wait_seconds)))
+        return _PROGRESS[int(self._engine.wait(self._at, int(1e9 * wait_seconds)))]
 
     def help(self) -> Progress:
         """Copy the released blocks that are left, and return when no thread copies one."""
         while True:
-            progress = Progress(self._engine.help(self._at, HELP_BYTES, HELP_NANOSECONDS))
+            progress = _PROGRESS[int(self._engine.help(self._at, HELP_BYTES, HELP_NANOSECONDS))]
             if progress is not Progress.UNFINISHED:
                 return progress
 
@@ -175,16 +189,68 @@ class Job:
         """Begin no block any more; all calls return after the block that they copy."""
         self._engine.abort(self._at)
 
-    def seconds(self) -> tuple[float, float]:
-        """Time spent on copying and on hashing so far, the sum over all threads."""
-        copy, hashing = ctypes.c_uint64(), ctypes.c_uint64()
-        self._engine.times(self._at, ctypes.addressof(copy), ctypes.addressof(hashing))
-        return copy.value / 1e9, hashing.value / 1e9
+    def results(self) -> tuple[float, float, bytes]:
+        """Seconds of copying and of hashing, summed over all threads, and the digests of the
+        image's head, all blocks, and its tail. Valid after COMPLETE; those of head and tail only if
+        the job was posted."""
+        nbytes = _TIMES.size + (self._table.count + 2) * DIGEST_BYTES
+        results = ctypes.string_at(self._results_at, nbytes)
+        copy, hashing = _TIMES.unpack_from(results)
+        return copy / 1e9, hashing / 1e9, results[_TIMES.size :]
 
-    def digests(self) -> bytes:
-        """The digests of all blocks; valid after COMPLETE."""
-        start = self._at + self._engine.digests_offset
-        return ctypes.string_at(start, self._table.count * DIGEST_BYTES)
+    @property
+    def copying(self) -> bool:
+        """True while a thread writes to the target."""
+        return bool(self._engine.copying(self._at))
+
+
+class Desk:
+    """A place where the copier thread waits for one job at a time, without the interpreter."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._memory = (ctypes.c_uint64 * (engine.desk_bytes() // 8 + 1))()
+        self._at = ctypes.addressof(self._memory)
+        engine.desk_init(self._at)
+        self._kept: list[tuple[Job, object]] = []
+        """The jobs that the copier may use, and the owners of their memory."""
+
+    def post(
+        self, job: Job, owner: object, image: int, parts: tuple[bytes, int, bytes, int]
+    ) -> bool:
+        """Fill an image, with the help of the copier; training thread.
+
+        Args:
+            job: not bound, with its blocks held.
+            owner: keeps its segments and the image in memory, for as long as is needed.
+            image: the address.
+            parts: the head of the image, the length of the job's target after it, the tail, and the
+                length of the tail with zeros after it.
+
+        Returns False, and does nothing, if the copier still uses another job.
+        """
+        head, nbytes, tail, room = parts
+        self._kept.append((job, owner))  # before: an interrupt may come after the call
+        at, sizes = (self._at, job._at, image), (len(head), nbytes, tail, len(tail), room)
+        if not self._engine.post(*at, head, *sizes):
+            return False
+        del self._kept[:-1]
+        return True
+
+    def settle(self, job: Job) -> None:
+        """This job is over: `serve` need not return for it. Any thread."""
+        self._engine.settle(self._at, job._at)
+
+    def ring(self) -> None:
+        """Have `serve` return UNFINISHED, after the job that it is with."""
+        self._engine.ring(self._at)
+
+    def serve(self, wait_seconds: float, linger_seconds: float) -> Progress:
+        """Copier thread: copy posted jobs. Returns COMPLETE if nobody has settled a job
+        `linger_seconds` after its last block was taken, ABORTED if it was aborted, IDLE if there
+        was no job, or no release of its blocks, for `wait_seconds`."""
+        state = self._engine.serve(self._at, int(1e9 * wait_seconds), int(1e9 * linger_seconds))
+        return _PROGRESS[int(state)]
 
 
 def find() -> Engine | None:
@@ -221,4 +287,4 @@ def _hash_libraries() -> Iterator[str]:
     yield "libxxhash.so.0"
 
 
-__all__ = ["Engine", "Job", "Progress", "Table", "describe", "find"]
+__all__ = ["Desk", "Engine", "Job", "Progress", "Table", "describe", "find"]

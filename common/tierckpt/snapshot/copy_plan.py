@@ -334,12 +334,16 @@ def copy_parts(target: torch.Tensor, parts: list[torch.Tensor], sizes: list[int]
 
 
 class Binding:
-    """The copier's view of a slot: one byte tensor over its image."""
+    """A view of a slot's image, which keeps it mapped."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.view = slot.image()
-        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+
+    @functools.cached_property
+    def tensor(self) -> torch.Tensor:
+        """The image as bytes."""
+        return torch.frombuffer(self.view, dtype=torch.uint8)
 
     def copy_block(self, plan: CopyPlan, block: int, start: int) -> memoryview:
         """Copy one block to `start` bytes past its offset (the header's length); returns it."""

@@ -2,16 +2,22 @@
 
 Differences from the snapshot that copies with torch:
 
-- The copier copies and hashes all released blocks in one call, and waits inside of it for more.
 - A small state is released as a whole with its first layer: one wake-up of the copier for each
   version.
-- In the barrier one call copies the rest, and returns when no thread copies any more.
+- The training thread claims the slot at that release, if that does not wait, and writes header and
+  tree. It posts the blocks at the copier's desk (`copy_engine.Desk`): the copier does not need the
+  interpreter, which the training has.
+- In the barrier one call copies the rest, and returns when no thread copies any more. Then the
+  training thread seals. If no barrier comes for `LINGER_SECONDS`, the copier does.
 
-Blocks of the rank's tree are copied in Python as before, mostly a single one.
+Otherwise (a large state, a large tree, a vote that has not come, a slot to be made) the copier
+claims the slot. It copies all released blocks in one call, waits inside of it for more, and copies
+the tree in Python.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,9 +25,12 @@ from dataclasses import dataclass, field
 import torch
 
 from tierckpt import _faults
+from tierckpt.format.layout import BLOCK_BYTES
+from tierckpt.format.manifest import DIGEST_BYTES
+from tierckpt.storage.memory.slot_pool import NoSlotError
 
 from . import snapshot
-from .copy_engine import Engine, Job, Progress, Table
+from .copy_engine import Desk, Engine, Job, Progress, Table
 from .copy_plan import Binding
 from .snapshot import Phase, Snapshot
 
@@ -37,17 +46,20 @@ class NativeSnapshot(Snapshot):
     engine: Engine = field(kw_only=True)
     table: Table = field(kw_only=True)
     """The plan's."""
+    desk: Desk = field(kw_only=True)
+    """The copier's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._todo.clear()
-        self._held.clear()
-        self._job = Job(self.engine, self.table)
-        self._job.release(self.plan.own_blocks)
         self._counted = False
         """True once the blocks of the job are counted as copied."""
-        self._at_once = self.table.nbytes <= RELEASE_AT_ONCE_BYTES
-        self._all_released = False
+        self._all_released = self._is_posted = False
+
+    def _hold(self) -> None:
+        self._job = Job(self.engine, self.table)
+        self._at_once = 0 < self.table.nbytes <= RELEASE_AT_ONCE_BYTES
+        if not self._at_once:
+            self._job.release(self.plan.own_blocks)
 
     # --- training thread -----------------------------------------------------------------------
 
@@ -60,22 +72,78 @@ class NativeSnapshot(Snapshot):
         else:
             super().release(params)
 
+    def release_all(self) -> None:
+        """Allow the copy of everything from now on."""
+        if self._all_released:
+            return
+        try:
+            begin = self._take_begin()
+            if begin is not None and self._at_once and self._post():
+                self._all_released = True
+                return
+            self._let_all_copy()
+            if begin is not None:
+                begin(self)
+        except BaseException as error:  # as in `barrier`
+            self.fail(error)
+            raise
+
     def _let_copy(self, blocks: Iterable[int]) -> None:
-        with self._failing_where_cut_short():
-            self._job.release(blocks)
+        self._job.release(blocks)
 
     def held_blocks(self) -> set[int]:
         """Blocks that may not be copied yet. Any thread."""
         return self._job.held()
 
     def _let_all_copy(self) -> None:
-        if self._all_released:
-            return
-        with self._failing_where_cut_short():
+        if not self._all_released:
             self._job.release_all()
             self._all_released = True
 
+    def _post(self) -> bool:
+        """Bind, release all, and have the copier copy without the interpreter. False if it must
+        bind itself, because that takes time. No other thread knows the slot before."""
+        try:
+            if self.phase is not Phase.OPEN or self._one_by_one():
+                return False
+            tail, room = self._encode().whole, self._data_bytes - self.plan.layout.nbytes
+            if tail is None or room > BLOCK_BYTES:
+                return False
+            begin, head = time.perf_counter(), self._header
+            self.slot = self.choose_slot(self.table.count + 1, len(head) + self._data_bytes, True)
+            if self.trace is not None:
+                self._record("slot", begin)
+            _faults.point("refill", version=self.facts.id.version)
+            _faults.point("tree", version=self.facts.id.version, block=0)
+            binding = Binding(self.slot)
+            image = ctypes.addressof(ctypes.c_char.from_buffer(binding.view))
+            parts = head, self.plan.layout.nbytes, tail, room
+            self._is_posted, self._binding = True, binding
+            if not self.desk.post(self._job, (self.plan, binding), image, parts):
+                self._is_posted, self._binding = False, None
+            return self._is_posted
+        except NoSlotError:
+            return False
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            return True
+
     # --- copier thread, and the training thread inside the barrier ------------------------------
+
+    def _is_in_use(self) -> bool:
+        return super()._is_in_use() or self._job.copying
+
+    def run_if_quiet(self) -> None:
+        """Copier thread: see `Snapshot`. If the job was posted, complete the version, as nobody
+        does: no barrier has come, or the version has failed."""
+        if not self._is_posted:
+            super().run_if_quiet()
+            return
+        if self.phase is Phase.OPEN:
+            self.run()
+        self._report()
 
     def _bound(self, binding: Binding) -> None:
         self._job.bind(binding.tensor.data_ptr() + len(self._header))
@@ -96,7 +164,7 @@ class NativeSnapshot(Snapshot):
         """Copy all that is left, or else one block of the tree; False if there is none."""
         if not self._counted and self._advance(None) is Progress.IDLE:
             return False
-        return self._work(self._tree_todo)
+        return bool(self._tree_todo) and self._work(self._tree_todo)
 
     def _advance(self, wait_seconds: float | None) -> Progress:
         """Copy released blocks and wait for more of them; with None, help, and wait for none.
@@ -109,7 +177,10 @@ class NativeSnapshot(Snapshot):
                     return Progress.ABORTED
                 self._in_flight += 1
                 entered = True  # from here on, an interrupt fails the version
-            progress = self._copy_released(wait_seconds)
+            if self._is_posted and wait_seconds is None:
+                progress = self._job.help()
+            else:
+                progress = self._copy_released(wait_seconds)
             if progress is Progress.COMPLETE and self._count():
                 self._seal()
             return progress
@@ -119,12 +190,14 @@ class NativeSnapshot(Snapshot):
                 raise  # a KeyboardInterrupt in the barrier
             return Progress.ABORTED
         finally:
-            if entered:
-                self._leave()
+            if entered:  # without a call, at whose begin an interrupt may come
+                with self._lock:
+                    self._in_flight -= 1
+                self._report()
 
     def _copy_released(self, wait_seconds: float | None) -> Progress:
         copied = False
-        if self._one_by_one():
+        if not self._is_posted and self._one_by_one():
             copied = self._copy_one_by_one(wait_seconds or 0.0)
             wait_seconds = wait_seconds and 0.0
         done = self._job.help() if wait_seconds is None else self._job.run(wait_seconds)
@@ -150,16 +223,22 @@ class NativeSnapshot(Snapshot):
             if self._counted:
                 return False
             self._counted = True
-            copy_seconds, hash_seconds = self._job.seconds()
+            copy_seconds, hash_seconds, self._job_digests = self._job.results()
             self.clock.copy += copy_seconds
             self.clock.checksum += hash_seconds
             self._left -= self.table.count
             return self._left == 0
 
-    def _all_digests(self) -> list[bytes]:
-        return [self._job.digests(), *self._digests[self.table.count :]]
+    def _image_digests(self) -> bytes:
+        if self._is_posted:
+            return self._job_digests
+        blocks = slice(DIGEST_BYTES, -DIGEST_BYTES)
+        self._digests[: self.table.count] = [self._job_digests[blocks]]
+        return super()._image_digests()
 
     def _end(self, phase: Phase, error: str = "") -> None:
         super()._end(phase, error)
         if self.phase is Phase.FAILED:
             self._job.abort()
+        else:
+            self.desk.settle(self._job)

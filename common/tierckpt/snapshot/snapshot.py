@@ -7,13 +7,14 @@ The steps, with their threads:
    first release wakes the copier: at the boundary it would only slow down the forward pass. (As
    long as slots must be made, which takes longer, it starts at once.) After one second without a
    release (an evaluation may follow the boundary), the copier releases the rest by itself.
-3. *bind* (copier thread): wait until some slot may be overwritten, and claim it.
+3. *bind* (copier thread): wait until some slot may be overwritten, and claim it. (The training
+   thread does so at the release if it need not wait, see `native_snapshot`.)
 4. *copy* (copier thread): each block is copied and then hashed while it is in the core's cache;
    blocks of the rank's tree follow when no others are released.
 5. *barrier* (training thread, before the optimizer's step): everything is released. The training
    thread helps to copy instead of waiting for the copier, and returns when no block is left that
    the optimizer could change during its copy.
-6. *seal* (the thread that copied the last block): digests, manifest, seal.
+6. *seal* (the thread that copied the last block, or saw that it was): digests, manifest, seal.
 
 A failure makes the snapshot FAILED, and it is then never sealed. Training is not affected.
 """
@@ -22,10 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -60,11 +59,26 @@ LOOK_SECONDS = 0.05
 QUIET_SECONDS = 1.0
 """Without a release for this time, the copier stops waiting for releases."""
 
+LINGER_SECONDS = 0.02
+"""The copy engine leaves the seal to the barrier, if that begins within this time after the copy:
+a step that is so short would wait for the copier's turn at the interpreter."""
+
 JOIN_PATIENCE_SECONDS = 10.0
 
 
 class SnapshotError(Exception):
     """Reason for a failed snapshot; reported by an event, never raised in the training loop."""
+
+
+class ChooseSlot(Protocol):
+    """(blocks, image bytes) -> an unsealed slot of that size. May raise.
+
+    Copier thread, and waits; with `at_once` also the training thread, and raises NoSlotError
+    instead of waiting."""
+
+    def __call__(self, blocks: int, image_bytes: int, at_once: bool = False, /) -> Slot:
+        """Choose a slot."""
+        ...
 
 
 class Phase(Enum):
@@ -108,8 +122,7 @@ class Snapshot:
     """The packed rank tree."""
     arena: tree_codec.Arena
     """The tensors in the tree."""
-    choose_slot: Callable[[int, int], Slot]
-    """(blocks, image bytes) -> an unsealed slot of that size. Copier thread; may wait or raise."""
+    choose_slot: ChooseSlot
     on_done: Callable[[Snapshot], None]
     """Called once, by the thread that sealed the snapshot or failed it."""
     clock: PhaseTimer = field(default_factory=PhaseTimer)
@@ -136,8 +149,9 @@ class Snapshot:
         """Asked by the barrier while there is no slot: True if there will be none."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # with it, `with` would be Python's code
-        self._todo: deque[int] = deque(self.plan.own_blocks)
-        self._held = set(self.plan.striped_blocks)
+        self._todo: deque[int] = deque()
+        self._held: set[int] = set()
+        self._hold()
         self._tree_todo: deque[int] = deque()
         """Blocks of the tree, numbered after all others; empty until there is a slot."""
         self._left = len(blocks)
@@ -158,6 +172,11 @@ class Snapshot:
         """True when no thread uses the slot or the sources any more. Any thread."""
         return self._reported
 
+    def _hold(self) -> None:
+        """Begin with all striped blocks held."""
+        self._todo.extend(self.plan.own_blocks)
+        self._held.update(self.plan.striped_blocks)
+
     # --- training thread -----------------------------------------------------------------------
 
     def release(self, params: Iterable[torch.Tensor]) -> None:
@@ -176,15 +195,19 @@ class Snapshot:
 
     def _let_copy(self, blocks: Iterable[int]) -> None:
         """Queue these blocks, each only once. Any thread."""
-        with self._failing_where_cut_short(), self._lock:
-            fresh = []
-            for block in blocks:
-                if block in self._held:
-                    self._held.remove(block)
-                    fresh.append(block)
-            if fresh:
-                self._todo.extend(fresh)
-                self._changed.notify_all()
+        try:
+            with self._lock:
+                fresh = []
+                for block in blocks:
+                    if block in self._held:
+                        self._held.remove(block)
+                        fresh.append(block)
+                if fresh:
+                    self._todo.extend(fresh)
+                    self._changed.notify_all()
+        except BaseException as error:  # as in `barrier`
+            self.fail(error)
+            raise
 
     def held_blocks(self) -> set[int]:
         """Blocks that may not be copied yet. Any thread."""
@@ -216,20 +239,12 @@ class Snapshot:
             with self._lock:
                 if not self._reported:
                     self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
-        except BaseException as error:  # as in `_failing_where_cut_short`, at every step
+        except BaseException as error:  # an interrupt (Ctrl-C): a block may have no copy
             self.fail(error)
             raise
         self.clock.barrier += time.perf_counter() - begin
-        self._record("barrier", begin)
-
-    @contextlib.contextmanager
-    def _failing_where_cut_short(self) -> Iterator[None]:
-        """Fail the snapshot on an interrupt (Ctrl-C), which may leave a block without a copy."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error)
-            raise
+        if self.trace is not None:
+            self._record("barrier", begin)
 
     def _release_rest(self) -> None:
         """Begin the barrier: release everything, and wait for a slot."""
@@ -252,6 +267,7 @@ class Snapshot:
 
     def wait_done(self, timeout_seconds: float | None = None) -> bool:
         """Return True when it is over and `on_done` was called, False after the time-out."""
+        self._report()  # if the copier has left since it failed
         with self._lock:
             return self._changed.wait_for(lambda: self._reported, timeout_seconds)
 
@@ -283,18 +299,25 @@ class Snapshot:
             self._in_flight -= 1
         self._report()
 
-    def bind(self) -> None:
-        """Claim a slot, which voids its contents; copier thread only."""
-        if not self._enter():
-            return
-        with self._leaving():
+    def _encode(self) -> tree_codec.EncodedTree:
+        """Encode the tree, once; sizes of the image are known then."""
+        if self._tree is None:
             self._tree = tree_codec.EncodedTree(self.node, self.arena)
             self._tree_bytes = self._tree.nbytes
             self._header, self._data_bytes = self.plan.header(self._tree_bytes)
+        return self._tree
+
+    def bind(self) -> None:
+        """Claim a slot, which voids its contents; copier thread only."""
+        if self._binding is not None or not self._enter():
+            return
+        with self._leaving():
+            self._encode()
             others = len(self.plan.layout.blocks)
             blocks = others + len(rank_state_blocks(self._data_bytes - self.plan.layout.nbytes))
             begin = time.perf_counter()
-            self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
+            if self.slot is None:
+                self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
             self._record("slot", begin)
             _faults.point("refill", version=self.facts.id.version)
             binding = Binding(self.slot)
@@ -331,8 +354,10 @@ class Snapshot:
             if not isinstance(error, Exception):
                 raise  # a KeyboardInterrupt in the barrier
         finally:
-            if entered:
-                self._leave()
+            if entered:  # without a call, at whose begin an interrupt may come
+                with self._lock:
+                    self._in_flight -= 1
+                self._report()
         return True
 
     def _copy_and_digest(self, binding: Binding, block: int) -> None:
@@ -372,14 +397,13 @@ class Snapshot:
             if not self.work():
                 self._await_release()
 
-    def run_if_quiet(self) -> bool:
+    def run_if_quiet(self) -> None:
         """Copier thread, when idle: `run`, if no thread has submitted the snapshot within
         `QUIET_SECONDS` of the boundary."""
-        if time.monotonic() - self.started_seconds < QUIET_SECONDS or self._take_begin() is None:
-            return False
-        self._release_quietly()
-        self.run()
-        return True
+        quiet = time.monotonic() - self.started_seconds >= QUIET_SECONDS
+        if quiet and self._take_begin() is not None:
+            self._release_quietly()
+            self.run()
 
     def _await_release(self) -> None:
         """Copier thread: wait until there may be work. After `QUIET_SECONDS` without a release (as
@@ -406,14 +430,23 @@ class Snapshot:
         """Seal the slot; by the thread that copied the last block."""
         begin = time.perf_counter()
         self._check_before_seal()
-        self._write_head()
+        start = len(self._header)
+        self.manifest = Manifest(
+            facts=self.facts,
+            shard=self.plan.layout.rank,
+            image_bytes=start + self._data_bytes,
+            header_bytes=start,
+            rank_state_bytes=self._tree_bytes,
+            digests=self._image_digests(),
+            created_seconds=time.time(),
+        )
         _faults.point("seal", version=self.facts.id.version)
         assert self.slot is not None
-        assert self.manifest is not None
         self.slot.seal(self.manifest.encode())
         _faults.point("sealed", version=self.facts.id.version)
         self.clock.sealed_after = time.monotonic() - self.started_seconds
-        self._record("seal", begin)
+        if self.trace is not None:
+            self._record("seal", begin)
         self._end(Phase.SEALED)
 
     def _check_before_seal(self) -> None:
@@ -434,26 +467,11 @@ class Snapshot:
                 "boundary"
             )
 
-    def _write_head(self) -> None:
-        """Write the header, and make the manifest."""
-        binding = self._binding
-        assert binding is not None
-        start = len(self._header)
-        binding.view[:start] = self._header
-        digests = [digest(self._header), *self._all_digests()]
-        self.manifest = Manifest(
-            facts=self.facts,
-            shard=self.plan.layout.rank,
-            image_bytes=start + self._data_bytes,
-            header_bytes=start,
-            rank_state_bytes=self._tree_bytes,
-            digests=b"".join(digests),
-            created_seconds=time.time(),
-        )
-
-    def _all_digests(self) -> list[bytes]:
-        """The digests of all blocks, in order."""
-        return self._digests
+    def _image_digests(self) -> bytes:
+        """Write the header; return its digest and those of all blocks, in order."""
+        assert self._binding is not None
+        self._binding.view[: len(self._header)] = self._header
+        return b"".join((digest(self._header), *self._digests))
 
     def _record_copy(self, block: int, begin_seconds: float) -> None:
         if block >= len(self.plan.layout.blocks):
@@ -477,12 +495,17 @@ class Snapshot:
             if self.phase is Phase.OPEN:
                 self.phase, self.error = phase, error
                 self._binding = None
-                self._changed.notify_all()
+                if phase is Phase.FAILED:  # after a seal, waiters wait for the report
+                    self._changed.notify_all()
+
+    def _is_in_use(self) -> bool:
+        """True while a thread uses the slot. With the lock held."""
+        return self._in_flight > 0
 
     def _report(self) -> None:
         """Call `on_done`, once, when the snapshot is over and no thread uses the slot any more."""
         with self._lock:
-            if self.phase is Phase.OPEN or self._in_flight or self._reporting:
+            if self.phase is Phase.OPEN or self._reporting or self._is_in_use():
                 return
             self._reporting = True
         # As large as the state, perhaps.
@@ -500,63 +523,3 @@ class Snapshot:
 def _parameters(names: Iterable[str]) -> str:
     """Parameters of these entries, as the value of a setting."""
     return ", ".join(dict.fromkeys(map(parameter_of, names)))
-
-
-class Work(Protocol):
-    """A job for the copier."""
-
-    def run(self) -> None:
-        """Do the job, until it is done."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Give up, because `run` raised."""
-        ...
-
-
-class Copier(threading.Thread):
-    """The copier thread, one per training process. Executes its jobs in order."""
-
-    def __init__(self) -> None:
-        super().__init__(name="tierckpt-copier", daemon=True)
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._expected: weakref.ref[Snapshot] | None = None
-        self.start()
-
-    def submit(self, work: Work) -> None:
-        """Queue a snapshot, or a comparison of replicas."""
-        self._queue.put(work)
-
-    def expect(self, snapshot: Snapshot) -> None:
-        """Remember a snapshot that has begun and may not be submitted for long: see
-        `QUIET_SECONDS`. Wakes no thread: the training thread has no time for that."""
-        self._expected = weakref.ref(snapshot)
-
-    def close(self) -> None:
-        """End the thread after all queued jobs."""
-        self._queue.put(None)
-        self.join(JOIN_PATIENCE_SECONDS)  # a daemon: another rank may never answer its wait
-
-    def run(self) -> None:
-        """Execute jobs until `close`."""
-        while True:
-            try:
-                work = self._queue.get(timeout=QUIET_SECONDS)
-            except queue.Empty:
-                self._look_at_expected()
-                continue
-            if work is None:
-                return
-            _carry_out(work, work.run)
-
-    def _look_at_expected(self) -> None:
-        snapshot = self._expected() if self._expected is not None else None
-        if snapshot is not None:
-            _carry_out(snapshot, snapshot.run_if_quiet)
-
-
-def _carry_out(work: Work, part: Callable[[], object]) -> None:
-    try:
-        part()
-    except Exception as error:  # e.g. in `on_done`: only this version is lost
-        work.fail(error)

@@ -25,13 +25,12 @@ from tierckpt.state.extras import Generator, PlainValues
 from tierckpt.state.rng import pack_rng
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
-from tierckpt.storage.memory.slots import Slot
 
 from . import copy_engine
 from .comparison import is_unmoved
 from .copy_plan import CopyPlan
 from .native_snapshot import NativeSnapshot
-from .snapshot import Snapshot, SnapshotError
+from .snapshot import ChooseSlot, Snapshot, SnapshotError
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
@@ -56,11 +55,13 @@ LEAVES_WEIGHTS = (
 class Staging:
     """Makes the snapshots of one checkpointer. Training thread."""
 
-    def __init__(self, state: TrainingState, group: Group, pool: SlotPool) -> None:
+    def __init__(
+        self, state: TrainingState, group: Group, pool: SlotPool, desk: copy_engine.Desk | None
+    ) -> None:
         self.plan: CopyPlan | None = None
         """Plan of the last snapshot; None before the first one and after a restore."""
         self.lane: CudaLane | None = None
-        self._state, self._group, self._pool = state, group, pool
+        self._state, self._group, self._pool, self._desk = state, group, pool, desk
         self._whole_boundaries = 0
         """Boundaries that look at all tensors."""
         self._apart = False
@@ -100,7 +101,7 @@ class Staging:
         facts: VersionFacts,
         levels: tuple[str, ...],
         adapter: Any,
-        choose_slot: Callable[[int, int], Slot],
+        choose_slot: ChooseSlot,
         on_done: Callable[[Snapshot], None],
     ) -> Snapshot:
         """A snapshot of the current state, with nothing released yet.
@@ -109,7 +110,8 @@ class Staging:
             facts: those of its version.
             levels: where it goes.
             adapter: the result of `Adapter.pack`.
-            choose_slot: see `Snapshot`; called by the thread that copies, as is `on_done`.
+            choose_slot: see `Snapshot`.
+            on_done: called by the thread that ends the copy.
 
         Raises the errors of the state's own objects, and SnapshotError.
         """
@@ -126,11 +128,11 @@ class Staging:
                 locks = cuda.PageLocks(plan.device, self._pool.on_notice)
                 self._pool.on_map, self._pool.on_unmap = locks.lock, locks.unlock
             return cuda.CudaSnapshot(*parts, lane=self.lane)
-        engine = copy_engine.find()
+        engine = copy_engine.find() if self._desk is not None else None
         table = plan.table() if engine is not None else None
-        if engine is None or table is None:
+        if engine is None or table is None or self._desk is None:
             return Snapshot(*parts)
-        return NativeSnapshot(*parts, engine=engine, table=table)
+        return NativeSnapshot(*parts, engine=engine, table=table, desk=self._desk)
 
     def is_unmoved(self, manifest: Manifest, image: memoryview, adapter: Any) -> bool:
         """True if a snapshot taken now would equal this sealed one; nothing may be copied during

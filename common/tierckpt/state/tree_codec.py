@@ -250,6 +250,12 @@ class EncodedTree:
         """Length of the encoded tree."""
         return self._bounds[-1]
 
+    @property
+    def whole(self) -> bytes | None:
+        """All bytes, if they are in one piece: no tensor is large, and none is on a device."""
+        part = self._parts.get(0) if len(self._bounds) == 2 else None
+        return part if isinstance(part, bytes) else None
+
     def copy(self, low: int, target: torch.Tensor) -> None:
         """Fill `target` with the bytes from `low` on, and with zeros after the last one.
 

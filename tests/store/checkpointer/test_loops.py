@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 
 import tierckpt
 from tests.support.tiny_course import fingerprints
-from tierckpt.snapshot import snapshot
+from tierckpt.snapshot import copy_engine, snapshot
+from tierckpt.snapshot.copy_engine import Desk
 from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob
 
@@ -30,13 +32,18 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
     with TinyJob(path, local_every_steps=0, release="backward", **settings) as job:
         checkpointer, woken = job.checkpointer, list[int]()
         checkpointer._active.release_early = False  # as where an adapter releases by layer
-        submit = checkpointer._active._copier.submit
+        submit, post = checkpointer._active._copier.submit, Desk.post
 
         def watched(snapshot: Snapshot) -> None:
             woken.append(snapshot.facts.id.version)
             submit(snapshot)
 
+        def posted(self: Desk, *args: Any) -> bool:
+            woken.append(checkpointer.version)
+            return post(self, *args)
+
         monkeypatch.setattr(checkpointer._active._copier, "submit", watched)
+        monkeypatch.setattr(Desk, "post", posted)
         job.run(2)
         assert woken == [1, 2]  # at once, because slots are made first, which takes longer
         job.run(3)
@@ -159,26 +166,63 @@ def test_an_optimizer_that_stops_to_step_is_reported(
             assert len(told) == (turn >= 8)
 
 
+STEPS_COUNTED = 16
+
+
+def calls_of(path: Path, settings: dict[str, Any]) -> Counter[tuple[str, str, str]]:
+    """Calls of this library's Python functions in some steps: thread, module, function.
+
+    Each one costs the training more than its instructions: a step of the training came between, so
+    it is in no core's cache.
+    """
+    called, is_on = Counter[tuple[str, str, str]](), [False]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and is_on[0] and f"{os.sep}tierckpt{os.sep}" in code.co_filename:
+            thread = threading.current_thread().name
+            called[thread, code.co_filename, code.co_qualname] += 1
+
+    before = sys.getprofile()
+    threading.setprofile(count)  # for the copier, which the job starts
+    try:
+        with TinyJob(path, **settings) as job:
+            job.run(80)  # a few parts look for something in the first boundaries only
+            sys.setprofile(count)
+            is_on[0] = True
+            job.run(80 + STEPS_COUNTED)
+            is_on[0] = False
+            sys.setprofile(before)
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(None)
+    return called
+
+
 MOST_FUNCTIONS, MOST_CALLS = 102, 102
-"""Python functions of this library in a step that takes nothing. Each one costs the training more
-than its instructions: a step of the training came between, so it is in no core's cache."""
+"""In a step that takes nothing."""
 
 
 def test_a_step_that_takes_nothing_calls_few_functions(path: Path, settings: Any) -> None:
-    called = Counter[Any]()
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and f"{os.sep}tierckpt{os.sep}" in frame.f_code.co_filename:
-            called[frame.f_code] += 1
-
     off = {**settings, "memory_every_steps": 0, "local_every_steps": 0, "local_every_seconds": 0}
-    with TinyJob(path, **off) as job:
-        job.run(80)  # a few parts look for something in the first boundaries only
-        before = sys.getprofile()
-        sys.setprofile(count)
-        try:
-            job.run(96)
-        finally:
-            sys.setprofile(before)
+    called = calls_of(path, off)
     assert 0 < len(called) <= MOST_FUNCTIONS
-    assert called.total() / 16 <= MOST_CALLS
+    assert called.total() / STEPS_COUNTED <= MOST_CALLS
+
+
+MOST_FUNCTIONS_OF_VERSION, MOST_CALLS_OF_VERSION = 325, 420
+"""In a step with a version to memory."""
+
+
+def test_a_version_calls_few_functions_and_the_copier_none(
+    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if copy_engine.find() is None:
+        pytest.skip(copy_engine.describe())
+    # However slow the machine is, the copier has nothing else to do.
+    monkeypatch.setattr(snapshot, "LINGER_SECONDS", 1e6)
+    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+    called = calls_of(path, {**settings, "local_every_steps": 0, "local_every_seconds": 0})
+    assert 0 < len(called) <= MOST_FUNCTIONS_OF_VERSION
+    assert called.total() / STEPS_COUNTED <= MOST_CALLS_OF_VERSION
+    assert not {each for each in called if "snapshot" in each[1] and each[0] == "tierckpt-copier"}

@@ -18,6 +18,7 @@ from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.format.ids import FORMAT_MAJOR
 from tierckpt.snapshot import copy_engine
+from tierckpt.storage.memory.slot_pool import NoSlotError
 from tierckpt.testing import TinyJob, run_in_child
 from tierckpt.testing.tiny_job import fired, tiny_model, train
 
@@ -296,6 +297,8 @@ def test_a_snapshot_given_up_before_it_has_a_slot_does_not_take_the_slot_with_it
         choose = pool.choose
 
         def choose_late(*arguments: Any) -> Any:
+            if len(arguments) > 4:
+                raise NoSlotError  # at once; the copier waits
             assert given_up.wait(60)
             return choose(*arguments)
 

@@ -17,7 +17,7 @@ from tests.store.checkpointer.test_interrupts import Interrupt
 from tests.support.late_copies import without_the_engine
 from tests.support.thorough import points
 from tests.support.tiny_course import STEPS, versions_on_disk
-from tierckpt.snapshot import copy_engine
+from tierckpt.snapshot import copy_engine, snapshot
 from tierckpt.snapshot.native_snapshot import NativeSnapshot
 from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
@@ -152,6 +152,55 @@ def test_a_slot_stays_mapped_and_is_not_given_back_while_the_engine_writes(
         job.run(STEPS)
     assert {event.version for event in job.heard("failed")} == {1}
     assert versions_on_disk(path)[-1] == STEPS
+
+
+def be_killed_without_a_barrier(path: str, settings: dict[str, Any]) -> None:
+    with TinyJob(path, **settings) as job:
+        job.run(4)
+        taken = job.checkpointer._active.snapshot
+        assert isinstance(taken, NativeSnapshot)
+        assert taken._is_posted
+        assert taken.wait_done(60.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_posted_version_is_sealed_though_no_barrier_comes(
+    path: Path, settings: Any, course: dict[int, str]
+) -> None:
+    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0}
+    assert run_in_child(be_killed_without_a_barrier, str(path), settings) == -signal.SIGKILL
+    with TinyJob(path, seed=99, **settings) as job:
+        assert job.restore() == 4
+        assert job.fingerprint() == course[4]
+
+
+def test_a_step_as_short_as_that_leaves_the_interpreter_to_the_training(
+    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copier executes no Python, and the training thread seals, in the barrier."""
+    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0}
+    sealed_by: list[str] = []
+    seal = Snapshot._seal
+
+    def noted(self: Snapshot) -> None:
+        sealed_by.append(threading.current_thread().name)
+        seal(self)
+
+    monkeypatch.setattr(Snapshot, "_seal", noted)
+    monkeypatch.setattr(snapshot, "LINGER_SECONDS", 1e6)
+    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+    with TinyJob(path, **settings) as job:
+        job.run(4)  # slots are made by the copier
+        job.train_one()
+        del sealed_by[:]
+        copier, submitted = job.checkpointer._active._copier, list[object]()
+        with monkeypatch.context() as patch:
+            patch.setattr(copier, "submit", submitted.append)
+            for _ in range(4):
+                job.checkpointer.step()
+                job.train_one()
+    assert submitted == []
+    assert sealed_by[:4] == [threading.main_thread().name] * 4
 
 
 # --- interrupted ---------------------------------------------------------------------------------

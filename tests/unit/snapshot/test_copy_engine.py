@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierckpt.format.manifest import digest
+from tierckpt.format.manifest import DIGEST_BYTES, digest
 from tierckpt.snapshot import copy_engine
-from tierckpt.snapshot.copy_engine import Engine, Job, Progress, Table
+from tierckpt.snapshot.copy_engine import Desk, Engine, Job, Progress, Table
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -70,6 +71,11 @@ class Memory:
         return job
 
 
+def digests_of(job: Job) -> bytes:
+    """Those of the blocks, without head and tail."""
+    return job.results()[2][DIGEST_BYTES:-DIGEST_BYTES]
+
+
 SHAPES = {
     "no block": [],
     "an empty block": [[]],
@@ -89,7 +95,7 @@ def test_every_byte_and_digest_is_right(engine: Engine, shape: str, seed: int) -
     job.release_all()
     assert job.run(0.0) is Progress.COMPLETE
     assert memory.target.tobytes() == memory.expected()
-    assert job.digests() == memory.digests()
+    assert digests_of(job) == memory.digests()
 
 
 def test_the_bytes_around_the_target_stay(engine: Engine) -> None:
@@ -152,7 +158,7 @@ def test_several_threads_share_the_blocks(engine: Engine) -> None:
                 job.release(range(block, block + 50))
             assert job.help() is Progress.COMPLETE
             assert memory.target.tobytes() == memory.expected()
-            assert job.digests() == memory.digests()
+            assert digests_of(job) == memory.digests()
         assert one == two == [Progress.COMPLETE]
 
 
@@ -215,8 +221,115 @@ def test_blocks_can_be_copied_one_by_one(engine: Engine) -> None:
         job.copy_one(block)
     assert taken == [0, 1]
     assert job.run(0.0) is Progress.COMPLETE
-    assert job.digests() == memory.digests()
-    assert all(seconds > 0 for seconds in job.seconds())
+    assert digests_of(job) == memory.digests()
+    assert all(seconds > 0 for seconds in job.results()[:2])
+
+
+# --- the copier's desk ---------------------------------------------------------------------------
+
+HEAD, TAIL, ROOM = b"the head", b"a tail", 40
+
+
+def post(desk: Desk, job: Job, memory: Memory) -> tuple[bool, np.ndarray]:
+    """Post a job for an image with `HEAD` and `TAIL`; returns the image as well."""
+    nbytes = len(memory.target)
+    image = np.full(len(HEAD) + nbytes + ROOM, 0xFF, np.uint8)
+    posted = desk.post(job, image, image.ctypes.data, (HEAD, nbytes, TAIL, ROOM))
+    return posted, image
+
+
+def test_a_posted_job_is_copied_with_head_and_tail(engine: Engine) -> None:
+    memory, desk = Memory([[100], [64 * 1024, 7]]), Desk(engine)
+    with running(lambda: desk.serve(30.0, 0.0)) as served:
+        job = Job(engine, memory.table)
+        posted, image = post(desk, job, memory)
+        assert posted
+    assert served == [Progress.COMPLETE]  # nobody has settled it
+    tail = TAIL.ljust(ROOM, b"\0")
+    assert image.tobytes() == HEAD + memory.expected() + tail
+    assert job.results()[2] == digest(HEAD) + memory.digests() + digest(tail)
+    assert not job.copying
+
+
+def test_the_copier_serves_one_job_after_another_and_returns_for_none_of_them(
+    engine: Engine,
+) -> None:
+    memory, desk = Memory([[64 * 1024]] * 8), Desk(engine)
+    with running(lambda: desk.serve(30.0, 30.0)) as served:
+        for _ in range(50):
+            job = Job(engine, memory.table)
+            while not post(desk, job, memory)[0]:
+                pass  # it has not left the last one
+            assert job.help() is Progress.COMPLETE
+            desk.settle(job)
+        assert served == []
+        desk.ring()
+    assert served == [Progress.UNFINISHED]
+
+
+def test_a_settled_job_that_no_thread_has_begun_makes_room(engine: Engine) -> None:
+    memory, desk = Memory([[100]]), Desk(engine)
+    first, second = Job(engine, memory.table), Job(engine, memory.table)
+    assert post(desk, first, memory)[0]
+    assert not post(desk, second, memory)[0]
+    assert second.held() == {0}
+    assert first.help() is Progress.COMPLETE
+    desk.settle(second)  # another one: without effect
+    assert not post(desk, second, memory)[0]
+    desk.settle(first)
+    assert post(desk, second, memory)[0]
+
+
+def test_a_job_stays_in_memory_while_the_copier_may_use_it(engine: Engine) -> None:
+    memory, desk = Memory([[100]]), Desk(engine)
+    job = Job(engine, memory.table)
+    assert post(desk, job, memory)[0]
+    left = weakref.ref(job)
+    del job
+    assert left() is not None
+    for other in (Job(engine, memory.table), Job(engine, memory.table)):
+        assert not post(desk, other, memory)[0]
+        assert left() is not None
+    with running(lambda: desk.serve(30.0, 0.0)):
+        pass
+    assert post(desk, Job(engine, memory.table), memory)[0]
+    assert left() is None
+
+
+def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Engine) -> None:
+    memory, desk = Memory([[100], [200]]), Desk(own_engine)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(_address: int, nbytes: int) -> int:
+        if nbytes == 100:
+            inside.set()
+            go_on.wait(30.0)
+        return nbytes
+
+    replace_hash(own_engine, hold)
+    job = Job(own_engine, memory.table)
+    with running(lambda: desk.serve(30.0, 30.0)) as served:
+        post(desk, job, memory)
+        assert inside.wait(30.0)
+        job.abort()
+        assert job.copying
+        go_on.set()
+    assert served == [Progress.ABORTED]
+    assert not job.copying
+
+
+def test_other_work_of_the_copier_does_not_make_it_forget_a_job(engine: Engine) -> None:
+    memory, desk = Memory([[100]]), Desk(engine)
+    job = Job(engine, memory.table)
+    post(desk, job, memory)
+    desk.ring()
+    assert desk.serve(30.0, 0.0) is Progress.UNFINISHED
+    assert desk.serve(30.0, 0.0) is Progress.COMPLETE
+    assert desk.serve(0.0, 30.0) is Progress.IDLE
+
+
+def test_without_a_job_the_copier_returns_after_a_time(engine: Engine) -> None:
+    assert Desk(engine).serve(0.001, 30.0) is Progress.IDLE
 
 
 def test_a_library_with_another_hash_is_refused(engine: Engine, tmp_path: Path) -> None:

@@ -92,17 +92,24 @@ class SlotPool:
                     image.unlink()
 
     def choose(
-        self, protected: set[VersionId], pinned: set[str], seal_bytes: int, image_bytes: int
+        self,
+        protected: set[VersionId],
+        pinned: set[str],
+        seal_bytes: int,
+        image_bytes: int,
+        at_once: bool = False,
     ) -> Slot:
         """An unsealed slot of at least that size, marked as being filled until `filled`.
 
         Raises NoSlotError when all are in use, OSError when there is no memory for a new one.
+        `at_once`: NoSlotError also where memory must be made or mapped, which takes time.
         """
-        with self._lock:
-            index = self._free_index(protected, pinned)
-            self._filling.add(index)
-        try:
-            return self._make_ready(index, seal_bytes, image_bytes)
+        index = -1
+        try:  # an interrupt may come right after the lock
+            with self._lock:
+                index = self._free_index(protected, pinned)
+                self._filling.add(index)
+            return self._make_ready(index, seal_bytes, image_bytes, at_once)
         except BaseException:
             with self._lock:
                 self._filling.discard(index)
@@ -130,18 +137,24 @@ class SlotPool:
         ours = {i for i, s in enumerate(self.slots) if s is not None and s.name in pinned}
         return ours | self._foreign
 
-    def _make_ready(self, index: int, seal_bytes: int, image_bytes: int) -> Slot:
+    def _make_ready(self, index: int, seal_bytes: int, image_bytes: int, at_once: bool) -> Slot:
         slot = self.slots[index]
+        removed = slot is not None and slot.is_removed
+        fits = (
+            slot is not None and not removed and slot.fits(seal_bytes, image_bytes, self.in_place)
+        )
+        if at_once and not (fits and slot is not None and slot.is_populated):
+            raise NoSlotError("a slot must be made or mapped first")
         self._held[index] = None
         self._mappings.forget_removed()
         if slot is not None:
             slot.unseal()
-            if slot.is_removed:
-                self._make_folder(slot)
-            elif slot.fits(seal_bytes, image_bytes, self.in_place):
+            if fits:
                 slot.populate()
                 self.on_map(slot)
                 return slot
+            if removed:
+                self._make_folder(slot)
             self.slots[index] = None
             self.on_unmap(slot)
             slot.remove()

@@ -52,7 +52,8 @@ class Slot:
         self.file = file
         self._segment_bytes = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, self._segment_bytes)
-        self._is_populated = False
+        self.is_populated = False
+        """True once all pages are mapped."""
         self.seal_bytes = int.from_bytes(self._map[8:16], "little")
         self.registered_address = 0
         """Address of the image while it is page-locked for a GPU."""
@@ -126,8 +127,8 @@ class Slot:
         """Map all pages at once, for a thread that is about to fill the slot; other threads run
         meanwhile. Until then pages are mapped as they are touched: a restart opens all slots before
         its first step, and fills none."""
-        if not self._is_populated:
-            self._is_populated = True
+        if not self.is_populated:
+            self.is_populated = True
             first = ctypes.c_char.from_buffer(self._map)  # keeps it mapped
             populate(ctypes.addressof(first), self._segment_bytes)
 
