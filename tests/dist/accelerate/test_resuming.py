@@ -1,0 +1,79 @@
+"""A killed job that uses Accelerate goes on with exactly the steps of an undisturbed one: batches,
+gradients, weights, learning rates, and random states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.lightning.jobs import LightningJob, Run
+
+MakeJob = Callable[..., LightningJob]
+Undisturbed = Callable[..., Run]
+
+CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    # Kills of one job, one after the other; the scenario. 7 batches an epoch, unless it says more.
+    "every phase": (
+        ["backward:1:2", "batch end:0:5", "backward:0:7", "epoch end:1:14", "backward:1:19"],
+        {},
+    ),
+    "without a seedable sampler": (["backward:1:4", "backward:1:11"], {"seedable": False}),
+    "accumulation": (
+        # 4 steps an epoch: the last batch of an epoch makes one.
+        ["backward:1:3", "epoch end:0:4", "backward:0:10"],
+        {"accumulation": 2, "sets_epoch": True},
+    ),
+    "workers, bf16": (
+        ["backward:1:10"],
+        {"workers": 2, "accelerator": {"mixed_precision": "bf16"}},
+    ),
+    "a scaler": (["backward:1:9"], {"half": True}),
+    "two models": (["backward:1:10"], {"optimizers": 2, "accumulation": 2}),
+    "an optimizer that accumulates by hand": (
+        ["backward:1:10", "backward:0:15"],
+        {"optimizers": 3},
+    ),
+    "split batches": (["backward:1:10"], {"loading": {"split_batches": True}}),
+    "dispatched batches": (
+        ["backward:1:4", "backward:0:10"],
+        {"loading": {"dispatch_batches": True}},
+    ),
+    "dispatched and split": (
+        ["backward:1:10"],
+        {"seedable": False, "loading": {"dispatch_batches": True, "split_batches": True}},
+    ),
+    "stateful loader": (
+        ["backward:1:3", "backward:0:10"],
+        {"loading": {"use_stateful_dataloader": True}},
+    ),
+    "stateful loader with workers": (
+        ["backward:1:10"],
+        {"workers": 1, "loading": {"use_stateful_dataloader": True}},
+    ),
+    "iterable data set": (["backward:1:10"], {"data": "stream"}),
+    "iterable data set, not dispatched": (
+        ["backward:1:10"],
+        {"data": "stream", "loading": {"dispatch_batches": False}},
+    ),
+    "weighted sampler": (["backward:1:4", "backward:1:10"], {"data": "weighted"}),
+    "last batches dropped": (["epoch end:0:6"], {"data": "drop last"}),
+    "epochs that are cut": (["backward:1:6", "epoch end:1:10"], {"batches": 5}),
+    "one rank": (["backward:0:16"], {"ranks": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_job_goes_on_exactly(
+    name: str, make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    kills, scenario = CASES[name]
+    plain, job = undisturbed(**scenario), make_job(**scenario)
+    for number, kill in enumerate([*kills, ""]):
+        run = job.start(kill)
+        assert job.fired(kill) or not kill, run.output()
+        assert run.ended() is not bool(kill), run.output()
+        for rank in range(run.scenario.ranks):
+            first = run.place_in(plain, rank)
+            assert (first > 0) is (number > 0), run.output()
