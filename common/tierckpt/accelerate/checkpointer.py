@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Unpack
 
 import ddp_ckpt
 from tierckpt.checkpointer.adapter import Handle
-from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.integrations.kept_gradients import KeptGradients
 from tierckpt.settings import Arguments
 
@@ -25,6 +26,16 @@ TAKEN = (
 TWICE = (
     "resume() was called before, and has restored the checkpoint: give all loaders in one call, "
     "first, second = ckpt.resume(first, second)"
+)
+OTHER_RANKS = (
+    "v{version} has no place in the data for {ranks} ranks: it was taken by another number of ranks "
+    "(`tierckpt list` shows it), or by a job with other loaders in resume(). Start as many ranks as "
+    "before; or call ckpt.restore() in place of ckpt.resume(loader), and choose the data yourself"
+)
+PERSISTENT = (
+    "persistent_workers=True: the random numbers that samples draw in such workers go on from "
+    "epoch to epoch, and no checkpoint has them: a resumed run draws others. If samples draw any "
+    "(augmentation), set persistent_workers=False for an exact restart; else ignore this"
 )
 
 
@@ -62,7 +73,8 @@ class Checkpointer(ddp_ckpt.Checkpointer):
         begins at the next batch. Iterate over these, and begin at their attribute `epoch`.
 
         Give all prepared loaders that the training takes batches from, in one call, and none of an
-        evaluation. Collective. Raises the errors of `restore`.
+        evaluation. Collective. Raises the errors of `restore`, and RestoreError if the version was
+        taken by another number of ranks.
         """
         if self._resumed:
             raise TierckptError(TWICE)
@@ -70,7 +82,12 @@ class Checkpointer(ddp_ckpt.Checkpointer):
         self._resumed = True
         for number, each in enumerate(resumed):
             self.register(f"loader{number}", each, per_rank=True)
-        self.restore()
+            if getattr(each, "persistent_workers", False):
+                Handle(self).notice(PERSISTENT, logging.WARNING)
+        restored = self.restore()
+        if restored.version and not all(each.is_restored for each in resumed):
+            text = OTHER_RANKS.format(version=restored.version, ranks=self.group.size)
+            raise RestoreError(text)
         return resumed[0] if len(resumed) == 1 else tuple(resumed)
 
     def step(self, metric: float | None = None) -> None:
@@ -90,6 +107,10 @@ class Checkpointer(ddp_ckpt.Checkpointer):
         """True if the job is to end early, and no gradients are being accumulated; as in
         `tierckpt.Checkpointer.should_exit`."""
         return not self._amid_accumulation and super().should_exit()
+
+    def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
+        self._gradients.close()
+        super()._shut_down(remove, abandoned)
 
 
 def attach(accelerator: Accelerator, **settings: Unpack[Arguments]) -> Checkpointer:

@@ -45,6 +45,8 @@ class ResumedLoader(ResumableLoader[Any]):
         """The loader's `iteration` in the newest pass."""
         self._early_seed: int | None = None
         """The seed of the newest pass's workers, if they were started by `prepare`."""
+        self.is_restored = False
+        """Whether a restore has set the place."""
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the prepared loader (`dataset`, `total_batch_size`)."""
@@ -87,6 +89,7 @@ class ResumedLoader(ResumableLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next pass resume there."""
         super().load_state_dict(state)
+        self.is_restored = True
         self._prepared.iteration = state["iteration"]
         seeded = [each for each in self._samplers if hasattr(each, "initial_seed")]
         for sampler, seed in zip(seeded, state["seeds"], strict=False):

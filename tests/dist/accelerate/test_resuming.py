@@ -77,3 +77,69 @@ def test_a_killed_job_goes_on_exactly(
         for rank in range(run.scenario.ranks):
             first = run.place_in(plain, rank)
             assert (first > 0) is (number > 0), run.output()
+
+
+def test_checkpoints_leave_the_training_unchanged(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    run = make_job().start()
+    assert run.ended(), run.output()
+    assert run.lines(0) == undisturbed().lines(0)
+    assert run.lines(1) == undisturbed().lines(1)
+
+
+def test_a_signal_ends_an_accumulating_job_after_a_step_and_the_next_run_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    scenario = {"accumulation": 3, "loading": {"use_seedable_sampler": False}}
+    plain, job = undisturbed(**scenario), make_job(**scenario)
+    first = job.start(signal="backward:1:1")
+    assert first.ended(), first.output()
+    assert job.fired("backward:1:1")
+    assert not first.of_kind("epoch end", 0) or len(first.of_kind("epoch end")) < 3
+    again = job.start()
+    assert again.ended(), again.output()
+    for rank in range(2):
+        steps = [run.of_kind("step", rank) for run in (first, again)]
+        assert steps[0] + steps[1] == plain.of_kind("step", rank)
+        assert again.place_in(plain, rank) > 0
+
+
+def test_a_finished_job_that_is_started_again_trains_no_step(make_job: MakeJob) -> None:
+    job = make_job()
+    first, again = job.start(), job.start()
+    assert first.ended(), first.output()
+    assert again.ended(), again.output()
+    assert not again.of_kind("batch")
+
+
+def test_another_number_of_ranks_is_refused_before_the_first_step(make_job: MakeJob) -> None:
+    job = make_job()
+    job.start("backward:1:8")
+    alone = job.start(ranks=1)
+    assert "has no place in the data for 1 ranks" in alone.output()
+    assert not alone.of_kind("batch")
+
+
+def test_workers_that_prepare_started_with_another_seed_are_refused(make_job: MakeJob) -> None:
+    job = make_job(workers=1, loading={"use_stateful_dataloader": True})
+    job.start("backward:1:3")
+    again = job.start(seed=8)
+    assert "Call accelerate.utils.set_seed() with the same number" in again.output()
+    assert not again.of_kind("batch")
+    assert job.start().of_kind("batch")
+
+
+def test_another_seed_of_the_script_does_not_matter_to_a_resumed_run(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    plain, job = undisturbed(), make_job()
+    job.start("backward:1:3")
+    again = job.start(seed=8)
+    assert again.ended(), again.output()
+    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
+
+
+def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:
+    run = make_job(ranks=1, workers=1, data="persistent", batches=1).start()
+    assert "set persistent_workers=False for an exact restart" in run.output()

@@ -53,6 +53,7 @@ def make_loader(scenario: Scenario) -> Any:
         weights = torch.arange(1.0, SAMPLES + 1)
         sampler = WeightedRandomSampler(weights, SAMPLES, generator=torch.Generator())
         return DataLoader(Samples(), sampler=sampler, **options)
+    options["persistent_workers"] = scenario.data == "persistent"
     if scenario.data == "drop last":
         options["drop_last"] = True
     return DataLoader(Samples(), shuffle=True, **options)
@@ -130,7 +131,7 @@ class Training:
         )
         if scenario.half:
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
-        set_seed(7)
+        set_seed(scenario.seed)
         models = [net() for _ in range(min(scenario.optimizers, 2))]
         optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
         schedules = [torch.optim.lr_scheduler.StepLR(each, 3, 0.9) for each in optimizers]

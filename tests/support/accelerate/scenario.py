@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything is the same in the runs of a job, except `run`, `kill` and `signal`."""
+    """Everything is the same in the runs of a job, except those of `run` to `signal`."""
 
     folder: str
     run: int = 0
@@ -18,6 +18,7 @@ class Scenario:
     signal: str = ""
     """The same: the rank sends itself SIGTERM."""
     ranks: int = 2
+    seed: int = 7
     data: str = "plain"
     workers: int = 0
     seedable: bool = True
