@@ -28,8 +28,8 @@ TWICE = (
     "first, second = ckpt.resume(first, second)"
 )
 OTHER_RANKS = (
-    "v{version} has no place in the data for {ranks} ranks: it was taken by another number of ranks "
-    "(`tierckpt list` shows it), or by a job with other loaders in resume(). Start as many ranks as "
+    "v{version} has no place in the data for {ranks} ranks: another number of ranks took it "
+    "(`tierckpt list` shows it), or a job with other loaders in resume(). Start as many ranks as "
     "before; or call ckpt.restore() in place of ckpt.resume(loader), and choose the data yourself"
 )
 PERSISTENT = (

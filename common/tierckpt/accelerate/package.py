@@ -58,7 +58,9 @@ def check(accelerator: Accelerator, say: Say) -> None:
 
 
 def _shards(key: str, size: Any) -> bool:
-    return key.endswith("_size") and key != "dp_replicate_size" and isinstance(size, int) and size > 1
+    return (
+        key.endswith("_size") and key != "dp_replicate_size" and isinstance(size, int) and size > 1
+    )
 
 
 def _version_of(accelerator: Accelerator) -> str:
@@ -66,7 +68,9 @@ def _version_of(accelerator: Accelerator) -> str:
         package, _, _ = base.__module__.partition(".")
         if package == "accelerate":
             return str(importlib.import_module(package).__version__)
-    raise ConfigError(f"attach() takes an Accelerator of Hugging Face Accelerate, not {accelerator!r}")
+    raise ConfigError(
+        f"attach() takes an Accelerator of Hugging Face Accelerate, not {accelerator!r}"
+    )
 
 
 def model_of(accelerator: Accelerator) -> torch.nn.Module:

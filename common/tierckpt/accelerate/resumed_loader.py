@@ -157,7 +157,12 @@ class _Pass:
         base = self._loader.base_dataloader
         plain = type(base) is DataLoader and base.num_workers == 0
         fetches_itself = hasattr(self._loader, "rng_types")  # not a dispatcher
-        if count < 2 or not plain or not fetches_itself or isinstance(base.dataset, IterableDataset):
+        if (
+            count < 2
+            or not plain
+            or not fetches_itself
+            or isinstance(base.dataset, IterableDataset)
+        ):
             return 0
         self._loader.base_dataloader = _Skipping(self._loader, base, count - 1)
         next(self._batches)
@@ -175,10 +180,10 @@ class _Skipping:
 
     def __iter__(self) -> Iterator[Any]:
         self._loader.base_dataloader = self._base
-        batches = iter(self._base)
+        batches: Any = iter(self._base)
         for _ in range(self._count):
-            batches._next_index()  # type: ignore[attr-defined]
-        return batches
+            batches._next_index()
+        return batches  # type: ignore[no-any-return]
 
 
 __all__ = ["ResumedLoader"]

@@ -65,7 +65,12 @@ def test_ranks_that_the_launcher_restarts_go_on_exactly(
     }
     command = [*COMMANDS[launcher], str(SCRIPT)]
     if launcher.startswith("accelerate launch"):
-        command[3:3] = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_ports(1)[0])]
+        command[3:3] = [
+            "--main_process_ip",
+            "127.0.0.1",
+            "--main_process_port",
+            str(free_ports(1)[0]),
+        ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert job.fired("backward:1:10")

@@ -4,6 +4,7 @@ gradients, weights, learning rates, and random states."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -69,6 +70,8 @@ def test_a_killed_job_goes_on_exactly(
     name: str, make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     kills, scenario = CASES[name]
+    if name == "stateful loader with workers" and version("accelerate").startswith("1.0"):
+        pytest.skip("this Accelerate fails with such loaders, also without Tierckpt")
     plain, job = undisturbed(**scenario), make_job(**scenario)
     for number, kill in enumerate([*kills, ""]):
         run = job.start(kill)

@@ -183,7 +183,7 @@ class Training:
             self.write_step()
 
 
-def train(scenario: Scenario) -> None:
+def train(scenario: Scenario) -> Training:
     torch.set_num_threads(1)
     training = Training(scenario)
     journal, data, ckpt = training.journal, training.loader, None
@@ -211,13 +211,14 @@ def train(scenario: Scenario) -> None:
             journal.reach("epoch end", training.steps)
     journal.write("done")
     training.accelerator.end_training()
+    return training
 
 
 def run(environment: Mapping[str, str]) -> None:
     """Be a rank that was forked; does not return."""
     status = 1
     try:
-        train(Scenario.from_json(environment[VARIABLE]))
+        _kept = train(Scenario.from_json(environment[VARIABLE]))
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
