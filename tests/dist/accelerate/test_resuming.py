@@ -24,7 +24,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "accumulation": (
         # 4 steps an epoch: the last batch of an epoch makes one.
         ["backward:1:3", "epoch end:0:4", "backward:0:10"],
-        {"accumulation": 2, "sets_epoch": True},
+        {"accumulation": 2, "sets_epoch": True, "saves": True},
     ),
     "workers, bf16": (
         ["backward:1:10"],
@@ -59,6 +59,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"data": "stream", "loading": {"dispatch_batches": False}},
     ),
     "weighted sampler": (["backward:1:4", "backward:1:10"], {"data": "weighted"}),
+    "two loaders": (["backward:1:4", "backward:1:10"], {"data": "two"}),
     "last batches dropped": (["epoch end:0:6"], {"data": "drop last"}),
     "epochs that are cut": (["backward:1:6", "epoch end:1:10"], {"batches": 5}),
     "one rank": (["backward:0:16"], {"ranks": 1}),

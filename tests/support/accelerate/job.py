@@ -139,6 +139,7 @@ class Training:
         self.optimizers = [accelerator.prepare(each) for each in optimizers]
         self.schedules = [accelerator.prepare(each) for each in schedules]
         self.loader = accelerator.prepare(make_loader(scenario))
+        self.other = accelerator.prepare(make_loader(scenario))
         self.average = Average(models[0])
         accelerator.register_for_checkpointing(self.average)
         self.journal = Journal(scenario, accelerator.process_index)
@@ -183,19 +184,28 @@ class Training:
             self.write_step()
 
 
+def joined(first: Any, second: Any) -> Any:
+    return [torch.cat(parts) for parts in zip(first, second, strict=True)]
+
+
 def train(scenario: Scenario) -> Training:
     torch.set_num_threads(1)
     training = Training(scenario)
-    journal, data, ckpt = training.journal, training.loader, None
+    journal, ckpt = training.journal, None
+    data, other = training.loader, training.other
     with contextlib.ExitStack() as stack:
         if scenario.settings is not None:
             ckpt = stack.enter_context(attach(training.accelerator, **scenario.settings))
-            data = ckpt.resume(training.loader)
+            if scenario.data == "two":
+                data, other = ckpt.resume(training.loader, training.other)
+            else:
+                data = ckpt.resume(training.loader)
         for epoch in range(data.epoch if ckpt else 0, EPOCHS):
             if scenario.sets_epoch:
                 data.set_epoch(epoch)
             first = data._place.batches if ckpt and data._resuming else 0
-            for index, batch in enumerate(data, first):
+            batches = map(joined, data, other) if scenario.data == "two" else data
+            for index, batch in enumerate(batches, first):
                 training.train(batch, index)
                 if ckpt is not None:
                     ckpt.step()
@@ -208,6 +218,8 @@ def train(scenario: Scenario) -> Training:
                 break
             torch.rand(())  # work at the end of an epoch
             journal.write("epoch end", number=epoch)
+            if scenario.saves:
+                training.accelerator.save_state(f"{scenario.folder}/state{epoch}")
             journal.reach("epoch end", training.steps)
     journal.write("done")
     training.accelerator.end_training()

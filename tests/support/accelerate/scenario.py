@@ -20,6 +20,7 @@ class Scenario:
     ranks: int = 2
     seed: int = 7
     data: str = "plain"
+    """`two`: the loop takes a batch from each of two loaders."""
     workers: int = 0
     seedable: bool = True
     accumulation: int = 1
@@ -28,6 +29,8 @@ class Scenario:
     half: bool = False
     """A GradScaler, whose first steps overflow."""
     sets_epoch: bool = False
+    saves: bool = False
+    """The script also calls `accelerator.save_state()` at the end of each epoch."""
     batches: int = 0
     """If not 0, the loop leaves an epoch after so many batches."""
     accelerator: dict[str, Any] = field(default_factory=dict)
