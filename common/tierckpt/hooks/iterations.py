@@ -37,9 +37,9 @@ accumulates gradients for that long."""
 
 NO_STEPS = (
     f"no checkpoint is taken: step() was called {STEPLESS_CALLS} times, and the optimizer given to "
-    "the checkpointer made no step. Give the optimizer whose step() the loop calls (the result of "
-    "a library's prepare() or DistributedOptimizer(), not its argument). A step replayed from a "
-    "CUDA graph cannot be seen either"
+    "the checkpointer made no step. Give the optimizer whose step() the loop calls: the result of "
+    "DistributedOptimizer(), not its argument; the result of Accelerate's prepare(), or the "
+    "optimizer inside it. A step replayed from a CUDA graph cannot be seen either"
 )
 NO_CALLS = (
     f"no checkpoint is taken: the optimizer made {STEPS_UNTIL_CALL} steps, and step() of the "

@@ -11,11 +11,11 @@ import ddp_ckpt
 from tierckpt.checkpointer.adapter import Handle
 from tierckpt.errors import RestoreError
 from tierckpt.halt.signals import Signals
+from tierckpt.integrations.kept_gradients import KeptGradients
 from tierckpt.settings import Arguments
 from tierckpt.state import rng
 
 from . import hook_states
-from .kept_gradients import KeptGradients
 from .loop_hooks import LoopHooks
 from .package import check
 from .trainer_state import TrainerState, scaler_of

@@ -1,0 +1,245 @@
+"""One rank of a job that uses Accelerate, whose every step is written down; a script, and a module
+for ranks that are forked."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from tests.support.accelerate.scenario import Scenario
+from tests.support.lightning.scenario import VARIABLE
+from tierckpt.accelerate import attach
+
+WIDTH, CLASSES, SAMPLES, EPOCHS = 8, 3, 52, 3
+
+
+class Samples(Dataset[Any]):
+    """With noise of the global generator, as augmentation draws it."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        source = torch.Generator().manual_seed(index)
+        return torch.randn(WIDTH, generator=source) + 0.1 * torch.randn(WIDTH), index % CLASSES
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for index in torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3)):
+            yield Samples()[int(index)]
+
+
+def make_loader(scenario: Scenario) -> Any:
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": scenario.workers}
+    if scenario.loading.get("split_batches"):
+        options["batch_size"] = 8
+    if scenario.data == "stream":
+        return DataLoader(Stream(), **options)
+    if scenario.data == "weighted":
+        weights = torch.arange(1.0, SAMPLES + 1)
+        sampler = WeightedRandomSampler(weights, SAMPLES, generator=torch.Generator())
+        return DataLoader(Samples(), sampler=sampler, **options)
+    options["persistent_workers"] = scenario.data == "persistent"
+    if scenario.data == "drop last":
+        options["drop_last"] = True
+    return DataLoader(Samples(), shuffle=True, **options)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
+    )
+
+
+class Average:
+    """A registered object: averaged weights, and the number of updates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.updates = 0
+        self.weights = [each.detach().clone() for each in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for mine, new in zip(self.weights, model.parameters(), strict=True):
+            mine.lerp_(new.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights, self.updates = state["weights"], state["updates"]
+
+
+class Journal:
+    """The records of one rank and run: a line of JSON each."""
+
+    def __init__(self, scenario: Scenario, rank: int) -> None:
+        self.scenario, self.rank = scenario, rank
+        self.file = (Path(scenario.folder) / f"run{scenario.run}-rank{rank}").open("a")
+
+    def write(self, kind: str, **facts: Any) -> None:
+        self.file.write(json.dumps({"kind": kind, **facts}) + "\n")
+        self.file.flush()
+
+    def reach(self, point: str, step: int) -> None:
+        """Pass a point where this rank may have to end."""
+        here = f"{point}:{self.rank}:{step}"
+        for order, number in (
+            (self.scenario.kill, signal.SIGKILL),
+            (self.scenario.signal, signal.SIGTERM),
+        ):
+            mark = Path(self.scenario.folder) / f"fired {order.replace(':', ' ')}"
+            if order == here and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), number)
+
+
+def digest(tensors: Any) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            flat = tensor.detach().reshape(-1).contiguous()
+            found.update(flat.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class Training:
+    """The prepared objects of one rank, and what the script counts."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        loading = {"use_seedable_sampler": scenario.seedable, **scenario.loading}
+        self.accelerator = accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=scenario.accumulation,
+            dataloader_config=DataLoaderConfiguration(**loading),
+            **scenario.accelerator,
+        )
+        if scenario.half:
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+        set_seed(scenario.seed)
+        models = [net() for _ in range(min(scenario.optimizers, 2))]
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 3, 0.9) for each in optimizers]
+        self.models = [accelerator.prepare(each) for each in models]
+        self.optimizers = [accelerator.prepare(each) for each in optimizers]
+        self.schedules = [accelerator.prepare(each) for each in schedules]
+        self.loader = accelerator.prepare(make_loader(scenario))
+        self.other = accelerator.prepare(make_loader(scenario))
+        self.average = Average(models[0])
+        accelerator.register_for_checkpointing(self.average)
+        self.journal = Journal(scenario, accelerator.process_index)
+
+    @property
+    def steps(self) -> int:
+        return self.average.updates
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [param for model in self.models for param in model.parameters()]
+
+    def write_step(self) -> None:
+        rates = [group["lr"] for each in self.optimizers for group in each.param_groups]
+        states = [value for model in self.models for value in model.state_dict().values()]
+        weights = digest([*states, *self.average.weights])
+        random = digest([torch.get_rng_state()])
+        self.journal.write("step", number=self.steps, weights=weights, rates=rates, random=random)
+
+    def train(self, batch: Any, index: int) -> None:
+        accelerator, (x, y) = self.accelerator, batch
+        self.journal.write("batch", index=index, step=self.steps, samples=digest([x, y.float()]))
+        with accelerator.accumulate(*self.models):
+            for number, (model, optimizer) in enumerate(
+                zip(self.models, self.optimizers, strict=True)
+            ):
+                with accelerator.autocast():
+                    loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if self.scenario.optimizers == 3 and number and index % 2 == 0:
+                    continue
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    them = digest(each.grad for each in model.parameters())
+                    self.journal.write("gradients", them=them, norm=float(norm))
+                self.journal.reach("backward", self.steps)
+                optimizer.step()
+                self.schedules[number].step()
+                optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            self.average.update(self.models[0])
+            self.write_step()
+
+
+def joined(first: Any, second: Any) -> Any:
+    return [torch.cat(parts) for parts in zip(first, second, strict=True)]
+
+
+def train(scenario: Scenario) -> Training:
+    torch.set_num_threads(1)
+    training = Training(scenario)
+    journal, ckpt = training.journal, None
+    data, other = training.loader, training.other
+    with contextlib.ExitStack() as stack:
+        if scenario.settings is not None:
+            ckpt = stack.enter_context(attach(training.accelerator, **scenario.settings))
+            if scenario.data == "two":
+                data, other = ckpt.resume(training.loader, training.other)
+            else:
+                data = ckpt.resume(training.loader)
+        for epoch in range(data.epoch if ckpt else 0, EPOCHS):
+            if scenario.sets_epoch:
+                data.set_epoch(epoch)
+            first = data._place.batches if ckpt and data._resuming else 0
+            batches = map(joined, data, other) if scenario.data == "two" else data
+            for index, batch in enumerate(batches, first):
+                training.train(batch, index)
+                if ckpt is not None:
+                    ckpt.step()
+                    if ckpt.should_exit():
+                        break
+                journal.reach("batch end", training.steps)
+                if index + 1 == scenario.batches:
+                    break
+            if ckpt is not None and ckpt.should_exit():
+                break
+            torch.rand(())  # work at the end of an epoch
+            journal.write("epoch end", number=epoch)
+            if scenario.saves:
+                training.accelerator.save_state(f"{scenario.folder}/state{epoch}")
+            journal.reach("epoch end", training.steps)
+    journal.write("done")
+    training.accelerator.end_training()
+    return training
+
+
+def run(environment: Mapping[str, str]) -> None:
+    """Be a rank that was forked; does not return."""
+    status = 1
+    try:
+        _kept = train(Scenario.from_json(environment[VARIABLE]))
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    sys.stdout.flush()
+    import atexit
+
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    train(Scenario.from_json(os.environ[VARIABLE]))
