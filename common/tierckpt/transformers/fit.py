@@ -18,8 +18,8 @@ from .training_state import TrainingState
 STATE, DATA = "transformers", "transformers data"
 """Names of the Trainer's state and place in `extra_per_rank`."""
 OTHER_RANKS = (
-    "v{version} is a checkpoint of another number of ranks than {ranks}, and the Trainer's place in "
-    "an epoch and its running loss belong to the number of ranks: start the job with as many as "
+    "v{version} is a checkpoint of another number of ranks than {ranks}, and the Trainer's place "
+    "in an epoch and its running loss belong to the number of ranks: start the job with as many as "
     "before (`tierckpt list` shows it), or begin a new job at another path"
 )
 OTHER_SIZES = (
