@@ -59,7 +59,7 @@ def _refusals(trainer: Any) -> Iterator[str]:
     args, data = trainer.args, trainer.train_dataset
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     shards = {
-        "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
+        "FSDP": trainer.is_fsdp_enabled or args.fsdp,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "a model that from_pretrained has sharded": getattr(
             trainer, "is_distributed_loading_by_transformers", False

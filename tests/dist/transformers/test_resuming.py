@@ -35,7 +35,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "accumulation": (
         # 3 steps an epoch, of 3, 3 and 1 batches
-        ["backward:0:1", "epoch end:1:3", "evaluation:0:4", "backward:1:7"],
+        ["backward:0:2", "epoch end:1:3", "evaluation:0:4", "backward:1:7"],
         {"arguments": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1}},
     ),
     "all work at the end of epochs": (
@@ -167,7 +167,8 @@ def test_another_batch_size_is_refused_before_the_first_step(make_job: MakeJob) 
     job = make_job()
     job.start("backward:1:9")
     other = job.start(arguments={"gradient_accumulation_steps": 2})
-    assert "was taken with gradient_accumulation_steps=1" in other.error(), other.output()
+    error = other.error(0) or other.error(1)
+    assert "was taken with gradient_accumulation_steps=1" in error, other.output()
     assert not other.of_kind("batch")
 
 
@@ -184,4 +185,4 @@ def test_what_cannot_be_exact_is_refused_with_the_way_out(
     scenario: dict[str, Any], words: str, make_job: MakeJob
 ) -> None:
     run = make_job(**scenario).start()
-    assert words in run.error(), run.output()
+    assert words in (run.error(0) or run.error(1)), run.output()

@@ -67,25 +67,26 @@ def without_clock(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in logs.items() if "runtime" not in k and "per_second" not in k}
 
 
-class Sentences(Dataset[Any]):
-    """Tokens with noise: they are drawn anew whenever a sample is loaded."""
+class Plain(Dataset[Any]):
+    """Tokens, for evaluation."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        source = torch.Generator().manual_seed(index)
-        tokens = torch.randint(WORDS, (LENGTH,), generator=source)
-        tokens[torch.randint(LENGTH, ())] = torch.randint(WORDS, ())
-        return {"input_ids": tokens, "labels": tokens}
-
-
-class Plain(Sentences):
-    """Without noise, for evaluation."""
-
-    def __getitem__(self, index: int) -> Any:
+        if index >= SAMPLES:  # ends a loop over all samples
+            raise IndexError(index)
         tokens = torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
+
+
+class Sentences(Plain):
+    """With noise, which is drawn anew whenever a sample is loaded."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        sample["input_ids"][torch.randint(LENGTH, ())] = torch.randint(WORDS, ())
+        return sample
 
 
 class Stream(IterableDataset[Any]):
