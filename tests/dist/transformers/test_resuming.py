@@ -68,6 +68,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"arguments": {"accelerator_config": {"use_seedable_sampler": False}}},
     ),
     "one rank": (["backward:0:9", "step end:0:20"], {"ranks": 1}),
+    "compiled": (
+        ["backward:1:9"],
+        {"arguments": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
+    ),
     "tokens counted, own sampler": (
         ["backward:1:9"],
         {
@@ -186,3 +190,25 @@ def test_what_cannot_be_exact_is_refused_with_the_way_out(
 ) -> None:
     run = make_job(**scenario).start()
     assert words in (run.error(0) or run.error(1)), run.output()
+
+
+def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:
+    persistent = {"dataloader_persistent_workers": True, "max_steps": 2}
+    run = make_job(workers=1, arguments=persistent).start()
+    assert run.ended(), run.output()
+    assert "set it to False for an exact restart" in run.output()
+
+
+def test_a_job_may_start_from_a_checkpoint_of_the_trainers(make_job: MakeJob) -> None:
+    before = make_job(arguments={**BEST, "max_steps": 10, "load_best_model_at_end": False})
+    assert before.start().ended()
+    path = f"{before.scenario.folder}/out/checkpoint-8"
+    begun = {"train": {"resume_from_checkpoint": path}}
+    plain, job = make_job(**begun), make_job(**begun)
+    whole = plain.start()
+    assert whole.ended(), whole.output()
+    assert whole.of_kind("step")[0]["number"] == 9
+    job.start("backward:1:12")
+    again = job.start()
+    assert again.ended(), again.output()
+    assert all(again.place_in(whole, rank) > 0 for rank in range(2))
