@@ -45,15 +45,16 @@ STREAM = (
     "streaming=True makes one"
 )
 PERSISTENT = (
-    "dataloader_persistent_workers=True: the random numbers that samples draw in such workers go on "
-    "from epoch to epoch, and no checkpoint has them: a resumed run draws others. If samples draw "
-    "any (augmentation), set it to False for an exact restart; else ignore this"
+    "dataloader_persistent_workers=True: the random numbers that samples draw in such workers go "
+    "on from epoch to epoch, and no checkpoint has them: a resumed run draws others. If samples "
+    "draw any (augmentation), set it to False for an exact restart; else ignore this"
 )
 
 
 def check(trainer: Any, say: Say) -> None:
-    """Warn of an untested version, and of persistent workers. Raises ConfigError for one without the private names, and
-    UnsupportedStateError for a job that can not be resumed exactly."""
+    """Warn of an untested version, and of persistent workers. Raises ConfigError for a version
+    without the private names, and UnsupportedStateError for a job that cannot be resumed
+    exactly."""
     TRANSFORMERS.require(transformers.__version__, trainer, PRIVATE)
     TRANSFORMERS.require(transformers.__version__, transformers.trainer, ["skip_first_batches"])
     TRANSFORMERS.warn_if_unknown(transformers.__version__, say)

@@ -53,9 +53,12 @@ class TierTrainerMixin:
         try:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            if self._tier_fit is not None:
-                self._tier_fit.leave(error)
+            self._leave_fit(error)
             raise
+
+    def _leave_fit(self, error: BaseException) -> None:
+        if self._tier_fit is not None:
+            self._tier_fit.leave(error)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]

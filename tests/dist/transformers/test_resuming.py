@@ -69,8 +69,16 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "one rank": (["backward:0:9", "step end:0:20"], {"ranks": 1}),
     "compiled": (
-        ["backward:1:9"],
-        {"arguments": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
+        ["backward:0:4"],
+        {
+            "ranks": 1,
+            "arguments": {
+                "torch_compile": True,
+                "torch_compile_backend": "eager",
+                "max_steps": 7,
+                "eval_strategy": "no",
+            },
+        },
     ),
     "tokens counted, own sampler": (
         ["backward:1:9"],
