@@ -1,0 +1,116 @@
+"""The training loader of a Trainer, resumable at any optimizer step.
+
+The place is a recipe (`ResumableLoader`): the random states at the start of the epoch, and the
+number of batches. A resumed epoch starts from these states and skips the batches. Accelerate's
+loader fetches one batch ahead, in the same call that yields the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import skip_first_batches
+from accelerate.data_loader import DataLoaderShard
+
+from tierckpt.resumable_loader import ResumableLoader, generators_of
+from tierckpt.state.extras import Generator
+
+
+class TrainingData:
+    """Takes the loader's place in the Trainer's loop. Training thread."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        found = [getattr(each, "generator", None) for each in _samplers_of(loader)]
+        more = [each for each in found if isinstance(each, Generator)]
+        self.resumable = ResumableLoader[Any](
+            _Passes(loader), generators=[*generators_of(loader, more)]
+        )
+        """The place; an object for `extra_per_rank`."""
+        self._skip = 0
+        self.is_over = False
+        """True: the next pass has no batches."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    @property
+    def batches(self) -> int:
+        """Batches of the current epoch that were trained on."""
+        place = self.resumable.state_dict()["place"]
+        return int(place["batches"]) if place["begun"] else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start this epoch, or continue it if it is the current one."""
+        self.resumable.set_epoch(epoch)
+        for owner in (self.loader, *_samplers_of(self.loader)):
+            if callable(set_epoch := getattr(owner, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def skip(self, batches: int) -> None:
+        """Load and drop so many batches at the start of the next pass, for a start from a
+        checkpoint of the Trainer's."""
+        self._skip = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        batches = iter(self.resumable)
+        if self.is_over:
+            self.is_over = False
+            return iter(())
+        next(itertools.islice(batches, skip, skip), None)
+        return batches
+
+
+class _Passes:
+    """The passes over a loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Pass(self._loader)
+
+
+class _Pass:
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._batches = loader, iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def skip(self, count: int) -> int:
+        """Skip batches by drawing only their indices; returns how many, 0 where that would not be
+        exact: worker processes draw random numbers of their own."""
+        if type(self._loader) is not DataLoaderShard or self._loader.num_workers or count < 2:
+            return 0
+        # The last one is requested, as it loads the one after it, too.
+        self._batches = iter(skip_first_batches(self._loader, count - 1))
+        next(self._batches)
+        return count
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    """The samplers under Accelerate's wrappers, outermost first."""
+    found: list[Any] = []
+    todo = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while todo:
+        sampler = todo.pop(0)
+        if sampler is not None and not any(sampler is each for each in found):
+            found.append(sampler)
+            todo += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+    return found
+
+
+__all__ = ["TrainingData"]

@@ -1,0 +1,69 @@
+"""Jobs of Hugging Face's Trainer under real launchers: torchrun, `tierckpt run`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.crash.launcher import quiet_environment
+from tests.support.lightning.jobs import LightningJob, Run
+from tests.support.transformers.scenario import VARIABLE
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "tests" / "support" / "transformers" / "job.py"
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+MakeJob = Callable[..., LightningJob]
+Undisturbed = Callable[..., Run]
+
+
+@pytest.mark.parametrize("shim", [[], ["-m", "tierckpt.run"]], ids=["torchrun", "tierckpt run"])
+def test_ranks_that_the_launcher_restarts_go_on_exactly(
+    shim: list[str], make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    theirs, job = undisturbed().lines(), make_job()
+    scenario = replace(job.scenario, kill="backward:1:8")
+    restarts = [] if shim else ["--max-restarts", "1", "--monitor-interval", "0.1"]
+    done = subprocess.run(
+        [*TORCHRUN, *restarts, *shim, str(SCRIPT)],
+        env={
+            **quiet_environment(),
+            **THROUGHOUT,
+            VARIABLE: scenario.to_json(),
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert job.fired("backward:1:8")
+    ours = [line for line in Run(scenario).lines() if line["kind"] != "raised"]
+    second = next(i for i, line in enumerate(ours) if line != theirs[i])
+    begin = theirs.index(ours[second])
+    assert begin > 0
+    assert ours[second:] == theirs[begin:]
+
+
+def test_the_code_of_the_documentation_trains_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", exc_type=ImportError)
+    page = (ROOT / "docs" / "transformers.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    before = """
+import torch, transformers
+config = transformers.GPT2Config(vocab_size=9, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+model = transformers.GPT2LMHeadModel(config)
+dataset = [{"input_ids": torch.tensor([i % 9, 1, 2, 3]), "labels": torch.tensor([1, 2, 3, 4])}
+    for i in range(64)]
+"""
+    after = "\nprint('steps', trainer.state.global_step, int(trainer.checkpointer.restored))"
+    for code, start in ((first, 0), (first, 24), (second, 24)):
+        done = subprocess.run(
+            [PYTHON, "-c", before + code + after], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"steps 24 {start}" in done.stdout

@@ -1,0 +1,222 @@
+"""A job of Hugging Face's Trainer that is killed goes on with exactly the steps of an undisturbed
+one: batches, gradients, weights, learning rates, random states, and all that is logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.lightning.jobs import LightningJob, Run
+
+MakeJob = Callable[..., LightningJob]
+Undisturbed = Callable[..., Run]
+
+BEST = {
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+}
+CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    # Kills of one job, one after the other; the scenario. 7 batches an epoch.
+    "every phase": (
+        [
+            *("begin:0:0", "backward:1:2", "evaluation:0:4", "epoch end:1:7"),
+            *("save:0:8", "step end:1:12", "backward:0:15", "epoch end:0:21"),
+        ],
+        {"arguments": BEST},
+    ),
+    "workers, bf16": (
+        ["backward:1:9", "step end:0:18"],
+        {"workers": 2, "arguments": {"bf16": True, "eval_strategy": "no"}},
+    ),
+    "accumulation": (
+        # 3 steps an epoch, of 3, 3 and 1 batches
+        ["backward:0:2", "epoch end:1:3", "evaluation:0:4", "backward:1:7"],
+        {"arguments": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1}},
+    ),
+    "all work at the end of epochs": (
+        ["epoch end:1:7", "evaluation:0:7", "save:0:14", "backward:1:16", "evaluation:1:21"],
+        {
+            "arguments": {
+                **BEST,
+                "eval_strategy": "epoch",
+                "save_strategy": "epoch",
+                "logging_strategy": "epoch",
+                "eval_on_start": True,
+            }
+        },
+    ),
+    "early stopping": (
+        ["evaluation:0:8", "epoch end:1:12"],
+        {"arguments": {**BEST, "save_strategy": "best"}, "patience": 2},
+    ),
+    "a limit of steps": (
+        ["step end:1:4", "epoch end:0:11"],
+        {"arguments": {"max_steps": 11, "lr_scheduler_type": "cosine", "warmup_steps": 3}},
+    ),
+    "a plateau scheduler": (
+        ["backward:0:9", "evaluation:1:12"],
+        {"arguments": {**BEST, "lr_scheduler_type": "reduce_lr_on_plateau"}},
+    ),
+    "seq2seq": (["backward:1:9"], {"kind": "seq2seq"}),
+    "a sampler without seeds": (
+        ["backward:1:9", "step end:0:14"],
+        {"arguments": {"accelerator_config": {"use_seedable_sampler": False}}},
+    ),
+    "one rank": (["backward:0:9", "step end:0:20"], {"ranks": 1}),
+    "compiled": (
+        ["backward:0:4"],
+        {
+            "ranks": 1,
+            "arguments": {
+                "torch_compile": True,
+                "torch_compile_backend": "eager",
+                "max_steps": 7,
+                "eval_strategy": "no",
+            },
+        },
+    ),
+    "tokens counted, own sampler": (
+        ["backward:1:9"],
+        {
+            "arguments": {
+                "include_num_input_tokens_seen": "all",
+                "train_sampling_strategy": "group_by_length",
+                "ignore_data_skip": True,
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_job_goes_on_exactly(
+    name: str, make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    kills, scenario = CASES[name]
+    plain, job = undisturbed(**scenario), make_job(**scenario)
+    for number, kill in enumerate([*kills, ""]):
+        run = job.start(kill)
+        assert job.fired(kill) or not kill, run.output()
+        assert run.ended() is not bool(kill), run.output()
+        begins = number == 0 or (number == 1 and "begin" in kills[0])
+        for rank in range(run.scenario.ranks):
+            first = run.place_in(plain, rank)
+            assert first == 0 if begins else first > 0, run.output()
+
+
+def test_checkpoints_leave_the_training_unchanged(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    run = make_job(arguments=BEST).start()
+    assert run.ended(), run.output()
+    assert run.lines(0) == undisturbed(arguments=BEST).lines(0)
+    assert run.lines(1) == undisturbed(arguments=BEST).lines(1)
+
+
+def test_a_finished_job_that_is_started_again_trains_no_step_and_has_its_best_weights(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    job = make_job(arguments=BEST, patience=2)
+    first, again = job.start(), job.start()
+    assert first.ended(), first.output()
+    assert again.ended(), again.output()
+    assert not [x for x in again.lines() if x["kind"] in ("batch", "epoch end")], again.output()
+    assert again.lines()[-1] == first.lines()[-1]
+
+
+def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    plain, job = undisturbed(arguments=BEST), make_job(arguments=BEST)
+    first = job.start(signal="backward:1:9")
+    assert first.ended(), first.output()
+    assert job.fired("backward:1:9")
+    steps = [x["number"] for x in first.of_kind("step")]
+    assert 10 <= steps[-1] <= 13, "all ranks know of it after two boundaries"
+    again = job.start()
+    assert again.ended(), again.output()
+    assert again.of_kind("step")[0]["number"] == steps[-1] + 1
+    for rank in range(2):
+        assert again.place_in(plain, rank) > 0
+
+
+def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    plain, job = undisturbed(arguments=BEST), make_job(arguments=BEST)
+    failed = job.start("backward:1:9", error=True)
+    assert failed.error(1) == "the script's own error", failed.output()
+    again = job.start()
+    assert again.ended(), again.output()
+    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
+
+
+def test_the_jobs_own_version_goes_before_a_checkpoint_of_the_trainers(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    plain, job = undisturbed(arguments=BEST), make_job(arguments=BEST)
+    job.start("backward:1:10")
+    again = job.start(train={"resume_from_checkpoint": True})
+    assert again.ended(), again.output()
+    assert again.place_in(plain) > 0
+    assert "resume_from_checkpoint is not used: the job goes on from its own v" in again.output()
+
+
+def test_another_number_of_ranks_is_refused_before_the_first_step(make_job: MakeJob) -> None:
+    job = make_job()
+    job.start("backward:1:9")
+    alone = job.start(ranks=1)
+    assert "another number of ranks than 1" in alone.error(), alone.output()
+    assert not alone.of_kind("batch")
+
+
+def test_another_batch_size_is_refused_before_the_first_step(make_job: MakeJob) -> None:
+    job = make_job()
+    job.start("backward:1:9")
+    other = job.start(arguments={"gradient_accumulation_steps": 2})
+    error = other.error(0) or other.error(1)
+    assert "was taken with gradient_accumulation_steps=1" in error, other.output()
+    assert not other.of_kind("batch")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ({"data": "stream", "arguments": {"max_steps": 4}}, "Use a data set with indices"),
+        ({"arguments": {"auto_find_batch_size": True}}, "auto_find_batch_size=False"),
+        ({"arguments": {"enable_jit_checkpoint": True}}, "Set enable_jit_checkpoint=False"),
+        ({"arguments": {"fsdp": "full_shard"}}, "FSDP: Tierckpt stores states that are the same"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_with_the_way_out(
+    scenario: dict[str, Any], words: str, make_job: MakeJob
+) -> None:
+    run = make_job(**scenario).start()
+    assert words in (run.error(0) or run.error(1)), run.output()
+
+
+def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:
+    persistent = {"dataloader_persistent_workers": True, "max_steps": 2}
+    run = make_job(workers=1, arguments=persistent).start()
+    assert run.ended(), run.output()
+    assert "set it to False for an exact restart" in run.output()
+
+
+def test_a_job_may_start_from_a_checkpoint_of_the_trainers(make_job: MakeJob) -> None:
+    before = make_job(arguments={**BEST, "max_steps": 10, "load_best_model_at_end": False})
+    assert before.start().ended()
+    path = f"{before.scenario.folder}/out/checkpoint-8"
+    begun = {"train": {"resume_from_checkpoint": path}}
+    plain, job = make_job(**begun), make_job(**begun)
+    whole = plain.start()
+    assert whole.ended(), whole.output()
+    assert whole.of_kind("step")[0]["number"] == 9
+    job.start("backward:1:12")
+    again = job.start()
+    assert again.ended(), again.output()
+    assert all(again.place_in(whole, rank) > 0 for rank in range(2))
