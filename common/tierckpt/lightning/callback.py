@@ -70,8 +70,10 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach, and restore. Collective."""
-        others = [each for each in trainer.callbacks if isinstance(each, TierCheckpoint)]
-        if self._is_automatic and any(not each._is_automatic for each in others):
+        ours = [each for each in trainer.callbacks if isinstance(each, TierCheckpoint)]
+        given = [each for each in ours if not each._is_automatic]
+        # Lightning calls an entry point once for each copy of the package's metadata that it finds.
+        if self._is_automatic and self is not (given or ours)[0]:
             return
         self._fit = None
         if trainer.fast_dev_run or searches(trainer):

@@ -119,7 +119,8 @@ def test_a_job_of_one_process_is_recorded_in_order(tmp_path: Path, shm_dir: Path
         assert before.end_us <= boundary.begin_us <= slot.begin_us
         for copy in copies:
             assert slot.end_us <= copy.begin_us <= copy.end_us <= barrier.end_us
-        assert max(c.end_us for c in copies) <= seal.begin_us <= seal.end_us <= barrier.end_us
+        assert max(c.begin_us for c in copies) <= seal.begin_us
+        assert max(c.end_us for c in copies) <= seal.end_us <= barrier.end_us
         assert barrier.end_us <= after.begin_us
         assert {c.row for c in copies} <= {"training", "copier"}
         # 12 x 24 + 24, twice 24, 24 x 4 + 4, each with two moments and a step count for each of
