@@ -343,7 +343,8 @@ def _kind_of(loader: Iterable[Any]) -> str:
 
 
 def samplers_of(loader: Iterable[Any]) -> list[Any]:
-    """The samplers that decide the order, outermost first, each once."""
+    """The samplers that decide the order, outermost first, each once; also those of batch samplers
+    that another one wraps, as Accelerate's do."""
     found: list[Any] = []
     todo = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     while todo:
@@ -351,7 +352,7 @@ def samplers_of(loader: Iterable[Any]) -> list[Any]:
         if sampler is None or any(sampler is each for each in found):
             continue
         found.append(sampler)
-        todo.append(getattr(sampler, "sampler", None))
+        todo += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
     return found
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from tierckpt.errors import ConfigError, TierckptError
-from tierckpt.resumable_loader import ResumableLoader, generators_of
+from tierckpt.integrations.loader_passes import Pass, Passes
+from tierckpt.resumable_loader import ResumableLoader, generators_of, samplers_of
 from tierckpt.state.extras import Generator
 
 UNPREPARED = (
@@ -39,8 +40,8 @@ class ResumedLoader(ResumableLoader[Any]):
         if not hasattr(loader, "base_dataloader") or not hasattr(loader, "iteration"):
             raise ConfigError(UNPREPARED.format(kind=type(loader).__name__))
         self._prepared: Any = loader
-        self._samplers = _samplers_of(loader)
-        super().__init__(_Passes(loader), generators=_generators_of(loader, self._samplers))
+        self._samplers = samplers_of(loader)
+        super().__init__(Passes(loader, _Pass), generators=_generators_of(loader))
         self._begun_at = 0
         """The loader's `iteration` in the newest pass."""
         self._early_seed: int | None = None
@@ -96,18 +97,6 @@ class ResumedLoader(ResumableLoader[Any]):
             sampler.initial_seed = seed
 
 
-def _samplers_of(loader: Any) -> list[Any]:
-    """The samplers below a prepared loader, each once; Accelerate wraps batch samplers."""
-    found: list[Any] = []
-    todo = [loader.batch_sampler, loader.sampler]
-    while todo:
-        each = todo.pop(0)
-        if each is not None and not any(each is other for other in found):
-            found.append(each)
-            todo += [getattr(each, "batch_sampler", None), getattr(each, "sampler", None)]
-    return found
-
-
 def _early_iterator_of(base: Any) -> Any:
     """The iterator with workers that a StatefulDataLoader has before its first pass, because
     `prepare` reads its state; its workers have drawn from samplers already. None if there is
@@ -120,36 +109,14 @@ def _forget_early_iterator(base: Any) -> None:
     base._iterator, base._initial_iter_for_state_dict = None, False
 
 
-def _generators_of(loader: Any, samplers: list[Any]) -> list[Generator]:
-    owners = [loader.dataset, getattr(loader.dataset, "dataset", None), *samplers]
+def _generators_of(loader: Any) -> list[Generator]:
+    owners = [loader.dataset, getattr(loader.dataset, "dataset", None)]
     found = [getattr(owner, "generator", None) for owner in owners]
     found.append(getattr(loader, "synchronized_generator", None))
     return [*generators_of(loader, [each for each in found if isinstance(each, Generator)])]
 
 
-class _Passes:
-    """The passes over a prepared loader, which begin at a batch."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return _Pass(self._loader)
-
-
-class _Pass:
-    def __init__(self, loader: Any) -> None:
-        self._loader, self._batches = loader, iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
+class _Pass(Pass):
     def skip(self, count: int) -> int:
         """Skip batches without loading them, before the first one; returns how many, 0 where that
         would not be exact. The last batch of `count` is loaded: with it the loader fetches the one

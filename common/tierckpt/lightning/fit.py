@@ -8,10 +8,10 @@ import signal
 from typing import Any
 
 import ddp_ckpt
-from tierckpt.checkpointer.adapter import Handle
 from tierckpt.errors import RestoreError
 from tierckpt.halt.signals import Signals
 from tierckpt.integrations.kept_gradients import KeptGradients
+from tierckpt.integrations.notices import Notices
 from tierckpt.settings import Arguments
 from tierckpt.state import rng
 
@@ -41,15 +41,13 @@ class Fit:
     def __init__(self, trainer: Any, monitor: str | None, settings: Arguments) -> None:
         """Attach and restore. Collective; raises the errors of `ddp_ckpt.Checkpointer`, of its
         `restore`, and of `package.check`."""
-        self._said: list[tuple[str, int]] = []
-        """What was said before there was a checkpointer."""
+        self._say = Notices()
         check(trainer, self._say)
         self._trainer, self._loop, self._monitor = trainer, trainer.fit_loop, monitor
         self._data = TrainingData(trainer, self._say)
         self._state = TrainerState(trainer, self._data)
         self.checkpointer = _attached(trainer, self._state, settings)
-        for text, severity in self._said:
-            self._say(text, severity)
+        self._say.attach(self.checkpointer)
         self._handler = signal.getsignal(signal.SIGTERM)
         self._steps = trainer.global_step
         manual = not trainer.lightning_module.automatic_optimization
@@ -60,12 +58,6 @@ class Fit:
         except BaseException:
             self.leave(None)
             raise
-
-    def _say(self, text: str, severity: int) -> None:
-        if hasattr(self, "checkpointer"):
-            Handle(self.checkpointer).notice(text, severity)
-        else:
-            self._said.append((text, severity))
 
     def _restore(self) -> None:
         restored, trainer = self.checkpointer.restore(), self._trainer

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import ddp_ckpt
-from tierckpt.checkpointer.adapter import Handle
 from tierckpt.errors import RestoreError
+from tierckpt.integrations.notices import Notices
 from tierckpt.settings import Arguments
 
 from .framework import MARK, check, skipping
@@ -37,8 +37,7 @@ class Fit:
 
     def __init__(self, trainer: Any, first_epoch: int) -> None:
         """`first_epoch`: where the Trainer would start. Raises the errors of `framework.check`."""
-        self._said: list[tuple[str, int]] = []
-        """What was said before there was a checkpointer."""
+        self._say = Notices()
         check(trainer, self._say)
         self._trainer = trainer
         self._version = 0
@@ -59,8 +58,7 @@ class Fit:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self._swaps_weights = callable(getattr(optimizer, "train", None))
         self.checkpointer = ddp_ckpt.Checkpointer(model, optimizer, **self._arguments(settings))
-        for text, severity in self._said:
-            self._say(text, severity)
+        self._say.attach(self.checkpointer)
         self._restore()
         return self._data
 
@@ -73,12 +71,6 @@ class Fit:
         own = {STATE: self._state, DATA: self._data.resumable}
         per_rank = {**(settings.get("extra_per_rank") or {}), **own}
         return {**settings, "boundary": "explicit", "extra": extra, "extra_per_rank": per_rank}
-
-    def _say(self, text: str, severity: int) -> None:
-        if hasattr(self, "checkpointer"):
-            Handle(self.checkpointer).notice(text, severity)
-        else:
-            self._said.append((text, severity))
 
     def _restore(self) -> None:
         self._version = version = self.checkpointer.restore().version

@@ -14,8 +14,8 @@ from typing import Any
 from accelerate import skip_first_batches
 from accelerate.data_loader import DataLoaderShard
 
-from tierckpt.resumable_loader import ResumableLoader, generators_of
-from tierckpt.state.extras import Generator
+from tierckpt.integrations.loader_passes import Pass, Passes
+from tierckpt.resumable_loader import ResumableLoader, generators_of, samplers_of
 
 
 class TrainingData:
@@ -23,10 +23,8 @@ class TrainingData:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        found = [getattr(each, "generator", None) for each in _samplers_of(loader)]
-        more = [each for each in found if isinstance(each, Generator)]
         self.resumable = ResumableLoader[Any](
-            _Passes(loader), generators=[*generators_of(loader, more)]
+            Passes(loader, _Pass), generators=[*generators_of(loader)]
         )
         """The place; an object for `extra_per_rank`."""
         self._skip = 0
@@ -48,7 +46,7 @@ class TrainingData:
     def set_epoch(self, epoch: int) -> None:
         """Start this epoch, or continue it if it is the current one."""
         self.resumable.set_epoch(epoch)
-        for owner in (self.loader, *_samplers_of(self.loader)):
+        for owner in (self.loader, *samplers_of(self.loader)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(epoch)
 
@@ -67,29 +65,7 @@ class TrainingData:
         return batches
 
 
-class _Passes:
-    """The passes over a loader."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return _Pass(self._loader)
-
-
-class _Pass:
-    def __init__(self, loader: Any) -> None:
-        self._loader, self._batches = loader, iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
+class _Pass(Pass):
     def skip(self, count: int) -> int:
         """Skip batches by drawing only their indices; returns how many, 0 where that would not be
         exact: worker processes draw random numbers of their own."""
@@ -99,18 +75,6 @@ class _Pass:
         self._batches = iter(skip_first_batches(self._loader, count - 1))
         next(self._batches)
         return count
-
-
-def _samplers_of(loader: Any) -> list[Any]:
-    """The samplers under Accelerate's wrappers, outermost first."""
-    found: list[Any] = []
-    todo = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    while todo:
-        sampler = todo.pop(0)
-        if sampler is not None and not any(sampler is each for each in found):
-            found.append(sampler)
-            todo += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
-    return found
 
 
 __all__ = ["TrainingData"]
