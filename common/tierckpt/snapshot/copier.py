@@ -54,9 +54,10 @@ class Copier(threading.Thread):
         self._queue.put(None)
         if self.desk is not None:
             self.desk.ring()
-        self.join(
-            snapshots.JOIN_PATIENCE_SECONDS
-        )  # a daemon: another rank may never answer its wait
+        # A daemon: another rank may never answer its wait.
+        self.join(snapshots.JOIN_PATIENCE_SECONDS)
+        if self.desk is not None and not self.is_alive():
+            self.desk.clear()  # a slot that somebody keeps cannot be unmapped
 
     def run(self) -> None:
         """Execute jobs until `close`."""

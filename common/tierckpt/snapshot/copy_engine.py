@@ -241,6 +241,10 @@ class Desk:
         """This job is over: `serve` need not return for it. Any thread."""
         self._engine.settle(self._at, job._at)
 
+    def clear(self) -> None:
+        """Let go of the jobs and of the owners of their memory; when no thread serves any more."""
+        self._kept.clear()
+
     def ring(self) -> None:
         """Have `serve` return UNFINISHED, after the job that it is with."""
         self._engine.ring(self._at)
