@@ -44,11 +44,11 @@ from tierckpt.format.manifest import digest
 from tierckpt.storage.memory.slots import Slot
 
 from .copy_plan import Binding, CopyPlan
-from .device_copies import Sources, device_copies, forget_error
+from .device_copies import MOST_COPY_BYTES, Sources, device_copies, forget_error
 from .native_snapshot import RELEASE_AT_ONCE_BYTES
 from .snapshot import Phase, Snapshot, SnapshotError
 
-BATCH_BYTES = 64 * 1024 * 1024
+BATCH_BYTES = MOST_COPY_BYTES
 """Limit of one batch for the side stream, and of a single copy."""
 BATCHES_IN_FLIGHT = 2
 GATHERED_BYTES = 16 * 1024 * 1024
@@ -191,25 +191,18 @@ class CudaSnapshot(Snapshot):
         self._clone: torch.Tensor | None = None
         self._clones: dict[int, torch.Tensor] = {}
         """Clones of other blocks."""
-        self._at_once = self.plan.layout.nbytes <= RELEASE_AT_ONCE_BYTES
-        self._all_released = False
-        if self._at_once:  # then the copier is woken once, and feeds one batch
-            self.starts_at_once = False
-            self._held.update(self._todo)
-            self._todo.clear()
         self._passed = False
         self._boundary = torch.cuda.Event(blocking=True)  # a waiting thread does not spin
         self._boundary.record(torch.cuda.current_stream(self.lane.device))
         self._ready = self._boundary
 
-    def release(self, params: Iterable[torch.Tensor]) -> None:
-        """Allow the copy of these parameters' layers; of a small state, of everything: one batch
-        instead of one for each layer."""
-        if not self._at_once:
-            super().release(params)
-        elif not self._all_released:
-            self._all_released = True
-            self.release_all()
+    def _hold(self) -> None:
+        super()._hold()
+        self._at_once = self.plan.layout.nbytes <= RELEASE_AT_ONCE_BYTES
+        if self._at_once:  # then the copier is woken once, and feeds one batch
+            self.starts_at_once = False
+            self._held.update(self._todo)
+            self._todo.clear()
 
     def run(self) -> None:
         """Copier thread: feed, and hash arrived blocks, until the snapshot is done."""

@@ -29,7 +29,7 @@ from .copy_plan import CopyPlan
 LEAST_SEGMENT_BYTES = 32 * 1024
 """Blocks whose tensors are smaller, on average, are gathered first."""
 MOST_COPY_BYTES = 64 * 1024 * 1024
-"""Limit of a single copy: later ones can begin to be hashed meanwhile."""
+"""Limit of a single copy."""
 CLONE_ALIGNMENT_BYTES = 512
 """As of torch's own allocations: copies on the device are fast."""
 
@@ -214,4 +214,11 @@ def _copies_right(copies: DeviceCopies, device: torch.device) -> bool:
     return torch.equal(target, expected.cpu())
 
 
-__all__ = ["DeviceCopies", "DeviceCopyError", "Sources", "device_copies", "forget_error"]
+__all__ = [
+    "MOST_COPY_BYTES",
+    "DeviceCopies",
+    "DeviceCopyError",
+    "Sources",
+    "device_copies",
+    "forget_error",
+]

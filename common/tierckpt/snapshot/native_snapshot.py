@@ -22,8 +22,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from tierckpt import _faults
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import DIGEST_BYTES
@@ -53,7 +51,7 @@ class NativeSnapshot(Snapshot):
         super().__post_init__()
         self._counted = False
         """True once the blocks of the job are counted as copied."""
-        self._all_released = self._is_posted = False
+        self._is_posted = False
 
     def _hold(self) -> None:
         self._job = Job(self.engine, self.table)
@@ -62,15 +60,6 @@ class NativeSnapshot(Snapshot):
             self._job.release(self.plan.own_blocks)
 
     # --- training thread -----------------------------------------------------------------------
-
-    def release(self, params: Iterable[torch.Tensor]) -> None:
-        """Allow the copy of these parameters' layers from now on."""
-        if self._all_released:
-            return
-        if self._at_once:
-            self.release_all()
-        else:
-            super().release(params)
 
     def release_all(self) -> None:
         """Allow the copy of everything from now on."""

@@ -151,6 +151,9 @@ class Snapshot:
         self._changed = threading.Condition(self._lock)  # with it, `with` would be Python's code
         self._todo: deque[int] = deque()
         self._held: set[int] = set()
+        self._at_once = False
+        """True: the first released layer releases everything."""
+        self._all_released = False
         self._hold()
         self._tree_todo: deque[int] = deque()
         """Blocks of the tree, numbered after all others; empty until there is a slot."""
@@ -181,6 +184,11 @@ class Snapshot:
 
     def release(self, params: Iterable[torch.Tensor]) -> None:
         """Allow the copy of these parameters' layers from now on."""
+        if self._all_released:
+            return
+        if self._at_once:
+            self.release_all()
+            return
         blocks = self.plan.blocks_of
         self._release([b for p in params for b in blocks.get(id(p), ())])
 
@@ -216,6 +224,7 @@ class Snapshot:
     def _let_all_copy(self) -> None:
         with self._lock:
             self._let_copy(sorted(self._held))
+            self._all_released = True
 
     def start(self) -> None:
         """Wake the copier, unless that was done before."""
