@@ -49,7 +49,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same tests wherever pytest's folders are: in memory, a level's files would be the slots'.
 os.environ["TIERCKPT_LOCAL_IN_PLACE"] = "0"
 
-pytest.register_assert_rewrite("tierckpt.testing")
+pytest.register_assert_rewrite("tierckpt.testing", "tests.support.frameworks.killed_job")
 
 # No deadline: the machine may be busy. The same examples every time: a red run can be repeated.
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=50)

@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.accelerate.scenario import Scenario
 from tests.support.crash.launcher import Zygote
-from tests.support.lightning.jobs import LightningJob, Run
-
-JOB = "tests.support.accelerate.job"
-MakeJob = Callable[..., LightningJob]
-Undisturbed = Callable[..., Run]
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed, jobs_of, undisturbed_by
 
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     pytest.importorskip("accelerate", exc_type=ImportError)
-    made = Zygote(tmp_path_factory.mktemp("accelerate") / "zygote.log", JOB)
+    log = tmp_path_factory.mktemp("accelerate") / "zygote.log"
+    made = Zygote(log, "tests.support.accelerate.job")
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """`undisturbed(**scenario)`: the run of a job without kills and without checkpoints."""
-    known: dict[str, Run] = {}
-
-    def run(**scenario: Any) -> Run:
-        name = repr(sorted(scenario.items()))
-        if name not in known:
-            folder = tmp_path_factory.mktemp("plain") / "job"
-            job = LightningJob(forks, Scenario(str(folder), settings=None, **scenario))
-            known[name] = job.start()
-            assert known[name].ended(), known[name].output()
-        return known[name]
-
-    return run
+    return undisturbed_by(forks, Scenario, tmp_path_factory)
 
 
 @pytest.fixture
 def make_job(forks: Zygote, tmp_path: Path, shm_dir: Path) -> MakeJob:
-    """`make_job(**scenario)`: a job with checkpoints. `settings` are added to its own."""
-    numbers = itertools.count()
-
-    def make(settings: dict[str, Any] | None = None, **scenario: Any) -> LightningJob:
-        folder = tmp_path / f"job{next(numbers)}"
-        own = {"path": str(folder / "ckpts"), "shm_dir": str(shm_dir), **(settings or {})}
-        return LightningJob(forks, Scenario(str(folder), settings=own, **scenario))
-
-    return make
+    return jobs_of(forks, Scenario, tmp_path, shm_dir)

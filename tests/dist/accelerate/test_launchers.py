@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.crash.launcher import quiet_environment
-from tests.support.lightning.jobs import LightningJob, Run
-from tests.support.lightning.scenario import VARIABLE
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed
+from tests.support.frameworks.jobs import Run, attempts
+from tests.support.frameworks.scenario import VARIABLE
 from tests.support.slurm_cluster import free_ports
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
@@ -28,27 +28,11 @@ COMMANDS = {
     "accelerate launch, tierckpt run": [*LAUNCH, "--module", "tierckpt.run"],
     "tierckpt run": [*TORCHRUN, "-m", "tierckpt.run"],
 }
-MakeJob = Callable[..., LightningJob]
-Undisturbed = Callable[..., Run]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm(warm_python: None) -> None:
     """Started before the first test, as it starts processes that last."""
-
-
-def attempts(run: Run, undisturbed: Run) -> list[int]:
-    """For rank 0, the places in the undisturbed job at which the attempts of one run began; they
-    write to one file."""
-    theirs = undisturbed.lines()
-    at, found = len(theirs), []
-    for line in run.lines():
-        if at == len(theirs) or line != theirs[at]:
-            at = theirs.index(line)
-            found.append(at)
-        at += 1
-    assert at == len(theirs)
-    return found
 
 
 @pytest.mark.parametrize("launcher", COMMANDS)

@@ -3,16 +3,13 @@ gradients, weights, learning rates, and random states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 
-from tests.support.lightning.jobs import LightningJob, Run
-
-MakeJob = Callable[..., LightningJob]
-Undisturbed = Callable[..., Run]
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed
+from tests.support.frameworks.killed_job import goes_on_exactly
 
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     # Kills of one job, one after the other; the scenario. 7 batches an epoch, unless it says more.
@@ -73,14 +70,7 @@ def test_a_killed_job_goes_on_exactly(
     kills, scenario = CASES[name]
     if name == "stateful loader with workers" and version("accelerate").startswith("1.0"):
         pytest.skip("this Accelerate fails with such loaders, also without Tierckpt")
-    plain, job = undisturbed(**scenario), make_job(**scenario)
-    for number, kill in enumerate([*kills, ""]):
-        run = job.start(kill)
-        assert job.fired(kill) or not kill, run.output()
-        assert run.ended() is not bool(kill), run.output()
-        for rank in range(run.scenario.ranks):
-            first = run.place_in(plain, rank)
-            assert (first > 0) is (number > 0), run.output()
+    goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario))
 
 
 def test_checkpoints_leave_the_training_unchanged(

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.crash.launcher import quiet_environment
-from tests.support.lightning.jobs import LightningJob, Run
-from tests.support.lightning.scenario import VARIABLE, Scenario
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed
+from tests.support.frameworks.jobs import Run, attempts
+from tests.support.frameworks.scenario import VARIABLE, Scenario
 from tests.support.slurm_cluster import free_ports
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "support" / "lightning" / "job.py"
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-MakeJob = Callable[..., LightningJob]
-Undisturbed = Callable[..., Run]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,20 +44,6 @@ def launch(
     )
 
 
-def attempts(scenario: Scenario, undisturbed: Run) -> list[int]:
-    """For rank 0, the places in the undisturbed job at which the attempts of one run began; they
-    write to one file."""
-    theirs = undisturbed.lines()
-    at, found = len(theirs), []
-    for line in [x for x in Run(scenario).lines() if x["kind"] != "raised"]:
-        if at == len(theirs) or line != theirs[at]:
-            at = theirs.index(line)
-            found.append(at)
-        at += 1
-    assert at == len(theirs)
-    return found
-
-
 @pytest.mark.parametrize("shim", [[], ["-m", "tierckpt.run"]], ids=["torchrun", "tierckpt run"])
 def test_ranks_that_the_launcher_restarts_go_on_exactly(
     shim: list[str], make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
@@ -70,7 +55,7 @@ def test_ranks_that_the_launcher_restarts_go_on_exactly(
     done = launch([*TORCHRUN, *restarts, *shim, str(SCRIPT)], scenario, home)
     assert done.returncode == 0, done.stderr
     assert job.fired("backward:1:8")
-    first, second = attempts(scenario, plain)
+    first, second = attempts(Run(scenario), plain)
     assert first == 0
     assert second > 0
 

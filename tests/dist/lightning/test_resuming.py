@@ -3,16 +3,17 @@ gradients, weights, learning rates, random states, and all that is logged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 
-from tests.support.lightning.jobs import LightningJob, Run
-
-MakeJob = Callable[..., LightningJob]
-Undisturbed = Callable[..., Run]
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed
+from tests.support.frameworks.killed_job import (
+    ends_by_a_signal_and_goes_on,
+    goes_on_after_an_error,
+    goes_on_exactly,
+)
 
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     # Kills of one job, one after the other; the scenario. 6 batches an epoch, unless it says more.
@@ -75,15 +76,7 @@ def test_a_killed_job_goes_on_exactly(
     kills, scenario = CASES[name]
     if "ema" in scenario.get("callbacks", ()) and version("lightning") < "2.6":
         pytest.skip("this Lightning has no averaging of weights at every step")
-    plain, job = undisturbed(**scenario), make_job(**scenario)
-    for number, kill in enumerate([*kills, ""]):
-        run = job.start(kill)
-        assert job.fired(kill) or not kill, run.output()
-        assert run.ended() is not bool(kill), run.output()
-        begins = number == 0 or (number == 1 and "start" in kills[0])
-        for rank in range(run.scenario.ranks):
-            first = run.place_in(plain, rank)
-            assert first == 0 if begins else first > 0, run.output()
+    goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="start")
 
 
 def test_checkpoints_leave_the_training_unchanged(
@@ -108,28 +101,13 @@ def test_a_finished_job_that_is_started_again_trains_no_step_and_has_its_final_w
 def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    plain, job = undisturbed(), make_job()
-    first = job.start(signal="backward:1:8")
-    assert first.ended(), first.output()
-    assert job.fired("backward:1:8")
-    steps = [x["number"] for x in first.of_kind("step")]
-    assert 9 <= steps[-1] <= 12, "all ranks know of it after two boundaries"
-    again = job.start()
-    assert again.ended(), again.output()
-    assert again.of_kind("step")[0]["number"] == steps[-1] + 1
-    for rank in range(2):
-        assert again.place_in(plain, rank) > 0
+    ends_by_a_signal_and_goes_on(make_job(), "backward:1:8", (9, 12), undisturbed())
 
 
 def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    plain, job = undisturbed(), make_job()
-    failed = job.start("backward:1:8", error=True)
-    assert failed.error(1) == "the script's own error", failed.output()
-    again = job.start()
-    assert again.ended(), again.output()
-    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
+    goes_on_after_an_error(make_job(), "backward:1:8", undisturbed())
 
 
 def test_another_number_of_ranks_is_refused_before_the_first_step(make_job: MakeJob) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.crash.launcher import Zygote
-from tests.support.lightning.jobs import LightningJob, Run
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed, jobs_of, undisturbed_by
 from tests.support.transformers.scenario import Scenario
 
 
@@ -25,29 +23,10 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(forks: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """`undisturbed(**scenario)`: the run of a job without kills and without checkpoints."""
-    known: dict[str, Run] = {}
-
-    def run(**scenario: Any) -> Run:
-        name = repr(sorted(scenario.items()))
-        if name not in known:
-            folder = str(tmp_path_factory.mktemp("plain") / "job")
-            known[name] = LightningJob(forks, Scenario(folder, settings=None, **scenario)).start()
-            assert known[name].ended(), known[name].output()
-        return known[name]
-
-    return run
+def undisturbed(forks: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return undisturbed_by(forks, Scenario, tmp_path_factory)
 
 
 @pytest.fixture
-def make_job(forks: Zygote, tmp_path: Path, shm_dir: Path) -> Callable[..., LightningJob]:
-    """`make_job(**scenario)`: a job with checkpoints. `settings` are added to its own."""
-    numbers = itertools.count()
-
-    def make(settings: dict[str, Any] | None = None, **scenario: Any) -> LightningJob:
-        folder = tmp_path / f"job{next(numbers)}"
-        own = {"path": str(folder / "ckpts"), "shm_dir": str(shm_dir), **(settings or {})}
-        return LightningJob(forks, Scenario(str(folder), settings=own, **scenario))
-
-    return make
+def make_job(forks: Zygote, tmp_path: Path, shm_dir: Path) -> MakeJob:
+    return jobs_of(forks, Scenario, tmp_path, shm_dir)

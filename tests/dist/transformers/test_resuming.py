@@ -3,15 +3,16 @@ one: batches, gradients, weights, learning rates, random states, and all that is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support.lightning.jobs import LightningJob, Run
-
-MakeJob = Callable[..., LightningJob]
-Undisturbed = Callable[..., Run]
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed
+from tests.support.frameworks.killed_job import (
+    ends_by_a_signal_and_goes_on,
+    goes_on_after_an_error,
+    goes_on_exactly,
+)
 
 BEST = {
     "save_strategy": "steps",
@@ -98,15 +99,7 @@ def test_a_killed_job_goes_on_exactly(
     name: str, make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     kills, scenario = CASES[name]
-    plain, job = undisturbed(**scenario), make_job(**scenario)
-    for number, kill in enumerate([*kills, ""]):
-        run = job.start(kill)
-        assert job.fired(kill) or not kill, run.output()
-        assert run.ended() is not bool(kill), run.output()
-        begins = number == 0 or (number == 1 and "begin" in kills[0])
-        for rank in range(run.scenario.ranks):
-            first = run.place_in(plain, rank)
-            assert first == 0 if begins else first > 0, run.output()
+    goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="begin")
 
 
 def test_checkpoints_leave_the_training_unchanged(
@@ -132,28 +125,15 @@ def test_a_finished_job_that_is_started_again_trains_no_step_and_has_its_best_we
 def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    plain, job = undisturbed(arguments=BEST), make_job(arguments=BEST)
-    first = job.start(signal="backward:1:9")
-    assert first.ended(), first.output()
-    assert job.fired("backward:1:9")
-    steps = [x["number"] for x in first.of_kind("step")]
-    assert 10 <= steps[-1] <= 13, "all ranks know of it after two boundaries"
-    again = job.start()
-    assert again.ended(), again.output()
-    assert again.of_kind("step")[0]["number"] == steps[-1] + 1
-    for rank in range(2):
-        assert again.place_in(plain, rank) > 0
+    ends_by_a_signal_and_goes_on(
+        make_job(arguments=BEST), "backward:1:9", (10, 13), undisturbed(arguments=BEST)
+    )
 
 
 def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    plain, job = undisturbed(arguments=BEST), make_job(arguments=BEST)
-    failed = job.start("backward:1:9", error=True)
-    assert failed.error(1) == "the script's own error", failed.output()
-    again = job.start()
-    assert again.ended(), again.output()
-    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
+    goes_on_after_an_error(make_job(arguments=BEST), "backward:1:9", undisturbed(arguments=BEST))
 
 
 def test_the_jobs_own_version_goes_before_a_checkpoint_of_the_trainers(

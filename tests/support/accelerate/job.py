@@ -4,13 +4,8 @@ for ranks that are forked."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
-import signal
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from tests.support.accelerate.scenario import Scenario
-from tests.support.lightning.scenario import VARIABLE
+from tests.support.frameworks.rank import Journal, be_forked, digest, random_state
+from tests.support.frameworks.scenario import VARIABLE
 from tierckpt.accelerate import attach
 
 WIDTH, CLASSES, SAMPLES, EPOCHS = 8, 3, 52, 3
@@ -84,39 +80,6 @@ class Average:
         self.weights, self.updates = state["weights"], state["updates"]
 
 
-class Journal:
-    """The records of one rank and run: a line of JSON each."""
-
-    def __init__(self, scenario: Scenario, rank: int) -> None:
-        self.scenario, self.rank = scenario, rank
-        self.file = (Path(scenario.folder) / f"run{scenario.run}-rank{rank}").open("a")
-
-    def write(self, kind: str, **facts: Any) -> None:
-        self.file.write(json.dumps({"kind": kind, **facts}) + "\n")
-        self.file.flush()
-
-    def reach(self, point: str, step: int) -> None:
-        """Pass a point where this rank may have to end."""
-        here = f"{point}:{self.rank}:{step}"
-        for order, number in (
-            (self.scenario.kill, signal.SIGKILL),
-            (self.scenario.signal, signal.SIGTERM),
-        ):
-            mark = Path(self.scenario.folder) / f"fired {order.replace(':', ' ')}"
-            if order == here and not mark.exists():
-                mark.touch()
-                os.kill(os.getpid(), number)
-
-
-def digest(tensors: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        if tensor is not None:
-            flat = tensor.detach().reshape(-1).contiguous()
-            found.update(flat.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
 class Training:
     """The prepared objects of one rank, and what the script counts."""
 
@@ -156,7 +119,7 @@ class Training:
         rates = [group["lr"] for each in self.optimizers for group in each.param_groups]
         states = [value for model in self.models for value in model.state_dict().values()]
         weights = digest([*states, *self.average.weights])
-        random = digest([torch.get_rng_state()])
+        random = random_state()
         self.journal.write("step", number=self.steps, weights=weights, rates=rates, random=random)
 
     def train(self, batch: Any, index: int) -> None:
@@ -228,17 +191,7 @@ def train(scenario: Scenario) -> Training:
 
 def run(environment: Mapping[str, str]) -> None:
     """Be a rank that was forked; does not return."""
-    status = 1
-    try:
-        _kept = train(Scenario.from_json(environment[VARIABLE]))
-        status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    sys.stdout.flush()
-    import atexit
-
-    atexit._run_exitfuncs()
-    os._exit(status)
+    be_forked(lambda: train(Scenario.from_json(environment[VARIABLE])))
 
 
 if __name__ == "__main__":

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from tests.support.frameworks import scenario
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """Everything is the same in the runs of a job, except those of `run` to `signal`."""
+class Scenario(scenario.Scenario):
+    """Adds what jobs with Accelerate have. `data` may be `two`: the loop takes a batch from each of
+    two loaders."""
 
-    folder: str
-    run: int = 0
-    kill: str = ""
-    """`POINT:RANK:STEP`: this rank kills itself there, by SIGKILL, after so many steps."""
-    signal: str = ""
-    """The same: the rank sends itself SIGTERM."""
-    ranks: int = 2
     seed: int = 7
-    data: str = "plain"
-    """`two`: the loop takes a batch from each of two loaders."""
-    workers: int = 0
     seedable: bool = True
     accumulation: int = 1
     optimizers: int = 1
@@ -37,12 +29,3 @@ class Scenario:
     """Arguments of Accelerator."""
     loading: dict[str, Any] = field(default_factory=dict)
     """Arguments of DataLoaderConfiguration."""
-    settings: dict[str, Any] | None = field(default_factory=dict)
-    """Arguments of `attach`; None: without checkpoints."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Scenario:
-        return cls(**json.loads(text))

@@ -1,4 +1,4 @@
-"""Lightning jobs that tests kill and start again; their ranks are forks of one process."""
+"""Jobs that tests kill and start again; their ranks are forks of one process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.crash.launcher import Process, Zygote, quiet_environment
-from tests.support.lightning.scenario import VARIABLE, Scenario
+from tests.support.frameworks.scenario import VARIABLE, Scenario
 from tests.support.slurm_cluster import free_ports
 
 PATIENCE_SECONDS = 90.0
-JOB = "tests.support.lightning.job"
 Line = dict[str, Any]
 
 
-class LightningJob:
+class Job:
     """The runs of one job. With `settings=None` it has no checkpoints: the undisturbed job."""
 
     def __init__(self, zygote: Zygote, scenario: Scenario) -> None:
@@ -117,4 +116,18 @@ class Run:
         return all(self.of_kind("done", rank) for rank in range(self.scenario.ranks))
 
 
-__all__ = ["JOB", "LightningJob", "Run"]
+def attempts(run: Run, undisturbed: Run) -> list[int]:
+    """For rank 0, the places in the undisturbed job at which the attempts of one run began; they
+    write to one file."""
+    theirs = undisturbed.lines()
+    at, found = len(theirs), []
+    for line in [x for x in run.lines() if x["kind"] != "raised"]:
+        if at == len(theirs) or line != theirs[at]:
+            at = theirs.index(line)
+            found.append(at)
+        at += 1
+    assert at == len(theirs)
+    return found
+
+
+__all__ = ["Job", "Run", "attempts"]

@@ -4,12 +4,9 @@ that are forked."""
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,49 +14,11 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from tests.support.frameworks.rank import Journal, be_forked, digest, random_state
+from tests.support.frameworks.scenario import VARIABLE
 from tests.support.lightning.models import make_model
-from tests.support.lightning.scenario import VARIABLE, Scenario
+from tests.support.lightning.scenario import Scenario
 from tierckpt.lightning import TierCheckpoint
-
-
-class Journal:
-    """The records of one rank and run: a line of JSON each."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario, self.rank = scenario, 0
-        self.file: Any = None
-
-    def write(self, kind: str, **facts: Any) -> None:
-        if self.file is None:
-            path = Path(self.scenario.folder) / f"run{self.scenario.run}-rank{self.rank}"
-            self.file = path.open("a")
-        self.file.write(json.dumps({"kind": kind, **facts}) + "\n")
-        self.file.flush()
-
-    def reach(self, point: str, step: int) -> None:
-        """Pass a point where this rank may have to end."""
-        here = f"{point}:{self.rank}:{step}"
-        for order, number in (
-            (self.scenario.kill, signal.SIGKILL),
-            (self.scenario.signal, signal.SIGTERM),
-        ):
-            mark = Path(self.scenario.folder) / f"fired {order.replace(':', ' ')}"
-            if order == here and not mark.exists():
-                mark.touch()
-                if self.scenario.error:
-                    raise RuntimeError("the script's own error")
-                os.kill(os.getpid(), number)
-
-
-def digest(tensors: Any) -> str:
-    import hashlib
-
-    found = hashlib.sha256()
-    for tensor in tensors:
-        if tensor is not None:
-            flat = tensor.detach().reshape(-1).contiguous()
-            found.update(flat.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def recorder(base: Any, journal: Journal) -> Any:
@@ -108,10 +67,6 @@ def recorder(base: Any, journal: Journal) -> Any:
             journal.write("trained", step=trainer.global_step, epoch=trainer.current_epoch)
 
     return Recorder()
-
-
-def random_state() -> str:
-    return digest([torch.get_rng_state()])
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -214,17 +169,7 @@ def fit(scenario: Scenario) -> Any:
 
 def run(environment: Mapping[str, str]) -> None:
     """Be a rank that was forked; does not return."""
-    status = 1
-    try:
-        fit(Scenario.from_json(environment[VARIABLE]))
-        status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    sys.stdout.flush()
-    import atexit
-
-    atexit._run_exitfuncs()
-    os._exit(status)
+    be_forked(lambda: fit(Scenario.from_json(environment[VARIABLE])))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,7 @@ module for ranks that are forked."""
 
 from __future__ import annotations
 
-import atexit
-import hashlib
-import json
 import os
-import signal
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,49 +13,12 @@ import transformers
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Seq2SeqTrainer, Trainer
 
-from tests.support.transformers.scenario import VARIABLE, Scenario
+from tests.support.frameworks.rank import Journal, be_forked, digest, random_state
+from tests.support.frameworks.scenario import VARIABLE
+from tests.support.transformers.scenario import Scenario
 from tierckpt.transformers import TierTrainerMixin
 
 WORDS, LENGTH, SAMPLES = 50, 16, 52
-
-
-class Journal:
-    """The records of one rank and run: a line of JSON each."""
-
-    def __init__(self, scenario: Scenario, rank: int) -> None:
-        self.scenario, self.rank = scenario, rank
-        self.file = (Path(scenario.folder) / f"run{scenario.run}-rank{rank}").open("a")
-
-    def write(self, kind: str, **facts: Any) -> None:
-        self.file.write(json.dumps({"kind": kind, **facts}) + "\n")
-        self.file.flush()
-
-    def reach(self, point: str, step: int) -> None:
-        """Pass a point where this rank may have to end."""
-        here = f"{point}:{self.rank}:{step}"
-        for order, number in (
-            (self.scenario.kill, signal.SIGKILL),
-            (self.scenario.signal, signal.SIGTERM),
-        ):
-            mark = Path(self.scenario.folder) / f"fired {order.replace(':', ' ')}"
-            if order == here and not mark.exists():
-                mark.touch()
-                if self.scenario.error:
-                    raise RuntimeError("the script's own error")
-                os.kill(os.getpid(), number)
-
-
-def digest(tensors: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        if tensor is not None:
-            flat = tensor.detach().reshape(-1).contiguous()
-            found.update(flat.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
-def random_state() -> str:
-    return digest([torch.get_rng_state()])
 
 
 def without_clock(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,15 +165,7 @@ def train(scenario: Scenario) -> None:
 
 def run(environment: Mapping[str, str]) -> None:
     """Be a rank that was forked; does not return."""
-    status = 1
-    try:
-        train(Scenario.from_json(environment[VARIABLE]))
-        status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    sys.stdout.flush()
-    atexit._run_exitfuncs()
-    os._exit(status)
+    be_forked(lambda: train(Scenario.from_json(environment[VARIABLE])))
 
 
 if __name__ == "__main__":

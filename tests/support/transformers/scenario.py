@@ -1,18 +1,16 @@
-"""A job of Hugging Face's Trainer for tests, as the variable LIGHTNING_SCENARIO describes it."""
+"""A job of Hugging Face's Trainer for tests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.lightning import scenario
-from tests.support.lightning.scenario import VARIABLE
+from tests.support.frameworks import scenario
 
 
 @dataclass(frozen=True)
 class Scenario(scenario.Scenario):
-    """Also the fields of the Lightning jobs: `folder`, `run`, `kill`, `signal`, `error`, `ranks`,
-    `workers`, `settings`."""
+    """Adds what jobs of the Trainer have."""
 
     kind: str = "trainer"
     """The Trainer's kind: "trainer" or "seq2seq"."""
@@ -22,6 +20,3 @@ class Scenario(scenario.Scenario):
     """Of an EarlyStoppingCallback; 0: without it."""
     train: dict[str, Any] = field(default_factory=dict)
     """Arguments of `train`."""
-
-
-__all__ = ["VARIABLE", "Scenario"]

@@ -1,0 +1,47 @@
+"""What all frameworks' killed jobs must do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.support.frameworks.jobs import Job, Run
+
+
+def goes_on_exactly(job: Job, kills: Sequence[str], plain: Run, start: str = "") -> None:
+    """Run a job that is killed at all these points, then to its end; assert that every run writes
+    what `plain` has there. `start`: name of a point before the first version."""
+    for number, kill in enumerate([*kills, ""]):
+        run = job.start(kill)
+        assert job.fired(kill) or not kill, run.output()
+        assert run.ended() is not bool(kill), run.output()
+        begins = number == 0 or (number == 1 and bool(start) and start in kills[0])
+        for rank in range(run.scenario.ranks):
+            first = run.place_in(plain, rank)
+            assert first == 0 if begins else first > 0, run.output()
+
+
+def ends_by_a_signal_and_goes_on(job: Job, signal: str, steps: tuple[int, int], plain: Run) -> None:
+    """Send the signal; assert that the job ends after one of `steps` (both included), and that its
+    next run goes on exactly after that step."""
+    first = job.start(signal=signal)
+    assert first.ended(), first.output()
+    assert job.fired(signal)
+    last = first.of_kind("step")[-1]["number"]
+    assert steps[0] <= last <= steps[1], "all ranks know of it after two boundaries"
+    again = job.start()
+    assert again.ended(), again.output()
+    assert again.of_kind("step")[0]["number"] == last + 1
+    for rank in range(2):
+        assert again.place_in(plain, rank) > 0
+
+
+def goes_on_after_an_error(job: Job, point: str, plain: Run) -> None:
+    """Raise an error of the script's on rank 1; assert that the next run goes on exactly."""
+    failed = job.start(point, error=True)
+    assert failed.error(1) == "the script's own error", failed.output()
+    again = job.start()
+    assert again.ended(), again.output()
+    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
+
+
+__all__ = ["ends_by_a_signal_and_goes_on", "goes_on_after_an_error", "goes_on_exactly"]
