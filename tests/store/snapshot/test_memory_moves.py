@@ -226,6 +226,10 @@ class Extension:
         self.resize(weight.untyped_storage(), 2 * weight.nbytes)
 
 
+def failed(events: list[Any]) -> list[Any]:
+    return [event for event in events if event.name == "failed"]
+
+
 @pytest.mark.parametrize("by", ["memory", "methods"])
 @pytest.mark.parametrize("with_torch", [False, True])
 def test_memory_that_an_extension_moved_is_refused_by_name(
@@ -249,16 +253,18 @@ def test_memory_that_an_extension_moved_is_refused_by_name(
         model, optimizer, path=path, on_event=events.append, **given
     ) as ckpt:
         ckpt.restore()
-        for step in range(5):
+        step = 0
+        while step < 5 or (len(failed(events)) < 2 and step < 1000):  # a busy copier votes late
+            step += 1
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
             optimizer.step()
             ckpt.step()
-            if step == 2:
+            if step == 3:
                 Extension().grow(model.weight)
         wanted = model.weight.clone()
         ckpt.wait()
-        said, void = [event for event in events if event.name == "failed"]
+        said, void = failed(events)
         assert said.version == void.version == 3
         assert said.message.removeprefix("SnapshotError: ").startswith(
             "model/weight: their memory was moved or freed between"
@@ -266,7 +272,7 @@ def test_memory_that_an_extension_moved_is_refused_by_name(
         assert memory_moves.MOVED in said.message
         with torch.no_grad():
             model.weight.zero_()
-        assert ckpt.restore().version == 5
+        assert ckpt.restore().version == step
         assert torch.equal(model.weight, wanted)
 
 
