@@ -25,6 +25,7 @@ APART = (
     "ranks made it in different iterations: some rank skipped an optimizer step that others made, "
     "or calls step() less often"
 )
+FAILED = "the snapshot failed on some rank; it is void on all"
 
 
 class Boundary:
@@ -50,14 +51,13 @@ class Boundary:
         self._void: set[VersionId] = set()
         """Versions that are void on all ranks, and that no event is to report as lost."""
         self.has_lost = False
-        """True if the votes read last have broken a version."""
+        """True after votes have broken a version; the reader sets it to False."""
 
     def hear(self) -> Vote:
         """Read the result of the last round of votes, and the agent's messages."""
         self._levels.slot_handoff.take_stock()
         were_apart = self._agreement.apart
         agreed, broken = self._agreement.read()
-        self.has_lost = broken is not None
         newly_apart = agreed.apart and not were_apart
         if (agreed.adapter == VOID or newly_apart) and self._last is not None:
             void, take = self._last
@@ -67,14 +67,17 @@ class Boundary:
             elif take:
                 self._void.add(void)
         self._levels.promotion.backlog.go_on()
-        if broken in self._void:
-            self._void.remove(broken)
-        elif broken is not None:
-            self._reports.lost(
-                broken.version, "the snapshot failed on some rank; it is void on all"
-            )
+        if broken is not None:
+            self._report_broken(broken)
         self._levels.collect()
         return agreed
+
+    def _report_broken(self, id_: VersionId) -> None:
+        self.has_lost = True
+        if id_ in self._void:
+            self._void.remove(id_)
+        else:
+            self._reports.lost(id_.version, FAILED)
 
     def _break(self, id_: VersionId) -> None:
         """Void a version that ranks made in different iterations. All ranks know that now, and no
@@ -97,7 +100,8 @@ class Boundary:
             self._levels.collect()
             if len(self._agreement.memory.open) > 1:  # votes lag, and would not catch up
                 self._levels.slot_handoff.wait()
-                self._agreement.vote_again(version)
+                for broken in self._agreement.vote_again(version):
+                    self._report_broken(broken)
         return decision.take
 
     def vote(

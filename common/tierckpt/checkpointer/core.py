@@ -292,6 +292,7 @@ class CheckpointerCore(abc.ABC):
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
         if self._rounds.has_lost:
+            self._rounds.has_lost = False
             self._active.capture.look_at_all()
         if self._agreement.parted is not None:
             self._part()

@@ -206,13 +206,15 @@ class Agreement:
         over = 0 < every_seconds <= now_seconds - self._since[level]
         return LevelVote(state, int(not busy), int(not over), -cost.us, -cost.steps)
 
-    def vote_again(self, version: int) -> None:
+    def vote_again(self, version: int) -> list[VersionId]:
         """Vote once for each open version at the boundary of `version`, on all ranks, to learn its
-        outcome now. A version that is not done on this rank counts as broken. Waits as `read`."""
+        outcome now; returns the memory versions that broke. A version that is not done on this rank
+        counts as broken. Waits as `read`."""
+        broken: list[VersionId] = []
         apart, together = self.apart, self.together  # these votes do not name an iteration
         for _ in range(max(len(self.ledgers[level].open) for level in AWAITED)):
             if self.parted is not None:
-                return
+                break
             opened = {level: self.ledgers[level].open for level in AWAITED}
             about = {level: ids[0] for level, ids in opened.items() if ids}
             nbytes, metric = self._shard(about.get(LOCAL))
@@ -221,8 +223,10 @@ class Agreement:
             vote = Vote(levels, less_bytes=-nbytes, metric=as_vote(metric))
             newest = VersionId(self.memory.open[-1].generation if self.memory.open else 0, version)
             self._cast(vote, newest, about)
-            self.read()
+            _, lost = self.read()
+            broken += [lost] if lost else []
             self.apart, self.together = apart, together
+        return broken
 
     def _cast(
         self,

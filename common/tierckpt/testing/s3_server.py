@@ -102,7 +102,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         front = self.server
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client died: a store keeps and lists nothing of that request
+            self.close_connection = True
+            return
         with front.lock:
             front.requests.append((self.command, self.path))
             status = front.rule(self.command, self.path, len(front.requests))

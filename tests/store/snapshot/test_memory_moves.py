@@ -18,6 +18,9 @@ import torch
 
 import tierckpt
 from tests.support.late_copies import copy_late, without_the_engine
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.slot_handoff import SlotHandoff
+from tierckpt.core.ledger import BROKEN
 from tierckpt.snapshot import copy_engine, memory_moves, snapshot, tensor_memory
 from tierckpt.testing import run_in_child
 
@@ -274,6 +277,46 @@ def test_memory_that_an_extension_moved_is_refused_by_name(
             model.weight.zero_()
         assert ckpt.restore().version == step
         assert torch.equal(model.weight, wanted)
+
+
+def test_a_failure_that_is_known_after_the_vote_is_reported_as_void(
+    path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `when_busy="wait"` ranks vote again if votes lag: the other ranks hear of the failure in
+    these votes only."""
+    tell, wait, late = Agreement.tell, SlotHandoff.wait, list[Any]()
+
+    def tell_late(self: Agreement, *told: Any) -> None:
+        late.append((self, told)) if told[2] == BROKEN else tell(self, *told)
+
+    def wait_for_all(self: SlotHandoff) -> None:
+        wait(self)
+        while late:
+            agreement, told = late.pop(0)
+            tell(agreement, *told)
+
+    monkeypatch.setattr(Agreement, "tell", tell_late)
+    monkeypatch.setattr(SlotHandoff, "wait", wait_for_all)
+    monkeypatch.setattr(SlotHandoff, "take_stock", lambda self: None)
+    model, events = torch.nn.Linear(4, 4), list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copy_late(monkeypatch, 0.0)
+    given = {**settings, "agent": "inline", "local_every_steps": 1, "when_busy": "wait"}
+    with tierckpt.Checkpointer(
+        model, optimizer, path=path, on_event=events.append, **given
+    ) as ckpt:
+        ckpt.restore()
+        for step in range(5):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            ckpt.step()
+            if step == 2:
+                Extension().grow(model.weight)
+        ckpt.wait()
+        said, void = failed(events)
+        assert said.version == void.version == 3
+        assert "void on all" in void.message
 
 
 def test_a_forked_child_waits_for_no_copy(
