@@ -1,6 +1,6 @@
 """Events: one small record per checkpoint and level, to logging, a JSONL file and callbacks.
 
-Three lines for TensorBoard, W&B or Prometheus:
+Three lines for TensorBoard, W&B or Prometheus::
 
     def on_event(event):
         if event.name == "sealed":
