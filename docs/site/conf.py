@@ -1,7 +1,7 @@
-"""Sphinx's settings for the documentation site; `make docs` builds it into build/docs.
+"""Sphinx's settings for the documentation site, which `make docs` builds.
 
-The sources are the Markdown pages of the repository, where they are: their relative links work on
-a code host as well. `contents.yml` has their order.
+The sources are the Markdown pages where they are in the repository, so that their relative links
+work on a code host as well. `contents.yml` has their order, `extension.py` what Sphinx lacks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 project = "Tierckpt"
 release = version = tierckpt.__version__
-html_title = f"Tierckpt {release}"
-
 extensions = [
     "myst_parser",
     "sphinx_external_toc",
@@ -25,22 +23,24 @@ extensions = [
     "sphinx_copybutton",
     "extension",
 ]
+
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "benchmarks/*.md", "examples/*/*.md"]
+include_patterns = ["*.md", "docs/**.md", "benchmarks/**.md", "examples/**.md"]
+exclude_patterns = [".venv", "build"]
 external_toc_path = "docs/site/contents.yml"
-myst_heading_anchors = 6  # as code hosts make them from headings
-myst_links_external_new_tab = False
+myst_heading_anchors = 6  # the anchors of code hosts
+
+default_role = "name"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
 
 html_theme = "furo"
+html_title = f"Tierckpt {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_extra_path = ["index"]
+html_extra_path = ["index"]  # index.html, which leads to README.html
 html_copy_source = False
 html_show_copyright = False
-
-autodoc_typehints_format = "short"
-autodoc_member_order = "bysource"
-autodoc_class_signature = "mixed"
-default_role = "name"
-python_maximum_signature_line_length = 88
-python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"

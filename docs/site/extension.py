@@ -3,6 +3,7 @@
 - Stand-ins for the frameworks, so that the site does not depend on what is installed.
 - Single backticks in docstrings: code, and a link if the reference has the name.
 - The page of commands, made from the parsers.
+- A search that also finds the words of a name: `redundancy` finds `peer_redundancy`.
 - A warning for each public name that no page of the reference has.
 """
 
@@ -20,6 +21,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.autodoc.mock import MockFinder, ismock
+from sphinx.search.en import SearchEnglish
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxRole
 
@@ -40,7 +42,9 @@ NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?")
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register all parts."""
     replace_frameworks()
+    app.add_config_value("checks_public_names", True, "env", bool)
     app.add_role("name", NameRole())
+    app.add_search_language(SearchNames)
     app.connect("source-read", add_commands)
     app.connect("doctree-read", unlink_folders)
     app.connect("env-check-consistency", find_missing_names)
@@ -70,10 +74,19 @@ class NameRole(SphinxRole):
         return [link], []
 
 
+class SearchNames(SearchEnglish):
+    """English, with the words of names that have underscores."""
+
+    def split(self, input: str) -> list[str]:
+        """Split into words; a name comes first as a whole."""
+        words = super().split(input)
+        return [*words, *(part for word in words if "_" in word for part in word.split("_"))]
+
+
 def add_commands(app: Sphinx, page: str, source: list[str]) -> None:
     """Add the commands to their page."""
     if page == COMMANDS_PAGE:
-        from tierckpt.cli.main import _parser
+        from tierckpt.cli.main import _parser  # later than the stand-ins
 
         source[0] += command_reference(_parser())
 
@@ -88,6 +101,8 @@ def unlink_folders(app: Sphinx, tree: nodes.document) -> None:
 
 def find_missing_names(app: Sphinx, env: BuildEnvironment) -> None:
     """Warn of each public name that has no entry, under any of its names."""
+    if not app.config.checks_public_names:
+        return
     entries = env.domains.python_domain.objects
     there = {id(found) for entry in entries if (found := _object(entry)) is not None}
     for module in map(importlib.import_module, PUBLIC):
