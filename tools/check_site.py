@@ -15,12 +15,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LOADED = {
-    **dict.fromkeys(("script", "img", "iframe", "embed", "source", "audio", "video"), ("src",)),
-    **{"link": ("href",), "object": ("data",), "form": ("action",)},
+LOADED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("script", "img", "iframe", "embed", "source", "audio"), ("src",)),
+    "video": ("src", "poster"),
+    "link": ("href",),
+    "object": ("data",),
+    "form": ("action",),
 }
 """Elements, and their attributes with an address that the browser opens by itself."""
-LOADED["video"] = ("src", "poster")
 NOT_LOADED = ("next", "prev", "author", "search", "index", "canonical")
 """Kinds of `link` that a browser does not load."""
 IN_STYLE = re.compile(r"""url\(\s*["']?([^"')]+)|@import\s+["']([^"']+)""")

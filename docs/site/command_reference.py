@@ -18,7 +18,8 @@ def command_reference(parser: argparse.ArgumentParser) -> str:
 def _sections(parser: argparse.ArgumentParser, summary: str = "") -> Iterator[str]:
     subparsers = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not subparsers:
-        yield f"\n## {parser.prog}\n\n{_sentence(summary)}\n\n{_escaped(parser.description or '')}\n"
+        yield f"\n## {parser.prog}\n\n{_sentence(summary)}\n"
+        yield f"\n{_escaped(parser.description or '')}\n"
         yield f"\n```text\n{_usage(parser)}\n```\n{_table(parser)}"
     for commands in subparsers:
         summaries = {each.dest: each.help or "" for each in commands._choices_actions}
