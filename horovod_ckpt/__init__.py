@@ -1,4 +1,4 @@
-"""Horovod adapter: checkpoints from callbacks in Horovod's own `DistributedOptimizer`.
+"""Horovod adapter: checkpoints from callbacks in `hvd.DistributedOptimizer`.
 
 ::
 

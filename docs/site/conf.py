@@ -19,7 +19,6 @@ extensions = [
     "myst_parser",
     "sphinx_external_toc",
     "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "extension",
 ]
@@ -31,6 +30,7 @@ external_toc_path = "docs/site/contents.yml"
 myst_heading_anchors = 6  # the anchors of code hosts
 
 default_role = "name"
+smartquotes = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True

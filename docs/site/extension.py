@@ -1,6 +1,7 @@
 """The parts of the documentation site that Sphinx has no setting for.
 
 - Stand-ins for the frameworks, so that the site does not depend on what is installed.
+- Docstrings with sections in Google's style, and signatures as a caller needs them.
 - Single backticks in docstrings: code, and a link if the reference has the name.
 - The page of commands, made from the parsers.
 - A search that also finds the words of a name: `redundancy` finds `peer_redundancy`.
@@ -21,8 +22,9 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.autodoc.mock import MockFinder, ismock
+from sphinx.ext.napoleon import Config, GoogleDocstring
 from sphinx.search.en import SearchEnglish
-from sphinx.util import logging
+from sphinx.util import inspect, logging
 from sphinx.util.docutils import SphinxRole
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("checks_public_names", True, "env", bool)
     app.add_role("name", NameRole())
     app.add_search_language(SearchNames)
+    app.connect("autodoc-process-docstring", read_sections)
+    app.connect("autodoc-process-signature", improve_signature)
     app.connect("source-read", add_commands)
     app.connect("doctree-read", unlink_folders)
     app.connect("env-check-consistency", find_missing_names)
@@ -56,6 +60,32 @@ def replace_frameworks() -> None:
     sys.meta_path.insert(0, MockFinder([*FRAMEWORKS, *OTHERS]))
     horovod: Any = importlib.import_module("horovod.torch")
     horovod.DistributedOptimizer = lambda optimizer, named_parameters=None: optimizer
+
+
+def read_sections(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
+    """Turn the sections of a docstring into lists. That of an attribute has none, and napoleon by
+    itself would take its first words for a type if a colon follows."""
+    if what not in ("attribute", "property", "data"):
+        lines[:] = GoogleDocstring(lines, Config(), app, what, name, value, options).lines()
+
+
+def improve_signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, _: str
+) -> tuple[str, str] | None:
+    """Leave out that of an interface, which nobody calls; show that of `__init__` if `__new__` or a
+    stand-in hides it."""
+    if what != "class" or signature is None:
+        return None
+    if getattr(value, "_is_protocol", False):
+        return "", ""
+    if "__init__" in vars(value) and ("__new__" in vars(value) or "*args" in signature):
+        found = inspect.signature(value.__init__, bound_method=True)
+        signature = inspect.stringify_signature(
+            found, show_return_annotation=False, unqualified_typehints=True
+        )
+    return signature.replace("<factory>", "..."), ""
 
 
 class NameRole(SphinxRole):
