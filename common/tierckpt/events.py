@@ -1,6 +1,6 @@
 """Events: one small record per checkpoint and level, to logging, a JSONL file and callbacks.
 
-Three lines for TensorBoard, W&B or Prometheus::
+Three lines for TensorBoard, W&B or Prometheus:
 
     def on_event(event):
         if event.name == "sealed":
@@ -51,7 +51,6 @@ class Event:
     message: str = ""
     """The text for people."""
     severity: int = logging.DEBUG
-    """As in `logging`."""
     time_seconds: float = field(default_factory=time.time)
     """Unix time."""
 
