@@ -20,7 +20,7 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/budget.py benchmarks/replicacheck.py benchmarks/objectstore.py \
 	benchmarks/saturated.py benchmarks/boundary.py benchmarks/attach.py benchmarks/stepcost.py
 
-.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos suites clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench chaos suites clean
 
 help:
 	@echo 'make demo        train a small classifier on two ranks, kill one, and compare the loss curves'
@@ -30,6 +30,7 @@ help:
 	@echo 'make test        run all tiers of tests'
 	@echo 'make test-TIER   run one tier: unit store dist crash gpu (gpu is skipped without CUDA)'
 	@echo 'make lint        check formatting, lint, types and imports; make format repairs the first two'
+	@echo 'make docs        build the documentation site (build/docs/html), without any warning'
 	@echo 'make coverage    run all tiers and list the lines that no test runs'
 	@echo 'make bench       run the benchmarks at toy size'
 	@echo 'make chaos       random faults for CHAOS_SECONDS (600), with CHAOS_SEED (0), under CHAOS_LAUNCHER (ddp or horovod)'
@@ -113,6 +114,12 @@ lint: $(READY)
 format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+# The second command finds links that lead nowhere, and whatever would be loaded from another host.
+docs: $(READY)
+	rm -rf build/docs
+	PYTHONPATH=.:common $(PY) -m sphinx --quiet --fail-on-warning --conf-dir docs/site --doctree-dir build/docs/trees . build/docs/html
+	$(PY) tools/check_site.py build/docs/html
 
 bench: $(READY)
 	@set -e; for script in $(BENCHMARKS); do echo "$$script --toy"; $(PY) $$script --toy; done

@@ -1,10 +1,15 @@
 """DDP adapter: checkpoints from inside DistributedDataParallel's gradient allreduce.
 
-ckpt = ddp_ckpt.Checkpointer(ddp_model, optimizer, path="ckpts", extra={"scheduler": sched})
-start = ckpt.restore() for step in range(start, steps):
-    ...; loss.backward(); optimizer.step(); sched.step()
-    ckpt.step()
-ckpt.close()
+::
+
+    ckpt = ddp_ckpt.Checkpointer(ddp_model, optimizer, path="ckpts", extra={"schedule": schedule})
+    for step in range(ckpt.restore(), steps):
+        ...
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        ckpt.step()
+    ckpt.close()
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ _NOT_SAVED = ("process_group",)
 class HookState:
     """Makes the state of a communication hook an object for `extra_per_rank`.
 
+    ::
+
         state = powerSGD_hook.PowerSGDState(...)
         ddp_ckpt.Checkpointer(model, optimizer, comm_hook=(state, powerSGD_hook.powerSGD_hook),
                               extra_per_rank={"hook": ddp_ckpt.HookState(state)})

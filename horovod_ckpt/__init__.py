@@ -1,14 +1,20 @@
-"""Horovod adapter: checkpoints from callbacks in Horovod's own `DistributedOptimizer`.
+"""Horovod adapter: checkpoints from callbacks in `hvd.DistributedOptimizer`.
 
-import horovod.torch as hvd, horovod_ckpt
+::
 
-hvd.init()
-optimizer = horovod_ckpt.DistributedOptimizer(
-    optimizer, named_parameters=model.named_parameters(), model=model, path="ckpts"
-) start = optimizer.checkpointer.restore() for step in range(start, steps):
-    ...; loss.backward(); optimizer.step()
-    optimizer.checkpointer.step()
-optimizer.checkpointer.close()
+    import horovod.torch as hvd, horovod_ckpt
+
+    hvd.init()
+    optimizer = horovod_ckpt.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), model=model, path="ckpts"
+    )
+    ckpt = optimizer.checkpointer
+    for step in range(ckpt.restore(), steps):
+        ...
+        loss.backward()
+        optimizer.step()
+        ckpt.step()
+    ckpt.close()
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Callbacks: methods of a user's object, called on events of a job's checkpoints.
 
-They are the same for every adapter.
+They are the same for every adapter::
 
-class Watch(tierckpt.Callbacks):
-    def on_sealed(self, event):
-        print(f"v{event.version} is in memory after {event.seconds['sealed_after']:.3f} s")
+    class Watch(tierckpt.Callbacks):
+        def on_sealed(self, event):
+            print(f"v{event.version} is in memory after {event.seconds['sealed_after']:.3f} s")
 
-ckpt.add_callbacks(Watch())
+    ckpt.add_callbacks(Watch())
 """
 
 from __future__ import annotations

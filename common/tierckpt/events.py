@@ -37,9 +37,11 @@ class Event:
     """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `closed`,
     `drifted`, `notice`."""
     level: str = ""
-    """`memory`, `local`, or empty."""
+    """`memory`, `local`, `peer`, `persistent`, or empty."""
     version: int = -1
+    """Completed optimizer steps; -1: the event is about no version."""
     rank: int = 0
+    """The rank that reports."""
     nbytes: int = 0
     """Bytes of this rank's part."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -1,5 +1,7 @@
 """A data loader that resumes at the next batch after a restart.
 
+::
+
     data = tierckpt.ResumableLoader(DataLoader(dataset, batch_size=64, shuffle=True))
     ckpt = ddp_ckpt.Checkpointer(model, optimizer, extra_per_rank={"data": data})
     ckpt.restore()

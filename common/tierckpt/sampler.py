@@ -1,5 +1,7 @@
 """A distributed sampler that keeps its place in the epoch over a restart, on any number of ranks.
 
+::
+
     sampler = tierckpt.ResumableSampler(dataset, batch_size=64)
     loader = DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator())
     ckpt = ddp_ckpt.Checkpointer(model, optimizer, extra={"position": sampler.position})

@@ -1,16 +1,18 @@
 """Elastic Horovod: a state object whose commits go through our levels.
 
-import horovod.torch as hvd
-import horovod_ckpt.elastic
+::
 
-state = horovod_ckpt.elastic.TorchState(model, optimizer, batch=0, tierckpt={"path": "ckpts"})
+    import horovod.torch as hvd
+    import horovod_ckpt.elastic
 
-@hvd.elastic.run
-def train(state):
-    while state.batch < batches:
-        ...
-        state.batch += 1
-        state.commit()
+    state = horovod_ckpt.elastic.TorchState(model, optimizer, batch=0, tierckpt={"path": "ckpts"})
+
+    @hvd.elastic.run
+    def train(state):
+        while state.batch < batches:
+            ...
+            state.batch += 1
+            state.commit()
 
 Horovod's own state makes a full copy of model and optimizer in every process while training waits,
 and loses it with the process. Ours copies during the next gradient reductions, each rank its share,

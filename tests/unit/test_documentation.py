@@ -15,7 +15,7 @@ from tierckpt.config import Config
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     page
-    for folder in (".", "docs", "docs/internals", "benchmarks", "examples/*")
+    for folder in (".", "docs", "docs/internals", "docs/reference", "benchmarks", "examples/*")
     for page in ROOT.glob(f"{folder}/*.md")
 )
 DESIGN = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "internals").glob("*.md"))]

@@ -1,5 +1,7 @@
 """Checkpoints for loops that use Hugging Face Accelerate.
 
+::
+
     from tierckpt.accelerate import attach
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

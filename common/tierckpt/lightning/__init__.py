@@ -1,5 +1,7 @@
 """Checkpoints for jobs of Lightning's Trainer, of the packages lightning and pytorch_lightning.
 
+::
+
     from tierckpt.lightning import TierCheckpoint
 
     Trainer(callbacks=[TierCheckpoint(path="ckpts")]).fit(model)

@@ -1,7 +1,7 @@
 """For tests: ranks as threads, suites for a Group, a store, a codec, and a tiny training job.
 
 The suites are plain classes; subclass one, define how to make the object under test, and pytest
-finds the rest:
+finds the rest::
 
     from tierckpt.testing import StoreConformance
 

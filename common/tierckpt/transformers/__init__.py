@@ -1,5 +1,7 @@
 """Checkpoints for jobs of Hugging Face's Trainer.
 
+::
+
     from tierckpt.transformers import TierTrainer
 
     TierTrainer(model, args, train_dataset=data, tierckpt={"path": "ckpts"}).train()

@@ -98,11 +98,12 @@ def test_a_failure_beside_lint_ends_the_gate_and_hides_nothing(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp.")] == []
 
 
-def test_a_finding_of_lint_fails_the_gate_before_the_tests(gate: Gate) -> None:
-    make = 'echo "$2"; [ "$2" != lint ] || { echo "found by lint"; exit 2; }'
+@pytest.mark.parametrize("finder", ["lint", "docs"])
+def test_a_finding_of_lint_fails_the_gate_before_the_tests(gate: Gate, finder: str) -> None:
+    make = f'echo "$2"; [ "$2" != {finder} ] || {{ echo "found by {finder}"; exit 2; }}'
     done = gate(mpirun="", mpicxx="", make=make)
     assert done.returncode == 1
-    assert "found by lint" in done.stdout
+    assert f"found by {finder}" in done.stdout
     assert "test" not in done.stdout.splitlines()
 
 
