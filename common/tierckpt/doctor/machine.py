@@ -11,11 +11,14 @@ from pathlib import Path
 from tierckpt.storage import health
 from tierckpt.storage.files.mounts import MEMORY, mount_of
 from tierckpt.storage.health import Need, size_text
+from tierckpt.storage.memory import image_file
+from tierckpt.storage.memory.job_directory import job_directory
 
 from .finding import Finding, Subject, cross, good, warning
 
 DOCKERS_BYTES = 64 * 1024 * 1024
 """Size of /dev/shm in a container of Docker by default."""
+NAME = "shm_dir"
 OPEN_FILES = 1024
 """Enough for an agent that talks to hundreds of nodes."""
 
@@ -30,45 +33,42 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
     """Room for slots in `shm_dir`, which must be a memory file system."""
     place = subject.config.shm_dir
     if problem := health.examine([Need(place)], timeout_seconds=20.0):
-        yield cross(place, problem[0].removeprefix(f"{place}: "), _other_place(place))
+        cure = f"give write permission on {place}, or set TIERCKPT_SHM_DIR to a place in memory"
+        yield cross(NAME, problem[0], cure)
         return
     kind = mount_of(place).kind
     if kind and kind not in MEMORY:
-        text = f"is {kind}, not memory: slots there are written to a device, which is slow"
-        yield cross(place, text, f"mount a tmpfs: mount -t tmpfs -o size=50% tmpfs {place}")
-        return
-    yield _room(subject, place)
-
-
-def _other_place(place: str) -> str:
-    return (
-        f"give write permission on {place}, or set TIERCKPT_SHM_DIR to another memory file system"
-    )
+        text = f"{place} is {kind}, not memory: slots there are written to a device, slowly"
+        yield cross(NAME, text, f"mount -t tmpfs -o size=50% tmpfs {place}")
+    elif image_file.expected(subject.config):
+        yield good(NAME, f"{place} is hardly used: slots are files in {subject.config.directory}")
+    else:
+        yield _room(subject, place)
 
 
 def _room(subject: Subject, place: str) -> Finding:
     found, slots = os.statvfs(place), slots_of(subject)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    has = f"{size_text(free)} free of {size_text(total)}"
+    has = f"{place}: {size_text(free)} of {size_text(total)} free"
     if subject.state_bytes:
-        needed = slots * subject.node_bytes + _own_bytes(subject)
-        sizes = f"{has}; {slots} slots of the state need {size_text(slots * subject.node_bytes)}"
-        fits = free + _own_bytes(subject) >= slots * subject.node_bytes
-        return good(place, sizes) if fits else cross(place, sizes, _larger(subject, needed))
-    nodes = "" if subject.nodes == 1 else f" on {subject.nodes} nodes"
+        needed = slots * subject.node_bytes
+        text = f"{has}; {slots} slots of the state need {size_text(needed)}"
+        held = _own_bytes(subject)
+        return (
+            good(NAME, text)
+            if free + held >= needed
+            else cross(NAME, text, _larger(subject, needed))
+        )
     room = health.memory_room(subject.root)
     usable = min(free, room.nbytes) if room else free
-    fits = f"{has}: a state up to {size_text(usable * subject.nodes // slots)}{nodes} fits"
+    nodes = "" if subject.nodes == 1 else f" on {subject.nodes} nodes"
+    fits = f"{has}, for a state up to {size_text(usable * subject.nodes // slots)}{nodes}"
     text = f"{fits} ({slots} slots)"
-    if total <= DOCKERS_BYTES:
-        return cross(place, text, _larger(subject, 0))
-    return good(place, text)
+    return cross(NAME, text, _larger(subject, 0)) if total <= DOCKERS_BYTES else good(NAME, text)
 
 
 def _own_bytes(subject: Subject) -> int:
     """Bytes that slots of this job hold there already."""
-    from tierckpt.storage.memory.job_directory import job_directory
-
     held = 0
     for path in job_directory(subject.config).segments():
         with contextlib.suppress(OSError):

@@ -119,6 +119,10 @@ def _cure(there: Path, problem: str) -> str:
         return f"chown {os.getuid()} {there}, or another path"
     if "did not answer" in problem:
         return "take the node out of use, or mount the file system again"
+    if "needed" in problem:
+        return "free space there, or another path on a larger file system"
+    if "read-only" in problem:
+        return f"mount -o remount,rw {_mount(str(there)).point}, or another path"
     return "another path"
 
 

@@ -22,7 +22,7 @@ from tierckpt._tested_versions import PACKAGES, is_tested, numbers
 from .finding import Finding, Subject, absent, cross, good, warning
 
 OLDEST_TORCH = (2, 4)
-PROBE_SECONDS = 110.0
+PROBE_SECONDS = 280.0
 """Time to import torch; less than all checks have."""
 INSTALL_AGAIN = "install Tierckpt again, without a wheel: pip install --no-deps --force-reinstall"
 

@@ -21,9 +21,9 @@ from tests.support.shards import manifest
 from tierckpt import _faults
 from tierckpt.errors import NodeHealthError
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.storage.files.mounts import mount_of
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory import image_file
-from tierckpt.storage.files.mounts import mount_of
 from tierckpt.storage.memory.image_file import ImageFile, memory_kind
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slot_pool import SlotPool
