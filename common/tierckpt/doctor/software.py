@@ -24,7 +24,8 @@ from .finding import Finding, Subject, absent, cross, good, warning
 OLDEST_TORCH = (2, 4)
 PROBE_SECONDS = 280.0
 """Time to import torch; less than all checks have."""
-INSTALL_AGAIN = "install Tierckpt again, without a wheel: pip install --no-deps --force-reinstall"
+INSTALL_AGAIN = "pip install --no-deps --force-reinstall --no-cache-dir"
+"""Without the cache: pip keeps the wheel that it built without a compiler."""
 
 
 def python(subject: Subject) -> Iterator[Finding]:
