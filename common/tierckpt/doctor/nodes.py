@@ -7,6 +7,7 @@ it; the others only take part in the exchanges.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from tierckpt._text import is_url, some
 from tierckpt.errors import ConfigError
 from tierckpt.run.job.launcher import MPIRUN, NONE, TORCHRUN, Place, place_of
+from tierckpt.storage.guarantees import PREFIX
 
 from .examination import LIMIT_SECONDS, Report, Section, examine
 from .finding import Finding, Subject, cross, good, warning
@@ -80,7 +83,10 @@ def meeting(place: Place) -> Iterator[Gather]:
 
     def gather(value: Any) -> list[Any]:
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value)
+        try:
+            dist.all_gather_object(found, value)
+        except RuntimeError as error:
+            raise ConfigError(f"another rank ended, or is silent: {error}") from error
         return found
 
     try:
@@ -117,6 +123,23 @@ def clock_offsets(gather: Gather, rank: int, clock: Clock = time.time) -> list[O
     return offsets
 
 
+def sees_probe(gather: Gather, rank: int, directory: str) -> list[bool]:
+    """True for each rank that sees a file which rank 0 makes in the directory, and removes again;
+    for all if rank 0 can make none. Collective."""
+    probe = os.path.join(directory, f"{PREFIX}{secrets.token_hex(8)}")
+    if rank == 0:
+        try:
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except OSError:
+            probe = ""
+    probe = gather(probe)[0]
+    try:
+        return gather(not probe or os.path.exists(probe))
+    finally:
+        if rank == 0 and probe:
+            os.unlink(probe)
+
+
 def examine_all(subject: Subject, run: Callable[[Subject], Report] = examine) -> list[Report]:
     """The reports of all nodes, by their first ranks; this process is one rank. Collective.
 
@@ -147,8 +170,24 @@ def _examined(
     report = run(here) if first else None
     found = [each for each in gather(report) if each is not None]
     offsets = dict(zip(hosts, clock_offsets(gather, place.rank), strict=True))
-    nodes = Section("Nodes", tuple(_compared(found, offsets)))
+    nodes = Section("Nodes", (*_compared(found, offsets), *_shared(subject, gather, hosts)))
     return [replace(found[0], sections=(*found[0].sections, nodes)), *found[1:]]
+
+
+def _shared(subject: Subject, gather: Gather, hosts: Sequence[str]) -> Iterator[Finding]:
+    """A finding about nodes that do not have the same persistent directory. Collective."""
+    path = subject.config.persistent.path
+    if not path or is_url(path):
+        return
+    seen = dict(
+        zip(hosts, sees_probe(gather, place_of(subject.environment).rank, path), strict=True)
+    )
+    blind = [host for host, sees in seen.items() if not sees]
+    if blind:
+        text = f"{path} of {some(blind)} is another directory than that of {hosts[0]}"
+        yield cross("persistent", text, f"mount it on {some(blind)}, as on {hosts[0]}")
+    else:
+        yield good("persistent", f"all nodes see the same {path}")
 
 
 def _compared(reports: Sequence[Report], offsets: Mapping[str, Offset]) -> Iterator[Finding]:

@@ -67,7 +67,9 @@ def test_nodes_of_a_launch_are_compared(launcher: str, tmp_path: Path) -> None:
         "    os.environ['TIERCKPT_PTH'] = '/x'\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    arguments = ("--path", str(tmp_path / "ckpts-{node}"), "--json")
+    (shared := tmp_path / "shared").mkdir()
+    places = ("--path", str(tmp_path / "ckpts-{node}"), "--persistent-path", str(shared))
+    arguments = (*places, "--json")
     status, out = doctor(*arguments, launcher=LAUNCHERS[launcher], PYTHONPATH=path)
     assert status
     first, second = reports = json.loads(out)
@@ -82,6 +84,8 @@ def test_nodes_of_a_launch_are_compared(launcher: str, tmp_path: Path) -> None:
     assert (first["node"], second["node"]) == ("n0", "n1")
     nodes = {each["name"]: each for each in first["findings"] if each["section"] == "Nodes"}
     assert nodes["nodes"]["text"] == "2: n0, n1"
+    assert nodes["persistent"]["text"] == f"all nodes see the same {shared}"
+    assert list(shared.iterdir()) == []
     assert nodes["clocks"]["text"].startswith("offsets: n1 ")
     (cross,) = [each for each in second["findings"] if each["name"] == "variables"][:1]
     assert cross["mark"] == "cross"

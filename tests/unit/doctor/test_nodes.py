@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tierckpt.doctor.examination import Report, Section
 from tierckpt.doctor.finding import Finding, Mark, good
-from tierckpt.doctor.nodes import Offset, _compared, clock_offsets, is_launched
+from tierckpt.doctor.nodes import Gather, Offset, _compared, clock_offsets, is_launched, sees_probe
 
 SHIFTS = (0.0, 3.0, -0.25)
 
 
-def test_the_bounds_contain_the_offset_of_each_clock() -> None:
+def on_ranks(run: Callable[[Gather, int], Any]) -> list[Any]:
+    """Results of ranks that are threads."""
     barrier, values = threading.Barrier(len(SHIFTS)), [None] * len(SHIFTS)
 
-    def found_by(rank: int) -> list[Offset]:
+    def rank_of(rank: int) -> Any:
         def gather(value: Any) -> list[Any]:
             values[rank] = value
             barrier.wait()
@@ -27,13 +31,36 @@ def test_the_bounds_contain_the_offset_of_each_clock() -> None:
             barrier.wait()
             return gathered
 
-        return clock_offsets(gather, rank, lambda: time.time() + SHIFTS[rank])
+        return run(gather, rank)
 
     with ThreadPoolExecutor(len(SHIFTS)) as pool:
-        for offsets in pool.map(found_by, range(len(SHIFTS))):
-            for offset, shift in zip(offsets, SHIFTS, strict=True):
-                assert offset.low <= shift <= offset.high
-            assert offsets[1].least > 2.0
+        return list(pool.map(rank_of, range(len(SHIFTS))))
+
+
+def test_the_bounds_contain_the_offset_of_each_clock() -> None:
+    for offsets in on_ranks(
+        lambda gather, rank: clock_offsets(gather, rank, lambda: time.time() + SHIFTS[rank])
+    ):
+        for offset, shift in zip(offsets, SHIFTS, strict=True):
+            assert offset.low <= shift <= offset.high
+        assert offsets[1].least > 2.0
+
+
+def test_a_node_without_the_mount_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system of rank 2, a thread, is replaced by an empty one."""
+    mounted = threading.local()
+    exists = os.path.exists
+    monkeypatch.setattr(
+        os.path, "exists", lambda path: exists(path) and getattr(mounted, "here", True)
+    )
+
+    def run(gather: Gather, rank: int) -> list[bool]:
+        mounted.here = rank != 2
+        return sees_probe(gather, rank, str(tmp_path))
+
+    assert on_ranks(run) == [[True, True, False]] * 3
+    assert list(tmp_path.iterdir()) == []
+    assert on_ranks(lambda gather, rank: sees_probe(gather, rank, "/no/such")) == [[True] * 3] * 3
 
 
 def report(node: str, torch: str) -> Report:
