@@ -14,7 +14,8 @@ from .finding import Finding, Subject, absent, cross, good
 from .horovod_probe import LAUNCHERS, probe
 
 BUILD = "in a checkout of Tierckpt: python tools/make_horovod.py"
-NOT_THERE = "it is not installed"
+NOT_THERE, NO_TORCH = "it is not installed", "torch cannot be imported"
+"""Answers of the probe."""
 _LIBRARY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(mpi4py.__version__, MPI.Get_library_version().splitlines()[0], sep='\\n')"
@@ -33,6 +34,8 @@ def horovod(subject: Subject) -> Iterator[Finding]:
     found = probe()
     if found.missing == NOT_THERE:
         yield absent("horovod", "not installed", BUILD)
+    elif found.missing.startswith(NO_TORCH):
+        yield absent("horovod", f"not tested: {NO_TORCH}")
     elif found.missing:
         yield cross("horovod", found.missing, BUILD)
     else:

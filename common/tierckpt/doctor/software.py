@@ -57,8 +57,9 @@ def torch(subject: Subject) -> Iterator[Finding]:
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         reason = said[-1].strip() if said else f"its process ended with status {done.returncode}"
-        text = f"cannot be used: {reason}"
-        yield cross("torch", text, "pip install 'torch>=2.4'")
+        missing = "No module named 'torch'" in reason
+        cure = "'torch>=2.4'" if missing else "--force-reinstall torch"
+        yield cross("torch", f"cannot be used: {reason}", f"pip install {cure}")
         return
     found = json.loads(done.stdout.splitlines()[-1])
     yield _torch(found, (subject.root / "dev/nvidia0").exists())

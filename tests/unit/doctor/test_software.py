@@ -13,15 +13,24 @@ from tierckpt.doctor import parallel, software
 from tierckpt.doctor.finding import Finding, Mark, Subject
 
 
-def test_a_torch_that_cannot_be_imported_is_a_cross(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "cure"),
+    [
+        ("ImportError('libcudart.so.12: no such file')", "pip install --force-reinstall torch"),
+        ("ModuleNotFoundError(\"No module named 'torch'\")", "pip install 'torch>=2.4'"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_one_cross(
+    error: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: no such file')")
+    (tmp_path / "torch.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(str(tmp_path))  # the check hands its module path on
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     (found,) = software.torch(Subject())
-    assert (found.name, found.mark) == ("torch", Mark.CROSS)
-    assert "libcudart.so.12: no such file" in found.text
-    assert "pip install" in found.cure
+    assert (found.name, found.mark, found.cure) == ("torch", Mark.CROSS, cure)
+    assert found.text.startswith(f"cannot be used: {error.partition('(')[0]}: ")
+    (horovod,) = parallel.horovod(Subject())
+    assert horovod.mark is Mark.ABSENT
 
 
 def test_torch_and_the_copy_engine_are_found() -> None:
