@@ -112,9 +112,8 @@ def agents(subject: Subject) -> Iterator[Finding]:
 def _agents_of(job: JobDirectory) -> Iterator[int]:
     """Process ids of a job's running agents."""
     for index in range(MOST_AGENTS):
-        files = AgentFiles(job, index)
         with contextlib.suppress(OSError):
-            if not file_lock.unlocked(files.lock) and (pid := files.owner()) is not None:
+            if pid := file_lock.holder(AgentFiles(job, index).lock):
                 yield pid
 
 
