@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 from tierckpt._text import is_url
 from tierckpt.storage.files.mounts import LAYERS, MEMORY, SHARED, Mount, mount_of
@@ -26,25 +25,25 @@ FOR_PERSISTENT = ("exclusive creation", "links", "renames")
 
 def local(subject: Subject) -> Iterator[Finding]:
     """The directory of the local level: on the node's own disk, with room and locks."""
-    directory = subject.config.directory
+    directory, name = subject.config.directory, "path"
     if not subject.config.uses("local"):
-        yield absent("path", "the settings use no local level", "set TIERCKPT_LOCAL_EVERY_SECONDS")
+        yield absent(name, "the settings use no local level", "set TIERCKPT_LOCAL_EVERY_SECONDS")
         return
     copies = subject.config.local.keep_last + 1  # the oldest goes after the newest is complete
     if image_file.expected(subject.config):
         copies = image_file.most_files(subject.config, subject.config.slots or 2)
-    findings = list(_directory("path", directory, FOR_LOCAL, copies * subject.node_bytes))
-    mount = _mount(directory)
+    found = of_directory(Need(directory, copies * subject.node_bytes), LIMIT_SECONDS)
+    yield from _directory(name, directory, found, FOR_LOCAL)
+    mount = _mount(found)
     if mount.kind in MEMORY:
         text = f"{mount.point} is {mount.kind}: versions survive a process, not the machine"
         cure = "set TIERCKPT_PATH to a disk, or use another level: TIERCKPT_PERSISTENT_PATH"
-        findings.append(warning("path", text, cure))
+        yield warning(name, text, cure)
     elif mount.kind in SHARED:
         text = f"{mount.point} is {mount.kind}, shared by all nodes and slower than a disk"
-        findings.append(warning("path", text, "set TIERCKPT_PATH to a disk of the node's own"))
+        yield warning(name, text, "set TIERCKPT_PATH to a disk of the node's own")
     elif mount.kind in LAYERS:
-        findings.append(_layer("path", mount))
-    yield from findings
+        yield _layer(name, mount)
 
 
 def _layer(name: str, mount: Mount) -> Finding:
@@ -63,8 +62,9 @@ def persistent(subject: Subject) -> Iterator[Finding]:
         yield _store(subject, name)
         return
     copies = subject.config.persistent.keep_last + 1
-    yield from _directory(name, path, FOR_PERSISTENT, copies * subject.state_bytes, parents=False)
-    mount = _mount(path)
+    found = of_directory(Need(path, copies * subject.state_bytes), LIMIT_SECONDS)
+    yield from _directory(name, path, found, FOR_PERSISTENT, parents=False)
+    mount = _mount(found)
     if mount.kind in LAYERS:
         yield _layer(name, mount)
     elif mount.kind in MEMORY:
@@ -75,46 +75,41 @@ def persistent(subject: Subject) -> Iterator[Finding]:
         yield warning(name, text, "mount it with locks; no lock is needed by the level itself")
 
 
-def _mount(path: str) -> Mount:
+def _mount(found: Guarantees) -> Mount:
     try:
-        return mount_of(os.path.realpath(path))
+        return mount_of(found.place) if found.place else Mount()
     except OSError:
         return Mount()
 
 
 def _directory(
-    name: str, path: str, needs: tuple[str, ...], needed_bytes: int, parents: bool = True
+    name: str, path: str, found: Guarantees, needs: tuple[str, ...], parents: bool = True
 ) -> Iterator[Finding]:
-    """Findings of one directory, which is not made: the nearest folder that exists is tried.
-    `parents`: the job makes missing parents, too."""
-    there = _nearest(Path(os.path.abspath(path)))
-    missing = there != Path(os.path.abspath(path))
-    if missing and not parents and there != Path(os.path.abspath(path)).parent:
+    """Findings of one directory. `parents`: the job makes missing parents, too."""
+    there, kind = found.place or path, _mount(found).kind
+    if found.missing and not parents and found.missing > 1:
         yield cross(name, f"{path}: its parent is missing; is it mounted?", f"mkdir -p {path}")
         return
-    if not there.is_dir():
-        yield cross(name, f"{there} is a file, not a directory", "set it to a directory")
-        return
-    found = of_directory(Need(str(there), needed_bytes), LIMIT_SECONDS)
     if found.problem:
-        yield cross(name, found.problem.removeprefix(f"{there}: "), _cure(there, found.problem))
+        text = found.problem if path in found.problem else f"{there}: {found.problem}"
+        yield cross(name, text, _cure(there, found.problem, _mount(found)))
         return
     broken = {what: why for what, why in found.broken.items() if what in needs}
-    kind = _mount(str(there)).kind
     if broken:
         text = ", ".join(f"no {what} ({why})" for what, why in broken.items())
         cure = "mount it with locks, or use another file system" if "locks" in broken else ""
         yield cross(name, f"{there} ({kind}): {text}", cure or "use another file system")
         return
-    made = " (to be made)" if missing else ""
-    yield good(name, f"{path}{made}: {kind}, {_room(there)}, {_abilities(found)}")
+    made = " (to be made)" if found.missing else ""
+    room = f"{size_text(found.free_bytes)} free"
+    yield good(name, f"{path}{made}: {kind}, {room}, {_abilities(found)}")
     if "durable names" in found.broken:
         text = f"folders cannot be synced ({found.broken['durable names']})"
         cure = "use another file system if power may fail"
         yield warning(name, f"{text}: a loss of power may take the newest versions", cure)
 
 
-def _cure(there: Path, problem: str) -> str:
+def _cure(there: str, problem: str, mount: Mount) -> str:
     if "may not write" in problem:
         return f"chown {os.getuid()} {there}, or another path"
     if "did not answer" in problem:
@@ -122,18 +117,8 @@ def _cure(there: Path, problem: str) -> str:
     if "needed" in problem:
         return "free space there, or another path on a larger file system"
     if "read-only" in problem:
-        return f"mount -o remount,rw {_mount(str(there)).point}, or another path"
+        return f"mount -o remount,rw {mount.point}, or another path"
     return "another path"
-
-
-def _nearest(path: Path) -> Path:
-    """The path, or the nearest parent that exists."""
-    return next(each for each in (path, *path.parents) if os.path.lexists(each))
-
-
-def _room(there: Path) -> str:
-    found = os.statvfs(there)
-    return f"{size_text(found.f_bavail * found.f_frsize)} free"
 
 
 def _abilities(found: Guarantees) -> str:

@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from .files import durable, file_lock
@@ -32,6 +32,12 @@ PREFIX = ".tierckpt-probe-"
 class Guarantees:
     """The result for one directory."""
 
+    place: str = ""
+    """The directory that was tried, without links: the one in question or, if that does not exist,
+    the nearest parent. Empty if its file system hangs."""
+    missing: int = 0
+    """Number of folders to be made between that directory and the one in question."""
+    free_bytes: int = 0
     problem: str = ""
     """Why nothing can be stored there, as of `health.check_directory`; all else is then unknown."""
     broken: dict[str, str] = field(default_factory=dict)
@@ -49,18 +55,25 @@ def of_directory(need: Need, timeout_seconds: float) -> Guarantees:
     try:
         return Guarantees(**json.loads(output))
     except (ValueError, TypeError):
-        return Guarantees(problem=output or f"{need.path}: the check printed nothing")
+        return Guarantees(problem=output or "the check printed nothing")
 
 
 def try_directory(need: Need) -> Guarantees:
-    """Try a directory in this process, which must have no other threads. Hangs if the file system
-    hangs."""
+    """Try a directory, or the nearest parent, in this process, which must have no other threads.
+    Hangs if the file system hangs."""
+    path = Path(os.path.abspath(need.path))
+    place = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    need, real = replace(need, path=str(place)), os.path.realpath(place)
+    missing = len(path.parts) - len(place.parts)
     if problem := check_directory(need):
-        return Guarantees(problem)
+        return Guarantees(real, missing, problem=problem.removeprefix(f"{place}: "))
+    found = os.statvfs(place)
+    free_bytes = found.f_bavail * found.f_frsize
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=need.path) as name:
         folder = Path(name)
         broken = dict(_broken(folder))
-        return Guarantees("", broken, _is_direct(folder), locks_are_local(need.path))
+        direct, local = _is_direct(folder), locks_are_local(real)
+        return Guarantees(real, missing, free_bytes, "", broken, direct, local)
 
 
 def _is_direct(folder: Path) -> bool:

@@ -88,7 +88,7 @@ def test_the_layer_of_a_container_is_a_warning(overlay: Path) -> None:
 def test_a_read_only_file_system_is_a_cross_until_it_is_mounted_again(tmp_path: Path) -> None:
     with read_only(tmp_path):
         cross = only(local(tmp_path), Mark.CROSS)
-        assert cross.text == "it is mounted read-only"
+        assert cross.text == f"{tmp_path}: it is mounted read-only"
         assert cross.cure.startswith("mount -o remount,rw ")
         subprocess.run(["mount", "-o", "remount,bind,rw", str(tmp_path)], check=True)
         assert only(local(tmp_path), Mark.GOOD)
@@ -103,7 +103,7 @@ def test_a_directory_without_permission_is_a_cross_and_the_cure_works(
     os.chown(tmp_path, 65534, 65534)
     with as_anybody():
         cross = only(local(tmp_path), Mark.CROSS)
-    assert cross.text == "this user may not write there"
+    assert cross.text == f"{tmp_path}: this user may not write there"
     subprocess.run(cross.cure.partition(",")[0].split(), check=True)
     with as_anybody():
         assert only(local(tmp_path), Mark.GOOD)

@@ -154,8 +154,8 @@ def unlocked(path: Path) -> bool:
 
 def holder(path: Path) -> int | None:
     """Process that has the file locked, 0 if it is in another container; None if no other process
-    has. Takes no lock, not even for a moment: nobody who wants one is kept out. For processes
-    without locks of their own on the file. Raises OSError where it cannot be opened."""
+    has. Takes no lock, not even for a moment, so it keeps no process out. For processes without
+    locks of their own on the file. Raises OSError where it cannot be opened."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
