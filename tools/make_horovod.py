@@ -23,7 +23,6 @@ from pathlib import Path
 
 from bootstrap import pip_install
 from horovod_build import build, explain, fetch, say
-from horovod_probe import Horovod, probe
 from horovod_target import (
     NotPossible,
     Target,
@@ -32,6 +31,10 @@ from horovod_target import (
     require_tools,
     this_target,
 )
+
+# This Python may have no Tierckpt; the probe needs the standard library alone.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+from tierckpt.doctor.horovod_probe import Horovod, probe
 
 # What Horovod imports, and what its setup.py wants to be there.
 NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "setuptools", "wheel")

@@ -13,7 +13,7 @@ import os
 import runpy
 import site
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
@@ -44,6 +44,13 @@ def child_command(module: str, *arguments: str, path: Iterable[str] = ()) -> lis
     found = list(path) or module_path()
     paths = json.dumps([_PACKAGE_ROOT, found, not sys.flags.no_site])
     return [sys.executable, *flags, "-c", _BEGINNING, module, paths, *arguments]
+
+
+def package_root_of(command: Sequence[str]) -> str:
+    """The folder that contains the package `tierckpt` of a child, from its command line. Raises
+    ValueError if it is not a command of `child_command`."""
+    root, _, _ = json.loads(next(iter(command[command.index("-c") + 3 :]), ""))
+    return str(root)
 
 
 def child_environment() -> dict[str, str]:
@@ -85,4 +92,11 @@ def without_packages_own(path: list[str]) -> list[str]:
     return [p for p in path if not any(p.startswith(site + os.sep) for site in sites)]
 
 
-__all__ = ["begin", "child_command", "child_environment", "module_path", "without_packages_own"]
+__all__ = [
+    "begin",
+    "child_command",
+    "child_environment",
+    "module_path",
+    "package_root_of",
+    "without_packages_own",
+]

@@ -14,7 +14,8 @@ import os
 import sys
 
 import pytest
-from horovod_probe import Horovod, probe
+
+from tierckpt.doctor.horovod_probe import Horovod, probe
 
 
 def horovod_missing() -> str:

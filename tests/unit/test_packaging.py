@@ -1,10 +1,8 @@
 """The wheel has all packages for users, and no other file of the repository."""
 
 import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from email import message_from_bytes
 from email.message import Message
@@ -15,46 +13,34 @@ import pytest
 import xxhash
 from packaging.requirements import Requirement
 
+from tests.support.packages import (
+    ENGINE,
+    ROOT,
+    WITHOUT_COMPILER,
+    build_sdist,
+    build_wheel,
+    compiler,
+)
 from tierckpt.storage.local.store import LocalStore
 
-ROOT = Path(__file__).resolve().parents[2]
 # Import package -> where it lies in the repository.
 PACKAGES = {"tierckpt": "common/tierckpt", "ddp_ckpt": "ddp_ckpt", "horovod_ckpt": "horovod_ckpt"}
-# An earlier build/ or egg-info would be packed again and hide a removed file.
-NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
-ENGINE = "tierckpt/snapshot/_copy_engine.abi3.so"
-
-
-def compiler() -> str | None:
-    """The C compiler that setuptools would call."""
-    name = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
-    return shutil.which(name.split()[0])
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("packaging"), {})
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_sdist(tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
-def wheel_without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("without"), {"CC": "/no/such/compiler"})
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """From the source distribution: a file that it lacks is missing here."""
+    return build_wheel(sdist, tmp_path_factory.mktemp("packaging"))
 
 
-def build(scratch: Path, environment: dict[str, str]) -> Path:
-    shutil.copytree(ROOT, scratch / "tree", ignore=NOT_SOURCE)
-    command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
-    command += ["--no-build-isolation", "--wheel-dir", str(scratch), str(scratch / "tree")]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    (built,) = scratch.glob("tierckpt-*.whl")
-    return built
+@pytest.fixture(scope="module")
+def wheel_without_compiler(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(sdist, tmp_path_factory.mktemp("without"), WITHOUT_COMPILER)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tierckpt import _tested_versions
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.integrations.frameworks import Framework, Say
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-ACCELERATE = Framework("Accelerate", "1.0", "1.15")
+ACCELERATE = Framework(*_tested_versions.ACCELERATE)
 PRIVATE = (
     *("_models", "_optimizers", "_schedulers", "_custom_objects"),
     *("step", "scaler", "gradient_state.sync_gradients", "project_configuration.iteration"),

@@ -112,6 +112,33 @@ def _health(args: argparse.Namespace, console: Console) -> None:
     console.print(f"node {node} is well: {', '.join(n.path for n in needs)}", soft_wrap=True)
 
 
+def doctor(commands: Subparsers) -> None:
+    """`tierckpt doctor`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="show what this machine offers, with a cure for all that is missing",
+        description="Looks at the software, the machine, the places for checkpoints, the network "
+        "and the settings, and prints a cure beside each cross. Under torchrun or mpirun it also "
+        "compares all nodes: torchrun --nproc-per-node 1 ... -m tierckpt doctor. The exit status "
+        "is 1 if there is a cross; warnings do not count.",
+    )
+    text = "the job's path (default: as the settings say)"
+    parser.add_argument("--path", type=place, metavar="P", help=text)
+    text = "the job's persistent_path: a directory or URL"
+    parser.add_argument("--persistent-path", type=place, metavar="Q", help=text)
+    parser.add_argument("--shm-dir", type=place, metavar="D", help="the place for shared memory")
+    text = "size of parameters and optimizer state together, e.g. 12G: is there room for it?"
+    parser.add_argument("--state-bytes", default="0", metavar="SIZE", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace, console: Console) -> int:
+    from . import doctor as command
+
+    return command.doctor(args, console)
+
+
 PLACES = (
     "PATH is a job's path or its persistent_path. For several nodes give all paths, or the folder "
     "above them; {node} in a path stands for any name. A persistent_path may be a URL: its client "
@@ -332,6 +359,7 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     trace,
     halt,
     health,
+    doctor,
     interval,
     list_,
     verify,

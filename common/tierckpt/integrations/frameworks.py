@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tierckpt._tested_versions import is_tested
 from tierckpt.errors import ConfigError
 
 UNKNOWN = (
@@ -30,7 +30,7 @@ class Framework:
 
     def warn_if_unknown(self, version: str, say: Say) -> None:
         """Warn if `version` is older or newer than the tested ones."""
-        if not _number(self.oldest) <= _number(version) <= _number(self.newest):
+        if not is_tested(version, self.oldest, self.newest):
             say(UNKNOWN.format(version=version, **vars(self)), logging.WARNING)
 
     def require(self, version: str, owner: Any, names: Iterable[str]) -> None:
@@ -39,10 +39,6 @@ class Framework:
         if missing:
             text = MISSING.format(version=version, names=", ".join(missing), **vars(self))
             raise ConfigError(text)
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _has(owner: Any, name: str) -> bool:

@@ -12,11 +12,12 @@ import inspect
 import sys
 from typing import Any
 
+from tierckpt import _tested_versions
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.integrations.frameworks import Framework, Say
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-LIGHTNING = Framework("Lightning", "2.4", "2.6")
+LIGHTNING = Framework(*_tested_versions.LIGHTNING)
 PRIVATE = (
     "fit_loop.epoch_loop.batch_progress.total",
     "fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader",

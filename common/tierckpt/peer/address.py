@@ -59,7 +59,7 @@ def own_host(interface: str = "", towards: str = "localhost") -> str:
     """
     names = [name for _, name in socket.if_nameindex()]
     if interface in names:
-        return _address_of(interface)
+        return address_of(interface)
     advice = f"set peer_interface to one of {', '.join(names)}, or an address"
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -101,7 +101,8 @@ def _refuse_unusable(host: str, advice: str) -> None:
         )
 
 
-def _address_of(interface: str) -> str:
+def address_of(interface: str) -> str:
+    """The interface's IPv4 address, or else its global IPv6 address. Raises ConfigError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))

@@ -70,7 +70,7 @@ def examine(
                 interrupted.callback(process.kill)
             deadline = time.monotonic() + timeout_seconds
             for path, process in started:
-                hangs = f"{path} did not answer within {timeout_seconds:g} s; its file system hangs"
+                hangs = _hangs(path, timeout_seconds)
                 found.append(_outcome(path, process, deadline - time.monotonic(), hangs))
             interrupted.pop_all()
     else:
@@ -139,9 +139,23 @@ def _write_and_read(folder: str) -> str:
 # --- in processes --------------------------------------------------------------------------------
 
 
-def _start(need: Need) -> subprocess.Popen[str]:
+def output_of(module: str, need: Need, timeout_seconds: float) -> str:
+    """The output of another module's check of one directory, which may hang; or the problem if it
+    did not end in time, or crashed."""
+    process = _start(need, module)
+    try:
+        return _outcome(need.path, process, timeout_seconds, _hangs(need.path, timeout_seconds))
+    finally:
+        process.kill()
+
+
+def _hangs(path: str, timeout_seconds: float) -> str:
+    return f"{path} did not answer within {timeout_seconds:g} s; its file system hangs"
+
+
+def _start(need: Need, module: str = __name__) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        child_command(__name__, json.dumps(asdict(need))),
+        child_command(module, json.dumps(asdict(need))),
         env=child_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

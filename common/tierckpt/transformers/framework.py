@@ -11,10 +11,11 @@ import transformers
 import transformers.trainer
 from torch.utils.data import IterableDataset
 
+from tierckpt import _tested_versions
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.integrations.frameworks import Framework, Say
 
-TRANSFORMERS = Framework("Transformers", "5.24", "5.24")
+TRANSFORMERS = Framework(*_tested_versions.TRANSFORMERS)
 PRIVATE = (
     *("_evaluate", "_finalize_training", "_init_training_state", "_inner_training_loop"),
     *("_load_rng_state", "_maybe_log_save_evaluate", "_prepare_for_training", "_run_epoch"),

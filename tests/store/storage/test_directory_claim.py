@@ -22,7 +22,7 @@ from tierckpt._host import host_id
 from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.group import SingleGroup
 from tierckpt.storage.files import file_lock
-from tierckpt.storage.files.mounts import local_by, locks_are_local
+from tierckpt.storage.files.mounts import locks_are_local, mount_of
 from tierckpt.storage.local import directory_claim
 from tierckpt.storage.local.claim_file import Claim
 from tierckpt.storage.local.directory_claim import PREFIX, DirectoryClaim
@@ -448,7 +448,7 @@ MOUNTS = r"""22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
     ],
 )
 def test_mounts_show_which_hosts_locks_are_seen(path: str, why: str) -> None:
-    assert local_by(MOUNTS, path) == why
+    assert mount_of(path, MOUNTS.splitlines()).keeps_locks == why
     assert locks_are_local("/proc") == ""
 
 

@@ -21,9 +21,10 @@ from tests.support.shards import manifest
 from tierckpt import _faults
 from tierckpt.errors import NodeHealthError
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.storage.files.mounts import mount_of
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory import image_file
-from tierckpt.storage.memory.image_file import ImageFile, filesystem_of, memory_kind
+from tierckpt.storage.memory.image_file import ImageFile, memory_kind
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slot_pool import SlotPool
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
@@ -485,7 +486,7 @@ MOUNTS = """\
     ],
 )
 def test_the_file_system_of_a_path(path: str, kind: str) -> None:
-    assert filesystem_of(Path(path), MOUNTS) == kind
+    assert mount_of(path, MOUNTS).kind == kind
 
 
 def test_a_tmpfs_is_memory_also_through_a_symbolic_link(small_tmpfs: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import end, python
 from tierckpt.storage.files import file_lock
 
 
@@ -40,3 +41,20 @@ def test_a_file_is_locked_until_it_is_closed_and_others_can_be_probed_meanwhile(
         thread.join()
     assert not file_lock.held_here(slow)
     assert file_lock.unlocked(slow)
+
+
+def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    assert file_lock.holder(path) is None
+    with python(
+        "import os, sys; from tierckpt.storage.files import file_lock; "
+        "assert file_lock.lock(os.open(sys.argv[1], os.O_RDWR)); print('locked', flush=True); "
+        "sys.stdin.read()",
+        path,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        assert file_lock.holder(path) == process.pid
+        end(process)
+    assert file_lock.holder(path) is None

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import horovod_build
-import horovod_probe
 import horovod_target
 import make_horovod
 import pytest
 from horovod_log import cause, progress, telling_lines
-from horovod_probe import Horovod, understand
 from horovod_target import BYTES_PER_JOB, NotPossible, Target, job_count, mpi_name
 
 from tests.support import horovod_here
+from tierckpt.doctor import horovod_probe
+from tierckpt.doctor.horovod_probe import Horovod, understand
 
 TARGET = Target("cpython-311", "2.13.0+cpu", True, "openmpi-4.1.4", "x86_64")
 WORKS = Horovod(version="0.28.1", transports=("gloo", "mpi"))

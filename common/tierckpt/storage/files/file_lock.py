@@ -23,6 +23,9 @@ from pathlib import Path
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors that say that another process has the lock."""
 
+_FLOCK = "hhqqi4x"
+"""The kernel's `struct flock`: type, whence, start, length, process."""
+
 
 @dataclass(frozen=True)
 class _Lock:
@@ -60,7 +63,7 @@ def lock(fd: int, path: Path | None = None) -> bool:
 def lock_for_good(fd: int, path: Path) -> bool:
     """As `lock`; the lock stays when this process opens the file once more and closes that (a
     backup of its folder). Where there is no such lock it is the usual one."""
-    whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    whole_file = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
     except OSError as error:
@@ -149,6 +152,19 @@ def unlocked(path: Path) -> bool:
         return try_lock(fd)
 
 
+def holder(path: Path) -> int | None:
+    """Process that has the file locked, 0 if it is in another container; None if no other process
+    has. Takes no lock, not even for a moment, so it keeps no process out. For processes without
+    locks of their own on the file. Raises OSError where it cannot be opened."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
+    finally:
+        os.close(fd)
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
 # --- of a descriptor, past the registry ----------------------------------------------------------
 
 
@@ -216,6 +232,7 @@ __all__ = [
     "close",
     "free",
     "held_here",
+    "holder",
     "lock",
     "lock_for_good",
     "lock_shared",

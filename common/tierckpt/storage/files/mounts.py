@@ -1,12 +1,29 @@
-"""Whether other machines see a directory's locks, as far as the mount options show. Standard
-library only."""
+"""The mount of a directory: its kind, and whether other machines see it and its locks, as far as
+the kernel's table shows. Standard library only.
+
+Only the table is read, so a file system that hangs does not block the caller.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+MEMORY = frozenset({"tmpfs", "ramfs"})
+SHARED = frozenset(
+    (
+        *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "panfs"),
+        *("orangefs", "pvfs2", "wekafs", "glusterfs", "ocfs2", "gfs2", "virtiofs"),
+        *("fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.gcsfuse", "fuse.mount-s3"),
+        *("fuse.rclone", "fuse.s3fs", "fuse.sshfs"),
+    )
+)
+"""Kinds of file systems that other machines see, too."""
+LAYERS = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
+"""Kinds that a container's root has; they are removed with the container."""
 _OF_ONE_MACHINE = {
     "nfs": {"nolock", "local_lock=all", "local_lock=posix"},
     "nfs4": {"local_lock=all", "local_lock=posix"},
@@ -19,33 +36,50 @@ _ALWAYS = frozenset({"fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "
 """Kinds of file systems whose locks the kernel keeps locally."""
 
 
+@dataclass(frozen=True)
+class Mount:
+    """One line of the table; all fields are empty if no line fits."""
+
+    point: str = ""
+    kind: str = ""
+    options: frozenset[str] = frozenset()
+
+    @property
+    def keeps_locks(self) -> str:
+        """Why only this machine sees the locks, as text for messages; empty if that is unknown."""
+        if keeps := sorted(_OF_ONE_MACHINE.get(self.kind, set()) & self.options):
+            return f"{self.point} is mounted ({self.kind}) with {keeps[0]}"
+        if self.kind in _ALWAYS:
+            return f"{self.point} is {self.kind}, which has no locks between machines"
+        return ""
+
+
+def mount_of(path: str | os.PathLike[str], lines: Iterable[str] | None = None) -> Mount:
+    """The mount of an absolute path without links. `lines`: those of /proc/self/mountinfo."""
+    if lines is None:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")
+    path, best, found = Path(path), Path("/"), Mount()
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(" "), after.split()
+        if len(fields) < 6 or not rest:
+            continue
+        # Blanks, line feeds and backslashes are written in octal.
+        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]))
+        # Of two mounts at the same point, the later one covers the earlier.
+        if (point == path or point in path.parents) and len(point.parts) >= len(best.parts):
+            options = ",".join([fields[5], *rest[2:3]]).split(",")
+            best, found = point, Mount(str(point), rest[0], frozenset(options))
+    return found
+
+
 def locks_are_local(directory: str | os.PathLike[str]) -> str:
     """Why locks in `directory` are seen only on this machine although others may see the directory:
     its mount, as text for messages. Empty if that is not known."""
     try:
-        table = Path("/proc/self/mountinfo").read_text()
+        return mount_of(os.path.realpath(directory)).keeps_locks
     except OSError:
         return ""
-    return local_by(table, os.path.realpath(directory))
 
 
-def local_by(table: str, path: str) -> str:
-    """The same, from the text of /proc/self/mountinfo. Pure."""
-    found = ("", "", "")
-    for line in table.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, rest = before.split(), after.split()
-        if len(fields) < 6 or len(rest) < 2:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(found[0]):
-            found = (point, rest[0], ",".join([fields[5], *rest[2:3]]))
-    point, kind, options = found
-    keeps = sorted(_OF_ONE_MACHINE.get(kind, set()) & set(options.split(",")))
-    if keeps:
-        return f"{point} is mounted ({kind}) with {keeps[0]}"
-    return f"{point} is {kind}, which has no locks between machines" if kind in _ALWAYS else ""
-
-
-__all__ = ["local_by", "locks_are_local"]
+__all__ = ["LAYERS", "MEMORY", "SHARED", "Mount", "locks_are_local", "mount_of"]

@@ -23,13 +23,12 @@ import contextlib
 import hashlib
 import mmap
 import os
-import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 
 from tierckpt.config import Config
+from tierckpt.storage.files.mounts import mount_of
 from tierckpt.storage.local.store import LocalStore
 
 LINK_SUFFIX = ".image"
@@ -246,22 +245,9 @@ def memory_kind(directory: Path) -> str:
     return "dax" if _is_dax(directory) else ""
 
 
-def filesystem_of(path: Path, mounts: Iterable[str] | None = None) -> str:
-    """The type of an absolute path's file system, from the kernel's list of mounts.
-
-    Reads only that list, so a file system that hangs does not block the caller.
-    """
-    if mounts is None:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")[:-1]
-    best, kind = Path("/"), ""
-    for line in mounts:
-        fields, _, rest = line.partition(" - ")
-        # Blanks, line feeds and backslashes are written in octal.
-        point = Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields.split(" ")[4]))
-        # Of two mounts at the same point, the later one covers the earlier.
-        if (point == path or point in path.parents) and len(point.parts) >= len(best.parts):
-            best, kind = point, rest.split()[0]
-    return kind
+def filesystem_of(path: Path) -> str:
+    """The type of an absolute path's file system. Does not touch it: it may hang."""
+    return mount_of(path).kind
 
 
 def _is_dax(directory: Path) -> bool:

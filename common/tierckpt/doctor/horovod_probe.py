@@ -1,7 +1,7 @@
-"""Is there a Horovod that works with the torch that is here?
+"""Horovod and mpi4py, as a process of their own finds them: whether they work with the torch here.
 
-A build for another torch may take its process down, and an import of Horovod can't be undone. So a
-process of its own is asked, and whatever becomes of it is put into words.
+A build for another torch may crash its process, and an import of Horovod cannot be undone.
+Standard library only: `tools/make_horovod.py` uses it in a Python that has nothing but torch.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ try:
 except Exception as error:
     no_mpi4py = f"mpi4py cannot be imported ({error})"
 answer = dict(version=horovod.__version__, transports=transports, no_mpi4py=no_mpi4py)
+answer["nccl"] = bool(hvd.nccl_built())
 print("horovod_probe: " + json.dumps(answer), flush=True)
 """
 
 
 @dataclass(frozen=True)
 class Horovod:
-    """What a Python has of Horovod and MPI."""
+    """Horovod and MPI of a Python."""
 
     missing: str = ""
     """Why there is no Horovod that works; empty: there is one."""
@@ -69,6 +70,8 @@ class Horovod:
     """Of `gloo` and `mpi`, what it was built with."""
     no_mpi4py: str = ""
     """Why mpi4py can't be used; empty: it can."""
+    nccl: bool = False
+    """True if it was built with NCCL."""
     untold: bool = False
     """The probe was ended from outside, or took too long: that says nothing of Horovod."""
 
@@ -119,7 +122,8 @@ def understand(status: int, out: str, err: str) -> Horovod:
     answers = [line for line in out.splitlines() if line.startswith(ANSWER)]
     if status == 0 and answers:
         found = json.loads(answers[-1].removeprefix(ANSWER))
-        return Horovod("", found["version"], tuple(found["transports"]), found["no_mpi4py"])
+        transports, nccl = tuple(found["transports"]), found.get("nccl", False)
+        return Horovod("", found["version"], transports, found["no_mpi4py"], nccl)
     if status < 0:
         name = signal.Signals(-status).name
         return Horovod(f"its start was ended by {name}", untold=name not in CRASHES)

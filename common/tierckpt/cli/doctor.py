@@ -1,0 +1,91 @@
+"""`tierckpt doctor`: the findings of all checks on one screen, with the cures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from tierckpt.doctor.examination import Report
+from tierckpt.doctor.finding import Finding, Mark, Subject
+from tierckpt.doctor.nodes import examine_all
+from tierckpt.doctor.settings import valid_config
+from tierckpt.run.job.launcher import place_of
+from tierckpt.storage.health import parse_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CURE = "cure"
+SIGNS = {Mark.GOOD: "✓", Mark.ABSENT: "-", Mark.WARNING: "!", Mark.CROSS: "✗", CURE: "→"}
+PLAIN_SIGNS = {**SIGNS, Mark.GOOD: "+", Mark.CROSS: "x", CURE: "->"}
+"""For terminals without Unicode."""
+STYLES = {Mark.GOOD: "green", Mark.ABSENT: "dim", Mark.WARNING: "yellow", Mark.CROSS: "bold red"}
+
+
+def doctor(args: argparse.Namespace, console: Console) -> int:
+    """Examine this node, or all nodes of a launch; returns 1 if there is a cross."""
+    given = {"path": args.path, "persistent_path": args.persistent_path, "shm_dir": args.shm_dir}
+    arguments = {name: value for name, value in given.items() if value is not None}
+    environment = dict(os.environ)
+    config = valid_config(arguments, environment)
+    state_bytes = parse_size(args.state_bytes)
+    reports = examine_all(Subject(config, environment, arguments, state_bytes))
+    if place_of(environment).rank == 0:
+        if args.json:
+            print(json.dumps([_as_json(report) for report in reports], indent=2))
+        else:
+            _print(reports, console)
+    return int(any(report.count(Mark.CROSS) for report in reports))
+
+
+def _as_json(report: Report) -> dict[str, object]:
+    findings = [
+        {"section": section.title, **asdict(finding)}
+        for section in report.sections
+        for finding in section.findings
+    ]
+    crosses, warnings = report.count(Mark.CROSS), report.count(Mark.WARNING)
+    counts = {"node": report.node, "crosses": crosses, "warnings": warnings}
+    return {**counts, "findings": findings}
+
+
+def _print(reports: Sequence[Report], console: Console) -> None:
+    """The first report in full, and of the others what needs a cure."""
+    signs = SIGNS if (console.encoding or "").lower().startswith("utf") else PLAIN_SIGNS
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, findings in _parts(reports):
+        table.add_row("", Text(title, style="bold"), "")
+        for finding in findings:
+            sign = Text(signs[finding.mark], style=STYLES[finding.mark])
+            table.add_row(sign, finding.name, finding.text)
+            if finding.cure:
+                table.add_row("", "", Text(f"{signs[CURE]} {finding.cure}", style="cyan"))
+    console.print(table)
+    console.print(_closing(reports), soft_wrap=True)
+
+
+def _parts(reports: Sequence[Report]) -> Iterator[tuple[str, list[Finding]]]:
+    for section in reports[0].sections:
+        yield section.title, [*section.findings]
+    for report in reports[1:]:
+        bad = [f for f in report.findings if f.mark in (Mark.WARNING, Mark.CROSS)]
+        if bad:
+            yield f"On {report.node}", bad
+
+
+def _closing(reports: Sequence[Report]) -> str:
+    crosses = sum(report.count(Mark.CROSS) for report in reports)
+    warnings = sum(report.count(Mark.WARNING) for report in reports)
+    if not crosses and not warnings:
+        return "nothing needs a cure"
+    return f"{crosses} to cure, {warnings} to consider"

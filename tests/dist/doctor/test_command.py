@@ -1,0 +1,92 @@
+"""`tierckpt doctor` as users start it: one screen, JSON, and several nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.horovod_here import mpi_missing
+from tests.support.thorough import points
+
+COLUMNS, LINES = 80, 40
+
+
+def doctor(*arguments: str, launcher: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
+    """Exit status and standard output."""
+    program = [*launcher, sys.executable] if launcher[:1] == ("mpirun",) else [sys.executable]
+    command = [*program, *(launcher if program == [sys.executable] else ()), "-m", "tierckpt"]
+    done = subprocess.run(
+        [*command, "doctor", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": str(COLUMNS), "PYTHONUTF8": "1", **environment},
+    )
+    return done.returncode, done.stdout
+
+
+def test_everything_fits_on_one_screen(tmp_path: Path) -> None:
+    """With a row for each check, and some crosses."""
+    status, out = doctor(
+        *("--path", str(tmp_path / "ckpts"), "--persistent-path", str(tmp_path / "a" / "b")),
+        TIERCKPT_PTH="/x",
+    )
+    lines = out.splitlines()
+    assert status == 1
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= COLUMNS
+    for name in ("Software", "torch", "copy engine", "horovod", "memory", "path", "interface"):
+        assert any(name in line for line in lines), name
+    (at,) = [number for number, line in enumerate(lines) if "TIERCKPT_PTH is no" in line]
+    assert lines[at].startswith("✗ variables")
+    assert "→ unset TIERCKPT_PTH, or do you mean TIERCKPT_PATH?" in lines[at + 1]
+    assert lines[-1].startswith("2 to cure, ")
+
+
+LAUNCHERS = {
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"),
+}
+
+
+@pytest.mark.parametrize("launcher", points(LAUNCHERS, "torchrun"))
+def test_nodes_of_a_launch_are_compared(launcher: str, tmp_path: Path) -> None:
+    """The second rank calls itself another node, and has a setting that is wrong."""
+    if launcher == "mpirun" and mpi_missing():
+        pytest.skip(mpi_missing())
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "rank = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ.get('RANK', '')\n"
+        "if rank:\n"
+        "    os.environ['TIERCKPT_NODE'] = f'n{rank}'\n"
+        "if rank == '1':\n"
+        "    os.environ['TIERCKPT_PTH'] = '/x'\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    (shared := tmp_path / "shared").mkdir()
+    places = ("--path", str(tmp_path / "ckpts-{node}"), "--persistent-path", str(shared))
+    arguments = (*places, "--json")
+    status, out = doctor(*arguments, launcher=LAUNCHERS[launcher], PYTHONPATH=path)
+    assert status
+    first, second = reports = json.loads(out)
+    for report in reports:
+        crosses = [each for each in report["findings"] if each["mark"] == "cross"]
+        assert len(crosses) == report["crosses"]
+        bad = [each for each in report["findings"] if each["mark"] in ("cross", "warning")]
+        assert all(each["cure"] for each in bad)
+    assert {each["section"] for each in second["findings"]} == {
+        *("Software", "Machine", "Places", "Network", "Settings")
+    }
+    assert (first["node"], second["node"]) == ("n0", "n1")
+    nodes = {each["name"]: each for each in first["findings"] if each["section"] == "Nodes"}
+    assert nodes["nodes"]["text"] == "2: n0, n1"
+    assert nodes["persistent"]["text"] == f"all nodes see the same {shared}"
+    assert list(shared.iterdir()) == []
+    assert nodes["clocks"]["text"].startswith("offsets: n1 ")
+    (cross,) = [each for each in second["findings"] if each["name"] == "variables"][:1]
+    assert cross["mark"] == "cross"
+    assert cross["text"].startswith("TIERCKPT_PTH is no setting")

@@ -1,0 +1,111 @@
+"""Variables and settings, as a job that starts with them sees them; agents of running jobs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tierckpt
+from tierckpt.config import load_config
+from tierckpt.doctor import settings
+from tierckpt.doctor.finding import Finding, Mark, Subject
+from tierckpt.errors import ConfigError
+
+
+def subject(**environment: str) -> Subject:
+    return Subject(environment=environment)
+
+
+def crosses(found: list[Finding]) -> list[Finding]:
+    return [each for each in found if each.mark is Mark.CROSS]
+
+
+def test_an_unknown_variable_is_named_with_the_nearest_one() -> None:
+    given = {"TIERCKPT_PERSISTANT_PATH": "/x", "TIERCKPT_PATH": "/y", "HOME": "/"}
+    (unknown, known) = settings.variables(subject(**given))
+    assert unknown.mark is Mark.CROSS
+    assert unknown.text.startswith("TIERCKPT_PERSISTANT_PATH is no setting")
+    assert unknown.cure == (
+        "unset TIERCKPT_PERSISTANT_PATH, or do you mean TIERCKPT_PERSISTENT_PATH?"
+    )
+    assert known.text == "set: TIERCKPT_PATH"
+    with pytest.raises(ConfigError, match="persistant_path"):
+        load_config({}, given)
+    del given["TIERCKPT_PERSISTANT_PATH"]  # the cure
+    assert not crosses([*settings.variables(subject(**given))])
+    load_config({}, given)
+
+
+def test_all_variables_of_tierckpt_itself_are_known() -> None:
+    names = [f"TIERCKPT_{name.upper()}" for name in settings.known_settings()]
+    own = ["TIERCKPT_CONFIG", "TIERCKPT_ENCRYPTION_KEY", "TIERCKPT_COPY_ENGINE", "TIERCKPT_ATTEMPT"]
+    assert settings.unknown_variables(dict.fromkeys([*names, *own, *settings.INTERNAL], "")) == []
+
+
+def test_a_value_of_a_variable_is_not_shown() -> None:
+    (found,) = settings.variables(subject(TIERCKPT_PERSISTENT_STORAGE_OPTIONS='{"key": "secret"}'))
+    assert "secret" not in found.text
+
+
+def test_a_conflict_of_settings_is_a_cross_in_the_words_of_the_job(tmp_path: Path) -> None:
+    given = {"TIERCKPT_PATH": "/x", "TIERCKPT_PERSISTENT_PATH": "/x", "TIERCKPT_PTH": "/z"}
+    (found,) = settings.configuration(subject(**given))
+    assert found.mark is Mark.CROSS
+    assert found.text.startswith("path and persistent_path are both '/x'")
+    file = tmp_path / "settings.toml"
+    file.write_text("[local]\nkeep_last = 0\n")
+    (found,) = settings.configuration(subject(TIERCKPT_CONFIG=str(file)))
+    assert "local_keep_last" in found.text
+
+
+def test_settings_without_effect_are_a_warning() -> None:
+    idle, valid = settings.configuration(subject(TIERCKPT_PERSISTENT_KEEP_LAST="3"))
+    assert (idle.mark, idle.text.split()[-1]) == (Mark.WARNING, "persistent_keep_last")
+    assert valid.text == "valid; levels: memory, local"
+
+
+def test_places_are_examined_though_other_settings_are_invalid() -> None:
+    config = settings.valid_config({"path": "/there"}, {"TIERCKPT_SLOTS": "1"})
+    assert config.path == "/there"
+
+
+# --- agents --------------------------------------------------------------------------------------
+
+JOB = """
+import sys, tierckpt
+from tierckpt.testing import TinyJob
+with TinyJob("ckpts", shm_dir=sys.argv[1]) as job:
+    job.run(1)
+    job.checkpointer.wait()
+    print("runs", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_the_agent_of_another_version_is_a_warning(tmp_path: Path, shm_dir: Path) -> None:
+    """A job that was started before an upgrade, and goes on with the old code."""
+    old = tmp_path / "old"
+    shutil.copytree(Path(tierckpt.__file__).parent, old / "tierckpt")
+    (old / "tierckpt/_version.py").write_text('__version__ = "0.0.9"\n')
+    config = load_config({"shm_dir": str(shm_dir)}, {})
+    assert [*settings.agents(Subject(config))] == []
+    with subprocess.Popen(
+        [sys.executable, "-c", JOB, str(shm_dir)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(old)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "runs\n"
+        (found,) = settings.agents(Subject(config))
+        job.communicate("\n")
+    assert found.mark is Mark.WARNING
+    assert f"runs Tierckpt 0.0.9 of {old}; here is {tierckpt.__version__}" in found.text
+    assert "or: kill " in found.cure
