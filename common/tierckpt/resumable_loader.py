@@ -55,6 +55,8 @@ class _Place:
     """The loop has reached the end of the pass."""
     sampler_epoch: int | None = None
     """The last argument of `set_epoch` of the loader's sampler, if it is visible."""
+    batch_size: int | None = None
+    """The loader's, if it is visible."""
 
 
 @dataclass
@@ -172,6 +174,7 @@ class ResumableLoader(Generic[Batch]):
         self._place.begun, self._first = True, self._streams()
         self._first.packed()  # once: every version of the epoch contains it
         self._place.sampler_epoch = _sampler_epoch(self.loader)
+        self._place.batch_size = _batch_size(self.loader)
         return self._pass(self._place, iter(self.loader))
 
     def _pass(self, place: _Place, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -194,6 +197,7 @@ class ResumableLoader(Generic[Batch]):
         """The rest of the current epoch, which another process started."""
         place = self._place
         _refuse_other_epoch(place, self.loader)
+        _refuse_other_batches(place, self.loader)
         now = self._now(state)
         if state["now"] is not None:
             now = _Streams(**state["now"])
@@ -382,6 +386,23 @@ def _refuse_other_epoch(place: _Place, loader: Iterable[Any]) -> None:
             f"the sampler is set to epoch {now}: the samples to skip would not be those trained "
             f"on. Start the loop at epoch {place.epoch} (for epoch in range(data.epoch, epochs)), "
             "and call data.set_epoch(epoch) before each pass"
+        )
+
+
+def _batch_size(loader: Iterable[Any]) -> int | None:
+    """The loader's batch size, also that of its own batch sampler, if it has a fixed one."""
+    owners = (loader, getattr(loader, "batch_sampler", None))
+    sizes = (getattr(owner, "batch_size", None) for owner in owners)
+    return next((size for size in sizes if type(size) is int), None)
+
+
+def _refuse_other_batches(place: _Place, loader: Iterable[Any]) -> None:
+    now, saved = _batch_size(loader), place.batch_size
+    if saved is not None and now is not None and now != saved:
+        raise TierckptError(
+            f"the checkpoint was taken amid an epoch with batch_size={saved}, and this loader has "
+            f"batch_size={now}: the samples to skip would not be those trained on. Set "
+            f"batch_size={saved}, or start the next epoch with set_epoch({place.epoch + 1})"
         )
 
 

@@ -223,6 +223,19 @@ def test_a_loop_that_begins_at_epoch_0_again_is_refused() -> None:
     assert len(list(data)) == 2
 
 
+def test_another_batch_size_amid_an_epoch_is_refused_and_the_way_out_works() -> None:
+    def larger() -> DataLoader[torch.Tensor]:
+        data = torch.arange(11.0)
+        return DataLoader(data, 2 * BATCH, sampler=DistributedSampler(data, 2, 1))  # type: ignore[arg-type]
+
+    data = resumed_at(1, larger)
+    data.loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    with pytest.raises(tierckpt.TierckptError, match=r"batch_size=2, .*batch_size=4: .*epoch\(3\)"):
+        iter(data)
+    data.set_epoch(3)
+    assert len(list(data)) == 2
+
+
 def test_a_loader_that_became_shorter_is_refused_and_the_way_out_works() -> None:
     def short() -> DataLoader[torch.Tensor]:
         data = torch.arange(4.0)

@@ -27,10 +27,10 @@ TWICE = (
     "resume() was called before, and has restored the checkpoint: give all loaders in one call, "
     "first, second = ckpt.resume(first, second)"
 )
-OTHER_RANKS = (
-    "v{version} has no place in the data for {ranks} ranks: another number of ranks took it "
-    "(`tierckpt list` shows it), or a job with other loaders in resume(). Start as many ranks as "
-    "before; or call ckpt.restore() in place of ckpt.resume(loader), and choose the data yourself"
+OTHER_LOADERS = (
+    "v{version} has no place in the data for these loaders: another job took it, or one with other "
+    "loaders in resume(). Give the same loaders; or call ckpt.restore() in place of "
+    "ckpt.resume(loader), and choose the data yourself"
 )
 PERSISTENT = (
     "persistent_workers=True: the random numbers that samples draw in such workers go on from "
@@ -73,21 +73,22 @@ class Checkpointer(ddp_ckpt.Checkpointer):
         begins at the next batch. Iterate over these, and begin at their attribute `epoch`.
 
         Give all prepared loaders that the training takes batches from, in one call, and none of an
-        evaluation. Collective. Raises the errors of `restore`, and RestoreError if the version was
-        taken by another number of ranks.
+        evaluation. Collective. Raises the errors of `restore`, and RestoreError if a step had
+        another number of samples (ranks x batch size x accumulation).
         """
         if self._resumed:
             raise TierckptError(TWICE)
-        resumed = [ResumedLoader(loader) for loader in loaders]
+        resumed = [ResumedLoader(loader, self._accelerator) for loader in loaders]
         self._resumed = True
         for number, each in enumerate(resumed):
             self.register(f"loader{number}", each, per_rank=True)
             if getattr(each, "persistent_workers", False):
                 Handle(self).notice(PERSISTENT, logging.WARNING)
         restored = self.restore()
-        if restored.version and not all(each.is_restored for each in resumed):
-            text = OTHER_RANKS.format(version=restored.version, ranks=self.group.size)
-            raise RestoreError(text)
+        if restored.version and not all(each.saved_step for each in resumed):
+            raise RestoreError(OTHER_LOADERS.format(version=restored.version))
+        for each in resumed:
+            each.fit(restored.version)
         return resumed[0] if len(resumed) == 1 else tuple(resumed)
 
     def step(self, metric: float | None = None) -> None:

@@ -9,15 +9,20 @@ start of the pass, and the number of batches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.integrations.loader_passes import Pass, Passes
-from tierckpt.resumable_loader import ResumableLoader, generators_of, samplers_of
+from tierckpt.integrations.other_ranks import PlaceOfAnyRanks, StepSize
+from tierckpt.resumable_loader import generators_of, samplers_of
 from tierckpt.state.extras import Generator
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+NAMES = ("batch_size", "gradient_accumulation_steps")
 UNPREPARED = (
     "resume(loader): the loader, a {kind}, was not prepared. Give what accelerator.prepare(loader) "
     "returned"
@@ -30,13 +35,13 @@ UNSEEDED = (
 )
 
 
-class ResumedLoader(ResumableLoader[Any]):
+class ResumedLoader(PlaceOfAnyRanks[Any]):
     """Iterates over a prepared loader, one pass per epoch, and can be resumed at any batch.
 
     Training thread only. Raises ConfigError for a loader that was not prepared.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], accelerator: Accelerator) -> None:
         if not hasattr(loader, "base_dataloader") or not hasattr(loader, "iteration"):
             raise ConfigError(UNPREPARED.format(kind=type(loader).__name__))
         self._prepared: Any = loader
@@ -46,8 +51,9 @@ class ResumedLoader(ResumableLoader[Any]):
         """The loader's `iteration` in the newest pass."""
         self._early_seed: int | None = None
         """The seed of the newest pass's workers, if they were started by `prepare`."""
-        self.is_restored = False
-        """Whether a restore has set the place."""
+        self._accelerator = accelerator
+        self.saved_step: StepSize | None = None
+        """The samples of a step in the restored job; None if no restore has set the place."""
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the prepared loader (`dataset`, `total_batch_size`)."""
@@ -76,6 +82,22 @@ class ResumedLoader(ResumableLoader[Any]):
         super().set_epoch(epoch)
         self._prepared.set_epoch(epoch)
 
+    @property
+    def step_size(self) -> StepSize:
+        """The samples of one step in this job."""
+        ranks = self._accelerator.num_processes
+        total = getattr(self._prepared, "total_batch_size", None) or 0
+        return StepSize(ranks, total // ranks, self._accelerator.gradient_accumulation_steps)
+
+    def fit(self, version: int) -> None:
+        """Convert the restored place to this job's ranks and batches. Raises RestoreError if a step
+        has other samples."""
+        if self.saved_step is not None:
+            self.step_size.require(self.saved_step, version, NAMES)
+            self.convert(self.step_size.batches_for_one_of(self.saved_step))
+            if self.step_size != self.saved_step:  # `accumulate` counts from this boundary on
+                self._accelerator.step = 0
+
     def state_dict(self, in_forward: bool = False) -> dict[str, Any]:
         """The place, with the loader's count of passes and the seeds of its samplers."""
         state = super().state_dict(in_forward)
@@ -85,12 +107,13 @@ class ResumedLoader(ResumableLoader[Any]):
         seeds = [each.initial_seed for each in self._samplers if hasattr(each, "initial_seed")]
         iteration = self._begun_at if begun else self._prepared.iteration
         early = self._early_seed if begun else None
-        return {**state, "iteration": iteration, "seeds": seeds, "early_seed": early}
+        step = self.step_size.as_dict()
+        return {**state, "iteration": iteration, "seeds": seeds, "early_seed": early, "step": step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next pass resume there."""
         super().load_state_dict(state)
-        self.is_restored = True
+        self.saved_step = StepSize(**state["step"])
         self._prepared.iteration = state["iteration"]
         seeded = [each for each in self._samplers if hasattr(each, "initial_seed")]
         for sampler, seed in zip(seeded, state["seeds"], strict=False):

@@ -8,7 +8,6 @@ import signal
 from typing import Any
 
 import ddp_ckpt
-from tierckpt.errors import RestoreError
 from tierckpt.halt.signals import Signals
 from tierckpt.integrations.kept_gradients import KeptGradients
 from tierckpt.integrations.notices import Notices
@@ -24,9 +23,8 @@ from .training_data import TrainingData
 STATE = "lightning"
 """Name of the Trainer's state in `extra_per_rank`."""
 OTHER_RANKS = (
-    "v{version} is a checkpoint of another number of ranks than {ranks}, and Lightning's place in "
-    "an epoch, logged values and callbacks belong to the number of ranks: start the job with as "
-    "many as before (`tierckpt list` shows it), or begin a new job at another path"
+    "v{version} is of another number of ranks: the epoch goes on with its next samples. Metrics "
+    "and logged means of this epoch have its later batches only"
 )
 NOT_LOADED = (
     "ckpt_path {given!r} is not loaded: the job goes on from its own v{version}. To begin with "
@@ -63,9 +61,9 @@ class Fit:
         restored, trainer = self.checkpointer.restore(), self._trainer
         if not restored.version:
             return
-        if self._state.loaded is None:
-            text = OTHER_RANKS.format(version=restored.version, ranks=trainer.world_size)
-            raise RestoreError(text)
+        self._state.convert(restored.version)
+        if self._state.is_of_other_ranks:
+            self._say(OTHER_RANKS.format(version=restored.version), logging.WARNING)
         self._streams = rng.pack_rng(trainer.strategy.root_device)
         if trainer.ckpt_path:
             text = NOT_LOADED.format(given=trainer.ckpt_path, version=restored.version)
@@ -90,8 +88,9 @@ class Fit:
         rng.load_rng(self._streams, self._trainer.strategy.root_device)
         saved = self._state.loaded
         if self._state.is_amid_epoch and saved is not None and saved["data"] is not None:
+            self._state.check_loaders()
             self._data.set_epoch(self._loop.epoch_progress.current.processed)
-            self._data.resume(saved["data"], self._state.batches)
+            self._data.resume(saved["data"], self._state.batches, self._state.factor)
         self._state.loaded = None
 
     def take_signals(self) -> None:

@@ -8,7 +8,12 @@ work of a batch, so that a resumed loop does all of the next one.
 from __future__ import annotations
 
 import json
+import math
+from fractions import Fraction
 from typing import Any
+
+from tierckpt.errors import RestoreError
+from tierckpt.integrations.other_ranks import StepSize
 
 from . import hook_states, logged_results, metric_states
 from .training_data import TrainingData
@@ -18,6 +23,23 @@ CONNECTOR = (
     *("_first_loop_iter", "_current_fx"),
 )
 """Attributes of the logger connector."""
+NAMES = ("batch_size", "accumulate_grad_batches")
+NO_ORDER = (
+    "v{version} was taken by {had} rank(s), and this job has {has}: samples that were trained on "
+    "in this epoch are known for other numbers of ranks only if there is one training loader, with "
+    "a batch_size and a DistributedSampler (Lightning adds one for two or more ranks). Start {had} "
+    "rank(s)"
+)
+OTHER_LOADER = (
+    "the checkpoint is of another number of ranks, and the training loader has batch_size={has} or "
+    "no DistributedSampler: it needs a DistributedSampler, and batch_size={want}, so that a step "
+    "has as many samples as before; or change accumulate_grad_batches with it. (For a single rank "
+    "give the loader a DistributedSampler of your own)"
+)
+OTHER_BATCH = (
+    "the checkpoint was taken amid an epoch with batch_size={want}, and the training loader has "
+    "batch_size={has}: the samples to skip would not be those trained on. Set batch_size={want}"
+)
 DDP_FLAG = "require_forward_param_sync"
 """Attribute of a DDP module: whether its next forward pass broadcasts the buffers of rank 0. A
 manual optimization turns it off after the first batch, and buffers differ from then on."""
@@ -31,7 +53,13 @@ class TrainerState:
         self._trainer, self._data = trainer, data
         self._loop = trainer.fit_loop
         self.loaded: dict[str, Any] | None = None
-        """The restored state; None if nothing was restored, or only for another number of ranks."""
+        """The restored state; None if nothing was restored."""
+        self.factor = Fraction(1)
+        """Batches of a rank for one of the restored job; see `convert`."""
+        self.is_of_other_ranks = False
+        """Another number of ranks took the restored version."""
+        self._batch = 0
+        """The batch size that goes with the restored place; 0: any."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values and tensors; shares its tensors."""
@@ -47,6 +75,9 @@ class TrainerState:
             },
             "broadcasts_buffers": getattr(trainer.strategy.model, DDP_FLAG, True),
             "should_stop": trainer.should_stop,
+            "batch": self._data.batch,
+            "is_distributed": self._data.is_distributed,
+            "ranks": trainer.world_size,
             "accumulate": trainer.accumulate_grad_batches,
             "reloaded": _whole(loop._last_train_dl_reload_epoch),
             "schedulers": [
@@ -64,6 +95,44 @@ class TrainerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state for `load_at_start` and `load_at_resumption`."""
         self.loaded = state
+
+    def load_of_other_ranks(self, state: dict[str, Any], ranks: int) -> None:
+        """Keep the state of one of `ranks` ranks, without values that belong to its batches:
+        metrics and logged means of the epoch in progress."""
+        self.loaded = {**state, "results": {}, "metrics": {}}
+
+    def convert(self, version: int) -> None:
+        """Convert the place in the epoch to this job's number of ranks. Raises RestoreError if the
+        samples of a step would be others."""
+        saved = self.loaded
+        ranks, accumulation = self._trainer.world_size, self._trainer.accumulate_grad_batches
+        if saved is None:
+            return
+        self.is_of_other_ranks = saved["ranks"] != ranks
+        if not self.is_of_other_ranks:
+            self._batch = saved["batch"]
+            return
+        if not saved["batch"] or not saved["is_distributed"]:
+            raise RestoreError(NO_ORDER.format(version=version, had=saved["ranks"], has=ranks))
+        old = StepSize(saved["ranks"], saved["batch"], saved["accumulate"])
+        # The loaders of this fit come later.
+        self._batch = max(old.samples // (ranks * accumulation), 1)
+        new = StepSize(ranks, self._batch, accumulation)
+        new.require(old, version, NAMES)
+        self.factor = new.batches_for_one_of(old)
+        progress = json.loads(saved["progress"])
+        batches = progress["epoch_loop"]["batch_progress"]
+        for counts in (batches["total"], batches["current"]):
+            counts.update({k: math.ceil(v * self.factor) for k, v in counts.items()})
+        saved |= {"progress": json.dumps(progress), "accumulate": accumulation}
+
+    def check_loaders(self) -> None:
+        """Raise RestoreError if the loaders are not those for which the place was converted."""
+        data, want = self._data, self._batch
+        if self.is_of_other_ranks and not (data.is_distributed and data.batch == want):
+            raise RestoreError(OTHER_LOADER.format(has=data.batch or "?", want=want))
+        if want and data.batch and data.batch != want:
+            raise RestoreError(OTHER_BATCH.format(has=data.batch, want=want))
 
     @property
     def is_amid_epoch(self) -> bool:

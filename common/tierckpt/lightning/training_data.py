@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tierckpt.integrations.frameworks import Say
-from tierckpt.resumable_loader import ResumableLoader, generators_of, samplers_of
+from tierckpt.integrations.other_ranks import PlaceOfAnyRanks
+from tierckpt.resumable_loader import generators_of, samplers_of
 from tierckpt.state.extras import Generator
 
 from .package import part
@@ -57,13 +59,32 @@ class TrainingData:
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(epoch)
 
-    def resume(self, state: dict[str, Any], taken: int) -> None:
+    @property
+    def _loaders(self) -> list[Any]:
+        return list(getattr(self._loop._combined_loader, "flattened", ()))
+
+    @property
+    def batch(self) -> int:
+        """The samples of a batch of this rank; 0 if they are unknown, or there are several
+        loaders."""
+        loaders = self._loaders
+        return (getattr(loaders[0], "batch_size", 0) or 0) if len(loaders) == 1 else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a `DistributedSampler` decides the order, which is that of all ranks then."""
+        found = [each for loader in self._loaders for each in samplers_of(loader)]
+        return any(isinstance(each, DistributedSampler) for each in found)
+
+    def resume(self, state: dict[str, Any], taken: int, factor: Fraction) -> None:
         """Begin the pass at the saved place. The global generators must be as the restore has set
-        them, and are so afterwards. `taken`: batches of the epoch that were trained on."""
+        them, and are so afterwards. `taken`: batches of the epoch that were trained on; `factor`:
+        as in `PlaceOfAnyRanks.convert`."""
         self.waits = False
         fetcher, combined = self._loop._data_fetcher, self._loop._combined_loader
         data = combined.made_resumable()
         data.load_state_dict(state)
+        data.convert(factor)
         data.restored()
         iter(fetcher)
         fetcher.fetched += taken
@@ -97,7 +118,7 @@ def _made_resumable(kind: Any) -> type:
         """Iterates through `resumable`, a `ResumableLoader` around the base's iteration."""
 
         waits: Callable[[], bool]
-        resumable: ResumableLoader[Any] | None
+        resumable: PlaceOfAnyRanks[Any] | None
         _unread: list[Any] | None = None
 
         def __iter__(self) -> Any:
@@ -111,14 +132,14 @@ def _made_resumable(kind: Any) -> type:
         def __next__(self) -> Any:
             return next(self._batches)
 
-        def made_resumable(self) -> ResumableLoader[Any]:
+        def made_resumable(self) -> PlaceOfAnyRanks[Any]:
             """The object that knows the place."""
             if self.resumable is None:
                 found = [each for loader in self.flattened for each in _generators_of(loader)]
                 # Lightning fetches one batch ahead where it knows no length.
                 ahead = 0 if self._know_length() else 1
                 passes = _Passes(self, super().__iter__, super().__next__)
-                self.resumable = ResumableLoader(passes, ahead=ahead, generators=found)
+                self.resumable = PlaceOfAnyRanks(passes, ahead=ahead, generators=found)
             return self.resumable
 
         def _know_length(self) -> bool:

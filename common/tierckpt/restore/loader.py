@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.state import tree_codec
 from tierckpt.state.custom_values import foreign_values
-from tierckpt.state.extras import PLAIN_VALUES, PlainValues, load_extra
+from tierckpt.state.extras import PLAIN_VALUES, PlainValues, load_extra, load_of_other_ranks
 from tierckpt.state.modules.changing_buffers import ChangedBuffers
 from tierckpt.state.modules.custom_states import MODULE_STATES
 from tierckpt.state.names import FIXED, parameter_of, path_of
@@ -277,18 +279,29 @@ class Loader:
         putback = OptimizerRestore(self.state, saved, values, whole=not self._differs)
         putback.put()
         self.notices += putback.notices
-        per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
-        for which, entries in (("extra", saved["extra"]), ("extra_per_rank", per_rank)):
+        kinds = ("extra", "extra_per_rank") if self.shards == self.size else ("extra",)
+        for which in kinds:
             for name, obj in getattr(self.state, which).items():
-                if name in entries:
-                    _give(obj, entries[name], f"{which}[{name!r}]")
+                if name in saved[which]:
+                    with _naming(obj, f"{which}[{name!r}]"):
+                        load_extra(obj, saved[which][name])
         self._finish_modules(saved["extra"].get(MODULE_STATES))
         self.notices += self._left_values()
-        if self.shards != self.size and saved["extra_per_rank"]:
-            names = ", ".join(sorted(saved["extra_per_rank"]))
+        if self.shards != self.size:
+            self._finish_per_rank(saved["extra_per_rank"])
+
+    def _finish_per_rank(self, saved: dict[str, Any]) -> None:
+        """Load per-rank objects of another number of ranks, if they can take them."""
+        left = sorted(saved)
+        for name, obj in self.state.extra_per_rank.items():
+            if name in saved:
+                with _naming(obj, f"extra_per_rank[{name!r}]"):
+                    if load_of_other_ranks(obj, saved[name], self.shards):
+                        left.remove(name)
+        if left:
             self.notices.append(
                 f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: per-rank "
-                f"objects were left as they are: {names}"
+                f"objects were left as they are: {', '.join(left)}"
             )
 
     def _finish_modules(self, record: dict[str, Any] | None) -> None:
@@ -332,9 +345,11 @@ def is_buffer(name: str) -> bool:
     return name.startswith("buffer/")
 
 
-def _give(obj: Any, value: Any, name: str) -> None:
+@contextlib.contextmanager
+def _naming(obj: Any, name: str) -> Iterator[None]:
+    """Name the object of the user's that does not take its state."""
     try:
-        load_extra(obj, value)
+        yield
     except Exception as error:
         kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error

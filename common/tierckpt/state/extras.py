@@ -94,6 +94,20 @@ def load_extra(obj: Any, value: Any) -> None:
         obj.load_state_dict(value)
 
 
+def load_of_other_ranks(obj: Any, value: Any, ranks: int) -> bool:
+    """Load a state into a per-rank object of a job that has another number of ranks than the saved
+    one, `ranks`. `value` is the state of one of those ranks; several ranks may get the same.
+
+    The object decides: it has a method `load_of_other_ranks(state, ranks)`, or stays as it is.
+    Returns whether it has one.
+    """
+    load = getattr(obj, "load_of_other_ranks", None)
+    if not callable(load):
+        return False
+    load(value, ranks)
+    return True
+
+
 class ExtraStates:
     """The extra state of all modules, see `torch.nn.Module.get_extra_state`. One of the `extra`
     objects; false when no module has any."""

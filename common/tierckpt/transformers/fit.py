@@ -7,25 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import ddp_ckpt
-from tierckpt.errors import RestoreError
 from tierckpt.integrations.notices import Notices
 from tierckpt.settings import Arguments
 
 from .framework import MARK, check, skipping
 from .training_data import TrainingData
-from .training_state import TrainingState
+from .training_state import SIZES, TrainingState
 
 STATE, DATA = "transformers", "transformers data"
 """Names of the Trainer's state and place in `extra_per_rank`."""
-OTHER_RANKS = (
-    "v{version} is a checkpoint of another number of ranks than {ranks}, and the Trainer's place "
-    "in an epoch and its running loss belong to the number of ranks: start the job with as many as "
-    "before (`tierckpt list` shows it), or begin a new job at another path"
-)
-OTHER_SIZES = (
-    "v{version} was taken with {sizes}: the batches to skip would not be those trained on. Start "
-    "the job with these values, or begin a new job at another path"
-)
 NOT_LOADED = (
     "resume_from_checkpoint is not used: the job goes on from its own v{version}. To begin with "
     "that checkpoint, use another path for TierTrainer"
@@ -77,11 +67,9 @@ class Fit:
         if not version:
             return
         trainer = self._trainer
-        if self._state.loaded is None:
-            raise RestoreError(OTHER_RANKS.format(version=version, ranks=trainer.args.world_size))
-        if sizes := self._state.other_sizes():
-            named = ", ".join(f"{name}={value}" for name, value in sizes.items())
-            raise RestoreError(OTHER_SIZES.format(version=version, sizes=named))
+        now, saved = self._state.step_size, self._state.saved_step_size
+        now.require(saved, version, SIZES)
+        self._data.resumable.convert(now.batches_for_one_of(saved))
         self._state.load()
         self.resumes = True
         self._steps = trainer.state.global_step

@@ -15,7 +15,8 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import DataLoaderShard
 
 from tierckpt.integrations.loader_passes import Pass, Passes
-from tierckpt.resumable_loader import ResumableLoader, generators_of, samplers_of
+from tierckpt.integrations.other_ranks import PlaceOfAnyRanks
+from tierckpt.resumable_loader import generators_of, samplers_of
 
 
 class TrainingData:
@@ -23,7 +24,7 @@ class TrainingData:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.resumable = ResumableLoader[Any](
+        self.resumable = PlaceOfAnyRanks[Any](
             Passes(loader, _Pass), generators=[*generators_of(loader)]
         )
         """The place; an object for `extra_per_rank`."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tierckpt.integrations.other_ranks import StepSize
+
 PROGRESS = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
     *("best_metric", "best_global_step", "best_model_checkpoint"),
@@ -26,7 +28,7 @@ FLAGS = (
 )
 """Attributes of the TrainerControl."""
 SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Arguments that decide which batches belong to a step."""
+"""Arguments that decide, with the number of ranks, which samples belong to a step."""
 
 
 class TrainingState:
@@ -36,7 +38,7 @@ class TrainingState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.loaded: dict[str, Any] | None = None
-        """The restored state; None if nothing was restored, or only for another number of ranks."""
+        """The restored state; None if nothing was restored."""
         self.epoch_is_over = False
         """The work at the end of the current epoch is done."""
         self.grad_norm: Any = None
@@ -54,7 +56,7 @@ class TrainingState:
             "state": {name: getattr(trainer.state, name) for name in PROGRESS},
             "counts": {name: getattr(trainer, name, 0) for name in COUNTS},
             "flags": {name: getattr(trainer.control, name) for name in FLAGS},
-            "sizes": {name: getattr(trainer.args, name) for name in SIZES},
+            "step": self.step_size.as_dict(),
             "max_steps": trainer.state.max_steps,
             "callbacks": [[type(each).__name__, each.state()] for each in _exportable(trainer)],
             "epoch_is_over": self.epoch_is_over,
@@ -71,6 +73,17 @@ class TrainingState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state for `load` and `load_late`."""
         self.loaded = {**state, **json.loads(state["numbers"]), "norm": state["grad_norm"]}
+
+    def load_of_other_ranks(self, state: dict[str, Any], ranks: int) -> None:
+        """Keep the state of one of `ranks` ranks. The running loss since the last log differs
+        between ranks: it goes into the mean of the whole training alone, and the next log has the
+        mean of later steps."""
+        self.load_state_dict(state)
+        assert self.loaded is not None
+        counts = self.loaded["counts"]
+        counts["_total_loss_scalar"] += self.loaded["loss"].item()
+        counts["_globalstep_last_logged"] = self.loaded["state"]["global_step"]
+        self.loaded["loss"] = torch.tensor(0.0)
 
     def load(self) -> None:
         """Set the TrainerState and the callbacks, before `on_train_begin`."""
@@ -118,11 +131,20 @@ class TrainingState:
         assert self.loaded is not None
         return bool(self.loaded["flags"]["should_epoch_stop"])
 
-    def other_sizes(self) -> dict[str, Any]:
-        """The saved values of those `SIZES` that have changed."""
+    @property
+    def step_size(self) -> StepSize:
+        """The samples of one step in this job."""
+        args, ranks = self._trainer.args, self._trainer.args.world_size
+        batch, accumulation = (getattr(args, name) for name in SIZES)
+        if self._trainer.accelerator.split_batches:
+            batch //= ranks
+        return StepSize(ranks, batch, accumulation)
+
+    @property
+    def saved_step_size(self) -> StepSize:
+        """The samples of one step in the restored job."""
         assert self.loaded is not None
-        saved = self.loaded["sizes"]
-        return {k: v for k, v in saved.items() if v != getattr(self._trainer.args, k)}
+        return StepSize(**self.loaded["step"])
 
     def _text_of_history(self) -> str:
         """The log history, a line of JSON for each entry. Only new entries are converted: a long

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
-from tests.support.frameworks.killed_job import goes_on_exactly
+from tests.support.frameworks.killed_job import goes_on_exactly, goes_on_with_the_same_samples
 
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     # Kills of one job, one after the other; the scenario. 7 batches an epoch, unless it says more.
@@ -107,11 +107,30 @@ def test_a_finished_job_that_is_started_again_trains_no_step(make_job: MakeJob) 
     assert not again.of_kind("batch")
 
 
-def test_another_number_of_ranks_is_refused_before_the_first_step(make_job: MakeJob) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "others", "batch", "accumulation"), [(2, 1, 8, 1), (1, 2, 2, 1), (2, 1, 4, 2)]
+)
+def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
+    ranks: int, others: int, batch: int, accumulation: int, make_job: MakeJob
+) -> None:
+    scenario = {"data": "numbered", "ranks": ranks}
+    plain, job = make_job(**scenario), make_job(**scenario)
+    whole = plain.start()
+    assert whole.ended(), whole.output()
+    killed = job.start("batch end:0:9")
+    other = job.start(ranks=others, batch_size=batch, accumulation=accumulation)
+    assert other.ended(), other.output()
+    goes_on_with_the_same_samples(killed, other, whole, 7 if ranks == 2 else 13)
+
+
+def test_another_number_of_samples_a_step_is_refused_before_the_first_one(
+    make_job: MakeJob,
+) -> None:
     job = make_job()
     job.start("backward:1:8")
     alone = job.start(ranks=1)
-    assert "has no place in the data for 1 ranks" in alone.output()
+    assert "8 samples a step (2 ranks, batch_size=4" in alone.output()
+    assert "Set gradient_accumulation_steps=2, or start 2 ranks" in alone.output()
     assert not alone.of_kind("batch")
 
 

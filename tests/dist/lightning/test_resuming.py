@@ -13,6 +13,7 @@ from tests.support.frameworks.killed_job import (
     ends_by_a_signal_and_goes_on,
     goes_on_after_an_error,
     goes_on_exactly,
+    goes_on_with_the_same_samples,
 )
 
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -110,12 +111,47 @@ def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
     goes_on_after_an_error(make_job(), "backward:1:8", undisturbed())
 
 
-def test_another_number_of_ranks_is_refused_before_the_first_step(make_job: MakeJob) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "others", "accumulation"), [(2, 1, 1), (1, 2, 1), (2, 4, 1), (2, 1, 2)]
+)
+@pytest.mark.parametrize("at", ["batch end:0:8", "epoch end:0:12"])
+def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
+    ranks: int, others: int, accumulation: int, at: str, make_job: MakeJob
+) -> None:
+    """Batches of 4 samples for 2 ranks, of 8 for 1 and of 2 for 4."""
+    steps = 6 // accumulation
+    at = at.replace("12", str(2 * steps))
+    trainer = {"accumulate_grad_batches": accumulation}
+    scenario = {"data": "numbered", "ranks": ranks, "trainer": trainer}
+    plain, job = make_job(**scenario), make_job(**scenario)
+    whole = plain.start()
+    assert whole.ended(), whole.output()
+    killed = job.start(at)
+    other = job.start(ranks=others)
+    assert other.ended(), other.output()
+    goes_on_with_the_same_samples(killed, other, whole, steps)
+    assert "the epoch goes on with its next samples" in other.output()
+    assert other.of_kind("trained") == whole.of_kind("trained")
+
+
+def test_another_number_of_ranks_without_the_same_samples_a_step_is_refused(
+    make_job: MakeJob,
+) -> None:
     job = make_job()
     job.start("backward:1:8")
-    alone = job.start(ranks=1)
-    assert "another number of ranks than 1" in alone.error(), alone.output()
+    alone = job.start(ranks=1, trainer={"accumulate_grad_batches": 3})
+    assert "8 samples a step (2 ranks, batch_size=4" in alone.error(), alone.output()
+    alone = job.start(ranks=1, trainer={"accumulate_grad_batches": 2})
+    assert "no DistributedSampler" in alone.error(), alone.output()
     assert not alone.of_kind("batch")
+
+
+def test_another_batch_size_amid_an_epoch_is_refused(make_job: MakeJob) -> None:
+    job = make_job(ranks=1)
+    job.start("backward:0:8")
+    other = job.start(data="larger batches")
+    assert "Set batch_size=4" in other.error(), other.output()
+    assert not other.of_kind("batch")
 
 
 def test_the_jobs_own_version_goes_before_a_file_of_lightnings(

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
+from tests.support.frameworks.jobs import Run
 from tests.support.frameworks.killed_job import (
     ends_by_a_signal_and_goes_on,
     goes_on_after_an_error,
     goes_on_exactly,
+    goes_on_with_the_same_samples,
 )
 
 BEST = {
@@ -147,21 +149,44 @@ def test_the_jobs_own_version_goes_before_a_checkpoint_of_the_trainers(
     assert "resume_from_checkpoint is not used: the job goes on from its own v" in again.output()
 
 
-def test_another_number_of_ranks_is_refused_before_the_first_step(make_job: MakeJob) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "others", "batch", "accumulation"),
+    [(2, 1, 4, 2), (2, 1, 8, 1), (1, 2, 2, 1)],
+)
+def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
+    ranks: int, others: int, batch: int, accumulation: int, make_job: MakeJob
+) -> None:
+    """52 samples; the last step of an epoch is filled up with some of its first ones."""
+    scenario = {"data": "numbered", "dropout": 0.0, "ranks": ranks}
+    changed = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    plain, job = make_job(**scenario), make_job(**scenario)
+    whole = plain.start()
+    assert whole.ended(), whole.output()
+    killed = job.start(f"step end:{ranks - 1}:9")
+    other = job.start(ranks=others, arguments=changed)
+    assert other.ended(), other.output()
+    goes_on_with_the_same_samples(killed, other, whole, 7 if ranks == 2 else 13)
+    assert loss_of(other) == pytest.approx(loss_of(whole), rel=0.01)
+
+
+def loss_of(run: Run) -> float:
+    """The newest loss in an evaluation."""
+    return float([x["eval_loss"] for x in run.of_kind("logged") if "eval_loss" in x][-1])
+
+
+def test_another_number_of_samples_a_step_is_refused_before_the_first_one(
+    make_job: MakeJob,
+) -> None:
     job = make_job()
     job.start("backward:1:9")
     alone = job.start(ranks=1)
-    assert "another number of ranks than 1" in alone.error(), alone.output()
-    assert not alone.of_kind("batch")
-
-
-def test_another_batch_size_is_refused_before_the_first_step(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start("backward:1:9")
-    other = job.start(arguments={"gradient_accumulation_steps": 2})
-    error = other.error(0) or other.error(1)
-    assert "was taken with gradient_accumulation_steps=1" in error, other.output()
-    assert not other.of_kind("batch")
+    assert "8 samples a step (2 ranks, per_device_train_batch_size=4" in alone.error()
+    assert "Set gradient_accumulation_steps=2, or start 2 ranks" in alone.error()
+    more = job.start(arguments={"gradient_accumulation_steps": 2})
+    error = more.error(0) or more.error(1)
+    assert "this job has 16" in error, more.output()
+    assert "Set gradient_accumulation_steps=1" in error
+    assert not alone.of_kind("batch") + more.of_kind("batch")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,16 @@ class Samples(Dataset[Any]):
         return torch.randn(WIDTH, generator=source) + 0.1 * torch.randn(WIDTH), index % CLASSES
 
 
+class Numbered(Dataset[Any]):
+    """Samples whose first feature is their number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((WIDTH,), float(index)), index % CLASSES
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for index in torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3)):
@@ -43,6 +53,8 @@ def make_loader(scenario: Scenario) -> Any:
     options: dict[str, Any] = {"batch_size": 4, "num_workers": scenario.workers}
     if scenario.loading.get("split_batches"):
         options["batch_size"] = 8
+    if scenario.data == "numbered":
+        return DataLoader(Numbered(), batch_size=scenario.batch_size, shuffle=True)
     if scenario.data == "stream":
         return DataLoader(Stream(), **options)
     if scenario.data == "weighted":
@@ -124,7 +136,9 @@ class Training:
 
     def train(self, batch: Any, index: int) -> None:
         accelerator, (x, y) = self.accelerator, batch
-        self.journal.write("batch", index=index, step=self.steps, samples=digest([x, y.float()]))
+        numbers = x[:, 0].tolist() if self.scenario.data == "numbered" else []
+        samples = digest([x, y.float()])
+        self.journal.write("batch", index=index, step=self.steps, samples=samples, numbers=numbers)
         with accelerator.accumulate(*self.models):
             for number, (model, optimizer) in enumerate(
                 zip(self.models, self.optimizers, strict=True)

@@ -23,6 +23,8 @@ class Scenario(scenario.Scenario):
     sets_epoch: bool = False
     saves: bool = False
     """The script also calls `accelerator.save_state()` at the end of each epoch."""
+    batch_size: int = 4
+    """Of numbered samples."""
     batches: int = 0
     """If not 0, the loop leaves an epoch after so many batches."""
     accelerator: dict[str, Any] = field(default_factory=dict)

@@ -44,4 +44,34 @@ def goes_on_after_an_error(job: Job, point: str, plain: Run) -> None:
     assert all(again.place_in(plain, rank) > 0 for rank in range(2))
 
 
-__all__ = ["ends_by_a_signal_and_goes_on", "goes_on_after_an_error", "goes_on_exactly"]
+def goes_on_with_the_same_samples(killed: Run, other: Run, whole: Run, steps_an_epoch: int) -> None:
+    """Assert that `other`, with another number of ranks than the job that was killed, trains on the
+    samples that `whole` has in the same steps. The last step of an epoch may be filled up with
+    samples of the epoch."""
+    steps, taken = samples_of_steps(whole), samples_of_steps(other)
+    before = samples_of_steps(killed)
+    first = min(taken)
+    assert 0 < first <= max(before) + 1
+    assert all(samples <= steps[step] for step, samples in before.items())
+    assert taken.keys() == {step for step in steps if step >= first}
+    for step, samples in taken.items():
+        epoch = range(step // steps_an_epoch * steps_an_epoch, step)
+        filling = {number for each in epoch for number in steps[each]}
+        assert samples - filling == steps[step] - filling, f"step {step}"
+
+
+def samples_of_steps(run: Run) -> dict[int, set[int]]:
+    """The numbers of all ranks' samples, by the number of steps made before."""
+    found: dict[int, set[int]] = {}
+    for rank in range(run.scenario.ranks):
+        for line in run.of_kind("batch", rank):
+            found.setdefault(line["step"], set()).update(line["numbers"])
+    return found
+
+
+__all__ = [
+    "ends_by_a_signal_and_goes_on",
+    "goes_on_after_an_error",
+    "goes_on_exactly",
+    "goes_on_with_the_same_samples",
+]

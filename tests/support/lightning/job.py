@@ -36,7 +36,10 @@ def recorder(base: Any, journal: Journal) -> Any:
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             leaves = torch.utils._pytree.tree_leaves(batch)
-            journal.write("batch", index=index, samples=digest(leaves), random=random_state())
+            facts: dict[str, Any] = {"samples": digest(leaves), "random": random_state()}
+            if journal.scenario.data.startswith("numbered"):
+                facts = {"numbers": batch[0][:, 0].tolist(), "step": trainer.global_step}
+            journal.write("batch", index=index, **facts)
 
         def on_after_backward(self, trainer: Any, module: Any) -> None:
             journal.reach("backward", trainer.global_step)

@@ -24,6 +24,16 @@ class Samples(Dataset[Any]):
         return torch.randn(WIDTH, generator=source) + 0.1 * torch.randn(WIDTH), index % CLASSES
 
 
+class Numbered(Dataset[Any]):
+    """Samples whose first feature is their number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((WIDTH,), float(index)), index % CLASSES
+
+
 class Stream(IterableDataset[Any]):
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -51,6 +61,11 @@ def loaders(kind: str, workers: int, rank: int, ranks: int) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         return StatefulDataLoader(Samples(), batch_size=4, shuffle=True, num_workers=workers)
+    if kind == "numbered":
+        sampler = DistributedSampler(Numbered(), ranks, rank, shuffle=True)
+        return DataLoader(Numbered(), batch_size=4 * 2 // ranks, sampler=sampler)
+    if kind == "larger batches":
+        return DataLoader(Samples(), batch_size=8, shuffle=True)
     return DataLoader(
         Samples(),
         batch_size=4,

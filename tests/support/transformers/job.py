@@ -47,6 +47,15 @@ class Sentences(Plain):
         return sample
 
 
+class Numbered(Plain):
+    """Samples that begin with their number, in two tokens."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        sample["input_ids"][:2] = torch.tensor([index // WORDS, index % WORDS])
+        return sample
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from (Sentences()[index] for index in range(SAMPLES))
@@ -89,7 +98,10 @@ class Recorded:
     state: Any
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.journal.write("batch", samples=digest(inputs.values()), random=random_state())
+        numbers = (inputs["input_ids"][:, 0] * WORDS + inputs["input_ids"][:, 1]).tolist()
+        facts = {"samples": digest(inputs.values()), "numbers": numbers}
+        step = self.state.global_step
+        self.journal.write("batch", step=step, random=random_state(), **facts)
         loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         self.journal.reach("backward", self.state.global_step)
         return loss
@@ -116,12 +128,13 @@ def make_trainer(scenario: Scenario, arguments: Any, journal: Journal) -> Any:
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), scenario.dropout),
     )
     torch.manual_seed(3)
     trainer = type("Job", bases, {"journal": journal})(
         GPT2LMHeadModel(config),
         arguments,
-        train_dataset=Stream() if scenario.data == "stream" else Sentences(),
+        train_dataset={"plain": Sentences, "stream": Stream, "numbered": Numbered}[scenario.data](),
         eval_dataset=Plain(),
         callbacks=callbacks,
         **given,

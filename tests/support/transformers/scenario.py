@@ -16,6 +16,7 @@ class Scenario(scenario.Scenario):
     """The Trainer's kind: "trainer" or "seq2seq"."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of TrainingArguments."""
+    dropout: float = 0.1
     patience: int = 0
     """Of an EarlyStoppingCallback; 0: without it."""
     train: dict[str, Any] = field(default_factory=dict)
