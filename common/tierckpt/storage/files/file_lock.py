@@ -20,6 +20,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+LOCK_FORMAT = "hhqqi4x"
+"""The kernel's `struct flock`."""
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors that say that another process has the lock."""
 
@@ -60,7 +62,7 @@ def lock(fd: int, path: Path | None = None) -> bool:
 def lock_for_good(fd: int, path: Path) -> bool:
     """As `lock`; the lock stays when this process opens the file once more and closes that (a
     backup of its folder). Where there is no such lock it is the usual one."""
-    whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    whole_file = struct.pack(LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
     except OSError as error:
@@ -156,6 +158,14 @@ def try_lock(fd: int) -> bool:
     """False where another process has the lock. Raises OSError where there are no locks. Until any
     descriptor of the file is closed."""
     return _try(fd, fcntl.LOCK_EX)
+
+
+def held(fd: int) -> bool:
+    """True while another process has the lock. Takes none itself, so it keeps no process out; `fd`
+    need not be one that may be written to. Raises OSError where there are no locks."""
+    whole_file = struct.pack(LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    found = struct.unpack(LOCK_FORMAT, fcntl.fcntl(fd, fcntl.F_GETLK, whole_file))
+    return bool(found[0] != fcntl.F_UNLCK)
 
 
 def free(fd: int) -> bool:

@@ -72,10 +72,13 @@ class DirectoryClaim:
         launch: Launch = Launch(),  # noqa: B008 (frozen)
         memory: str | os.PathLike[str] = "",
         run_starters: Iterable[str] = (),
+        persistent: str = "",
+        events: str = "",
     ) -> None:
         """`token` is the same in the whole job; `node` is the number of this node in it; `launch`
         is that of this process; `memory` is the folder of the job's slots, recorded for other runs;
-        `run_starters` are the starters of all ranks."""
+        `run_starters` are the starters of all ranks; `persistent` and `events` are recorded, see
+        `Claim`."""
         self._notice = notice
         self._directory, self._token = Path(directory), token
         self._path = self._directory / f"{PREFIX}{token}.{node}"
@@ -92,6 +95,8 @@ class DirectoryClaim:
             launch.attempt,
             launch.starters,
             tuple(run_starters) or launch.starters,
+            persistent,
+            os.path.abspath(events) if events else "",
         )
         self._fd: int | None = None
         self._local_locks = ""
