@@ -39,6 +39,8 @@ from .view import (
 
 FRESH_SECONDS = 60.0
 """An event that is younger shows that the job runs."""
+MOST_TIMES = 10_000
+"""Number of versions whose times are kept."""
 MOST_NODES = 4096
 """Number of directories whose claims are read."""
 
@@ -68,6 +70,8 @@ class Observer:
         self._tails: EventTails | None = None
         self._found_paths: tuple[str, ...] = ()
         """Places that the job itself has named."""
+        self._taken: dict[tuple[int, int, str], float] = {}
+        """Unix times of the versions seen so far, by generation, version and run."""
 
     def look(self) -> View:
         """Collect a view. Raises MissingPathError if a path does not exist and its job has nothing
@@ -75,22 +79,35 @@ class Observer:
         begin, now = time.monotonic(), time.time()
         seen = self._see()
         rows = rows_of(seen.there)
+        self._remember(rows)
         statuses = [each.status for _, each in seen.agents if each.status is not None]
         results = [level for status in statuses for level in status.levels]
+        job = _job(seen, rows, now)
         rates = self._tails.write_rates if self._tails else {}
         return View(
             time_seconds=now,
             paths=(*self._paths, *self._found_paths),
             took_seconds=time.monotonic() - begin,
-            job=_job(seen, rows, now),
+            job=job,
             levels=level_views(rows, now, results, seen.events, rates),
             work=tuple(_work(seen, now)),
             agents=tuple(_agent(node, each) for node, each in seen.agents),
             nodes=tuple(Node(c.host, c.pid, lives, c.since_seconds) for c, lives in seen.claims),
             events=seen.events,
-            notes=tuple(_notes(seen)),
+            notes=tuple(_notes(seen, job.state)),
             problems=tuple([*seen.there.troubles, *seen.problems]),
         )
+
+    def _remember(self, rows: Iterable[Row]) -> None:
+        """Keep the times of versions for levels that do not have them."""
+        for row in rows:
+            name = (row.generation, row.version, row.run_id)
+            if row.created_seconds is not None:
+                self._taken[name] = row.created_seconds
+            else:
+                row.created_seconds = self._taken.get(name)
+        for name in [*self._taken][:-MOST_TIMES]:
+            del self._taken[name]
 
     def _see(self) -> _Seen:
         there = survey([*self._paths, *self._found_paths])
@@ -173,6 +190,8 @@ def _trainers(job: JobDirectory) -> int:
 def _job(seen: _Seen, rows: Sequence[Row], now: float) -> JobState:
     state, evidence = _state(seen, now)
     ids = {f.facts.job for f in seen.there.found if not seen.there.is_elsewhere(f.place)}
+    if not ids and (lease := _lease(seen.places)):
+        ids = {lease.owner.partition(" on ")[0]}
     suspects = {f"v{row.version}": row.suspect for row in rows if row.suspect}
     return JobState(
         state,
@@ -192,7 +211,7 @@ def _state(seen: _Seen, now: float) -> tuple[str, str]:
         return RUNS, f"{seen.trainers} on this machine"
     if living := sum(lives for _, lives in seen.claims):
         return RUNS, f"claims of {living} of {len(seen.claims)} nodes are held"
-    events, lease = seen.events, _lease(seen.places, now)
+    events, lease = seen.events, _lease(seen.places)
     if events and events.closed:
         return STOPPED, f"closed: {events.closed}"
     agents = [each for _, each in seen.agents if each.state == AGENT_RUNS]
@@ -202,8 +221,11 @@ def _state(seen: _Seen, now: float) -> tuple[str, str]:
         return RUNS, f"its newest event is {now - events.newest_seconds:.0f} s old"
     if seen.claims or seen.agents:
         return STOPPED, "killed: its processes are gone, and have not cleaned up"
-    if any(f.place.level == "memory" for f in seen.there.found):
+    levels = {f.place.level for f in seen.there.found if not seen.there.is_elsewhere(f.place)}
+    if "memory" in levels:
         return STOPPED, "its versions in memory have no process"
+    if "local" in levels:
+        return STOPPED, "no process has claimed its directory"
     if lease is not None:
         left = lease.expires_seconds - now
         if left > 0:
@@ -212,7 +234,7 @@ def _state(seen: _Seen, now: float) -> tuple[str, str]:
     return UNKNOWN, "no sign of a process is visible from here"
 
 
-def _lease(places: Sequence[PlaceView], now: float) -> LeaseView | None:
+def _lease(places: Sequence[PlaceView]) -> LeaseView | None:
     leases = [place.lease for place in places if place.lease and place.lease.owner]
     return max(leases, key=lambda each: each.expires_seconds, default=None)
 
@@ -223,7 +245,7 @@ def _last_seen(seen: _Seen, rows: Sequence[Row], state: str, now: float) -> floa
     times = [row.created_seconds for row in rows if row.created_seconds]
     if seen.events and seen.events.newest_seconds:
         times.append(seen.events.newest_seconds)
-    if lease := _lease(seen.places, now):
+    if lease := _lease(seen.places):
         times.append(min(now, lease.expires_seconds - LEASE_SECONDS / 2))
     return max(times, default=None)
 
@@ -267,13 +289,13 @@ def _task(node: str, task: TaskStatus, now: float) -> Work:
 # --- what is not visible -------------------------------------------------------------------------
 
 
-def _notes(seen: _Seen) -> Iterable[str]:
+def _notes(seen: _Seen, state: str) -> Iterable[str]:
     if seen.events is None:
         yield (
             "no events: with the setting events_dir (or --events DIR) stalls, skipped and failed "
             "versions and slow ranks are shown"
         )
-    if not seen.agents and not seen.claims:
+    if not (seen.agents or seen.claims) and state in (RUNS, UNKNOWN):
         yield (
             "the job's processes are not visible from here: run this on one of its nodes, with the "
             "job's path, to see agents and memory"
