@@ -56,6 +56,9 @@ class _Seen:
     places: list[PlaceView]
     events: EventsView | None
     trainers: int
+    dead_since: float | None = None
+    """Unix time of the first look that has found only claims of dead processes; None if the last
+    one has not."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -70,6 +73,8 @@ class Observer:
         self._tails: EventTails | None = None
         self._found_paths: tuple[str, ...] = ()
         """Places that the job itself has named."""
+        self._dead_since: float | None = None
+        """See `_Seen.dead_since`."""
         self._taken: dict[tuple[int, int, str], float] = {}
         """Unix times of the versions seen so far, by generation, version and run."""
 
@@ -118,6 +123,9 @@ class Observer:
         agents = [(_node(job), each) for job in there.jobs for each in find_agents(job)]
         trainers = sum(map(_trainers, there.jobs))
         seen = _Seen(there, claims, agents, [], None, trainers)
+        dead = bool(claims) and not any(lives for _, lives in claims)
+        self._dead_since = (self._dead_since or time.time()) if dead else None
+        seen.dead_since = self._dead_since
         seen.places += self._places(seen)
         seen.events = self._events(seen)
         return seen
@@ -217,8 +225,10 @@ def _state(seen: _Seen, now: float) -> tuple[str, str]:
     agents = [each for _, each in seen.agents if each.state == AGENT_RUNS]
     if agents:
         return ENDING, "its trainers have ended, and an agent is left"
-    if events and events.newest_seconds and now - events.newest_seconds < FRESH_SECONDS:
-        return RUNS, f"its newest event is {now - events.newest_seconds:.0f} s old"
+    newest = events.newest_seconds if events and events.newest_seconds else 0.0
+    # Its last events may be fresh: a claim of a dead process needs an event that came later.
+    if now - newest < FRESH_SECONDS and newest > (seen.dead_since or 0.0):
+        return RUNS, f"its newest event is {now - newest:.0f} s old"
     if seen.claims or seen.agents:
         return STOPPED, "killed: its processes are gone, and have not cleaned up"
     levels = {f.place.level for f in seen.there.found if not seen.there.is_elsewhere(f.place)}
