@@ -122,20 +122,21 @@ def _work_line(work: Work, bars: bool) -> RenderableType:
     shard = "" if work.shard is None else f" shard {work.shard}"
     text = f"  {work.level} v{work.version}{shard}"
     text += f" from {work.node}" if work.node else " of all nodes"
-    if work.unit == "shards":
-        text += f": {work.done} of {counted(work.total, 'shard')} stored"
-    elif work.total:
-        text += f": {size_text(work.done) or '0 B'} of {size_text(work.total)}"
+    if work.total_shards:
+        text += f": {work.done_shards} of {counted(work.total_shards, 'shard')} stored"
+    elif work.total_bytes:
+        text += f": {size_text(work.done_bytes) or '0 B'} of {size_text(work.total_bytes)}"
     if work.seconds:
         text += f", {span(work.seconds)}"
-        if work.unit == "bytes" and work.done and work.seconds > 0.1:
-            text += f", {_rate(work.done / work.seconds)}"
+        if work.done_bytes and work.seconds > 0.1:
+            text += f", {_rate(work.done_bytes / work.seconds)}"
     if work.waits_for:
         text += f", missing: {work.waits_for}"
     line = Text(text)
-    if not (bars and work.total):
+    done, total = max((work.done_bytes, work.total_bytes), (work.done_shards, work.total_shards))
+    if not (bars and total):
         return line
-    bar = ProgressBar(work.total, min(work.done, work.total), width=16)
+    bar = ProgressBar(total, min(done, total), width=16)
     return Columns([line, bar], padding=(0, 2))
 
 

@@ -223,8 +223,10 @@ def _state(seen: _Seen, now: float) -> tuple[str, str]:
     if events and events.closed:
         return STOPPED, f"closed: {events.closed}"
     agents = [each for _, each in seen.agents if each.state == AGENT_RUNS]
+    if any(each.status and each.status.awaited for each in agents):
+        return ENDING, "its trainers were killed; an agent waits for them to come back"
     if agents:
-        return ENDING, "its trainers have ended, and an agent is left"
+        return ENDING, "its trainers have ended; an agent is left"
     newest = events.newest_seconds if events and events.newest_seconds else 0.0
     # Its last events may be fresh: a claim of a dead process needs an event that came later.
     if now - newest < FRESH_SECONDS and newest > (seen.dead_since or 0.0):
@@ -241,6 +243,8 @@ def _state(seen: _Seen, now: float) -> tuple[str, str]:
         if left > 0:
             return RUNS, "its lease on the persistent level is renewed"
         return STOPPED, "its lease on the persistent level has ended"
+    if seen.places:
+        return UNKNOWN, "no job holds the persistent level: it has ended, or has not flushed yet"
     return UNKNOWN, "no sign of a process is visible from here"
 
 

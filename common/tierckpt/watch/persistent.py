@@ -51,7 +51,9 @@ def look_at(url: str, store: PersistentStore) -> PlaceView:
         names = [name for name in store.incomplete() if not _retired(store, name)]
         newest = [name for name in names if record and name.run_id == record.run_id]
         work = [_work(store, name) for name in newest[-MOST_VERSIONS:]]
-        return PlaceView(url, lease, tuple(each for each in work if each.done < each.total))
+        return PlaceView(
+            url, lease, tuple(each for each in work if each.done_shards < each.total_shards)
+        )
 
 
 def _retired(store: PersistentStore, name: VersionName) -> bool:
@@ -67,7 +69,8 @@ def _work(store: PersistentStore, name: VersionName) -> Work:
     done = name.shards - len(missing) - unseen
     waits_for = f"shards {_ranges(missing)}" if missing and not unseen else ""
     version = name.id.version
-    return Work("", "persistent", version, None, 0.0, done, name.shards, "shards", waits_for)
+    counts = {"done_shards": done, "total_shards": name.shards}
+    return Work("", "persistent", version, None, 0.0, **counts, waits_for=waits_for)
 
 
 def _missing(store: PersistentStore, name: VersionName) -> tuple[list[int], int]:

@@ -82,11 +82,12 @@ class Work:
     """None: all shards of the node, or of the job."""
     seconds: float
     """Time since the begin; 0.0 where it is unknown."""
-    done: int
-    total: int
-    """0 while it is unknown."""
-    unit: str = "bytes"
-    """`bytes`, or `shards`."""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """Upper bound; 0 where it is unknown."""
+    done_shards: int = 0
+    total_shards: int = 0
+    """Number of the version's shards; 0 for the work of one agent."""
     waits_for: str = ""
     """Shards that are missing, in words."""
 

@@ -177,19 +177,19 @@ def test_a_flush_to_a_slow_store(run: Run, tmp_path: Path) -> None:
 
     def moved() -> bool:
         views.append(observer.look())
-        return any(work.unit == "bytes" and work.done for work in views[-1].work)
+        return any(work.done_bytes for work in views[-1].work)
 
     until(moved)
-    work = next(each for each in views[-1].work if each.unit == "bytes")
+    work = next(each for each in views[-1].work if each.total_bytes)
     assert (work.level, work.version) == ("persistent", FLUSHED)
-    assert 0 < work.done < work.total
-    assert work.total > 16_000_000
+    assert 0 < work.done_bytes < work.total_bytes
+    assert work.total_bytes > 16_000_000
     assert "persistent" not in {level.level for level in views[-1].levels}
     # A process that sees only the store knows that the job lives, and what is missing.
     far = Observer([str(tmp_path / "shared")]).look()
     assert far.job.state == "runs"
     assert far.job.restart is None
-    assert [(each.done, each.total, each.unit) for each in far.work] == [(0, 1, "shards")]
+    assert [(each.done_shards, each.total_shards) for each in far.work] == [(0, 1)]
 
     # The trainer is killed: the agent still works on the flush.
     trainer.kill()
@@ -197,7 +197,7 @@ def test_a_flush_to_a_slow_store(run: Run, tmp_path: Path) -> None:
     view = observer.look()
     [agent] = view.agents
     assert agent.trainers == ()
-    assert any(each.unit == "bytes" for each in view.work)
+    assert any(each.total_bytes for each in view.work)
     kill(agent.pid)
     assert observer.look().job.state == "stopped"
 

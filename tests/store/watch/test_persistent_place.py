@@ -51,7 +51,7 @@ def test_shards_that_are_missing_are_named(place: Path) -> None:
     flush(store, 2, 4, 5)
     flush(store, 2, 8, 9)
     [work] = look_at(str(place), store).work
-    assert (work.version, work.done, work.total, work.unit) == (2, 8, SHARDS, "shards")
+    assert (work.version, work.done_shards, work.total_shards) == (2, 8, SHARDS)
     assert work.waits_for == "shards 6-7"
 
 
@@ -60,7 +60,7 @@ def test_in_shared_files_whole_groups_count(place: Path) -> None:
     flush(store, 2, *range(4))
     flush(store, 2, 4, 5)
     [work] = look_at(str(place), store).work
-    assert work.done == PER_GROUP
+    assert work.done_shards == PER_GROUP
     assert work.waits_for == ""
 
 

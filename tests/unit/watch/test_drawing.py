@@ -61,7 +61,7 @@ VIEW = View(
     ),
     (
         Work("gpu-0042", "persistent", 4300, None, 12.0, 12 * 10**9, 27 * 10**9),
-        Work("", "persistent", 4300, None, 0.0, 7936, 8000, "shards", "shards 3200-3263"),
+        Work("", "persistent", 4300, None, 0.0, 0, 0, 7936, 8000, "shards 3200-3263"),
     ),
     (
         AgentView("gpu-0042", 4242, "runs", NOW - 7200, tuple(range(8)), (), {"local": 1}, 0.0),
