@@ -148,7 +148,7 @@ class Flusher:
         """The flush under way, and the number of versions that wait for it. Any thread."""
         with self._changed:
             task = self._task if self.busy() else None
-            return task and task.status(), len(self._orders)
+            return task.status() if task else None, len(self._orders)
 
     def close(self) -> None:
         """Stop renewing the lease; release it if all nodes have finished."""

@@ -64,8 +64,11 @@ class Activity:
             return
         with self._lock:
             before = self._levels.get(message.level, LevelStatus(message.level))
-            after = _stored(before, message) if isinstance(message, Stored) else None
-            self._levels[message.level] = after or _not_stored(before, message)
+            match message:
+                case Stored():
+                    self._levels[message.level] = _stored(before, message)
+                case NotStored():
+                    self._levels[message.level] = _not_stored(before, message)
 
     def commits(self) -> list[TaskStatus]:
         """The commits under way, the oldest first."""
