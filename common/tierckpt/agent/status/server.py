@@ -39,7 +39,7 @@ class StatusServer:
                 channel, _ = self._listener.accept()
             except OSError:
                 return
-            with channel, contextlib.suppress(OSError):
+            with channel, contextlib.suppress(Exception):  # any failure costs this answer only
                 channel.settimeout(SEND_SECONDS)
                 if _peer_uid(channel) == os.getuid():
                     protocol.send(channel, self._status())
