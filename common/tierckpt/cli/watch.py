@@ -53,6 +53,8 @@ def _views(observer: Observer, interval_seconds: float) -> Iterator[View | str]:
         try:
             yield observer.look()
         except MissingPathError as error:
+            yield f"{error}: waiting for the job"
+        except OSError as error:  # a file system that is away for a moment
             yield str(error)
         spent = time.monotonic() - begin
         time.sleep(max(interval_seconds - spent, spent * (1 / SHARE - 1), 0.0))
@@ -77,9 +79,7 @@ def _show(observer: Observer, interval_seconds: float, console: Console) -> None
     with _terminable(), Live(console=console, screen=True, auto_refresh=False) as live:
         for view in _views(observer, interval_seconds):
             parts: list[RenderableType] = (
-                [f"{view}: waiting for the job"]
-                if isinstance(view, str)
-                else drawn(view, console.width)
+                [view] if isinstance(view, str) else drawn(view, console.width)
             )
             live.update(Group(*parts), refresh=True)
 

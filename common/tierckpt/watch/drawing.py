@@ -145,7 +145,8 @@ def _agents(view: View) -> Iterator[RenderableType]:
 
     if not view.agents and view.job.trainers_here:
         yield ""
-        yield Text("no agent yet: the first version that goes to local starts one")
+        text = "no agent process: the first version that goes to local starts one"
+        yield Text(f"{text}, unless the setting agent is inline")
     if view.agents:
         yield ""
         yield Text("agents on this machine", "bold")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice, product
 from pathlib import Path
 
 from tierckpt._text import is_url
@@ -17,8 +18,8 @@ from tierckpt.storage.local.store import LocalStore
 
 from .view import EventsView, LevelView, Restart
 
-MOST_MANIFESTS = 64
-"""Number of manifests of one version whose age is looked at."""
+MOST_MANIFESTS = 256
+"""Number of names at which the manifests of one version are looked for, to find its age."""
 
 
 def level_views(
@@ -93,7 +94,7 @@ def _durable_since(row: Row, results: Sequence[LevelStatus]) -> float | None:
     with suppress(OSError):
         if row.level == LOCAL:
             keys = [ShardKey(_id(row), shard, row.shards) for shard in sorted(row.there)]
-            for place, key in zip(row.places[:1] * len(keys), keys[:MOST_MANIFESTS], strict=False):
+            for place, key in islice(product(row.places, keys), MOST_MANIFESTS):
                 with suppress(OSError):
                     found.append(LocalStore(place).committed_seconds(key))
         elif row.level == PERSISTENT and not is_url(row.places[0]):

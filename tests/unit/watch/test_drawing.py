@@ -145,7 +145,7 @@ def test_a_job_without_versions_says_so() -> None:
     bare = replace(VIEW, job=job, levels=(), work=(), agents=(), events=None, notes=())
     text = "\n".join(shown(bare, 80))
     assert "no versions yet" in text
-    assert "no agent yet" in text
+    assert "no agent process" in text
 
 
 def test_many_agents_are_cut_with_a_notice() -> None:

@@ -33,7 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tierckpt._host import host_id
-from tierckpt._text import some
+from tierckpt._text import directory_of, is_url, some
 from tierckpt.storage.files import durable, file_lock
 from tierckpt.storage.files.mounts import locks_are_local
 
@@ -95,8 +95,8 @@ class DirectoryClaim:
             launch.attempt,
             launch.starters,
             tuple(run_starters) or launch.starters,
-            persistent,
-            os.path.abspath(events) if events else "",
+            persistent if is_url(persistent) else _absolute(persistent),
+            _absolute(events),
         )
         self._fd: int | None = None
         self._local_locks = ""
@@ -257,6 +257,11 @@ class DirectoryClaim:
             "path: give this job another path. If the other one is an earlier run of this job "
             f"that hangs, end it; if it cannot be ended, remove {path}"
         )
+
+
+def _absolute(path: str) -> str:
+    """The path for a process in another folder; an empty one stays."""
+    return os.path.abspath(directory_of(path)) if path else ""
 
 
 def _token_of(path: Path) -> str:
