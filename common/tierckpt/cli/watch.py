@@ -42,6 +42,8 @@ def watch(args: argparse.Namespace, console: Console) -> None:
         for view in _views(observer, given or DEFAULT_SECONDS):
             if isinstance(view, View):
                 _print(view, args.json, console)
+            else:
+                print(f"tierckpt: {view}", file=sys.stderr, flush=True)
     else:
         _show(observer, given or DEFAULT_SECONDS, console)
 

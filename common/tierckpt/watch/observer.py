@@ -7,59 +7,35 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierckpt._text import directory_of, is_url
 from tierckpt.agent.protocol import TaskStatus
-from tierckpt.agent.status.client import RUNS as AGENT_RUNS
 from tierckpt.agent.status.client import FoundAgent, find_agents
 from tierckpt.config import load_config
 from tierckpt.offline.catalog import Row, rows_of
-from tierckpt.offline.survey import Survey, survey
+from tierckpt.offline.survey import survey
 from tierckpt.storage.local.claim_file import Claim, claims_in
 from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.persistent.lease import LEASE_SECONDS
 
 from .event_tails import EventTails
-from .levels import level_views, restart_of, steps_per_second
-from .persistent import LeaseView, PlaceView, look_at
+from .job_state import Seen, job_state
+from .levels import level_views
+from .persistent import PlaceView, look_at
 from .view import (
-    ENDING,
     RUNS,
-    STOPPED,
     UNKNOWN,
     AgentView,
     EventsView,
-    JobState,
     Node,
     View,
     Work,
 )
 
-FRESH_SECONDS = 60.0
-"""An event that is younger shows that the job runs."""
 MOST_TIMES = 10_000
 """Number of versions whose times are kept."""
 MOST_NODES = 4096
 """Number of directories whose claims are read."""
-
-
-@dataclass
-class _Seen:
-    """The parts of one look."""
-
-    there: Survey
-    claims: list[tuple[Claim, bool]]
-    agents: list[tuple[str, FoundAgent]]
-    """With the names of their nodes."""
-    places: list[PlaceView]
-    events: EventsView | None
-    trainers: int
-    dead_since: float | None = None
-    """Unix time of the first look that has found only claims of dead processes; None if the last
-    one has not."""
-    problems: list[str] = field(default_factory=list)
 
 
 class Observer:
@@ -74,7 +50,7 @@ class Observer:
         self._found_paths: tuple[str, ...] = ()
         """Places that the job itself has named."""
         self._dead_since: float | None = None
-        """See `_Seen.dead_since`."""
+        """See `Seen.dead_since`."""
         self._taken: dict[tuple[int, int, str], float] = {}
         """Unix times of the versions seen so far, by generation, version and run."""
 
@@ -87,7 +63,7 @@ class Observer:
         self._remember(rows)
         statuses = [each.status for _, each in seen.agents if each.status is not None]
         results = [level for status in statuses for level in status.levels]
-        job = _job(seen, rows, now)
+        job = job_state(seen, rows, now)
         rates = self._tails.write_rates if self._tails else {}
         return View(
             time_seconds=now,
@@ -114,7 +90,7 @@ class Observer:
         for name in [*self._taken][:-MOST_TIMES]:
             del self._taken[name]
 
-    def _see(self) -> _Seen:
+    def _see(self) -> Seen:
         there = survey([*self._paths, *self._found_paths])
         claims = _claims(there.directories)
         if added := self._named_by(claims):
@@ -122,7 +98,7 @@ class Observer:
             there = survey([*self._paths, *self._found_paths])
         agents = [(_node(job), each) for job in there.jobs for each in find_agents(job)]
         trainers = sum(map(_trainers, there.jobs))
-        seen = _Seen(there, claims, agents, [], None, trainers)
+        seen = Seen(there, claims, agents, [], None, trainers)
         dead = bool(claims) and not any(lives for _, lives in claims)
         self._dead_since = (self._dead_since or time.time()) if dead else None
         seen.dead_since = self._dead_since
@@ -137,7 +113,7 @@ class Observer:
         known = {*map(_real, (*self._paths, *self._found_paths))}
         return [p for p in named if _real(p) not in known and (is_url(p) or os.path.isdir(p))]
 
-    def _places(self, seen: _Seen) -> list[PlaceView]:
+    def _places(self, seen: Seen) -> list[PlaceView]:
         """The given places that are persistent ones, and those with versions."""
         with_versions = {f.place.where for f in seen.there.found if f.place.level == "persistent"}
         found = []
@@ -153,7 +129,7 @@ class Observer:
                 found.append(place)
         return found
 
-    def _events(self, seen: _Seen) -> EventsView | None:
+    def _events(self, seen: Seen) -> EventsView | None:
         """What is new in the folder that was given, that the job has named, or of the settings."""
         named = [claim.events for claim, _ in seen.claims if claim.events]
         for folder in (self._events_dir, *named, self._config.events_dir):
@@ -192,78 +168,6 @@ def _trainers(job: JobDirectory) -> int:
     return 0
 
 
-# --- the job -------------------------------------------------------------------------------------
-
-
-def _job(seen: _Seen, rows: Sequence[Row], now: float) -> JobState:
-    state, evidence = _state(seen, now)
-    ids = {f.facts.job for f in seen.there.found if not seen.there.is_elsewhere(f.place)}
-    if not ids and (lease := _lease(seen.places)):
-        ids = {lease.owner.partition(" on ")[0]}
-    suspects = {f"v{row.version}": row.suspect for row in rows if row.suspect}
-    return JobState(
-        state,
-        evidence,
-        ", ".join(sorted(ids)),
-        _last_seen(seen, rows, state, now),
-        seen.trainers,
-        steps_per_second(rows),
-        restart_of(rows, now),
-        suspects,
-    )
-
-
-def _state(seen: _Seen, now: float) -> tuple[str, str]:
-    """The state of the job, and the reason in words; the surest sign decides."""
-    if seen.trainers:
-        return RUNS, f"{seen.trainers} on this machine"
-    if living := sum(lives for _, lives in seen.claims):
-        return RUNS, f"claims of {living} of {len(seen.claims)} nodes are held"
-    events, lease = seen.events, _lease(seen.places)
-    if events and events.closed:
-        return STOPPED, f"closed: {events.closed}"
-    agents = [each for _, each in seen.agents if each.state == AGENT_RUNS]
-    if any(each.status and each.status.awaited for each in agents):
-        return ENDING, "its trainers were killed; an agent waits for them to come back"
-    if agents:
-        return ENDING, "its trainers have ended; an agent is left"
-    newest = events.newest_seconds if events and events.newest_seconds else 0.0
-    # Its last events may be fresh: a claim of a dead process needs an event that came later.
-    if now - newest < FRESH_SECONDS and newest > (seen.dead_since or 0.0):
-        return RUNS, f"its newest event is {now - newest:.0f} s old"
-    if seen.claims or seen.agents:
-        return STOPPED, "killed: its processes are gone, and have not cleaned up"
-    levels = {f.place.level for f in seen.there.found if not seen.there.is_elsewhere(f.place)}
-    if "memory" in levels:
-        return STOPPED, "its versions in memory have no process"
-    if "local" in levels:
-        return STOPPED, "no process has claimed its directory"
-    if lease is not None:
-        left = lease.expires_seconds - now
-        if left > 0:
-            return RUNS, "its lease on the persistent level is renewed"
-        return STOPPED, "its lease on the persistent level has ended"
-    if seen.places:
-        return UNKNOWN, "no job holds the persistent level: it has ended, or has not flushed yet"
-    return UNKNOWN, "no sign of a process is visible from here"
-
-
-def _lease(places: Sequence[PlaceView]) -> LeaseView | None:
-    leases = [place.lease for place in places if place.lease and place.lease.owner]
-    return max(leases, key=lambda each: each.expires_seconds, default=None)
-
-
-def _last_seen(seen: _Seen, rows: Sequence[Row], state: str, now: float) -> float | None:
-    if state == RUNS and seen.trainers:
-        return now
-    times = [row.created_seconds for row in rows if row.created_seconds]
-    if seen.events and seen.events.newest_seconds:
-        times.append(seen.events.newest_seconds)
-    if lease := _lease(seen.places):
-        times.append(min(now, lease.expires_seconds - LEASE_SECONDS / 2))
-    return max(times, default=None)
-
-
 # --- agents and their work -----------------------------------------------------------------------
 
 
@@ -286,7 +190,7 @@ def _agent(node: str, each: FoundAgent) -> AgentView:
     )
 
 
-def _work(seen: _Seen, now: float) -> Iterable[Work]:
+def _work(seen: Seen, now: float) -> Iterable[Work]:
     for node, each in seen.agents:
         for task in each.status.tasks if each.status else ():
             yield _task(node, task, now)
@@ -303,7 +207,7 @@ def _task(node: str, task: TaskStatus, now: float) -> Work:
 # --- what is not visible -------------------------------------------------------------------------
 
 
-def _notes(seen: _Seen, state: str) -> Iterable[str]:
+def _notes(seen: Seen, state: str) -> Iterable[str]:
     if seen.events is None:
         yield (
             "no events: with the setting events_dir (or --events DIR) stalls, skipped and failed "
