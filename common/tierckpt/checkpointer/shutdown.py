@@ -137,12 +137,13 @@ class WaitProgress:
         """The work that is waited for, its bytes done and in all (0: unknown)."""
         if committing := self._agent.committing():
             return f"writing {committing[-1]} to {self._config.directory}", 0, 0
-        self._agent.ask_progress()
-        flush = self._agent.flush_under_way
-        places = " and ".join(place_of(level, self._config) for level in self._agent.behind())
-        if flush is None or PERSISTENT not in self._agent.behind():
+        behind = self._agent.behind()
+        if PERSISTENT in behind:  # a question to no agent would start one
+            self._agent.ask_progress()
+        place, flush = place_of(PERSISTENT, self._config), self._agent.flush_under_way
+        if flush is None or PERSISTENT not in behind:
+            places = " and ".join(place_of(level, self._config) for level in behind)
             return f"waiting for {places or 'other ranks'}", 0, 0
-        place = place_of(PERSISTENT, self._config)
         return f"storing {flush.id} on {place}", flush.done_bytes, flush.total_bytes
 
     def close(self) -> None:

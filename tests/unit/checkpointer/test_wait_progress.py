@@ -147,3 +147,4 @@ def test_exchanges_with_other_nodes_are_named(monkeypatch: pytest.MonkeyPatch) -
     agent.levels = [PEER]
     progress.look()
     assert begun == [("waiting for other nodes", 0)]
+    assert agent.asked == 0, "a question would start an agent where there is none"
