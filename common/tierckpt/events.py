@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 
 logger = logging.getLogger("tierckpt")
 
-IN_WORDS = ("notice", "restored")
+IN_WORDS = ("notice", "restored", "waiting")
 """Events with a complete message; a notice's version is only the one at which it came."""
 ABOUT_NO_VERSION = ("rejected", "interval")
-ALWAYS_SHOWN = ("restored",)
-"""Also shown, like warnings, if the script has set up no logging."""
+ALWAYS_SHOWN = ("restored", "waiting")
+"""Also shown, like warnings, if the script has set up no logging; those of rank 0."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Event:
 
     name: str
     """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `closed`,
-    `drifted`, `notice`."""
+    `drifted`, `waiting`, `notice`."""
     level: str = ""
     """`memory`, `local`, `peer`, `persistent`, or empty."""
     version: int = -1
@@ -168,7 +168,7 @@ class EventLog:
 
 def _severity_shown(event: Event) -> int:
     """The severity used if no logging is set up: Python then shows warnings and errors."""
-    if event.name in ALWAYS_SHOWN and event.severity == logging.INFO:
+    if event.name in ALWAYS_SHOWN and event.severity == logging.INFO and event.rank == 0:
         return logging.WARNING
     return event.severity
 

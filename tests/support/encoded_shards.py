@@ -23,6 +23,7 @@ from tierckpt.agent.flush_sources import Bases, EncodedSource
 from tierckpt.agent.protocol import Retire, SessionSettings
 from tierckpt.agent.session import TrainerSession
 from tierckpt.agent.shard_guard import ShardGuard
+from tierckpt.agent.status.activity import Activity
 from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.encoder import cut
 from tierckpt.codecs.pipeline import Pipeline
@@ -97,6 +98,7 @@ class NoServices:
 
     def __init__(self) -> None:
         self.held = ShardGuard()
+        self.activity = Activity()
 
     def flusher(self, session: SessionSettings) -> None:
         return None

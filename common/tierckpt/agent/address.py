@@ -53,6 +53,11 @@ class AgentFiles:
         """Path of the socket at which the agent listens."""
         return self.job.path / f"agent{self.index}.socket"
 
+    @property
+    def status_address(self) -> Path:
+        """Path of the socket at which the agent answers watchers."""
+        return self.job.path / f"agent{self.index}.status"
+
     def owner(self) -> int | None:
         """Process id of the agent here; also of a killed one."""
         with contextlib.suppress(OSError, ValueError):
@@ -61,10 +66,17 @@ class AgentFiles:
 
     def connect(self) -> socket.socket | None:
         """Connect to the agent that listens here, without waiting; None when there is none."""
+        return self._connect(self.address)
+
+    def connect_as_watcher(self) -> socket.socket | None:
+        """Connect to ask for the agent's status, as `connect`."""
+        return self._connect(self.status_address)
+
+    def _connect(self, address: Path) -> socket.socket | None:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)
         try:
-            with self._short() as name:
+            with self._short(address) as name:
                 channel.connect(name)
             if _peer_uid(channel) != os.getuid():
                 raise PermissionError("another user listens here")
@@ -75,19 +87,26 @@ class AgentFiles:
 
     def listen(self) -> socket.socket:
         """Listen here as the agent; the socket of a dead agent is replaced."""
-        self.address.unlink(missing_ok=True)
+        return self._listen(self.address)
+
+    def listen_for_watchers(self) -> socket.socket:
+        """Listen for requests for the agent's status, as `listen`."""
+        return self._listen(self.status_address)
+
+    def _listen(self, address: Path) -> socket.socket:
+        address.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with self._short() as name:
+        with self._short(address) as name:
             listener.bind(name)
         listener.listen(128)
         return listener
 
     @contextlib.contextmanager
-    def _short(self) -> Iterator[str]:
-        """A path for the socket below the kernel's limit of 108 bytes."""
+    def _short(self, address: Path) -> Iterator[str]:
+        """A path for a socket below the kernel's limit of 108 bytes."""
         fd = os.open(self.job.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            yield f"/proc/self/fd/{fd}/{self.address.name}"
+            yield f"/proc/self/fd/{fd}/{address.name}"
         finally:
             os.close(fd)
 

@@ -45,6 +45,7 @@ from .protocol import (
     Retire,
     SessionSettings,
     ShuttingDown,
+    TaskStatus,
     TrainerMessage,
     Welcome,
     version_of,
@@ -52,6 +53,8 @@ from .protocol import (
 
 IDLE_SECONDS = 0.05
 """An agent with no orders sends only news of itself."""
+SHOW_SECONDS = 0.5
+"""Interval of looks at the progress of a wait."""
 LOOK_SECONDS = 5.0
 """Interval of requests for the progress of flushes, while the trainer waits for them."""
 
@@ -93,6 +96,8 @@ class AgentClient:
         """True while a request for the progress of flushes is not answered."""
         self._quiet_replies: list[tuple[float, float]] = []
         """Replies (seconds without progress), each with its arrival (monotonic)."""
+        self.flush_under_way: TaskStatus | None = None
+        """The flush in the last answer to `ask_progress`."""
 
     @property
     def settings(self) -> AgentSettings:
@@ -257,19 +262,35 @@ class AgentClient:
             received, self._received = self._received, []
             return received
 
+    def ask_progress(self) -> None:
+        """Ask for the progress of flushes, unless an answer is still to come. Never blocks."""
+        with self._lock:
+            if not self._progress_asked:
+                self._progress_asked = True
+                self._connection.send(AskProgress())
+
     def wait(
-        self, timeout_seconds: float | None, poll_seconds: float = 0.002, everything: bool = False
+        self,
+        timeout_seconds: float | None,
+        poll_seconds: float = 0.002,
+        everything: bool = False,
+        on_look: Callable[[], None] | None = None,
     ) -> bool:
         """Wait until no commit is in progress; False on time-out. Messages are kept for `poll`.
 
-        `everything`: also wait for flushes, and for exchanges with other nodes.
+        `everything`: also wait for flushes, and for exchanges with other nodes. `on_look` is called
+        twice a second during the wait.
         """
-        begin = time.monotonic()
+        begin = looked = time.monotonic()
         while self._pending or (everything and self.behind()):
             with self._lock:
                 self._connection.look()
-            if timeout_seconds is not None and time.monotonic() - begin > timeout_seconds:
+            now = time.monotonic()
+            if timeout_seconds is not None and now - begin > timeout_seconds:
                 break
+            if on_look is not None and now - looked > SHOW_SECONDS:
+                looked = now
+                on_look()
             time.sleep(poll_seconds)
         return not self._pending and not (everything and self.behind())
 
@@ -278,23 +299,22 @@ class AgentClient:
         quiet_seconds: float,
         seconds_left: Callable[[], float] = lambda: math.inf,
         on_pause: Callable[[], None] = lambda: None,
+        on_look: Callable[[], None] | None = None,
     ) -> bool:
         """Call `wait` for everything, as long as there is progress. False when flushes or the agent
         made none for `quiet_seconds`, or when no `seconds_left` remain. `on_pause` is called every
-        few seconds, and may `poll`."""
+        few seconds, and may `poll`. `on_look`: see `wait`."""
         timeout = StallTimeout(quiet_seconds, time.monotonic())
         pause = min(LOOK_SECONDS, quiet_seconds / 2)
-        while not self.wait(min(pause, seconds_left()), everything=True):
+        while not self.wait(min(pause, seconds_left()), everything=True, on_look=on_look):
             on_pause()
             now = time.monotonic()
             with self._lock:
                 while self._quiet_replies:
                     timeout.heard(*self._quiet_replies.pop(0))
-                if seconds_left() <= 0 or timeout.is_over(now):
-                    return False
-                if not self._progress_asked:
-                    self._progress_asked = True
-                    self._connection.send(AskProgress())
+            if seconds_left() <= 0 or timeout.is_over(now):
+                return False
+            self.ask_progress()
         return True
 
     def close(self, timeout_seconds: float = 10.0, abandoned: bool = False) -> None:
@@ -328,8 +348,8 @@ class AgentClient:
     def received(self, message: AgentMessage) -> None:
         """Keep a message, see `connection.Owner`; an answered order is in progress no more."""
         match message:
-            case Progress(quiet_seconds=seconds):
-                self._progress_asked = False
+            case Progress(quiet_seconds=seconds, flush=flush):
+                self._progress_asked, self.flush_under_way = False, flush
                 self._quiet_replies.append((seconds, time.monotonic()))
                 return
             case Committed(id=id_) | CommitFailed(id=id_):

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.core.levels import PERSISTENT
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (
     FlushCancelledError,
@@ -38,8 +39,17 @@ from tierckpt.storage.persistent.rate_limit import NAP_SECONDS
 from tierckpt.storage.persistent.retry import lacks_room
 
 from .flush_sources import Bases, open_source
-from .protocol import AgentMessage, Flushed, FlushFailed, FlushOrder, PersistentSettings, Problem
+from .protocol import (
+    AgentMessage,
+    Flushed,
+    FlushFailed,
+    FlushOrder,
+    PersistentSettings,
+    Problem,
+    TaskStatus,
+)
 from .shard_guard import ShardGuard
+from .status.activity import Task
 
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
 """Pauses before a lease that is held is tried again: the first, doubling up to the second."""
@@ -99,6 +109,8 @@ class Flusher:
         self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
         self._now: tuple[FlushOrder, Answer] | None = None
         """The flush under way."""
+        self._task: Task | None = None
+        """The same flush, for those that ask for its progress."""
         self._warned: set[str] = set()
         """Warnings of this flush that need not be repeated."""
         self._arrivals = NewPins()
@@ -131,6 +143,12 @@ class Flusher:
     def quiet_seconds(self) -> float:
         """Return the time since the work under way last made progress; 0.0 without. Any thread."""
         return max(time.monotonic() - self.went_on_at, 0.0) if self.busy() else 0.0
+
+    def status(self) -> tuple[TaskStatus | None, int]:
+        """The flush under way, and the number of versions that wait for it. Any thread."""
+        with self._changed:
+            task = self._task if self.busy() else None
+            return task.status() if task else None, len(self._orders)
 
     def close(self) -> None:
         """Stop renewing the lease; release it if all nodes have finished."""
@@ -171,6 +189,7 @@ class Flusher:
                     self._thread = None
                     break
                 order, answer = self._now = self._orders.popleft()
+                self._task = Task(PERSISTENT, order.id)
             self._warned.clear()
             try:
                 answer(self._flushed(order))
@@ -257,7 +276,8 @@ class Flusher:
             for key in order.keys:
                 base = self._bases.base_of(key.shard, pipeline.full_every)
                 sources.append(stack.enter_context(open_source(local, key, pipeline, base)))
-            result = store.flush(order.facts, largest, sources, self._pacer(lease))
+            pacer = self._counted(self._pacer(lease), sum(each.most_bytes for each in sources))
+            result = store.flush(order.facts, largest, sources, pacer)
             for source in sources:
                 self._bases.wrote(source)
         if result.committed:
@@ -280,6 +300,19 @@ class Flusher:
             self._go_on()
 
         return FlushPacer(self._throttle, turns, self._superseded, keep, self._clock)
+
+    def _counted(self, pacer: FlushPacer, total_bytes: int) -> Callable[[int], None]:
+        """The pacer, which also counts the bytes of this attempt."""
+        task = self._task
+        if task is None:
+            return pacer
+        task.restart(total_bytes)
+
+        def pace(nbytes: int) -> None:
+            pacer(nbytes)
+            task.advance(nbytes)
+
+        return pace
 
     def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
         settings = self.settings

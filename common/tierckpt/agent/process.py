@@ -13,9 +13,10 @@ from tierckpt.storage.files import file_lock
 from tierckpt.storage.memory.job_directory import take_lock
 
 from . import environment as environment
-from .address import TAKEN, AgentSettings
+from .address import TAKEN, AgentFiles, AgentSettings
 from .priority import lower_priority
 from .server import Agent
+from .status.server import StatusServer
 
 
 def _let_go_of_output() -> None:
@@ -40,16 +41,27 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
     listener = place.listen()
     try:
         agent = Agent(settings.linger_seconds, os.environ.pop(environment.VARIABLE, ""))
-        with contextlib.closing(agent), _process(starter_pid) as starter:
+        with contextlib.closing(agent), _process(starter_pid) as starter, _watchers(place, agent):
             agent.serve(listener, _let_go_of_output, starter)
     finally:
         # Only the holder of the lock may remove these, and the lock goes last.
         listener.close()
         place.address.unlink(missing_ok=True)
+        place.status_address.unlink(missing_ok=True)
         place.lock.unlink(missing_ok=True)
         file_lock.close(fd)
         place.job.remove_if_unused()
     return 0
+
+
+@contextlib.contextmanager
+def _watchers(place: AgentFiles, agent: Agent) -> Iterator[None]:
+    """Answer watchers. If that is impossible, the agent works without."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, RuntimeError):
+            listener = place.listen_for_watchers()
+            stack.enter_context(contextlib.closing(StatusServer(listener, agent.status)))
+        yield
 
 
 @contextlib.contextmanager

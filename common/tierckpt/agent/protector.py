@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierckpt import _faults
+from tierckpt.core.levels import PEER
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.errors import LEFT_OUT, ConfigError
@@ -33,8 +34,10 @@ from .protocol import (
     PartySettings,
     Protected,
     ProtectFailed,
+    TaskStatus,
 )
 from .shard_guard import ShardGuard, open_shard
+from .status.activity import Task
 
 Answer = Callable[[AgentMessage], None]
 
@@ -83,6 +86,8 @@ class Protector:
         self._known_nodes: KnownNodes | None = None
         """Result of `known_nodes`."""
         self._orders: list[_Order] = []
+        self._task: Task | None = None
+        """The exchange under way."""
         self._thread: threading.Thread | None = None
 
     def open(self, where: ListenSettings) -> Address:
@@ -202,6 +207,13 @@ class Protector:
         """True while a version is being protected, or waits for it."""
         return self._thread is not None
 
+    def status(self) -> tuple[list[TaskStatus], int]:
+        """The exchange under way, if any, and the number of versions that wait for it. Any
+        thread."""
+        with self._lock:
+            task = self._task if self.busy() else None
+            return [task.status()] if task else [], len(self._orders)
+
     def asked_at(self) -> float:
         """Time of the last read by another node (monotonic); -inf before."""
         return self._read_server.asked_at
@@ -220,6 +232,7 @@ class Protector:
                     self._thread = None
                     break
                 order = self._orders.pop(0)
+                self._task = Task(PEER, order.version)
             begin = time.perf_counter()
             try:
                 nbytes, errors = _protect_all(order)

@@ -25,12 +25,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tierckpt.core.levels import PEER, PERSISTENT
+
 from . import protocol
 from .address import _peer_uid
 from .flusher import Flusher
 from .priority import shorten_slices
 from .protocol import (
     PROTOCOL,
+    AgentStatus,
     Finished,
     Hello,
     KnownNodes,
@@ -42,6 +45,7 @@ from .protocol import (
 )
 from .session import TrainerSession
 from .shard_guard import ShardGuard
+from .status.activity import Activity
 
 if TYPE_CHECKING:
     from .protector import Protector
@@ -95,6 +99,8 @@ class Agent:
         self._ranks_here: dict[str, tuple[int, ...]] = {}
         """Ranks on this node in the newest run, by directory."""
         self.held = ShardGuard()
+        self.activity = Activity()
+        self._began_seconds = time.time()
         self._flushers: dict[PersistentSettings, Flusher] = {}
         self._protector: Protector | None = None
         self._woken, self._wake = socket.socketpair()
@@ -338,6 +344,30 @@ class Agent:
             self._given_up += flusher.cancel()
         for session in self._sessions:
             self._given_up += session.leave()
+
+    # --- for watchers --------------------------------------------------------------------------
+
+    def status(self) -> AgentStatus:
+        """What the agent does, and has done. Any thread; waits for no work."""
+        with self._lock:
+            flushers, protector = list(self._flushers.values()), self._protector
+            now = time.monotonic()
+            trainers = {session.settings.shard for session in self._sessions}
+            awaited = {shard for (_, shard), end in self._missed.items() if end > now}
+        protecting, to_protect = protector.status() if protector else ([], 0)
+        flushes = [flusher.status() for flusher in flushers]
+        waiting = {PEER: to_protect, PERSISTENT: sum(count for _, count in flushes)}
+        return AgentStatus(
+            os.getpid(),
+            socket.gethostname(),
+            self._began_seconds,
+            tuple(sorted(trainers)),
+            tuple(sorted(awaited)),
+            self.shutting_down,
+            max([each.quiet_seconds() for each in flushers], default=0.0),
+            (*self.activity.commits(), *protecting, *(task for task, _ in flushes if task)),
+            tuple(self.activity.levels({level: n for level, n in waiting.items() if n})),
+        )
 
     # --- services for all sessions -------------------------------------------------------------
 

@@ -51,6 +51,7 @@ from .protocol import (
     SessionSettings,
 )
 from .shard_guard import ShardGuard
+from .status.activity import Activity
 
 if TYPE_CHECKING:
     from .protector import Protector
@@ -65,6 +66,7 @@ class NodeServices(Protocol):
     """Services that all sessions of an agent share. Any thread."""
 
     held: ShardGuard
+    activity: Activity
     shutting_down: bool
     """True when the agent takes no more orders."""
 
@@ -216,7 +218,8 @@ class TrainerSession:
             slot = self._slot(message.segment, fds)
             manifest, nbytes = self._sealed(slot, key)
             self.store.create()
-            times, nbytes = self._commit_slot(key, slot, nbytes, manifest)
+            with self.services.activity.commit(key.id, key.shard, nbytes):
+                times, nbytes = self._commit_slot(key, slot, nbytes, manifest)
         finally:
             if slot is not None:
                 file_lock.unlock(slot.fd)
@@ -358,7 +361,10 @@ class TrainerSession:
 
     def _report_progress(self) -> None:
         flusher = self.services.flusher(self.settings)
-        self.say(Progress(flusher.quiet_seconds() if flusher is not None else 0.0))
+        if flusher is None:
+            self.say(Progress(0.0))
+        else:
+            self.say(Progress(flusher.quiet_seconds(), flusher.status()[0]))
 
     def _listen(self, message: Listen) -> None:
         try:
@@ -369,7 +375,8 @@ class TrainerSession:
             self.say(Listening(address.host, address.port))
 
     def say(self, message: AgentMessage) -> None:
-        """Send a message to the trainer. Any thread."""
+        """Count a result, and send a message to the trainer. Any thread."""
+        self.services.activity.record(message)
         with self._sending, contextlib.suppress(OSError):  # the trainer has left
             protocol.send(self.channel, message)
 

@@ -202,11 +202,13 @@ class Checkpointer(CheckpointerCore):
             return not self._agent.committing()
         self.complete()
         some = shutdown.NOTICE_SECONDS
-        if timeout_seconds is not None and timeout_seconds <= some:
-            done = self._agent.wait(timeout_seconds)
-        elif not (done := self._agent.wait(some)):
-            self._reports.notice(f"waiting for writes to {self.config.directory}", logging.INFO)
-            done = self._agent.wait(timeout_seconds and timeout_seconds - some)
+        with contextlib.closing(self._wait_progress()) as progress:
+            if timeout_seconds is not None and timeout_seconds <= some:
+                done = self._agent.wait(timeout_seconds, on_look=progress.look)
+            elif not (done := self._agent.wait(some, on_look=progress.look)):
+                progress.say(f"waiting for writes to {self.config.directory}")
+                rest = timeout_seconds and timeout_seconds - some
+                done = self._agent.wait(rest, on_look=progress.look)
         self._collect()
         return done
 
@@ -345,16 +347,23 @@ class Checkpointer(CheckpointerCore):
         which versions are durable, and none takes longer than the group's timeout. If `whole`, all
         of the state is durable, and older versions that were kept for its sake are retired."""
         try:
-            if end is not None and end.disk_answers:
-                end.await_others(self._collect)
-                self._collect()
-            if ranks_answer:
-                self.group.barrier()
+            with contextlib.closing(self._wait_progress()) as progress:
+                if end is not None and end.disk_answers:
+                    end.await_others(self._collect, progress)
+                    self._collect()
+                    progress.look()
+                if ranks_answer:
+                    self.group.barrier()
             if whole and self._history.lineage:
                 self._agreement.settle()
                 self._levels.promotion.retire()
         except Exception as error:
             self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
+
+    def _wait_progress(self) -> shutdown.WaitProgress:
+        rank = self.group.rank
+        where = (self.config, self._agent, self._reports)
+        return shutdown.WaitProgress(*where, rank, self._node.first == rank)
 
     def _begin_ending(self) -> shutdown.Shutdown:
         nbytes = attach.shard_bytes(self._state, self.group.size) * len(self._node.ranks)

@@ -114,6 +114,8 @@ class NodeResources:
             topology.launch,
             self.job.path,
             topology.starters,
+            self._config.persistent.path if self._config.uses("persistent") else "",
+            self._config.events_dir,
         )
         undo.callback(self._claims.release)
         return self._claims.stake()

@@ -13,17 +13,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 
+from tierckpt._text import size_text
 from tierckpt.agent.client import AgentClient
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import by_rank
 from tierckpt.coordination.reports import Reports
-from tierckpt.core.levels import place_of
+from tierckpt.core.levels import PERSISTENT, place_of
 from tierckpt.core.stall_timeout import most_quiet_seconds
+from tierckpt.events import logger
 from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
+from tierckpt.restore.progress import Progress
 
 NOTICE_SECONDS = 5.0
 """A longer wait for the disk, for other nodes or for the persistent level is reported."""
+LINE_SECONDS = 30.0
+"""A wait of this time is reported again, with its progress."""
 
 
 def is_orderly(error: BaseException | None) -> bool:
@@ -89,6 +94,63 @@ def _end_all() -> None:
             end()
 
 
+class WaitProgress:
+    """Progress of a wait for the agent: a bar on rank 0's terminal, and events now and then.
+
+    The bar appears after a second; the first event comes after NOTICE_SECONDS, from the first rank
+    of each node, the next ones after LINE_SECONDS and each time twice as long. Training thread.
+    """
+
+    def __init__(
+        self, config: Config, agent: AgentClient, reports: Reports, rank: int, speaks: bool
+    ) -> None:
+        """Start the time now. `speaks`: this is the first rank of its node."""
+        self._config, self._agent, self._reports = config, agent, reports
+        has_bar = Progress.wanted(rank, None)
+        self._bar = Progress(has_bar)
+        # The bar has the terminal's line; without logging set up, text would go there as well.
+        heard = speaks and not (has_bar and not logger.hasHandlers())
+        self._severity = logging.INFO if heard else logging.DEBUG
+        self._began = time.monotonic()
+        self._line_seconds = LINE_SECONDS
+        self._phase, self._done_bytes = ("", 0), 0
+
+    def say(self, text: str) -> None:
+        """Emit an event about the wait."""
+        self._reports.waiting(text, self._severity)
+
+    def look(self) -> None:
+        """Show the progress; called every now and then."""
+        what, done, total = self._state()
+        if (what, total) != self._phase or done < self._done_bytes:
+            self._phase, self._done_bytes = (what, total), 0
+            self._bar.begin(what, total)
+        self._bar.advance(done - self._done_bytes)
+        self._done_bytes = done
+        waited = time.monotonic() - self._began
+        if waited >= self._line_seconds:
+            self._line_seconds *= 2
+            amount = f": {size_text(done) or '0 B'} of {size_text(total)}" if total else ""
+            self.say(f"still {what}{amount}, for {waited:.0f} s now")
+
+    def _state(self) -> tuple[str, int, int]:
+        """The work that is waited for, its bytes done and in all (0: unknown)."""
+        if committing := self._agent.committing():
+            return f"writing {committing[-1]} to {self._config.directory}", 0, 0
+        behind = self._agent.behind()
+        if PERSISTENT in behind:  # a question to no agent would start one
+            self._agent.ask_progress()
+        place, flush = place_of(PERSISTENT, self._config), self._agent.flush_under_way
+        if flush is None or PERSISTENT not in behind:
+            places = " and ".join(place_of(level, self._config) for level in behind)
+            return f"waiting for {places or 'other ranks'}", 0, 0
+        return f"storing {flush.id} on {place}", flush.done_bytes, flush.total_bytes
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.close()
+
+
 class Shutdown:
     """One `close()`. Training thread; not collective."""
 
@@ -122,21 +184,18 @@ class Shutdown:
         self._reports.say()
         return done
 
-    def await_others(self, collect: Callable[[], None]) -> None:
+    def await_others(self, collect: Callable[[], None], progress: WaitProgress) -> None:
         """Wait for other nodes and the persistent level: after the job the scheduler may take the
         node away.
 
         Waits only while there is progress, so that a hanging store does not keep the job from
-        ending, and no longer than `HaltController` grants. Emits an event about the wait, and one
-        for each version that is incomplete at the end; `collect` reports failures during the
-        wait."""
-        granted = self._halt.seconds_for_others
-        if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True):
+        ending, and no longer than `HaltController` grants. Shows `progress`, and emits an event for
+        each version that is incomplete at the end; `collect` reports failures during the wait."""
+        granted, look = self._halt.seconds_for_others, progress.look
+        if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True, on_look=look):
             return
-        self._reports.notice(
-            f"waiting until all versions are stored on {self._targets()}", logging.INFO
-        )
-        if self._agent.outlast(self._patience_seconds, granted, collect):
+        progress.say(f"waiting until all versions are stored on {self._targets()}")
+        if self._agent.outlast(self._patience_seconds, granted, collect, look):
             return
         collect()
         if not (incomplete := self._agent.under_way()):  # completed at the last moment
@@ -162,4 +221,4 @@ class Shutdown:
         return f"the node's agent (process {self._agent.pid}) continues as long as it runs"
 
 
-__all__ = ["Shutdown", "at_exit", "no_moment", "script_failed"]
+__all__ = ["Shutdown", "WaitProgress", "at_exit", "no_moment", "script_failed"]

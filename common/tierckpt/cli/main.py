@@ -159,6 +159,32 @@ def list_(commands: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
 
 
+def watch(commands: Subparsers) -> None:
+    """`tierckpt watch PATH...`."""
+    parser = commands.add_parser(
+        "watch",
+        help="show a job's checkpoints and agents while it runs",
+        description="Shows the levels, the newest version on each, the agents, flushes under way, "
+        f"and slow ranks, until Ctrl-C. No trainer is asked. {PLACES}",
+    )
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH")
+    text = "folder of the job's events, if the job's path does not lead to it (see events_dir)"
+    parser.add_argument("--events", default="", metavar="DIR", help=text)
+    text = "look once, print, and end; the default without a terminal"
+    parser.add_argument("--once", action="store_true", help=text)
+    text = "print JSON, for other programs; without --once a line for each look"
+    parser.add_argument("--json", action="store_true", help=text)
+    text = "time between two looks (default: 2; longer where a look takes long)"
+    parser.add_argument("--interval-seconds", type=float, metavar="S", help=text)
+    parser.set_defaults(run=_watch)
+
+
+def _watch(args: argparse.Namespace, console: Console) -> None:
+    from . import watch as command
+
+    command.watch(args, console)
+
+
 def verify(commands: Subparsers) -> None:
     """`tierckpt verify PATH...`."""
     parser = commands.add_parser(
@@ -362,6 +388,7 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     doctor,
     interval,
     list_,
+    watch,
     verify,
     export,
     diff,

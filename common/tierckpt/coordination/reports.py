@@ -63,6 +63,10 @@ class Reports:
         """Emit a notice."""
         self.emit("notice", message=text, severity=severity)
 
+    def waiting(self, text: str, severity: int = logging.INFO) -> None:
+        """Report that the end of the job, or a call of `wait`, takes long."""
+        self.emit("waiting", message=text, severity=severity)
+
     def sealed(self, snapshot: Snapshot) -> None:
         """Report that a version is complete in this rank's memory."""
         assert snapshot.manifest is not None

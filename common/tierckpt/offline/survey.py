@@ -74,6 +74,10 @@ class Survey:
     """Folders in this machine's memory that were searched."""
     beside: list[str] = field(default_factory=list)
     """Folders of other nodes with newer versions, and how to include them, in words."""
+    directories: list[Path] = field(default_factory=list)
+    """Directories that were searched for files of the local level."""
+    jobs: list[JobDirectory] = field(default_factory=list)
+    """Folders of the jobs in this machine's memory that exist."""
     elsewhere: set[str] = field(default_factory=set)
     """Jobs with memory on this machine that no restart from these places sees: it has another job
     id, because the files here were moved or copied."""
@@ -145,6 +149,7 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
         except MissingPathError as error:
             text = "; ".join([str(error), *beside])
             missing[config.job_id or job_id_of(path)] = MissingPathError(text)
+        there.directories += folders
         for folder in folders:
             _look_at_disk(folder, there)
             _look_at_shared(config.persistent.at(str(folder)), there)
@@ -295,6 +300,7 @@ def _look_at_memory(roots: Iterable[Path], jobs: Iterable[str], there: Survey) -
 
 
 def _look_at_slots(job: JobDirectory, there: Survey) -> None:
+    there.jobs.append(job)
     if job.trains():
         there.living.add(job.job)
     there.suspects |= SuspectMarks(job.path).all()

@@ -16,6 +16,7 @@ TAKE_A_PLACE = {
     "halt": ["--show"],
     "health": [],
     "list": [],
+    "watch": ["--once"],
     "verify": [],
     "export": ["out.pt"],
     "pin": ["1"],

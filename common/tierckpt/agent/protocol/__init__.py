@@ -55,12 +55,14 @@ from .settings import (
     ServedPlaces,
     SessionSettings,
 )
+from .status import AgentStatus, LevelStatus, TaskStatus
 
 __all__ = [
     "PACKET_BYTES",
     "PROTOCOL",
     "AgentAddress",
     "AgentMessage",
+    "AgentStatus",
     "AskProgress",
     "Bye",
     "Cleaned",
@@ -76,6 +78,7 @@ __all__ = [
     "Inherit",
     "Introduce",
     "KnownNodes",
+    "LevelStatus",
     "Listen",
     "ListenFailed",
     "ListenSettings",
@@ -97,6 +100,7 @@ __all__ = [
     "SessionSettings",
     "ShuttingDown",
     "Stored",
+    "TaskStatus",
     "TrainerMessage",
     "Unwelcome",
     "Welcome",

@@ -22,8 +22,9 @@ from .settings import (
     PartySettings,
     SessionSettings,
 )
+from .status import AgentStatus, TaskStatus
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
 
 # --- from a trainer ------------------------------------------------------------------------------
@@ -268,6 +269,8 @@ class Progress:
 
     quiet_seconds: float
     """Time since the flush under way last proceeded; 0.0: none is under way."""
+    flush: TaskStatus | None = None
+    """The flush under way."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +298,7 @@ AgentMessage = (
     | Problem
     | Progress
     | Finished
+    | AgentStatus
 )
 Message = TrainerMessage | AgentMessage
 

@@ -20,11 +20,10 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+LOCK_FORMAT = "hhqqi4x"
+"""The kernel's `struct flock`: type, whence, start, length, process."""
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors that say that another process has the lock."""
-
-_FLOCK = "hhqqi4x"
-"""The kernel's `struct flock`: type, whence, start, length, process."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def lock(fd: int, path: Path | None = None) -> bool:
 def lock_for_good(fd: int, path: Path) -> bool:
     """As `lock`; the lock stays when this process opens the file once more and closes that (a
     backup of its folder). Where there is no such lock it is the usual one."""
-    whole_file = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    whole_file = struct.pack(LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
     except OSError as error:
@@ -153,16 +152,13 @@ def unlocked(path: Path) -> bool:
 
 
 def holder(path: Path) -> int | None:
-    """Process that has the file locked, 0 if it is in another container; None if no other process
-    has. Takes no lock, not even for a moment, so it keeps no process out. For processes without
-    locks of their own on the file. Raises OSError where it cannot be opened."""
+    """Process that has the file locked; see `holder_of`. Raises OSError where it cannot be
+    opened."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
+        return holder_of(fd)
     finally:
         os.close(fd)
-    return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
 # --- of a descriptor, past the registry ----------------------------------------------------------
@@ -172,6 +168,21 @@ def try_lock(fd: int) -> bool:
     """False where another process has the lock. Raises OSError where there are no locks. Until any
     descriptor of the file is closed."""
     return _try(fd, fcntl.LOCK_EX)
+
+
+def holder_of(fd: int) -> int | None:
+    """Process that has the lock, 0 if it is in another container or has an open file's lock; None
+    if no other process has. Takes no lock, not even for a moment, so it keeps no process out; `fd`
+    need not be one that may be written to. For processes without locks of their own on the file.
+    Raises OSError where there are no locks."""
+    whole_file = struct.pack(LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(LOCK_FORMAT, fcntl.fcntl(fd, fcntl.F_GETLK, whole_file))
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
+def held(fd: int) -> bool:
+    """True while another process has the lock; as `holder_of`."""
+    return holder_of(fd) is not None
 
 
 def free(fd: int) -> bool:
@@ -233,6 +244,7 @@ __all__ = [
     "free",
     "held_here",
     "holder",
+    "holder_of",
     "lock",
     "lock_for_good",
     "lock_shared",

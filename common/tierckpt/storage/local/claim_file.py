@@ -42,6 +42,10 @@ class Claim:
     """Starters of the process that made the claim, see `launch.Launch`."""
     run_starters: tuple[str, ...] = ()
     """Starters of all ranks of its run."""
+    persistent: str = ""
+    """The job's `persistent_path`, for commands that watch the job."""
+    events: str = ""
+    """The job's `events_dir`, absolute, for the same commands."""
 
     def encode(self) -> bytes:
         """The content as bytes."""
@@ -111,6 +115,22 @@ def is_claimed(directory: str | os.PathLike[str]) -> bool:
     return False
 
 
+def claims_in(directory: str | os.PathLike[str]) -> list[tuple[Claim, bool]]:
+    """The claims in a directory, each with True while its process lives, as far as locks show. One
+    that cannot be read is left out. Empty in a trainer's own process, as `memory_folders`."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in [] if file_lock.any_held() else sorted(os.listdir(directory)):
+            if name.startswith(PREFIX):
+                with (
+                    contextlib.suppress(OSError, ValueError, TypeError),
+                    open_plain(Path(directory, name)) as file,
+                ):
+                    held = file_lock.held(file.fileno())
+                    found.append((Claim.decode(file.read(MOST_BYTES)), held))
+    return found
+
+
 def memory_folders(directory: str | os.PathLike[str]) -> set[Path]:
     """Folders in this machine's memory of the jobs that have claims here, dead jobs included. Empty
     in a trainer's own process: the kernel drops its lock when it closes a claim that it has read.
@@ -134,6 +154,7 @@ def memory_of(content: bytes) -> set[Path]:
 
 __all__ = [
     "Claim",
+    "claims_in",
     "is_claimed",
     "memory_folders",
     "memory_of",

@@ -33,7 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tierckpt._host import host_id
-from tierckpt._text import some
+from tierckpt._text import directory_of, is_url, some
 from tierckpt.storage.files import durable, file_lock
 from tierckpt.storage.files.mounts import locks_are_local
 
@@ -72,10 +72,13 @@ class DirectoryClaim:
         launch: Launch = Launch(),  # noqa: B008 (frozen)
         memory: str | os.PathLike[str] = "",
         run_starters: Iterable[str] = (),
+        persistent: str = "",
+        events: str = "",
     ) -> None:
         """`token` is the same in the whole job; `node` is the number of this node in it; `launch`
         is that of this process; `memory` is the folder of the job's slots, recorded for other runs;
-        `run_starters` are the starters of all ranks."""
+        `run_starters` are the starters of all ranks; `persistent` and `events` are recorded, see
+        `Claim`."""
         self._notice = notice
         self._directory, self._token = Path(directory), token
         self._path = self._directory / f"{PREFIX}{token}.{node}"
@@ -92,6 +95,8 @@ class DirectoryClaim:
             launch.attempt,
             launch.starters,
             tuple(run_starters) or launch.starters,
+            persistent if is_url(persistent) else _absolute(persistent),
+            _absolute(events),
         )
         self._fd: int | None = None
         self._local_locks = ""
@@ -252,6 +257,11 @@ class DirectoryClaim:
             "path: give this job another path. If the other one is an earlier run of this job "
             f"that hangs, end it; if it cannot be ended, remove {path}"
         )
+
+
+def _absolute(path: str) -> str:
+    """The path for a process in another folder; an empty one stays."""
+    return os.path.abspath(directory_of(path)) if path else ""
 
 
 def _token_of(path: Path) -> str:

@@ -216,6 +216,10 @@ class LocalStore:
         """True if the shard exists here."""
         return self._manifest(key).exists()
 
+    def committed_seconds(self, key: ShardKey) -> float:
+        """Unix time of the commit, by the file system's clock. Raises OSError."""
+        return self._manifest(key).stat().st_mtime
+
     def is_bare(self, key: ShardKey) -> bool:
         """True if the manifest exists without the bytes: no operation of the store leaves that."""
         return not self._data(key).exists() and self.has(key)

@@ -188,6 +188,10 @@ class JobDirectory:
         """True while any trainer of this job runs; an agent alone changes no slot."""
         return any(not _unlocked(path) for path in self._rank_locks())
 
+    def trainers(self) -> int:
+        """Number of running trainers of this job."""
+        return sum(not _unlocked(path) for path in self._rank_locks())
+
     def watched(self) -> set[str]:
         """Directories in which running trainers of this job look for halt requests. Without those
         of this process: reading its own lock file would drop the lock."""
@@ -268,6 +272,7 @@ class JobDirectory:
             for lock in agents:
                 if _unlocked(lock):
                     lock.with_suffix(".socket").unlink(missing_ok=True)
+                    lock.with_suffix(".status").unlink(missing_ok=True)
                     durable.remove(lock)
 
     def remove_if_unused(self) -> None:

@@ -47,7 +47,7 @@ from tierckpt.format.version_records import (
 from .backend import WINDOW_BYTES, Backend
 from .backends import open_backend
 from .clock import Clock, SystemClock
-from .lease import Lease
+from .lease import Lease, LeaseRecord
 from .retry import RetryingBackend, RetryPolicy
 from .shard_groups import GroupFiles, Source, parts_of
 from .shard_reader import ShardReader
@@ -120,10 +120,14 @@ class PersistentStore:
         taken = self._nobody().take_away()
         return taken.owner if taken else None
 
+    def lease_record(self) -> LeaseRecord | None:
+        """The newest lease, which may have ended; None if there is none."""
+        return self._nobody().newest()
+
     def owner(self) -> str:
         """Job and node that hold the lease; empty if there is no lease. The job may be dead: that
         is known only after the lease's duration."""
-        newest = self._nobody().newest()
+        newest = self.lease_record()
         return newest.owner if newest and newest.run_id else ""
 
     def _nobody(self) -> Lease:

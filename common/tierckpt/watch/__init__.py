@@ -1,0 +1,6 @@
+"""The state of a job as a process outside it sees it: `tierckpt watch`.
+
+`observer` collects an observation from the job's files, its memory on this machine, its agents
+there, and its events; `view` has the values, and `drawing` shows them. Nothing is written, no
+trainer is asked, and the work of one look does not grow with the length of the job.
+"""

@@ -1,0 +1,171 @@
+"""The agent's answers to watchers: counters, tasks, and a socket of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import end, python
+from tierckpt.agent.address import AgentFiles
+from tierckpt.agent.protocol import (
+    AgentStatus,
+    CommitFailed,
+    Committed,
+    Flushed,
+    FlushFailed,
+    Problem,
+)
+from tierckpt.agent.status.activity import Activity, Task
+from tierckpt.agent.status.client import GONE, RUNS, SILENT, find_agents
+from tierckpt.agent.status.server import StatusServer
+from tierckpt.format.ids import VersionId
+from tierckpt.storage.files import file_lock
+from tierckpt.storage.memory.job_directory import JobDirectory
+
+HOLDER = """
+import sys
+from pathlib import Path
+from tierckpt.storage.memory.job_directory import take_lock
+
+fd = take_lock(Path(sys.argv[1]))
+print("busy" if fd is None else "held", flush=True)
+sys.stdin.read()
+"""
+V7, V8 = VersionId(1, 7), VersionId(1, 8)
+
+
+@pytest.fixture
+def place(shm_dir: Path) -> AgentFiles:
+    job = JobDirectory.at(shm_dir, "job")
+    job.create()
+    return AgentFiles(job, 0)
+
+
+STATUS = AgentStatus(4242, "here", 1.0, tuple(range(3000)), (), False, 0.0, (), ())
+"""Longer than a packet."""
+
+
+def test_each_connection_gets_the_status(place: AgentFiles) -> None:
+    server = StatusServer(place.listen_for_watchers(), lambda: STATUS)
+    try:
+        for _ in range(3):
+            [agent] = find_agents(place.job)
+            assert (agent.state, agent.pid, agent.status) == (RUNS, 4242, STATUS)
+    finally:
+        server.close()
+    assert find_agents(place.job) == []
+
+
+def test_a_watcher_that_hangs_up_does_not_end_the_answers(place: AgentFiles) -> None:
+    server = StatusServer(place.listen_for_watchers(), lambda: STATUS)
+    try:
+        for _ in range(3):
+            channel = place.connect_as_watcher()
+            assert channel is not None
+            channel.close()
+        assert find_agents(place.job)[0].status == STATUS
+    finally:
+        server.close()
+
+
+def test_an_error_costs_one_answer(place: AgentFiles) -> None:
+    answers = iter([RuntimeError("changed size"), STATUS])
+
+    def status() -> AgentStatus:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    server = StatusServer(place.listen_for_watchers(), status)
+    try:
+        assert find_agents(place.job) == []
+        assert find_agents(place.job)[0].status == STATUS
+    finally:
+        server.close()
+
+
+def test_an_agent_that_left_its_lock_was_killed(place: AgentFiles) -> None:
+    place.lock.write_text("777")
+    [agent] = find_agents(place.job)
+    assert (agent.state, agent.pid, agent.status) == (GONE, 777, None)
+
+
+def test_an_answer_that_is_not_understood_is_none(
+    place: AgentFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has the lock: this one would drop its own by looking."""
+    place.lock.write_text("777")
+    monkeypatch.setattr(file_lock, "held", lambda fd: True)
+    with place.listen_for_watchers() as listener:
+
+        def garbage() -> None:
+            channel, _ = listener.accept()
+            channel.send(b"{}")
+            channel.close()
+
+        thread = threading.Thread(target=garbage)
+        thread.start()
+        [agent] = find_agents(place.job)
+        thread.join()
+    assert (agent.state, agent.pid) == (SILENT, 777)
+    assert "unknown message" in agent.why
+
+
+def test_a_lock_is_looked_at_without_being_taken(place: AgentFiles) -> None:
+    place.lock.touch()
+    fd = os.open(place.lock, os.O_RDONLY)
+    try:
+        assert not file_lock.held(fd)
+    finally:
+        os.close(fd)
+    holder = python(HOLDER, place.lock)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        fd = os.open(place.lock, os.O_RDONLY)
+        try:
+            assert file_lock.held(fd)
+        finally:
+            os.close(fd)
+        assert find_agents(place.job)[0].state == SILENT
+    finally:
+        end(holder)
+
+
+def test_results_are_counted_by_level() -> None:
+    activity = Activity()
+    activity.record(Committed(V7, 100, 0.5, 0.25, True))
+    activity.record(Committed(V7, 300, 0.5, 0.5, True))
+    activity.record(CommitFailed(V8, "OSError: full"))
+    activity.record(FlushFailed(V7, "a newer one came", superseded=True))
+    activity.record(Flushed(V8, 400, 2.0, complete=False))
+    activity.record(Problem("no result"))
+    local, persistent = activity.levels({"persistent": 2})
+    assert (local.stored, local.failed, local.stored_bytes) == (2, 1, 400)
+    assert (local.newest, local.last_bytes, local.last_seconds) == (V7, 300, 1.0)
+    assert local.last_failure == "v8: OSError: full"
+    assert (persistent.stored, persistent.superseded, persistent.waiting) == (1, 1, 2)
+    assert persistent.failed == 0
+
+
+def test_commits_are_tasks_while_they_last() -> None:
+    activity = Activity()
+    with activity.commit(V7, 3, 1000):
+        [task] = activity.commits()
+        assert (task.level, task.id, task.shard, task.total_bytes) == ("local", V7, 3, 1000)
+    assert activity.commits() == []
+
+
+def test_a_task_counts_each_attempt_from_zero() -> None:
+    task = Task("persistent", V7)
+    assert task.status().total_bytes == 0
+    task.restart(100)
+    task.advance(60)
+    task.advance(60)
+    assert task.status().done_bytes == 100, "the total is an upper bound of windows, too"
+    task.restart(80)
+    assert (task.status().done_bytes, task.status().total_bytes) == (0, 80)

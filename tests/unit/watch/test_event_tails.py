@@ -1,0 +1,125 @@
+"""The newest events of all ranks, read from the ends of their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.events import EventLog
+from tierckpt.watch import event_tails
+from tierckpt.watch.event_tails import EventTails
+from tierckpt.watch.view import EventsView
+
+STALLS = {0: 0.001, 1: 0.001, 2: 0.050, 3: 0.002}
+
+
+def write(folder: Path, rank: int, *events: dict[str, Any]) -> None:
+    log = EventLog(rank, str(folder))
+    for event in events:
+        log.emit(**event)
+    log.close()
+
+
+def sealed(version: int, stall: float) -> dict[str, Any]:
+    return {"name": "sealed", "level": "memory", "version": version, "seconds": {"stall": stall}}
+
+
+def skipped(version: int) -> dict[str, Any]:
+    return {"name": "skipped", "level": "local", "version": version, "message": "busy"}
+
+
+def look(tails: EventTails) -> EventsView:
+    seen = tails.look()
+    assert seen is not None
+    return seen
+
+
+def test_without_files_there_is_nothing_to_see(tmp_path: Path) -> None:
+    assert EventTails(tmp_path).look() is None
+
+
+def test_the_slowest_rank_is_named_beside_the_median(tmp_path: Path) -> None:
+    for rank, stall in STALLS.items():
+        write(tmp_path, rank, *(sealed(version, stall) for version in range(1, 6)))
+    seen = look(EventTails(tmp_path))
+    assert (seen.files, seen.stall_seconds, seen.worst_stall_seconds) == (4, 0.0015, 0.050)
+    [slow] = seen.slow
+    assert (slow.work, slow.rank, slow.seconds, slow.ranks) == ("stall", 2, 0.050, 4)
+    assert slow.median_seconds == 0.0015
+
+
+def test_a_version_that_all_ranks_skip_counts_once(tmp_path: Path) -> None:
+    for rank in range(3):
+        write(tmp_path, rank, sealed(1, 0.001), skipped(2), skipped(4))
+    seen = look(EventTails(tmp_path))
+    assert seen.counts == {"sealed/memory": 1, "skipped/local": 2}
+    [incident] = seen.incidents
+    assert (incident.name, incident.level, incident.version) == ("skipped", "local", 4)
+
+
+def test_later_looks_read_only_what_was_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tails = EventTails(tmp_path)
+    write(tmp_path, 0, sealed(1, 0.001))
+    assert look(tails).counts == {"sealed/memory": 1}
+    read = list[bytes]()
+    record = event_tails._record
+    monkeypatch.setattr(event_tails, "_record", lambda line: read.append(line) or record(line))
+    write(tmp_path, 0, skipped(2))
+    write(tmp_path, 1, sealed(1, 0.001))
+    seen = look(tails)
+    assert (seen.files, seen.counts) == (2, {"sealed/memory": 1, "skipped/local": 1})
+    assert len(read) == 2
+
+
+def test_of_a_long_file_only_the_end_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_tails, "MOST_TAIL_BYTES", 4096)
+    write(tmp_path, 0, *(sealed(version, 0.001) for version in range(200)), skipped(200))
+    seen = look(EventTails(tmp_path))
+    assert 5 < seen.counts["sealed/memory"] < 30
+    assert seen.counts["skipped/local"] == 1
+
+
+def test_files_beyond_a_limit_are_read_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_tails, "FILES_AT_ONCE", 2)
+    for rank in range(5):
+        write(tmp_path, rank, sealed(1, 0.001))
+    tails = EventTails(tmp_path)
+    look(tails)
+    for rank in range(5):
+        write(tmp_path, rank, sealed(2, 0.002), skipped(10 + rank))
+    found = [look(tails).counts.get("skipped/local", 0) for _ in range(3)]
+    assert found[0] == 2
+    assert found[2] == 5
+
+
+def test_a_line_that_is_half_there_is_read_when_it_is_complete(tmp_path: Path) -> None:
+    write(tmp_path, 0, sealed(1, 0.001), sealed(2, 0.001))
+    file = tmp_path / "events-r00000.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    tails = EventTails(tmp_path)
+    assert look(tails).counts == {"sealed/memory": 1}
+    file.write_bytes(whole)
+    assert look(tails).counts == {"sealed/memory": 2}
+
+
+def test_lines_of_something_else_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "events-r00000.jsonl").write_bytes(b'{"name": 3}\n[]\n\xff\n')
+    write(tmp_path, 0, sealed(1, 0.001))
+    assert look(EventTails(tmp_path)).counts == {"sealed/memory": 1}
+
+
+def test_a_closed_job_is_known_by_its_last_event(tmp_path: Path) -> None:
+    write(tmp_path, 0, sealed(1, 0.001), {"name": "closed", "message": "the training's end"})
+    tails = EventTails(tmp_path)
+    assert look(tails).closed == "the training's end"
+    write(tmp_path, 0, sealed(2, 0.001))  # it was started again
+    assert look(tails).closed == ""
