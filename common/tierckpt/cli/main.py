@@ -21,6 +21,7 @@ from tierckpt.errors import ConfigError, NodeHealthError, TierckptError
 from tierckpt.run import options as run_options
 
 from .arguments import place
+from .goodput import goodput
 from .halt import halt
 from .interval import interval
 
@@ -333,6 +334,7 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     halt,
     health,
     interval,
+    goodput,
     list_,
     verify,
     export,
