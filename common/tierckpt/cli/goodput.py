@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierckpt._text import counted
 from tierckpt.errors import ConfigError
 
 from .columns import print_columns
@@ -145,7 +146,7 @@ def _end_text(one: RunAccount) -> str:
         return f"closed: {one.reason}"
     if one.ending is Ending.FAILED:
         exact = one.uncertain_seconds
-        return f"failed, known to {exact:.1f} s" if exact else "failed"
+        return f"failed (± {exact:.1f} s)" if exact else "failed"
     return "no end yet"
 
 
@@ -154,16 +155,19 @@ def _conclusions(job: Account, program: float | None) -> list[str]:
     kept = job.made_steps - job.lost_steps
     unknown = "program unknown (give --step-flop and --peak-flops)"
     known = f"program {100 * program:.1f} %" if program is not None else unknown
+    unseen = ""
+    if job.unseen_steps:
+        unseen = f"; up to {job.unseen_steps} more may have been lost after the last records"
     lines = [
         f"Goodput {100 * job.goodput:.1f} %: scheduling {100 * job.scheduling_goodput:.1f} % x "
         f"runtime {100 * job.runtime_goodput:.1f} %; {known}.",
-        f"{kept} of {job.made_steps} steps counted, {job.lost_steps} were lost in {job.failures} "
-        f"failures.",
+        f"{kept} of {job.made_steps} steps counted, and {job.lost_steps} were lost "
+        f"({counted(job.failures, 'failure')}){unseen}.",
     ]
     if job.uncertain_seconds:
         lines.append(
-            f"The ends of killed runs are known to {job.uncertain_seconds:.1f} s in all: so much "
-            "may belong to lost work instead of the restart."
+            f"The times of the failures are known to {job.uncertain_seconds:.1f} s in all: so much "
+            "of the restarts may be lost work."
         )
     slow = max(job.runs, key=lambda one: one.slowest_seconds)
     if slow.slowest_seconds > slow.fastest_seconds:

@@ -55,7 +55,10 @@ class RunAccount:
     interrupted: bool = False
     """It closed on a signal, or at the end of its allocation."""
     uncertain_seconds: float = 0.0
-    """The end is known to this: a killed process writes no last record."""
+    """The end is known to this: a killed process writes no last record. 0 if the failure's time is
+    known from another process."""
+    unseen_steps: int = 0
+    """Most steps that may have been made after the last record, and lost."""
     slowest_rank: int = 0
     """The rank with the longest stalls, and how long they were."""
     slowest_seconds: float = 0.0
@@ -142,6 +145,10 @@ class Account:
         return sum(run.lost_steps for run in self.runs)
 
     @property
+    def unseen_steps(self) -> int:
+        return sum(run.unseen_steps for run in self.runs)
+
+    @property
     def uncertain_seconds(self) -> float:
         """Sum over all failures."""
         return math.fsum(run.uncertain_seconds for run in self.runs)
@@ -167,7 +174,7 @@ def account(
     for number, run in enumerate(runs):
         after = runs[number + 1] if number + 1 < len(runs) else None
         one = _begin(run, accounts[-1] if accounts else None, number, gap_seconds)
-        _end(one, run, after)
+        _end(one, run, after, usual)
         _add_startup(one, run)
         _add_spans(one, run, kept[number], usual)
         accounts.append(one)
@@ -192,7 +199,8 @@ def _kept_versions(runs: Sequence[Run]) -> list[list[float]]:
         own: list[float] = []
         for span in reversed(run.reference.spans):
             own.insert(0, newest)
-            if span.samples:  # without steps it has not decided anything
+            is_last = newest == math.inf and span.is_restored
+            if span.samples or is_last:  # without steps a later restore decides
                 newest = min(newest, span.version)
         kept.insert(0, own)
     return kept
@@ -228,7 +236,7 @@ def _begin(run: Run, before: RunAccount | None, number: int, gap_seconds: float)
     return one
 
 
-def _end(one: RunAccount, run: Run, after: Run | None) -> None:
+def _end(one: RunAccount, run: Run, after: Run | None, usual_seconds: float | None) -> None:
     """Find the end of a run, and how exactly it is known."""
     own = run.reference
     one.end = max(own.last, one.begin)
@@ -238,21 +246,17 @@ def _end(one: RunAccount, run: Run, after: Run | None) -> None:
     if after is None:
         return
     one.ending = Ending.FAILED
-    next_process = max(after.reference.process, one.end)
-    failed = next_process
-    if after.reference.restart is not None:
-        failed = min(max(one.end, after.reference.restart[0]), next_process)
+    most = max(after.reference.process, one.end) - one.end
+    restart = after.reference.restart
+    if restart is not None:
+        most = min(max(one.end, restart[0]) - one.end, most)
     if not own.told_end:
-        one.uncertain_seconds = min(failed - one.end, _most_unknown(run))
-    if after.reference.restart is not None:
-        one.end = failed
-
-
-def _most_unknown(run: Run) -> float:
-    """Longest time between a process's last record and its end, if it does not hang."""
-    own = run.reference
-    usual = [s for span in own.spans if (s := usual_step_seconds(span)) is not None]
-    return own.heartbeat_seconds + 2 * max(usual, default=math.inf)
+        # Without a hang the next record would have come after a period and a step.
+        unknown = min(most, own.heartbeat_seconds + 2 * (usual_seconds or math.inf))
+        one.uncertain_seconds = 0.0 if restart is not None else unknown
+        one.unseen_steps = math.ceil(unknown / usual_seconds) if usual_seconds else 0
+    if restart is not None:
+        one.end += most
 
 
 def _add_startup(one: RunAccount, run: Run) -> None:
@@ -312,7 +316,7 @@ def _add_training(
     """Add one span from its restore to its end."""
     own = run.reference
     span, newest = own.spans[number], run.newest(number)
-    if ending is Ending.FAILED and newest < kept < math.inf:
+    if ending is Ending.FAILED and span.samples and newest < kept < math.inf:
         newest = int(kept)  # made and stored after the last record
     begin, end = stretch
     result = divide(

@@ -36,6 +36,7 @@ class Span:
     version: int
     restore_seconds: float = 0.0
     """Duration of the restore that ended at `begin`."""
+    is_restored: bool = False
     samples: list[Sample] = field(default_factory=list)
     reached: int = 0
     """The newest version that was certainly reached."""
@@ -218,7 +219,7 @@ def _restored(run: RankRun, record: Record, begin: float, at: float) -> None:
     """A restore begins another span, also if the training was under way."""
     if run.spans:
         run.spans[-1].end = begin
-    run.spans.append(Span(at, record["version"], at - begin, end=at))
+    run.spans.append(Span(at, record["version"], at - begin, True, end=at))
 
 
 def _progress(run: RankRun, record: Record, at: float) -> None:
