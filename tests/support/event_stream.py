@@ -39,7 +39,7 @@ class EventStream:
         **facts: Any,
     ) -> None:
         """Write `started` and `attached`."""
-        common = {"host": host, "pid": 1, "world": world, "attempt": 1}
+        common = {"host": host, "pid": 1, "world": world, "shim": False}
         seconds = {"import": imported - process, "setup": attach - imported, "attach": 0.0}
         facts = {**common, "heartbeat_seconds": heartbeat_seconds, **facts}
         self.write("started", attach, seconds=seconds, facts=facts)

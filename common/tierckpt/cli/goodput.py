@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tierckpt.goodput.account import Account, RunAccount
 
 
+WORTH_SECONDS = 0.1
+"""A rank that others waited for a shorter time for is not named."""
+
+
 def goodput(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of `tierckpt goodput`."""
     parser = commands.add_parser(
@@ -107,11 +111,11 @@ def _category_lines(job: Account) -> list[tuple[str, ...]]:
     for name, category in CATEGORIES.items():
         if seconds[name] > 0:
             share = f"{100 * seconds[name] / elapsed:.1f} %"
-            row = (category.title, f"{seconds[name]:.1f}", share, str(counts[name]))
+            row = (category.title, f"{seconds[name]:.2f}", share, str(counts[name]))
             lines.append((*row, category.google))
-    lines.append(("elapsed", f"{elapsed:.1f}", "100.0 %", str(len(job.runs)), ""))
+    lines.append(("elapsed", f"{elapsed:.2f}", "100.0 %", str(len(job.runs)), ""))
     if seconds[NOT_RUNNING] > 0:
-        row = ("not running", f"{seconds[NOT_RUNNING]:.1f}", "", str(counts[NOT_RUNNING]))
+        row = ("not running", f"{seconds[NOT_RUNNING]:.2f}", "", str(counts[NOT_RUNNING]))
         lines.append((*row, "not counted"))
     return lines
 
@@ -131,7 +135,7 @@ def _run_line(one: RunAccount) -> tuple[str, ...]:
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.begin)),
         str(one.world),
         f"{one.end - one.begin:.1f}",
-        f"{start:.1f}",
+        f"{start:.2f}",
         f"{one.from_version} to {one.to_version}",
         str(one.lost_steps),
         f"{seconds['checkpoint']:.2f}",
@@ -177,7 +181,7 @@ def _conclusions(job: Account, program: float | None) -> list[str]:
             f"{slow.fastest_seconds:.2f} s)."
         )
     late = max(job.runs, key=lambda one: one.wait_seconds)
-    if late.wait_seconds > 0:
+    if late.wait_seconds >= WORTH_SECONDS:
         lines.append(
             f"Slowest start: rank {late.last_to_attach} in run {late.number}; rank "
             f"{late.reference} waited {late.wait_seconds:.2f} s for it."

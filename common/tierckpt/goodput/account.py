@@ -20,6 +20,9 @@ from .ranks import Run, runs_of
 from .records import RankRun
 from .spans import Ending, divide, usual_step_seconds
 
+MANY_RECORDS = 20
+"""Of so many records, the longest silence shows how often there are some."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -49,7 +52,7 @@ class RunAccount:
     after_failure: bool = False
     """The former run failed."""
     by_shim: bool = False
-    """`tierckpt run` started it again."""
+    """`tierckpt run` started it."""
     ending: Ending = Ending.OPEN
     reason: str = ""
     interrupted: bool = False
@@ -221,7 +224,7 @@ def _begin(run: Run, before: RunAccount | None, number: int, gap_seconds: float)
     if before is None:
         return one
     one.after_failure = before.ending is Ending.FAILED
-    one.by_shim = own.restart is not None
+    one.by_shim = own.shim
     if begin - before.end > gap_seconds:
         one.add(NOT_RUNNING, before.end, begin)
     elif before.ending is Ending.CLOSED:
@@ -251,12 +254,20 @@ def _end(one: RunAccount, run: Run, after: Run | None, usual_seconds: float | No
     if restart is not None:
         most = min(max(one.end, restart[0]) - one.end, most)
     if not own.told_end:
-        # Without a hang the next record would have come after a period and a step.
-        unknown = min(most, own.heartbeat_seconds + 2 * (usual_seconds or math.inf))
+        unknown = min(most, _silence_seconds(own, usual_seconds))
         one.uncertain_seconds = 0.0 if restart is not None else unknown
         one.unseen_steps = math.ceil(unknown / usual_seconds) if usual_seconds else 0
     if restart is not None:
         one.end += most
+
+
+def _silence_seconds(own: RankRun, usual_seconds: float | None) -> float:
+    """Longest time after which a process that does not hang writes its next record: a period and a
+    step, or much less if it has recorded versions more often."""
+    longest = own.heartbeat_seconds + 2 * (usual_seconds or math.inf)
+    if own.records >= MANY_RECORDS:
+        longest = min(longest, 2 * own.silence_seconds)
+    return longest
 
 
 def _add_startup(one: RunAccount, run: Run) -> None:

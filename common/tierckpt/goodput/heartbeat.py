@@ -45,7 +45,7 @@ class Heartbeat:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "world": world,
-            "attempt": int(os.environ.get(ATTEMPT_VARIABLE, "1")),
+            "shim": ATTEMPT_VARIABLE in os.environ,
             "heartbeat_seconds": period_seconds,
             **_restart(),
         }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tierckpt._text import counted
 from tierckpt.errors import ConfigError
 
 NOTICED_SET_SECONDS = 1.0
@@ -60,7 +61,8 @@ class RankRun:
     """Start of the attach."""
     host: str = ""
     world: int = 1
-    attempt: int = 1
+    shim: bool = False
+    """`tierckpt run` started the process."""
     heartbeat_seconds: float = 0.0
     attached: float | None = None
     attach_seconds: float = 0.0
@@ -69,6 +71,10 @@ class RankRun:
     job: str = ""
     spans: list[Span] = field(default_factory=list)
     last: float = 0.0
+    silence_seconds: float = 0.0
+    """Longest time between two records since the first boundary."""
+    records: int = 0
+    """Number of records since then."""
     told_end: bool = False
     """The last record is that of a process that was not killed: it is exact."""
     closing: float | None = None
@@ -157,6 +163,9 @@ class _FileReader:
         run, at = self.runs[-1], self._at(record)
         before, run.last = run.last, max(at, run.last)
         run.set_seconds = record["time_seconds"] - at
+        if run.spans and run.spans[-1].samples:
+            run.records += 1
+            run.silence_seconds = max(run.silence_seconds, run.last - before)
         seconds, facts = record["seconds"], record.get("facts", {})
         if name == "attached":
             run.attached, run.job = at, str(facts["job"])
@@ -184,9 +193,12 @@ class _FileReader:
     def notes(self) -> Iterator[str]:
         """Notes about this file."""
         if self._bad:
-            yield f"{self.path}: {self._bad} unreadable lines were left out"
+            lines = counted(self._bad, "unreadable line was", "unreadable lines were")
+            yield f"{self.path}: {lines} left out"
         if self._early:
-            yield f"{self.path}: {self._early} events before the first start were left out"
+            was = "was" if self._early == 1 else "were"
+            events = counted(self._early, "event")
+            yield f"{self.path}: {events} before the first start {was} left out"
         for run in self.runs:
             if abs(run.set_seconds) > NOTICED_SET_SECONDS:
                 yield (
@@ -208,7 +220,7 @@ def _started(record: Record) -> RankRun:
         attach=attach,
         host=facts["host"],
         world=facts["world"],
-        attempt=facts["attempt"],
+        shim=facts["shim"],
         heartbeat_seconds=facts["heartbeat_seconds"],
         last=at,
         restart=(moments[0], moments[1], moments[2]) if known else None,

@@ -311,3 +311,16 @@ def test_jobs_at_the_same_time_are_refused(tmp_path: Path) -> None:
     rank.progress(14, 1, begun=0, run="two")
     with pytest.raises(ConfigError, match="several jobs at the same time"):
         account_of(tmp_path)
+
+
+def test_frequent_records_make_the_end_more_exact(tmp_path: Path) -> None:
+    rank = EventStream(tmp_path)
+    rank.start(0, 3, 4, 5)
+    rank.progress(9, 1, begun=0, run="one")
+    for step in range(39):
+        rank.write("sealed", 9.5 + step / 2, version=2 + step, seconds={"stall": 0.1})
+    rank.start(60, 61, 62, 63)
+    rank.restored(64, 40, 0.5)
+    rank.progress(65, 41, begun=40, run="two")
+    job = account_of(tmp_path)
+    assert job.uncertain_seconds == pytest.approx(1.0)
