@@ -53,6 +53,8 @@ class RunAccount:
     """The former run failed."""
     by_shim: bool = False
     """`tierckpt run` started it."""
+    in_new_process: bool = False
+    """False for a survivor under elastic Horovod."""
     ending: Ending = Ending.OPEN
     reason: str = ""
     interrupted: bool = False
@@ -224,7 +226,7 @@ def _begin(run: Run, before: RunAccount | None, number: int, gap_seconds: float)
     if before is None:
         return one
     one.after_failure = before.ending is Ending.FAILED
-    one.by_shim = own.shim
+    one.by_shim, one.in_new_process = own.shim, own.process >= before.end
     if begin - before.end > gap_seconds:
         one.add(NOT_RUNNING, before.end, begin)
     elif before.ending is Ending.CLOSED:

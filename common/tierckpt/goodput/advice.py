@@ -19,7 +19,8 @@ def advice(job: Account, places: str) -> Iterator[str]:
     if not (elapsed := job.elapsed_seconds):
         return
     seconds = job.seconds
-    restarts = [run for run in job.runs if run.after_failure and not run.by_shim]
+    again = [run for run in job.runs if run.after_failure and run.in_new_process]
+    restarts = [run for run in again if not run.by_shim]
     restart = sum(run.seconds[name] for run in restarts for name in RESTART)
     found = []
     if (share := seconds["lost"] / elapsed) > WORTH_SHARE:

@@ -10,6 +10,7 @@ import pytest
 from tests.support.event_stream import EventStream
 from tierckpt.errors import ConfigError
 from tierckpt.goodput.account import Account, account
+from tierckpt.goodput.advice import advice
 from tierckpt.goodput.records import event_files, read
 from tierckpt.goodput.spans import Ending
 
@@ -279,6 +280,7 @@ def test_elastic_ranks_roll_back_in_memory(tmp_path: Path) -> None:
     assert spent(job)["setup"] == 1.0 + 1.5
     assert spent(job)["lost"] == pytest.approx(2.5)
     assert "relaunch" not in spent(job)
+    assert not any("tierckpt run" in text for text in advice(job, "events"))
     assert job.elapsed_seconds == pytest.approx(26)
 
 
