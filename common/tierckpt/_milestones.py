@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 ATTEMPT_VARIABLE = "TIERCKPT_ATTEMPT"
 """Set in a script's environment by `tierckpt run`: the number of the attempt, from 1."""
+RESTART_VARIABLE = "TIERCKPT_RESTART"
+"""Set by `tierckpt run` from the second attempt on: when the failure happened, was noticed, and all
+processes of the last attempt had ended, in Unix seconds."""
 ATTACH, ATTACHED, RESTORED, BOUNDARY, HALTING = names = (
     "attach",
     "attached",
@@ -35,6 +38,7 @@ def reached(name: str) -> None:
 
 
 __all__ = [
-    *("ATTACH", "ATTACHED", "ATTEMPT_VARIABLE", "BOUNDARY", "HALTING", "RESTORED"),
+    *("ATTACH", "ATTACHED", "ATTEMPT_VARIABLE", "BOUNDARY", "HALTING", "RESTART_VARIABLE"),
+    *("RESTORED",),
     *("listen", "reached"),
 ]

@@ -25,7 +25,7 @@ from .errors import ConfigError
 PREFIX = "TIERCKPT_"
 NOT_SETTINGS = (
     *("ATTEMPT", "CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR"),
-    *("PROVE_DIR", "COPY_ENGINE"),
+    *("PROVE_DIR", "COPY_ENGINE", "RESTART"),
 )
 """Variables with the prefix that are not settings."""
 AUTO: Literal["auto"] = "auto"
@@ -206,6 +206,9 @@ class Config:
     """A directory that does not answer within this time is not well."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
+    heartbeat_seconds: float = 5.0
+    """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
+    every boundary."""
     trace_dir: str = ""
     """Write a timeline to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
     trace_steps: int = 50
@@ -243,6 +246,7 @@ class Config:
         _within("health_seconds", self.health_seconds, 0.1, DAY_SECONDS)
         if self.slots:
             _at_least("slots", self.slots, 2)
+        _at_least("heartbeat_seconds", self.heartbeat_seconds, 0)
         _at_least("trace_steps", self.trace_steps, 1)
         if not 1e-4 <= self.overhead_budget < 1:  # NaN is not
             raise ConfigError(

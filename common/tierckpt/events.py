@@ -25,6 +25,8 @@ logger = logging.getLogger("tierckpt")
 IN_WORDS = ("notice", "restored", "waiting")
 """Events with a complete message; a notice's version is only the one at which it came."""
 ABOUT_NO_VERSION = ("rejected", "interval")
+RECORDS = ("started", "attached", "progress")
+"""Records of `goodput.heartbeat`, in the file alone."""
 ALWAYS_SHOWN = ("restored", "waiting")
 """Also shown, like warnings, if the script has set up no logging; those of rank 0."""
 
@@ -35,7 +37,8 @@ class Event:
 
     name: str
     """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `closed`,
-    `drifted`, `waiting`, `notice`."""
+    `drifted`, `waiting`, `notice`; in the file also `started`, `attached`, `progress`
+    (`RECORDS`)."""
     level: str = ""
     """`memory`, `local`, `peer`, `persistent`, or empty."""
     version: int = -1
@@ -51,8 +54,12 @@ class Event:
     message: str = ""
     """The text for people."""
     severity: int = logging.DEBUG
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Further values of records for `tierckpt goodput`, as JSON."""
     time_seconds: float = field(default_factory=time.time)
     """Unix time."""
+    monotonic_seconds: float = field(default_factory=time.monotonic)
+    """The same moment on the clock of `time.monotonic()`, which nobody sets."""
 
     def text(self) -> str:
         """The event in one line."""
@@ -122,6 +129,15 @@ class EventLog:
     def is_heard(self, severity: int) -> bool:
         """True if an event of this severity goes to a receiver, a file or the log."""
         return bool(self._callbacks) or self._file is not None or logger.isEnabledFor(severity)
+
+    @property
+    def has_file(self) -> bool:
+        """True if events are written to a file."""
+        return self._file is not None
+
+    def record(self, name: str, **values: Any) -> None:
+        """Write an event to the file alone: a record for `tierckpt goodput`, not for people."""
+        self._call(0, self._write, Event(name=name, rank=self.rank, **values))
 
     def emit(self, name: str, **values: Any) -> Event:
         """Make an event and distribute it; a failing receiver is reported, not raised."""

@@ -40,6 +40,7 @@ class Settings(TypedDict, total=False):
     health: str
     health_seconds: float
     events_dir: AnyPath
+    heartbeat_seconds: float
     trace_dir: AnyPath
     trace_steps: int
     best: str

@@ -89,7 +89,7 @@ def test_the_metadata_names_licence_and_extras(wheel: Path, metadata: Message) -
     with ZipFile(wheel) as archive:
         (licence,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
-    extras = {"dev", "demo", "docs", "bench", "horovod", "mpi", "rs", "s3", "s3-tests"}
+    extras = {"dev", "demo", "docs", "bench", "horovod", "mpi", "plot", "rs", "s3", "s3-tests"}
     extras |= {"compression", "encryption", "accelerate", "lightning", "transformers"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 

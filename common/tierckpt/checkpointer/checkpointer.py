@@ -273,10 +273,16 @@ class Checkpointer(CheckpointerCore):
             self._agreement.close_asked = True
             return
         with self._end():
+            begin = time.perf_counter()
             self._halt.disarm()
             remove = self._finish()
             drifted = self._replicas.error
-            self._reports.emit("closed", message=self.exit_reason or "the training's end")
+            self._reports.emit(
+                "closed",
+                message=self.exit_reason or "the training's end",
+                seconds={"close": time.perf_counter() - begin},
+                facts={"interrupted": self.interrupted},
+            )
             self._shut_down(remove)
         if drifted is not None:
             raise drifted

@@ -38,6 +38,7 @@ from tierckpt.events import Callback, EventLog, check_receiver
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.format.manifest import Manifest
+from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group, SingleGroup
 from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
@@ -130,6 +131,7 @@ class CheckpointerCore(abc.ABC):
         **settings: Unpack[Settings],
     ) -> None:
         self._process = os.getpid()
+        begin = time.monotonic()
         _milestones.reached(_milestones.ATTACH)
         self.group: Group = group or SingleGroup()
         check_receiver(on_event)  # this and the next checks: while no rank waits for another
@@ -158,7 +160,7 @@ class CheckpointerCore(abc.ABC):
         self.restored = Restored(0)
         with contextlib.ExitStack() as undo:  # a failed try must not disturb the next one
             undo.callback(self.group.close)
-            self._open_books(on_event, undo)
+            self._open_books(on_event, begin, undo)
             self._resources = NodeResources(self.config, self.group, topology, slots, self._reports)
             undo.callback(self._resources.let_go)
             self._pool = self._resources.pool
@@ -175,6 +177,7 @@ class CheckpointerCore(abc.ABC):
             self.adapter.attached(Handle(self))
             shutdown.at_exit(self._end_with_process)
             undo.pop_all()
+        self._heartbeat.attached(self._history.job)
         _milestones.reached(_milestones.ATTACHED)
 
     def _report_problems(self, *severe: str) -> None:
@@ -190,10 +193,14 @@ class CheckpointerCore(abc.ABC):
         for text in attach.own_ways(self._state):
             self._warn(text)
 
-    def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
-        """Open the event log and the votes of all ranks."""
+    def _open_books(
+        self, on_event: Callback | None, begin_seconds: float, undo: contextlib.ExitStack
+    ) -> None:
+        """Open the event log and the votes of all ranks. The attach began at `begin_seconds`."""
         self._log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         undo.callback(self._log.close)
+        period = self.config.heartbeat_seconds
+        self._heartbeat = Heartbeat(self._log, period, self.group.size, begin_seconds)
         self._agreement = Agreement(
             self.group,
             ballots_for(self.group, self._node, VOTE_WIDTH),
@@ -325,6 +332,7 @@ class CheckpointerCore(abc.ABC):
             self._active.begin(snapshot, begin, self._trace)
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
+        self._heartbeat.boundary(self.version, begin, self._history.name)
         self.adapter.boundary_passed(agreed.adapter)
         _milestones.reached(_milestones.BOUNDARY)
         self._callbacks.call("on_step_boundary", self.version)
@@ -461,6 +469,7 @@ class CheckpointerCore(abc.ABC):
         self._unchanged.forget()
         self._schedule.start_at(result.version)
         self._levels.go_on_from(lineage, result)
+        self._heartbeat.resumed(result.version)
         self.adapter.resumed(self.iteration)
 
     def _carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
@@ -476,6 +485,10 @@ class CheckpointerCore(abc.ABC):
     def _save_now(self, end: float = math.inf) -> None:
         """Store the current state in memory and on local. Collective; waits for the disk until
         `end` (monotonic clock). A version that is not on disk then is broken."""
+        with self._heartbeat.saving():
+            self._save_until(end)
+
+    def _save_until(self, end: float) -> None:
         self.wait(end - time.monotonic())
         before = VersionId(self._id().generation, self._steps_made)
         if self._iterations.steps > 0:
@@ -573,9 +586,11 @@ class CheckpointerCore(abc.ABC):
 
     def _before_change(self) -> None:
         """Wait as `_barrier` does, before a change of weights outside optimizer steps."""
+        begin = time.perf_counter()
         if self._active.snapshot is not None:
             self._active.finish()
         self._replicas.finish()
+        self._heartbeat.barrier(begin)
 
     def _keep_apart(self) -> None:
         """Look for untrained parameters that are trained now but not reduced. They counted as equal
@@ -631,6 +646,8 @@ class CheckpointerCore(abc.ABC):
         self.group.close()
         if self._trace is not None:
             self._trace.close()
+        if abandoned:
+            self._heartbeat.ended()
         self._log.close()
 
     def _adapter_closed(self) -> None:

@@ -216,6 +216,7 @@ def _failures(events: Sequence[Record]) -> tuple[dict[str, int], dict[str, float
     back; and the seconds observed in total. A job that was closed and started later did not
     fail."""
     count, gaps = dict.fromkeys(SHARES, 0), defaultdict(list)
+    events = [event for event in events if event["name"] not in ("started", "attached")]
     first = min((event["rank"] for event in events), default=0)
     ended, span_seconds = False, 0.0
     for before, event in pairwise(events):

@@ -21,6 +21,7 @@ from tierckpt.errors import ConfigError, NodeHealthError, TierckptError
 from tierckpt.run import options as run_options
 
 from .arguments import place
+from .goodput import goodput
 from .halt import halt
 from .interval import interval
 
@@ -387,6 +388,7 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     health,
     doctor,
     interval,
+    goodput,
     list_,
     watch,
     verify,

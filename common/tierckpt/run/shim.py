@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from tierckpt._milestones import RESTART_VARIABLE
+
 from . import process, script_process
 from .job import meeting
 from .job.attempts import Rendezvous, enter
@@ -195,6 +197,8 @@ class Shim:
         self._times.note("ended")
         self._attempt, self._status = message["attempt"], None
         changes = message["environment"]
+        if moments := self._times.since_failure():
+            changes = {**changes, RESTART_VARIABLE: moments}
         self._fork(lambda: enter(self._attempt, changes))
         self._times.note("forked")
 

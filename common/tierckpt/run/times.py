@@ -39,6 +39,12 @@ class Times:
                 file.write(json.dumps(line) + "\n")
         return complete
 
+    def since_failure(self) -> str:
+        """The failure, and the moments since then, in order; empty at a first start."""
+        if self._failed is None:
+            return ""
+        return " ".join(f"{at:.6f}" for at in (self._failed, *self._moments.values()))
+
     def parts(self) -> dict[str, float]:
         """Seconds from each moment to the next."""
         assert self._failed is not None

@@ -1,0 +1,132 @@
+"""Heartbeat: one rank's records for `tierckpt goodput`, among its events.
+
+`started` is written when a checkpointer opens its event log, `attached` when it is ready,
+`progress` at the first boundary after each start or restore, then at the first boundary after every
+period, and at an end without `close()`. So the last state of a killed process is known within one
+period and one step. A boundary without a record costs two additions and a comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tierckpt._milestones import ATTEMPT_VARIABLE, RESTART_VARIABLE
+from tierckpt.events import EventLog
+
+IMPORTED_SECONDS = time.monotonic()
+"""Import of this module, after torch: by `time.monotonic()`."""
+MOMENTS = ("failed", "noticed", "ended")
+"""Moments of a restart in `RESTART_VARIABLE`, in Unix seconds."""
+
+
+class Heartbeat:
+    """One checkpointer's records. Training thread; never raises."""
+
+    def __init__(
+        self, log: EventLog, period_seconds: float, world: int, attach_seconds: float
+    ) -> None:
+        """Write `started`. `attach_seconds`: start of the attach, by `time.monotonic()`."""
+        self._log, self._period, self._attach = log, period_seconds, attach_seconds
+        self._boundary = self._barrier = self._save = 0.0
+        self._facts: dict[str, Any] | None = {"from": 0}
+        """Facts of the next record, which is due at the next boundary; None: a usual one."""
+        self._passed = time.perf_counter()
+        self._next = 0.0 if log.has_file else math.inf
+        self._version = 0
+        if not log.has_file:
+            return
+        facts = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "world": world,
+            "shim": ATTEMPT_VARIABLE in os.environ,
+            "heartbeat_seconds": period_seconds,
+            **_restart(),
+        }
+        log.record("started", seconds=self._startup(), facts=facts)
+
+    def attached(self, job: str) -> None:
+        """Write that the checkpointer is ready; `job` is the job's id."""
+        if self._log.has_file:
+            seconds = {"attach": time.monotonic() - self._attach}
+            self._log.record("attached", seconds=seconds, facts={"job": job})
+
+    def resumed(self, version: int) -> None:
+        """The state is that of `version`: the next boundary writes a record, and sums begin."""
+        self._boundary = self._barrier = self._save = 0.0
+        self._facts, self._version = {"from": version}, version
+        self._next = 0.0 if self._log.has_file else math.inf
+
+    def boundary(self, version: int, begin_seconds: float, run: str) -> None:
+        """A boundary ends now, and has begun at `begin_seconds` by `time.perf_counter()`."""
+        now = self._passed = time.perf_counter()
+        self._boundary += now - begin_seconds
+        self._version = version
+        if now >= self._next:
+            facts = {} if self._facts is None else {**self._facts, "run": run}
+            self._facts = None
+            self._next = now + self._period if self._log.has_file else math.inf
+            self._write(facts)
+
+    def barrier(self, begin_seconds: float) -> None:
+        """A wait before an optimizer's step ends now."""
+        self._barrier += time.perf_counter() - begin_seconds
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context of a version on demand, with all its waits; boundaries in it are part of it."""
+        begin, stalls = time.perf_counter(), (self._boundary, self._barrier)
+        try:
+            yield
+        finally:
+            self._boundary, self._barrier = stalls
+            self._save += time.perf_counter() - begin
+
+    def ended(self) -> None:
+        """The process goes on or ends without `close()`: write the last state, which is newer than
+        that of the last record."""
+        if self._log.has_file:
+            since = time.perf_counter() - self._passed
+            self._write({**(self._facts or {}), "since_boundary": since, "ended": True})
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        seconds = {"boundary": self._boundary, "barrier": self._barrier, "save": self._save}
+        self._log.record("progress", version=self._version, seconds=seconds, facts=facts)
+
+    def _startup(self) -> dict[str, float]:
+        """Seconds from the process's start to torch's import, to the attach, and to now."""
+        now = time.monotonic()
+        process = now - _process_age_seconds(now)
+        imported = max(process, min(IMPORTED_SECONDS, self._attach))
+        return {
+            "import": max(0.0, imported - process),
+            "setup": self._attach - imported,
+            "attach": now - self._attach,
+        }
+
+
+def _process_age_seconds(now: float) -> float:
+    """Age of this process, to 10 ms; from the import of this module on if the system hides it."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return now - IMPORTED_SECONDS
+
+
+def _restart() -> dict[str, float]:
+    """The moments of the restart that `tierckpt run` has made, in Unix seconds; empty without."""
+    words = os.environ.get(RESTART_VARIABLE, "").split()
+    with contextlib.suppress(ValueError):
+        return dict(zip(MOMENTS, map(float, words), strict=True)) if words else {}
+    return {}
+
+
+__all__ = ["MOMENTS", "Heartbeat"]
