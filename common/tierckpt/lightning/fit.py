@@ -28,6 +28,11 @@ OTHER_RANKS = (
     "an epoch, logged values and callbacks belong to the number of ranks: start the job with as "
     "many as before (`tierckpt list` shows it), or begin a new job at another path"
 )
+IMPORTED = (
+    "v{version} was imported from {source}, and has no state of Lightning's loops. Give Lightning "
+    "the file itself, fit(ckpt_path=...), and TierCheckpoint an empty path: the job goes on from "
+    "the file, and takes its versions there (`tierckpt export` makes a .ckpt)"
+)
 NOT_LOADED = (
     "ckpt_path {given!r} is not loaded: the job goes on from its own v{version}. To begin with "
     "this file, use another path for TierCheckpoint"
@@ -63,6 +68,9 @@ class Fit:
         restored, trainer = self.checkpointer.restore(), self._trainer
         if not restored.version:
             return
+        if restored.imported:
+            text = IMPORTED.format(version=restored.version, source=restored.imported)
+            raise RestoreError(text)
         if self._state.loaded is None:
             text = OTHER_RANKS.format(version=restored.version, ranks=trainer.world_size)
             raise RestoreError(text)

@@ -26,6 +26,11 @@ OTHER_SIZES = (
     "v{version} was taken with {sizes}: the batches to skip would not be those trained on. Start "
     "the job with these values, or begin a new job at another path"
 )
+IMPORTED = (
+    "v{version} was imported from {source}, and has no state of a Trainer. Give train() the folder "
+    "itself, resume_from_checkpoint=..., and TierTrainer an empty path: the job goes on from the "
+    "folder, and takes its versions there (`tierckpt export --format transformers` makes a folder)"
+)
 NOT_LOADED = (
     "resume_from_checkpoint is not used: the job goes on from its own v{version}. To begin with "
     "that checkpoint, use another path for TierTrainer"
@@ -73,10 +78,13 @@ class Fit:
         return {**settings, "boundary": "explicit", "extra": extra, "extra_per_rank": per_rank}
 
     def _restore(self) -> None:
-        self._version = version = self.checkpointer.restore().version
+        restored = self.checkpointer.restore()
+        self._version = version = restored.version
         if not version:
             return
         trainer = self._trainer
+        if restored.imported:
+            raise RestoreError(IMPORTED.format(version=version, source=restored.imported))
         if self._state.loaded is None:
             raise RestoreError(OTHER_RANKS.format(version=version, ranks=trainer.args.world_size))
         if sizes := self._state.other_sizes():
