@@ -68,7 +68,7 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
 
     out: Path = args.out
     kind = format_of_target(out, args.format)
-    target = Target(out, args.force)
+    target = Target(out, args.force, kind.recognizes)
     import_named(args.modules)
     saved = load(args.path, args.version, model_only=kind.model_only, as_parts=kind.model_only)
     if args.prefix:

@@ -153,10 +153,10 @@ def import_(commands: Subparsers) -> None:
         "import",
         help="make a version from another tool's checkpoint, for a job to start from",
         description="SOURCE is a file of torch.save (also of Horovod's examples), a folder of "
-        "torch.distributed.checkpoint, safetensors (a file, or a folder with an index), a .ckpt of "
-        "Lightning, or a folder checkpoint-N of Hugging Face's Trainer. No code in it runs. PATH is "
-        "a job's path, or its persistent_path; restore() of the job, on any number of ranks, takes "
-        "the version. It is written as a whole, verified, and reported.",
+        "torch.distributed.checkpoint, safetensors (a file, or a folder with an index), a .ckpt "
+        "of Lightning, or a folder checkpoint-N of Hugging Face's Trainer. No code in it runs. "
+        "PATH is a job's path, or its persistent_path; restore() of the job, on any number of "
+        "ranks, takes the version. It is written as a whole, verified, and reported.",
     )
     parser.add_argument("source", type=Path, metavar="SOURCE")
     parser.add_argument("path", type=place, metavar="PATH")
@@ -183,8 +183,8 @@ def export(commands: Subparsers) -> None:
         description="TARGET's name chooses the format: .safetensors for the model alone, .pt for "
         "everything as torch.save writes it (model, optimizer, or optimizers by name, extra, "
         "version, iteration, metric), .ckpt for Lightning, .pth.tar as in Horovod's examples. "
-        "--format chooses dcp (a folder), transformers (a folder checkpoint-N), or safetensors in a "
-        "folder. The default is the version that a restart takes. It is verified. In Python: "
+        "--format chooses dcp (a folder), transformers (a folder checkpoint-N), or safetensors in "
+        "a folder. The default is the version that a restart takes. It is verified. In Python: "
         f"tierckpt.load(PATH). {PLACES}",
     )
     _add_places(parser, "export_version")

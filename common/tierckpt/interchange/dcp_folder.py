@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 
-from .foreign_state import ForeignState, sorted_out
+from .foreign_state import ForeignState, is_model, sorted_out
 
 METADATA = ".metadata"
 SAFE = {
@@ -43,9 +44,9 @@ def read(path: Path, model_key: str | None = None) -> ForeignState:
     try:
         content = _content(path)
         content = {name: _optimizer_of(name, value) for name, value in content.items()}
-        if len(content) == 1 and isinstance(inner := next(iter(content.values())), Mapping):
-            if not any(isinstance(value, torch.Tensor) for value in inner.values()):
-                content = dict(inner)  # one stateful object with everything: {"app": AppState}
+        inner = next(iter(content.values()), None)
+        if len(content) == 1 and isinstance(inner, Mapping) and not is_model(inner):
+            content = dict(inner)  # one stateful object with everything: {"app": AppState}
         return sorted_out("a folder of torch.distributed.checkpoint", content, model_key)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -61,7 +62,7 @@ def _content(path: Path) -> dict[str, Any]:
             _load_state_dict(content, _Reader(path), planner=_Planner(), no_dist=True)
     except ConfigError:
         raise
-    except Exception as error:
+    except (CheckpointException, Exception) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"torch cannot load it: {text[:400]}") from error
     return content
@@ -91,12 +92,19 @@ class _MetadataUnpickler(pickle.Unpickler):
 class _Reader(FileSystemReader):
     """Reads metadata without running code from them."""
 
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for metadata that are not those of a checkpoint."""
+        super().__init__(path)
+        with (path / METADATA).open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise ConfigError("its metadata are of no checkpoint")
+        self._metadata = found
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / METADATA).open("rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        if getattr(metadata, "storage_meta", None) is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
+        if getattr(self._metadata, "storage_meta", None) is not None:
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
 
 
 class _Planner(DefaultLoadPlanner):
@@ -126,7 +134,7 @@ class _Planner(DefaultLoadPlanner):
 def _put(root: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Set a value in nested dicts and lists, which are made as needed."""
     at = root
-    for key, after in zip(path, path[1:], strict=False):
+    for key, after in itertools.pairwise(path):
         new: Any = [] if isinstance(after, int) else {}
         if isinstance(at, list):
             at.extend([None] * (int(key) + 1 - len(at)))

@@ -15,12 +15,17 @@ from tierckpt.storage.files import durable
 class Target:
     """A file or folder to write. It is made under a temporary name beside it, and renamed."""
 
-    def __init__(self, out: Path, force: bool) -> None:
-        """`force`: replace what is there. Raises ConfigError if something is, without it, or if it
-        is a folder with other things than an exported checkpoint."""
+    def __init__(self, out: Path, force: bool, recognizes: Callable[[Path], bool]) -> None:
+        """`force`: replace what is there; a folder only if it is empty, or if `recognizes` says
+        that it is a checkpoint. Raises ConfigError if something is there that stays."""
         self._out = out
         if os.path.lexists(out) and not force:
             raise ConfigError(f"{out} exists; --force replaces it")
+        if out.is_dir() and any(out.iterdir()) and not recognizes(out):
+            raise ConfigError(
+                f"{out} is a folder with other things than a checkpoint of this format, and is not "
+                "replaced; give another name"
+            )
         self._temp = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
 
     def fill(self, write: Callable[[Path], list[str]]) -> list[str]:

@@ -117,7 +117,7 @@ def sorted_out(kind: str, content: Any, model_key: str | None = None) -> Foreign
         raise ConfigError(f"it has a {type(content).__name__}, and not a dict with a model")
     found = ForeignState(kind)
     models: dict[str, Mapping[str, Any]] = {}
-    if OWN <= content.keys():
+    if content.keys() >= OWN:
         content = _own_export(found, content)
     if model_key is None and is_model(content):
         models[""], content = content, {}

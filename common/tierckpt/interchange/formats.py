@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
@@ -109,7 +108,9 @@ def format_of_target(path: Path, name: str | None) -> Format:
     for each in FORMATS:
         if path.name.endswith(each.suffixes or "\0"):
             return each
-    known = ", ".join(f"{'/'.join(each.suffixes)} ({each.name})" for each in FORMATS if each.suffixes)
+    known = ", ".join(
+        f"{'/'.join(each.suffixes)} ({each.name})" for each in FORMATS if each.suffixes
+    )
     raise ConfigError(
         f"{path}: unknown suffix. Use {known}, or choose with --format: {', '.join(NAMES)}"
     )

@@ -1,4 +1,4 @@
-"""Lightning's `.ckpt` files: a dict of `torch.save` with names of their own. Lightning itself is not
+"""Lightning's `.ckpt` files: a dict of `torch.save` with names of their own. Lightning is not
 imported."""
 
 from __future__ import annotations

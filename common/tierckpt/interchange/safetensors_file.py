@@ -131,9 +131,7 @@ def plain_model(model: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict
     return tensors, tied
 
 
-def write_file(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], out: Path
-) -> None:
+def write_file(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], out: Path) -> None:
     """Write one file, as `safetensors.torch.save_model` does. Raises ConfigError for a dtype that
     safetensors does not have."""
     library = _library()
@@ -201,4 +199,12 @@ def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-__all__ = ["has_weights", "plain_model", "read", "read_model", "recognizes", "write", "write_folder"]
+__all__ = [
+    "has_weights",
+    "plain_model",
+    "read",
+    "read_model",
+    "recognizes",
+    "write",
+    "write_folder",
+]

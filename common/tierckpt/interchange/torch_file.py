@@ -75,7 +75,9 @@ def read(path: Path, model_key: str | None = None) -> ForeignState:
     try:
         return sorted_out("a file of torch.save", load(path), model_key)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
+        raise ConfigError(
+            f"{path}: {error}" if str(path) not in str(error) else str(error)
+        ) from error
 
 
 def write(saved: Saved, out: Path) -> list[str]:
@@ -98,7 +100,7 @@ def write_for_horovod(saved: Saved, out: Path) -> list[str]:
             "export with --format torch"
         )
     content: dict[str, Any] = {"model": saved.model}
-    content |= {"optimizer": each for each in saved.optimizers.values()}
+    content |= dict(zip(["optimizer"], saved.optimizers.values(), strict=False))
     values = saved.extra.get(PLAIN_VALUES)
     content |= {k: v for k, v in dict(values or {}).items() if k not in content}
     torch.save(content, out)

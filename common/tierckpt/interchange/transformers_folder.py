@@ -75,7 +75,7 @@ def write(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
         names = ", ".join(saved.optimizers)
         raise ConfigError(f"it has several optimizers ({names}), and a Trainer has one")
     out.mkdir()
-    tensors, tied = safetensors_file.plain_model(saved.model)
+    tensors, _ = safetensors_file.plain_model(saved.model)
     safetensors_file.write_folder(tensors, {"format": "pt"}, out, max_shard_bytes)
     for state in saved.optimizers.values():
         torch.save(state, out / OPTIMIZER)
@@ -87,25 +87,46 @@ def write(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
     (out / TRAINER_STATE).write_text(json.dumps(_trainer_state(saved, own), indent=2) + "\n")
     remarks = ["config.json is not in it: model.config.save_pretrained(TARGET) adds it"]
     if own is None:
-        remarks.append("no state of a Trainer is in the version: only global_step is set")
+        remarks.append(
+            "no state of a Trainer is in the version: only global_step is set. A resumed Trainer "
+            f"takes logging_steps, eval_steps and save_steps from {TRAINER_STATE}: write yours there"
+        )
     if "scheduler" not in saved.extra:
-        remarks.append("no extra object is called 'scheduler': the Trainer loads neither that nor "
-                       "the optimizer without scheduler.pt")
+        remarks.append(
+            "no extra object is called 'scheduler': the Trainer loads neither that nor "
+            "the optimizer without scheduler.pt"
+        )
     return remarks
+
+
+FLAGS = (
+    *("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate"),
+    "should_log",
+)
+CONTROL = {"TrainerControl": {"args": dict.fromkeys(FLAGS, False), "attributes": {}}}
+"""State of the TrainerControl between two steps; a Trainer that saves looks it up."""
+
+
+INTERVALS = {"logging_steps": 500, "eval_steps": 500, "save_steps": 500}
+"""The Trainer's defaults; a resumed one takes them from the file, whatever its arguments are."""
 
 
 def _trainer_state(saved: Saved, own: Mapping[str, Any] | None) -> dict[str, Any]:
     if own is None:
-        return {"global_step": saved.version, "epoch": 0.0, "log_history": []}
+        counts = {"global_step": saved.version, "epoch": 0.0, "log_history": []}
+        return {**counts, **INTERVALS, "stateful_callbacks": CONTROL}
     numbers = json.loads(own["numbers"])
-    history = [json.loads(line) for line in own["history"].splitlines()]
-    callbacks = {kind: state for kind, state in numbers["callbacks"]}
+    callbacks: dict[str, list[Any]] = {}
+    for kind, state in numbers["callbacks"]:
+        callbacks.setdefault(kind, []).append(state)
+    several = {kind: each if each[1:] else each[0] for kind, each in callbacks.items()}
     return {
         **numbers["state"],
+        **numbers["intervals"],
         "max_steps": numbers["max_steps"],
         "train_batch_size": numbers["sizes"]["per_device_train_batch_size"],
-        "log_history": history,
-        "stateful_callbacks": callbacks,
+        "log_history": [json.loads(line) for line in own["history"].splitlines()],
+        "stateful_callbacks": {**several, **CONTROL},
     }
 
 

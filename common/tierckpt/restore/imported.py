@@ -115,9 +115,13 @@ class ImportedNames:
         if len(rest) == len(free) == 1:
             pairs[rest[0]] = free[0]
             rest, free = [], []
-        self.differences += [f"optimizer {label!r} is in the file, not in the job" for label in rest]
+        self.differences += [
+            f"optimizer {label!r} is in the file, not in the job" for label in rest
+        ]
         if self._structure:
-            self.differences += [f"optimizer {label!r} is not in the imported file" for label in free]
+            self.differences += [
+                f"optimizer {label!r} is not in the imported file" for label in free
+            ]
         elif free:
             names = ", ".join(map(repr, free))
             self.notices.append(f"optimizer {names} starts fresh: the imported file has none")
