@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from tierckpt import _faults
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.storage.files import durable
 
@@ -35,6 +36,7 @@ class Target:
         try:
             remarks = write(temp)
             _make_durable(temp)
+            _faults.point("target", op="rename")
             self._replace()
         except TierckptError:
             raise

@@ -89,7 +89,7 @@ def write(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
     if own is None:
         remarks.append(
             "no state of a Trainer is in the version: only global_step is set. A resumed Trainer "
-            f"takes logging_steps, eval_steps and save_steps from {TRAINER_STATE}: write yours there"
+            f"takes logging, eval and save_steps from {TRAINER_STATE}: change them there"
         )
     if "scheduler" not in saved.extra:
         remarks.append(

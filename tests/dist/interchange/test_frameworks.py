@@ -3,28 +3,49 @@ imported."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import tierckpt
 from tests.support import exact
+from tests.support.rank_pool import ALONE, RankPool
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.cli.main import main
 
 lightning = pytest.importorskip("lightning.pytorch")
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore")
+tqdm.monitor_interval = 0  # no thread
 SAMPLES, BATCH = 24, 4
 AT, END = 4, 9
 """Steps: of the checkpoint, in the middle of an epoch, and of the end, in the next epoch."""
 
 
-@pytest.fixture(autouse=True)
-def this_machines_memory(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIERCKPT_SHM_DIR", str(shm_dir))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """A process that may keep what the frameworks leave in it."""
+    pool = RankPool(1, tmp_path_factory.mktemp("alone-"), [{}], ALONE)
+    yield pool
+    pool.kill()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lightning_goes_on_from_an_exported_file",
+        "a_plain_job_and_lightning_exchange_files",
+        "an_imported_version_is_refused_by_the_callback_with_advice",
+        "a_trainer_goes_on_from_an_exported_folder",
+        "a_folder_of_a_trainer_becomes_a_version_of_a_plain_job",
+    ],
+)
+def test_frameworks(name: str, alone: RankPool, tmp_path: Path, shm_dir: Path) -> None:
+    alone.run(globals()[name], tmp_path, str(shm_dir))
 
 
 def image(model: Any, *optimizers: Any) -> Any:
@@ -59,6 +80,8 @@ class Module(lightning.LightningModule):
 
 
 def fit(folder: Path, steps: int, callbacks: Any = (), **given: Any) -> Any:
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
     data = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), BATCH)
     trainer = lightning.Trainer(
@@ -70,14 +93,16 @@ def fit(folder: Path, steps: int, callbacks: Any = (), **given: Any) -> Any:
         enable_checkpointing=any("ModelCheckpoint" in type(c).__name__ for c in callbacks),
         default_root_dir=folder,
         callbacks=[*callbacks],
+        plugins=[LightningEnvironment()],  # not MPI's, which it would start
     )
     module = Module()
     trainer.fit(module, loader, **given)
     return trainer, module
 
 
-def test_lightning_goes_on_from_an_exported_file(tmp_path: Path) -> None:
+def lightning_goes_on_from_an_exported_file(tmp_path: Path, shm: str) -> None:
     """As it goes on from its own file: the same steps, at the same places in the epoch."""
+    os.environ["TIERCKPT_SHM_DIR"] = shm
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from tierckpt.lightning import TierCheckpoint
@@ -95,8 +120,9 @@ def test_lightning_goes_on_from_an_exported_file(tmp_path: Path) -> None:
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
 
-def test_a_plain_job_and_lightning_exchange_files(tmp_path: Path) -> None:
+def a_plain_job_and_lightning_exchange_files(tmp_path: Path, shm: str) -> None:
     """A .ckpt becomes a version of a plain job, and that a .ckpt again."""
+    os.environ["TIERCKPT_SHM_DIR"] = shm
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saving = ModelCheckpoint(tmp_path, "theirs", every_n_train_steps=AT)
@@ -119,7 +145,8 @@ def test_a_plain_job_and_lightning_exchange_files(tmp_path: Path) -> None:
     assert module.seen == [(AT, 0)]
 
 
-def test_an_imported_version_is_refused_by_the_callback_with_advice(tmp_path: Path) -> None:
+def an_imported_version_is_refused_by_the_callback_with_advice(tmp_path: Path, shm: str) -> None:
+    os.environ["TIERCKPT_SHM_DIR"] = shm
     from tierckpt.lightning import TierCheckpoint
 
     torch.save(Module().state_dict(), tmp_path / "weights.pt")
@@ -186,7 +213,8 @@ def losses(trainer: Any) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
 
 
-def test_a_trainer_goes_on_from_an_exported_folder(tmp_path: Path) -> None:
+def a_trainer_goes_on_from_an_exported_folder(tmp_path: Path, shm: str) -> None:
+    os.environ["TIERCKPT_SHM_DIR"] = shm
     from tierckpt.transformers import TierTrainer
 
     undisturbed = train(tmp_path, END)
@@ -204,7 +232,8 @@ def test_a_trainer_goes_on_from_an_exported_folder(tmp_path: Path) -> None:
     assert len(alone.state_dict()) == len(saved.model)
 
 
-def test_a_folder_of_a_trainer_becomes_a_version_of_a_plain_job(tmp_path: Path) -> None:
+def a_folder_of_a_trainer_becomes_a_version_of_a_plain_job(tmp_path: Path, shm: str) -> None:
+    os.environ["TIERCKPT_SHM_DIR"] = shm
     theirs = train(tmp_path, AT)
     folder = tmp_path / "out" / f"checkpoint-{AT}"
     assert main(["import", str(folder), str(tmp_path / "ckpts")]) == 0
