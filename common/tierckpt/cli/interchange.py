@@ -54,6 +54,8 @@ def _report(made: Imported) -> Iterator[str]:
         yield f"values, for an elastic state: {', '.join(foreign.values)}"
     if not foreign.optimizers:
         yield "no optimizer: it starts fresh"
+    if foreign.iteration is None:
+        yield "no iteration: it is the number of optimizer steps; --iteration N sets another"
     yield "no random streams, no place in the data: they start fresh"
     for text in foreign.not_taken:
         yield f"not taken: {text}"

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -102,8 +103,9 @@ class _Reader(FileSystemReader):
         self._metadata = found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if getattr(self._metadata, "storage_meta", None) is not None:
-            self._metadata.storage_meta.load_id = self.load_id
+        meta = getattr(self._metadata, "storage_meta", None)
+        if meta is not None:
+            meta.load_id = self.load_id
         return self._metadata
 
 
@@ -152,7 +154,7 @@ def _put(root: Any, path: tuple[str | int, ...], value: Any) -> None:
 def write(saved: Saved, out: Path) -> list[str]:
     """Write `model`, `optimizer` (with parameters by name, as torch's `get_state_dict` has it),
     `extra` and the counters."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     content: dict[str, Any] = {"model": saved.model}
     optimizers = {
@@ -164,7 +166,7 @@ def write(saved: Saved, out: Path) -> list[str]:
     content |= {"extra": saved.extra, "version": saved.version, "iteration": saved.iteration}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(content, checkpoint_id=out, no_dist=True)
+        save(content, checkpoint_id=out, no_dist=True)
     return []
 
 

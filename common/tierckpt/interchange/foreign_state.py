@@ -220,6 +220,15 @@ def _choose_model(models: Mapping[str, Any], key: str | None) -> str:
     return usual
 
 
+def schedulers_in(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of learning rate schedulers among those of objects, by name."""
+    return {
+        name: state
+        for name, state in extra.items()
+        if isinstance(state, Mapping) and "last_epoch" in state
+    }
+
+
 def without_wrappers(model: Mapping[str, Any]) -> dict[str, Any]:
     """Names without the name parts of wrappers. `module` counts as one only if all names begin with
     it: it may be a module of the user's own elsewhere."""
@@ -264,6 +273,7 @@ __all__ = [
     "is_model",
     "is_optimizer",
     "named_optimizers",
+    "schedulers_in",
     "sorted_out",
     "without_wrappers",
 ]

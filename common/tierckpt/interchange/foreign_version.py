@@ -74,7 +74,7 @@ class ForeignVersion:
         for kind, entries in of_kind.items():
             for entry in entries if len(entries) > 1 else ():
                 raw = tree_codec.as_bytes(self.tensors[entry].reshape(-1))
-                key = (*kind, xxhash.xxh3_128_digest(raw.numpy()))
+                key = (*kind, xxhash.xxh3_128_digest(raw.numpy().data))
                 found.setdefault(key, []).append(entry.removeprefix("model/"))
         return [names for names in found.values() if len(names) > 1]
 

@@ -14,7 +14,14 @@ from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 
 from . import torch_file
-from .foreign_state import ForeignState, Unread, is_model, named_optimizers, without_wrappers
+from .foreign_state import (
+    ForeignState,
+    Unread,
+    is_model,
+    named_optimizers,
+    schedulers_in,
+    without_wrappers,
+)
 
 VERSION_KEY = "pytorch-lightning_version"
 WRITTEN_AS = "2.4.0"
@@ -72,7 +79,7 @@ def write(saved: Saved, out: Path) -> list[str]:
         schedulers = [each for _, each in own["schedulers"]]
     else:
         loops = _first_loops(saved.version)
-        schedulers = [each for each in saved.extra.values() if _is_scheduler(each)]
+        schedulers = [*schedulers_in(saved.extra).values()]
         remarks.append(
             "no state of a Trainer is in the version: Lightning begins an epoch, at global_step "
             f"{saved.version}"
@@ -92,10 +99,6 @@ def write(saved: Saved, out: Path) -> list[str]:
         content["MixedPrecision"] = scaler
     torch.save(content, out)
     return remarks
-
-
-def _is_scheduler(state: Any) -> bool:
-    return isinstance(state, Mapping) and "last_epoch" in state
 
 
 def _loops_of(progress: Mapping[str, Any], batches_that_stepped: int) -> dict[str, Any]:

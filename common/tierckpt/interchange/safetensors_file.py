@@ -173,7 +173,7 @@ def write_folder(
     if len(shards) == 1:
         write_file(tensors, metadata, folder / WEIGHTS)
         return
-    table = {}
+    table: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_file(shard, metadata, folder / name)

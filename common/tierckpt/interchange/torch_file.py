@@ -34,7 +34,7 @@ def load(path: Path) -> Any:
     Raises ConfigError if it is no such file, or if torch cannot read it in this way.
     """
     try:
-        with torch.serialization.safe_globals(_unread_classes(path)):  # type: ignore[no-untyped-call]
+        with torch.serialization.safe_globals(_unread_classes(path)):
             return _loaded(path)
     except OSError:
         raise
@@ -53,7 +53,7 @@ def _loaded(path: Path) -> Any:
         return torch.load(path, **where)
 
 
-def _unread_classes(path: Path) -> list[tuple[type, str]]:
+def _unread_classes(path: Path) -> list[Any]:
     """Stand-ins for all classes that the file names and torch does not load."""
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
     if find is None:  # torch before 2.6: its error names the class

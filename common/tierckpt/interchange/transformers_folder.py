@@ -13,7 +13,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 
 from . import safetensors_file, torch_file
-from .foreign_state import ForeignState, without_wrappers
+from .foreign_state import ForeignState, schedulers_in, without_wrappers
 
 OPTIMIZER, SCHEDULER, SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 TRAINER_STATE, PICKLED = "trainer_state.json", "pytorch_model.bin"
@@ -59,9 +59,9 @@ def read(path: Path) -> ForeignState:
             raise ConfigError(f"{path / TRAINER_STATE} cannot be read: {error!r}") from error
         found.not_taken.append(f"{TRAINER_STATE}: log history and best metric")
     taken = {OPTIMIZER, SCHEDULER, SCALER, TRAINER_STATE, *FILES_OF_SCRIPT}
-    for file in sorted(path.iterdir()):
-        if file.name not in taken and not file.name.startswith(("model", PICKLED)):
-            found.not_taken.append(file.name)
+    for name in sorted(each.name for each in path.iterdir()):
+        if name not in taken and not name.startswith(("model", PICKLED)):
+            found.not_taken.append(name)
     return found
 
 
@@ -79,11 +79,12 @@ def write(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
     safetensors_file.write_folder(tensors, {"format": "pt"}, out, max_shard_bytes)
     for state in saved.optimizers.values():
         torch.save(state, out / OPTIMIZER)
-    for name, file in (("scheduler", SCHEDULER), ("scaler", SCALER)):
-        if name in saved.extra:
-            torch.save(saved.extra[name], out / file)
-    state = saved.extra_per_rank.get(STATE)
-    own = state if isinstance(state, Mapping) else None
+    schedulers = schedulers_in(saved.extra)
+    if len(schedulers) == 1:
+        torch.save(next(iter(schedulers.values())), out / SCHEDULER)
+    if "scaler" in saved.extra:
+        torch.save(saved.extra["scaler"], out / SCALER)
+    own: Mapping[str, Any] | None = saved.extra_per_rank.get(STATE)
     (out / TRAINER_STATE).write_text(json.dumps(_trainer_state(saved, own), indent=2) + "\n")
     remarks = ["config.json is not in it: model.config.save_pretrained(TARGET) adds it"]
     if own is None:
@@ -91,10 +92,10 @@ def write(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
             "no state of a Trainer is in the version: only global_step is set. A resumed Trainer "
             f"takes logging, eval and save_steps from {TRAINER_STATE}: change them there"
         )
-    if "scheduler" not in saved.extra:
+    if len(schedulers) != 1:
         remarks.append(
-            "no extra object is called 'scheduler': the Trainer loads neither that nor "
-            "the optimizer without scheduler.pt"
+            f"{len(schedulers)} schedulers are in extra, and a Trainer has one: it loads neither "
+            f"that nor the optimizer without {SCHEDULER}"
         )
     return remarks
 

@@ -21,6 +21,8 @@ POINTS = [
     for action in ("kill", "enospc")
     for op in ("open", "write", "open_manifest", "rename", "fsync_directory")
 ]
+FEW = ("kill@file:op=write", "kill@file:op=rename", "enospc@file:op=write")
+EXPORT_KILLS = ("kill@target:op=rename",)
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +36,7 @@ def tierckpt_with(fault: str, folder: Path, *arguments: object) -> int:
     return subprocess.run(command, env={**os.environ, **faults}, capture_output=True).returncode
 
 
-@pytest.mark.parametrize(
-    "fault",
-    swept_points(POINTS, "kill@file:op=write", "kill@file:op=rename", "enospc@file:op=write"),
-)
+@pytest.mark.parametrize("fault", swept_points(POINTS, *FEW))
 def test_an_interrupted_import_leaves_no_version(fault: str, tmp_path: Path) -> None:
     source, path = tmp_path / "source.pt", tmp_path / "ckpts"
     torch.save(tiny_model().state_dict(), source)
