@@ -30,8 +30,13 @@ AT, END = 4, 9
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """A process that may keep what the frameworks leave in it."""
     pool = RankPool(1, tmp_path_factory.mktemp("alone-"), [{}], ALONE)
+    pool.run(begin)  # it is not left behind by a test
     yield pool
     pool.kill()
+
+
+def begin() -> None:
+    """Import this module."""
 
 
 @pytest.mark.parametrize(
