@@ -36,3 +36,10 @@ def nbytes(text: str) -> int:
     if found <= 0:
         raise argparse.ArgumentTypeError(f"{text} is no size of a file; give e.g. 5G")
     return found
+
+
+def number(text: str) -> int:
+    """A whole number from 0 on. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of iterations: 0 or more")
+    return int(text)

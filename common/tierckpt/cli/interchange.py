@@ -54,7 +54,7 @@ def _report(made: Imported) -> Iterator[str]:
         yield f"values, for an elastic state: {', '.join(foreign.values)}"
     if not foreign.optimizers:
         yield "no optimizer: it starts fresh"
-    if foreign.iteration is None:
+    if not made.iteration_known:
         yield "no iteration: it is the number of optimizer steps; --iteration N sets another"
     yield "no random streams, no place in the data: they start fresh"
     for text in foreign.not_taken:

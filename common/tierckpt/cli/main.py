@@ -20,7 +20,7 @@ from tierckpt._version import __version__
 from tierckpt.errors import ConfigError, NodeHealthError, TierckptError
 from tierckpt.run import options as run_options
 
-from .arguments import nbytes, place
+from .arguments import nbytes, number, place
 from .halt import halt
 from .interval import interval
 
@@ -167,7 +167,7 @@ def import_(commands: Subparsers) -> None:
     text = "drop this beginning of names in the model ('net.'), and tensors without it"
     parser.add_argument("--prefix", metavar="TEXT", help=text)
     text = "the iteration to resume from; default: as in SOURCE, or the number of optimizer steps"
-    parser.add_argument("--iteration", type=int, metavar="N", help=text)
+    parser.add_argument("--iteration", type=number, metavar="N", help=text)
     text = "PATH is a directory that is a persistent_path (a URL always is)"
     parser.add_argument("--persistent", action="store_true", help=text)
     text = "also if there are checkpoints: a restart takes the new one then"

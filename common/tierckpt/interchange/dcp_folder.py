@@ -42,6 +42,8 @@ def recognizes(path: Path) -> bool:
 def read(path: Path, model_key: str | None = None) -> ForeignState:
     """The state in the folder: as `dcp.save` got it, whatever the number of ranks. No code of the
     checkpoint runs. Raises ConfigError."""
+    if not recognizes(path):
+        raise ConfigError(f"{path} is no folder of torch.distributed.checkpoint: no {METADATA}")
     try:
         content = _content(path)
         content = {name: _optimizer_of(name, value) for name, value in content.items()}
@@ -64,7 +66,8 @@ def _content(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (CheckpointException, Exception) as error:
-        text = " ".join(str(error).split())
+        failures = getattr(error, "failures", {})  # by rank: exception, traceback
+        text = " ".join(str(next(iter(failures.values()), [error])[0]).split())
         raise ConfigError(f"torch cannot load it: {text[:400]}") from error
     return content
 

@@ -114,7 +114,11 @@ def sorted_out(kind: str, content: Any, model_key: str | None = None) -> Foreign
     """Recognize the parts of a script's own dict. Raises ConfigError if there is no model in it, or
     several, and `model_key` names none."""
     if not isinstance(content, Mapping):
-        raise ConfigError(f"it has a {type(content).__name__}, and not a dict with a model")
+        what = content.name if isinstance(content, Unread) else type(content).__name__
+        raise ConfigError(
+            f"it has a {what}, and no dict with a model. Save state_dict()s: torch.save("
+            '{"model": model.state_dict(), "optimizer": optimizer.state_dict()}, FILE)'
+        )
     found = ForeignState(kind)
     models: dict[str, Mapping[str, Any]] = {}
     if content.keys() >= OWN:

@@ -33,6 +33,8 @@ class Imported:
     level: str
     nbytes: int
     foreign: ForeignState
+    iteration_known: bool
+    """False if the iteration is a guess: the number of optimizer steps."""
 
 
 def import_state(
@@ -41,7 +43,6 @@ def import_state(
     *,
     persistent: bool = False,
     iteration: int | None = None,
-    version: int | None = None,
     force: bool = False,
 ) -> Imported:
     """Write the state as a version of the job with this `path`, and verify it.
@@ -52,7 +53,6 @@ def import_state(
         persistent: `path`, a directory, is a persistent_path; a URL always is one.
         iteration: the number that `restore()` returns; default: as in the source, else the number
             of steps.
-        version: number of optimizer steps; default: as in the source, else the iteration.
         force: write it although there are versions; a restart takes the new one then.
 
     The version appears when it is complete: after an error, or if the process is killed, there is
@@ -65,7 +65,7 @@ def import_state(
     _refuse_used(path, there, force)
     parts = ForeignVersion(foreign)
     job = config.job_id if persistent else job_directory(config).job
-    facts = _facts(foreign, job, there, iteration, version)
+    facts = _facts(foreign, job, there, iteration)
     image = VersionImage(facts, parts.tensors, parts.tree(), parts.structure, parts.tied)
     if persistent:
         _flush(config, facts, image)
@@ -73,8 +73,9 @@ def import_state(
         with _claimed(config, facts):
             _commit(config, facts, image)
     _verify(path, facts)
+    known = iteration is not None or foreign.iteration is not None
     level = "persistent" if persistent else "local"
-    return Imported(facts, level, image.most_bytes, foreign)
+    return Imported(facts, level, image.most_bytes, foreign, known)
 
 
 def _survey(path: str) -> Survey:
@@ -101,10 +102,9 @@ def _facts(
     job: str,
     there: Survey,
     iteration: int | None,
-    version: int | None,
 ) -> VersionFacts:
     generation = 1 + max((copy.key.id.generation for copy in there.copies), default=0)
-    steps = foreign.count_steps() if version is None else version
+    steps = foreign.count_steps()
     at = foreign.iteration if iteration is None else iteration
     at = (steps or 0) if at is None else at
     number = max(1, at if steps is None else steps)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import re
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,10 @@ from tierckpt.state.extras import PLAIN_VALUES
 
 from .foreign_state import ForeignState, Unread, sorted_out
 
-ROUNDS = 100
-"""Limit of attempts to find all classes in an old file, which names one in each."""
+MOST_CLASSES = 100
+"""Limit of classes in a file whose errors name them one at a time."""
+_NAMED = re.compile(r"Unsupported global: GLOBAL (\S+)")
+_BLOCKED = re.compile(r"GLOBAL (\S+) whose module")
 
 
 def is_torch_file(path: Path) -> bool:
@@ -33,36 +39,50 @@ def load(path: Path) -> Any:
     No code of the file runs: an object of another class than torch's own becomes an `Unread`.
     Raises ConfigError if it is no such file, or if torch cannot read it in this way.
     """
+    if not is_torch_file(path):
+        raise ConfigError(f"{path} is no file of torch.save")
+    if _is_cut(path):
+        raise ConfigError(f"{path} is damaged, or not complete: its end is missing")
+    names = _unread_classes(path)
     try:
-        with torch.serialization.safe_globals(_unread_classes(path)):
-            return _loaded(path)
-    except OSError:
-        raise
+        for _ in range(MOST_CLASSES):
+            try:
+                return _loaded(path, names)
+            except pickle.UnpicklingError as error:
+                name = _NAMED.search(str(error))
+                if name is None or name[1] in names:
+                    raise
+                names.append(name[1])
+        return _loaded(path, names)
     except Exception as error:
-        text = " ".join(str(error).split())
+        blocked = _BLOCKED.search(str(error))
+        why = f"it has code ({blocked[1]})" if blocked else " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{path} cannot be read by torch.load(weights_only=True): {text[:400]}"
+            f"{path} cannot be read by torch.load(weights_only=True): {why}. If it can be read "
+            "where it was made, save the state_dict()s of its objects again, and import that file"
         ) from error
 
 
-def _loaded(path: Path) -> Any:
+def _is_cut(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK" and not zipfile.is_zipfile(path)
+
+
+def _loaded(path: Path, names: Sequence[str]) -> Any:
     where: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-    try:
+    with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
+        if not zipfile.is_zipfile(path):  # as torch before 1.6 wrote it: it cannot be mapped
+            return torch.load(path, **where)
         return torch.load(path, mmap=True, **where)
-    except RuntimeError:  # torch before 1.6 wrote another form, which cannot be mapped
-        return torch.load(path, **where)
 
 
-def _unread_classes(path: Path) -> list[Any]:
-    """Stand-ins for all classes that the file names and torch does not load."""
+def _unread_classes(path: Path) -> list[str]:
+    """The classes that the file names and torch does not load."""
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    if find is None:  # torch before 2.6: its error names the class
-        return []
     try:
-        names: list[str] = find(path)
-    except ValueError:  # of the former form
+        return [] if find is None else [*find(path)]
+    except Exception:  # of the former form, or damaged: its error names one class at a time
         return []
-    return [(_stand_in(name), name) for name in names]
 
 
 @functools.cache

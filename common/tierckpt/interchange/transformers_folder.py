@@ -54,7 +54,7 @@ def read(path: Path) -> ForeignState:
         try:
             state = json.loads((path / TRAINER_STATE).read_text())
             found.iteration = found.steps = int(state["global_step"])
-            found.values["epoch"] = state.get("epoch")
+            found.values |= {"epoch": state["epoch"]} if "epoch" in state else {}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path / TRAINER_STATE} cannot be read: {error!r}") from error
         found.not_taken.append(f"{TRAINER_STATE}: log history and best metric")

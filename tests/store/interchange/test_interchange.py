@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, load_model, save_model
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tierckpt
 from tests.support import exact
+from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.cli.main import main
+from tierckpt.state.extras import PLAIN_VALUES, PlainValues
 from tierckpt.testing import TinyJob
 from tierckpt.testing.tiny_job import tiny_model
 
@@ -301,6 +303,76 @@ def test_used_places_and_unknown_sources(trained: TinyJob, tmp_path: Path, capsy
     with start(path) as job:
         assert job.restore().version == STEPS
         assert state_of(job) == state_of(trained)
+
+
+def cut(path: Path, target: Path) -> Path:
+    target.write_bytes(path.read_bytes()[:-3000])
+    return target
+
+
+def test_damaged_and_foreign_files_are_named(trained: TinyJob, tmp_path: Path, capsys: Any) -> None:
+    def error(source: Path, *arguments: str) -> str:
+        assert main(["import", str(source), str(tmp_path / "ckpts"), *arguments]) == 1
+        found = str(capsys.readouterr().err)
+        assert str(source) in found
+        assert not (tmp_path / "ckpts").exists()
+        return found
+
+    whole, folder = to_torch(trained, tmp_path / "whole.pt"), tmp_path / "folder"
+    assert "is damaged, or not complete" in error(cut(whole, tmp_path / "cut.pt"))
+    save_file({"x": torch.ones(2000)}, tmp_path / "x.safetensors")
+    damaged = cut(tmp_path / "x.safetensors", tmp_path / "cut.safetensors")
+    assert "cannot be read" in error(damaged)
+    to_dcp(trained, folder)
+    next(folder.glob("*.distcp")).unlink()
+    assert "No such file" in error(folder)
+    assert "is no file of torch.save" in error(folder, "--format", "torch")
+    assert "is no folder of torch.distributed.checkpoint" in error(whole, "--format", "dcp")
+    assert "is no checkpoint of Lightning" in error(whole, "--format", "lightning")
+    assert "is no folder checkpoint-N" in error(whole, "--format", "transformers")
+    torch.save(trained.model, tmp_path / "module.pt")
+    assert "has a torch.nn.modules.container.Sequential" in error(tmp_path / "module.pt")
+
+
+def test_the_former_form_of_torch_save(trained: TinyJob, tmp_path: Path) -> None:
+    content = content_of(trained, args=argparse.Namespace(lr=1))
+    torch.save(content, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert main(["import", str(tmp_path / "old.pt"), str(tmp_path / "ckpts")]) == 0
+    with start(tmp_path / "ckpts") as job:
+        job.restore()
+        assert state_of(job)[:2] == state_of(trained)[:2]
+
+
+class Elastic:
+    epoch, batch = 0, 7
+
+
+def test_plain_values_go_to_an_elastic_state(trained: TinyJob, tmp_path: Path) -> None:
+    to_torch(trained, tmp_path / "source.pt")
+    assert main(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
+    owner, fresh = Elastic(), TinyJob(None, seed=7)
+    values = PlainValues(owner, ["epoch", "batch"])
+    given = {"path": str(tmp_path / "ckpts"), "agent": "inline", "extra": {PLAIN_VALUES: values}}
+    with Checkpointer(fresh.model, fresh.optimizer, **given) as ckpt:
+        assert ckpt.restore() == STEPS
+        assert (owner.epoch, owner.batch) == (2, 7)
+
+
+def test_another_model_takes_what_fits(trained: TinyJob, tmp_path: Path) -> None:
+    """With `strict=False`."""
+    to_torch(trained, tmp_path / "source.pt")
+    assert main(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
+    model = tiny_model()
+    model[4] = torch.nn.Linear(24, 9)
+    with start(tmp_path / "ckpts", model=model) as job:
+        job.restore(strict=False)
+        given = trained.model.state_dict()
+        same = [
+            k
+            for k, v in model.state_dict().items()
+            if v.shape == given[k].shape and torch.equal(v, given[k])
+        ]
+        assert same == [k for k in given if not k.startswith("4.")]
 
 
 # --- export --------------------------------------------------------------------------------------
