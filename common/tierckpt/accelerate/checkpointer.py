@@ -85,7 +85,8 @@ class Checkpointer(ddp_ckpt.Checkpointer):
             if getattr(each, "persistent_workers", False):
                 Handle(self).notice(PERSISTENT, logging.WARNING)
         restored = self.restore()
-        if restored.version and not all(each.is_restored for each in resumed):
+        placed = all(each.is_restored for each in resumed)
+        if restored.version and not placed and not restored.imported:  # those start fresh
             text = OTHER_RANKS.format(version=restored.version, ranks=self.group.size)
             raise RestoreError(text)
         return resumed[0] if len(resumed) == 1 else tuple(resumed)

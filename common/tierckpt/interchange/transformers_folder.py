@@ -90,7 +90,8 @@ def write(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
     if own is None:
         remarks.append(
             "no state of a Trainer is in the version: only global_step is set. A resumed Trainer "
-            f"takes logging, eval and save_steps from {TRAINER_STATE}: change them there"
+            f"takes logging_steps, eval_steps and save_steps from {TRAINER_STATE}: change them "
+            "there"
         )
     if len(schedulers) != 1:
         remarks.append(

@@ -47,6 +47,7 @@ def begin() -> None:
         "an_imported_version_is_refused_by_the_callback_with_advice",
         "a_trainer_goes_on_from_an_exported_folder",
         "a_folder_of_a_trainer_becomes_a_version_of_a_plain_job",
+        "accelerate_takes_an_imported_version",
     ],
 )
 def test_frameworks(name: str, alone: RankPool, tmp_path: Path, shm_dir: Path) -> None:
@@ -252,3 +253,31 @@ def a_folder_of_a_trainer_becomes_a_version_of_a_plain_job(tmp_path: Path, shm: 
         assert ckpt.restore() == AT
         assert image(model, optimizer) == image(theirs.model, theirs.optimizer.optimizer)
         assert schedule.last_epoch == AT
+
+
+# --- Accelerate ----------------------------------------------------------------------------------
+
+
+def accelerate_takes_an_imported_version(tmp_path: Path, shm: str) -> None:
+    os.environ["TIERCKPT_SHM_DIR"] = shm
+    from accelerate import Accelerator
+
+    from tierckpt.accelerate import attach
+
+    before = Module().net
+    with torch.no_grad():
+        before[0].weight.add_(1.0)
+    torch.save({"model": before.state_dict(), "iteration": AT}, tmp_path / "source.pt")
+    assert main(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
+    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 4))
+    accelerator = Accelerator(cpu=True)
+    net = Module().net
+    optimizer = torch.optim.Adam(net.parameters())
+    net, optimizer, loader = accelerator.prepare(
+        net, optimizer, torch.utils.data.DataLoader(data, BATCH)
+    )
+    with attach(accelerator, path=str(tmp_path / "ckpts"), agent="inline") as ckpt:
+        loader = ckpt.resume(loader)
+        assert int(ckpt.restored) == AT
+        assert image(net) == image(before)
+        assert len(list(loader)) == SAMPLES // BATCH
