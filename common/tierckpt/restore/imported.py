@@ -31,7 +31,7 @@ FEW = 8
 
 
 class ImportedNames:
-    """The mapping of one imported version. Training thread; changes nothing."""
+    """The mapping of one imported version. Training thread; only `copy` changes anything."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ImportedNames:
         self._record: Mapping[str, Any] = saved["imported"]
         self.names: dict[str, str] = {}
         """The live entry that each stored one goes to."""
-        self.copies: list[tuple[str, str]] = []
+        self._copies: list[tuple[str, str]] = []
         """Live entries that get the values of another one."""
         self.specs: dict[str, TensorSpec] = {}
         """By live entry."""
@@ -92,18 +92,23 @@ class ImportedNames:
                     f"{text} are one tensor in the model, and differ in the imported file"
                 )
             self._give(f"model/{sources[0]}", entry)
-        for name in sorted(where.keys() - used):
-            if name in stored:
-                self.names.pop(f"model/{name}", None)
-                self.specs[f"model/{name}"] = self._stored[f"model/{name}"]
+        for name in sorted(stored - used):  # reported by the loader, too
+            self.specs[f"model/{name}"] = self._stored[f"model/{name}"]
 
     def _give(self, source: str, entry: str) -> None:
         device = self._live[entry].device.type
         self.specs[entry] = self._stored[source]._replace(name=entry, device=device)
         if source in self.names:
-            self.copies.append((self.names[source], entry))
+            self._copies.append((self.names[source], entry))
         else:
             self.names[source] = entry
+
+    def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """After the load: give live tensors the values of another one that the source stores once
+        for both. `targets` are the loaded tensors by entry."""
+        for first, other in self._copies:
+            if first in targets and other in targets:
+                targets[other].copy_(targets[first])
 
     # --- optimizers ----------------------------------------------------------------------------
 

@@ -287,9 +287,8 @@ class Loader:
             if not (live := self._live[name]).is_inference():
                 increment_version(live)  # a graph that was made before the restore is void
         if self._imported is not None:
-            for first, other in self._imported.copies:
-                self._targets[other].copy_(self._targets[first])
-            self.notices += self._imported.notices
+            self._imported.copy(self._targets)
+            self.notices += [] if self.rank else self._imported.notices
         for temp, live in self._reordered:
             live.copy_(temp)
         taken = {f"buffer/{name}": name for name in self._changed.taken}
