@@ -17,6 +17,8 @@ class Restored(int):
     iteration_counts: str = "calls"
     """The unit of the number: `calls` of `step()`, or optimizer `steps` if the version was taken
     with `boundary="forward"`."""
+    imported: str = ""
+    """The format that the version was imported from (`tierckpt import`), in words; else empty."""
     shard_levels: tuple[str, ...] = ()
     """The level of each shard, by shard number. `peer`: it was rebuilt; `agent`: it was fetched
     from a node that is no longer part of the job."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import tierckpt
 from tests.crash.agent.test_agents import BEFORE_EXCHANGE, IN_MID_EXCHANGE, IN_MID_FLUSH
 from tests.crash.checkpointer.test_sweep import AGENT_POINTS, TRAINER_POINTS
+from tests.dist.interchange.test_interrupted import EXPORT_KILLS
 from tests.store.storage.test_persistent_fsspec import FSSPEC_KILLS
 from tests.store.storage.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
 from tests.store.storage.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS
@@ -36,6 +37,7 @@ SWEEPS = {
     "storage/persistent/posix_backend.py": of_files(
         [*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]
     ),
+    "interchange/exporting.py": EXPORT_KILLS,
     "agent/protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
 }
 """Swept points by file. Points of other files are a part of CHECKPOINT's sweep."""

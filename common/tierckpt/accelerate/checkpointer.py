@@ -85,7 +85,8 @@ class Checkpointer(ddp_ckpt.Checkpointer):
             if getattr(each, "persistent_workers", False):
                 Handle(self).notice(PERSISTENT, logging.WARNING)
         restored = self.restore()
-        if restored.version and not all(each.saved_step for each in resumed):
+        placed = all(each.saved_step for each in resumed)
+        if restored.version and not placed and not restored.imported:  # those start fresh
             raise RestoreError(OTHER_LOADERS.format(version=restored.version))
         for each in resumed:
             each.fit(restored.version)

@@ -6,6 +6,7 @@ import argparse
 import os
 
 from tierckpt._text import directory_of
+from tierckpt.errors import ConfigError
 
 
 def place(text: str) -> str:
@@ -22,3 +23,23 @@ def place(text: str) -> str:
             "checkpoints in shared memory are found by its path: give that path"
         )
     return path
+
+
+def nbytes(text: str) -> int:
+    """A size: bytes, or with a unit (5G). Raises ArgumentTypeError."""
+    from tierckpt.storage.health import parse_size
+
+    try:
+        found = parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no size of a file; give e.g. 5G")
+    return found
+
+
+def number(text: str) -> int:
+    """A whole number from 0 on. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of iterations: 0 or more")
+    return int(text)

@@ -1,20 +1,19 @@
-"""`tierckpt list`, `verify` and `export`."""
+"""`tierckpt list` and `verify`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, size_text, some
 from tierckpt.core.copies import FoundParity, Location
-from tierckpt.errors import ConfigError, CorruptShardError, TierckptError
+from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import ShardKey
 from tierckpt.offline.catalog import Row, rows_of, without_bare
 from tierckpt.offline.restorability import outlook
@@ -25,15 +24,11 @@ from tierckpt.storage.local.sibling_nodes import NODE
 from .columns import print_columns
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
-
-    from tierckpt.offline.load import Saved
 
 MOST_SHOWN = 8
 TITLES = ("version", "level", "shards", "size", "taken", "iteration", "metric", "")
 LEFT = ("level", "taken", "")
-PICKLES = (".pt", ".pth")
 
 
 # --- list ----------------------------------------------------------------------------------------
@@ -231,126 +226,3 @@ def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -
         raise CorruptShardError(f"damaged: {bad} of {counted(copies, 'copy', 'copies')}")
     if unread := sum(len(tally.unread) for tally in every):
         raise CorruptShardError(f"cannot be read: {unread} of {counted(copies, 'copy', 'copies')}")
-
-
-# --- export --------------------------------------------------------------------------------------
-
-
-def export_version(args: argparse.Namespace, console: Console) -> None:
-    """Write one version to one file, which appears only when it is complete."""
-    out: Path = args.out
-    write = _writer_of(out)
-    if os.path.lexists(out) and not args.force:
-        raise ConfigError(f"{out} exists; --force replaces it")
-    from tierckpt.offline.load import load
-    from tierckpt.offline.unknown_classes import import_named
-
-    import_named(args.modules)
-    alone = write is _write_safetensors
-    saved = load(args.path, args.version, model_only=alone, as_parts=alone)
-    temp = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        temp.touch()  # with the access rights of any new file here; safetensors makes a private one
-        rights = temp.stat().st_mode & 0o777
-        notices = write(saved, temp)
-        with temp.open("rb") as file:
-            os.fchmod(file.fileno(), rights)
-            os.fsync(file.fileno())
-        temp.replace(out)
-    except TierckptError:
-        raise
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{out} cannot be written: the directory {out.parent} does not exist"
-        ) from error
-    except Exception as error:  # torch and safetensors raise their own errors for a full disk
-        raise ConfigError(f"{out} cannot be written: {error}") from error
-    finally:
-        with suppress(OSError):
-            temp.unlink()
-    for text in saved.rejected:
-        console.print(f"skipped: {text}", soft_wrap=True)
-    levels = " and ".join(saved.levels)
-    nbytes = size_text(out.stat().st_size)
-    console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
-    if saved.suspect:
-        text = "is suspect: replicas differed when it was taken, so it may be the state of no rank"
-        console.print(f"v{saved.version} {text}. {saved.suspect}", soft_wrap=True, markup=False)
-    for text in notices:
-        console.print(text, soft_wrap=True)
-    if saved.unseen and args.version is None:
-        raise ConfigError(
-            f"not all places could be read: there may be a version after v{saved.version}"
-        )
-
-
-def _writer_of(out: Path) -> Callable[[Saved, Path], list[str]]:
-    if out.suffix == ".safetensors":
-        return _write_safetensors
-    if out.suffix in PICKLES:
-        return _write_pickle
-    raise ConfigError(
-        f"{out}: unknown suffix. Use .safetensors for the model alone, {' or '.join(PICKLES)} for "
-        "everything, as torch.save writes it"
-    )
-
-
-def _write_safetensors(saved: Saved, out: Path) -> list[str]:
-    """Write the model as `safetensors.torch.save_model` does, so that `load_model` reads it: a tied
-    tensor is stored under one name, and the file's metadata has its other names. Returns a notice
-    about tied tensors."""
-    import torch
-
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ConfigError(f"{error}: pip install safetensors, or export to a .pt file") from error
-    tensors, first, tied = dict[str, torch.Tensor](), dict[int, str](), dict[str, str]()
-    for name, tensor in saved.model.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(
-                f"{name} is not a tensor (a module has it in its state_dict()), and safetensors "
-                "stores only tensors; export to a .pt file"
-            )
-        if id(tensor) in first:
-            tied[name] = first[id(tensor)]
-            continue
-        first[id(tensor)] = name
-        tensors[name] = tensor.contiguous()
-    facts = {"format": "pt", "version": str(saved.version), "iteration": str(saved.iteration)}
-    try:
-        save_file(tensors, out, {**tied, **facts})
-    except Exception:
-        _refuse_dtypes(tensors)
-        raise
-    if not tied:
-        return []
-    names = some([f"{name} is saved as {kept}" for name, kept in tied.items()])
-    return [f"tied weights: {names}. safetensors.torch.load_model(model, file) restores both"]
-
-
-def _refuse_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ConfigError for the first tensor that safetensors cannot write, with its name."""
-    from safetensors.torch import save
-
-    for name, tensor in tensors.items():
-        try:
-            save({name: tensor.flatten()[:0]})
-        except Exception as error:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"{name} has dtype {kind}, which this release of safetensors cannot store; export "
-                "to a .pt file"
-            ) from error
-
-
-def _write_pickle(saved: Saved, out: Path) -> list[str]:
-    """Write everything with `torch.save`, in the form that scripts with `torch.load` expect."""
-    import torch
-
-    several = set(saved.optimizers) != {"optimizer"}
-    optimizers = {"optimizers": saved.optimizers} if several else saved.optimizers
-    rest = {"extra": saved.extra, "extra_per_rank": saved.extra_per_rank}
-    facts = {"version": saved.version, "iteration": saved.iteration, "metric": saved.metric}
-    torch.save({"model": saved.model, **optimizers, **rest, **facts}, out)
-    return []

@@ -20,7 +20,7 @@ from tierckpt._version import __version__
 from tierckpt.errors import ConfigError, NodeHealthError, TierckptError
 from tierckpt.run import options as run_options
 
-from .arguments import place
+from .arguments import nbytes, number, place
 from .goodput import goodput
 from .halt import halt
 from .interval import interval
@@ -201,31 +201,77 @@ def verify(commands: Subparsers) -> None:
     )
 
 
+def import_(commands: Subparsers) -> None:
+    """`tierckpt import SOURCE PATH`."""
+    parser = commands.add_parser(
+        "import",
+        help="make a version from another tool's checkpoint, for a job to start from",
+        description="SOURCE is a file of torch.save (also of Horovod's examples), a folder of "
+        "torch.distributed.checkpoint, safetensors (a file, or a folder with an index), a .ckpt "
+        "of Lightning, or a folder checkpoint-N of Hugging Face's Trainer. No code in it runs. "
+        "PATH is a job's path, or its persistent_path; restore() of the job, on any number of "
+        "ranks, takes the version. It is written as a whole, verified, and reported.",
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("path", type=place, metavar="PATH")
+    text = "format of SOURCE; default: as recognized"
+    parser.add_argument("--format", choices=FORMATS, help=text)
+    text = "name of the model in the file of a script; default: the usual names"
+    parser.add_argument("--model", metavar="KEY", help=text)
+    text = "drop this beginning of names in the model ('net.'), and tensors without it"
+    parser.add_argument("--prefix", metavar="TEXT", help=text)
+    text = "the iteration to resume from; default: as in SOURCE, or the number of optimizer steps"
+    parser.add_argument("--iteration", type=number, metavar="N", help=text)
+    text = "PATH is a directory that is a persistent_path (a URL always is)"
+    parser.add_argument("--persistent", action="store_true", help=text)
+    text = "also if there are checkpoints: a restart takes the new one then"
+    parser.add_argument("--force", action="store_true", help=text)
+    parser.set_defaults(run=_interchange, action="import_checkpoint")
+
+
 def export(commands: Subparsers) -> None:
-    """`tierckpt export PATH... OUT`."""
+    """`tierckpt export PATH... TARGET`."""
     parser = commands.add_parser(
         "export",
-        help="write a checkpoint to one file: the model, or everything as torch.save writes it",
-        description="OUT.safetensors gets the model's state_dict(), to evaluate it or to give it "
-        "away. OUT.pt gets everything, as torch.save writes it: model, optimizer (or optimizers, "
-        "by name), extra, version, iteration, metric. The default is the version that a restart "
-        f"takes. It is verified. In Python: tierckpt.load(PATH). {PLACES}",
+        help="write a checkpoint for another tool, or for torch.load",
+        description="TARGET's name chooses the format: .safetensors for the model alone, .pt for "
+        "everything as torch.save writes it (model, optimizer, or optimizers by name, extra, "
+        "version, iteration, metric), .ckpt for Lightning, .pth.tar as in Horovod's examples. "
+        "--format chooses dcp (a folder), transformers (a folder checkpoint-N), or safetensors in "
+        "a folder. The default is the version that a restart takes. It is verified. In Python: "
+        f"tierckpt.load(PATH). {PLACES}",
     )
     _add_places(parser, "export_version")
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("out", type=Path, metavar="TARGET")
+    parser.add_argument("--format", choices=FORMATS, help="format of TARGET; default: by its name")
     parser.add_argument(
         "--version",
         type=int,
         metavar="V",
         help="export version V; default: the one that a restart takes",
     )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    text = "limit of one file of weights, e.g. 5G, in a folder of safetensors (default: 5 GB)"
+    parser.add_argument("--max-shard-bytes", type=nbytes, metavar="SIZE", help=text)
+    text = "put this before names in the model, e.g. 'net.', the attribute of a LightningModule"
+    parser.add_argument("--prefix", metavar="TEXT", help=text)
+    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
     text = (
         "a module with classes of stored values (torchao's 8-bit state, an Enum); may be repeated"
     )
     parser.add_argument(
         "--import", dest="modules", action="append", default=[], metavar="MODULE", help=text
     )
+    parser.set_defaults(run=_interchange)
+
+
+FORMATS = ("safetensors", "transformers", "dcp", "lightning", "torch", "horovod")
+"""As in `interchange.formats`, which imports torch."""
+
+
+def _interchange(args: argparse.Namespace, console: Console) -> None:
+    from . import interchange as command
+
+    getattr(command, args.action)(args, console)
 
 
 def _add_places(parser: argparse.ArgumentParser, action: str) -> None:
@@ -392,6 +438,7 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     list_,
     watch,
     verify,
+    import_,
     export,
     diff,
     prove,

@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import ddp_ckpt
+from tierckpt.errors import RestoreError
 from tierckpt.halt.signals import Signals
 from tierckpt.integrations.kept_gradients import KeptGradients
 from tierckpt.integrations.notices import Notices
@@ -25,6 +26,11 @@ STATE = "lightning"
 OTHER_RANKS = (
     "v{version} is of another number of ranks: the epoch goes on with its next samples. Metrics "
     "and logged means of this epoch have its later batches only"
+)
+IMPORTED = (
+    "v{version} was imported from {source}, and has no state of Lightning's loops. Give Lightning "
+    "the file itself, fit(ckpt_path=...), and TierCheckpoint an empty path: the job goes on from "
+    "the file, and takes its versions there (`tierckpt export` makes a .ckpt)"
 )
 NOT_LOADED = (
     "ckpt_path {given!r} is not loaded: the job goes on from its own v{version}. To begin with "
@@ -61,6 +67,9 @@ class Fit:
         restored, trainer = self.checkpointer.restore(), self._trainer
         if not restored.version:
             return
+        if restored.imported:
+            text = IMPORTED.format(version=restored.version, source=restored.imported)
+            raise RestoreError(text)
         self._state.convert(restored.version)
         if self._state.is_of_other_ranks:
             self._say(OTHER_RANKS.format(version=restored.version), logging.WARNING)

@@ -58,6 +58,8 @@ class Saved:
     """The states of the `extra` objects, as `state_dict()` returned them."""
     extra_per_rank: dict[str, Any]
     """The states of rank 0's own objects."""
+    parameters: dict[str, list[str]]
+    """For each optimizer, the names of its parameters, in the order of their numbers."""
     levels: dict[str, int]
     """Number of shards by level."""
     rejected: tuple[str, ...]
@@ -225,6 +227,10 @@ class _Reading:
             optimizers=_Optimizers(self._tensors, self._tree, structure).all(),
             extra=extra,
             extra_per_rank=dict(self._tree["extra_per_rank"]),
+            parameters={
+                label: [name for names in each["groups"] for name in names]
+                for label, each in structure.items()
+            },
             levels=attempt.plan.levels,
             rejected=(),
         )

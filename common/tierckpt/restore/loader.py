@@ -22,6 +22,7 @@ from tierckpt.state.names import FIXED, parameter_of, path_of
 from tierckpt.state.optimizers.put_back import OptimizerRestore, Values
 from tierckpt.state.training_state import NAMELESS, TrainingState, optimizer_class
 
+from .imported import ImportedNames
 from .tensor_fill import PieceWriter, TensorPreallocator
 
 
@@ -60,6 +61,7 @@ class Loader:
         state.refresh_names()  # layers may have been replaced since the last lookup
         self._live = self._find_live()
         self._live_specs = {s.name: s for s in tree_codec.specs_of([*self._live.items()])}
+        self._imported = self._map_imported()
         self._fitting: dict[str, bool] = {}
         """See `_param_fits`."""
         self._devices: dict[tuple[str, str], torch.device] = {}
@@ -67,7 +69,11 @@ class Loader:
         self._changed = ChangedBuffers(
             state.model,
             state.first_buffers,
-            {n.removeprefix("buffer/"): s for n, s in self.own_specs.items() if is_buffer(n)},
+            {
+                n.removeprefix("buffer/"): s
+                for n, s in {**self.specs, **self.own_specs}.items()
+                if is_buffer(n)
+            },
             self.saved.get("began", {}),
         )
         self._targets: dict[str, torch.Tensor] = {}
@@ -76,6 +82,14 @@ class Loader:
         self.notices: list[str] = []
         self._differs = False
         """Tensors of the live structure, by name."""
+
+    def _map_imported(self) -> ImportedNames | None:
+        """Use the live names for what an imported version has; None for any other version."""
+        if "imported" not in self.saved:
+            return None
+        found = ImportedNames(self.state, self._live, self.specs, self.structure, self.saved)
+        self.specs, self.structure, self.saved = found.specs, found.structure, found.saved
+        return found
 
     # --- comparing -----------------------------------------------------------------------------
 
@@ -88,6 +102,8 @@ class Loader:
     def differences(self) -> list[str]:
         """Differences between the live structure and the checkpoint's; empty if they match."""
         found = list(self._missing)
+        if self._imported is not None:
+            found += self._imported.differences
         saved = {**self.specs, **self.own_specs}
         for name in sorted(saved.keys() | self._live.keys()):
             spec, live = saved.get(name), self._live.get(name)
@@ -109,6 +125,8 @@ class Loader:
     def _optimizer_differences(self) -> list[str]:
         found = []
         live = self.state.structure()
+        if self._imported is not None:  # it has compared the others
+            live = {label: live[label] for label in self.structure}
         for label in sorted(self.structure.keys() | live.keys()):
             if label not in live or label not in self.structure:
                 where = "checkpoint" if label in self.structure else "live state"
@@ -137,11 +155,15 @@ class Loader:
         checkpoint of an elastic job could not be restored in another job, or the reverse."""
         saved = self.saved
         have, want = set(saved["extra"]), set(self.state.extra)
+        if self._imported is not None:
+            want &= have  # the others start fresh
         if MODULE_STATES not in want:
             have.discard(MODULE_STATES)
         if self._has_plain_values():
             have, want = have - {PLAIN_VALUES}, want - {PLAIN_VALUES}
-        have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
+        if self._imported is None:
+            have |= set(saved["extra_per_rank"])
+            want |= set(self.state.extra_per_rank)
         found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
         found += [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
         parts = ("groups", "odd", "remainders", "extra", "extra_per_rank")
@@ -251,6 +273,8 @@ class Loader:
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
         name = piece.spec.name
+        if self._imported is not None:
+            name = self._imported.names.get(name, "")
         target = self._targets.get(name)
         if target is None or (piece.placement is PER_RANK and shard != self._shard_of[name]):
             return None
@@ -264,6 +288,9 @@ class Loader:
         for name in self._live.keys() & self._targets.keys():
             if not (live := self._live[name]).is_inference():
                 increment_version(live)  # a graph that was made before the restore is void
+        if self._imported is not None:
+            self._imported.copy(self._targets)
+            self.notices += [] if self.rank else self._imported.notices
         for temp, live in self._reordered:
             live.copy_(temp)
         taken = {f"buffer/{name}": name for name in self._changed.taken}

@@ -166,7 +166,7 @@ class RestoreSession:
         asked = self._version is not None
         if result.suspect:
             self._notices.suspicion(id_, result.suspect, asked)
-        if manifest.facts.job != history.job:
+        if manifest.facts.job not in (history.job, ""):  # imported to a persistent_path: any job's
             if "persistent" in result.levels:
                 self._notices.other_job(id_, manifest.facts.job)
             elif not asked:

@@ -131,12 +131,14 @@ def load(
         version.broadcaster.make_room(version.contents.outlines)
         saved = loader.saved
         grown = group.size > loader.shards
-        report = (differences, rng.digests_of(saved["rng"]) if grown else {})
+        streams = saved.get("rng")  # an imported version has none
+        report = (differences, rng.digests_of(streams) if grown and streams else {})
         all_differences, digests = zip(*group.all_gather_object(report), strict=True)
         found: list[str] = next((each for each in all_differences if each), [])
         if found and strict:
             raise StateMismatchError(f"Version {version.plan.id}", found)
         result = version.report(loader.manifest)
+        result.imported = saved.get("imported", {}).get("from", "")
         version.progress.begin(f"loading v{version.plan.id.version}", version.nbytes)
         notices = [f"accepted (strict=False): {d}" for d in differences]
         loader.choose_shards()
@@ -145,13 +147,15 @@ def load(
         version.visit(loader.load_window, loader.wants)
         version.trouble = version.trouble or _finish(loader)
     try:  # last: loading may have drawn random numbers
-        notices += loader.notices + rng.take_up(
-            saved["rng"],
-            loader.manifest.id.version,
-            group.rank,
-            digests[: loader.shards],
-            state.cuda_device(),
-        )
+        notices += loader.notices
+        if streams is not None:
+            notices += rng.take_up(
+                streams,
+                loader.manifest.id.version,
+                group.rank,
+                digests[: loader.shards],
+                state.cuda_device(),
+            )
     except Exception as error:
         version.fail(error)
     state.torn = bool(version.trouble)

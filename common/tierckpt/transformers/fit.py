@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ddp_ckpt
+from tierckpt.errors import RestoreError
 from tierckpt.integrations.notices import Notices
 from tierckpt.settings import Arguments
 
@@ -16,6 +17,11 @@ from .training_state import SIZES, TrainingState
 
 STATE, DATA = "transformers", "transformers data"
 """Names of the Trainer's state and place in `extra_per_rank`."""
+IMPORTED = (
+    "v{version} was imported from {source}, and has no state of a Trainer. Give train() the folder "
+    "itself, resume_from_checkpoint=..., and TierTrainer an empty path: the job goes on from the "
+    "folder, and takes its versions there (`tierckpt export --format transformers` makes a folder)"
+)
 NOT_LOADED = (
     "resume_from_checkpoint is not used: the job goes on from its own v{version}. To begin with "
     "that checkpoint, use another path for TierTrainer"
@@ -63,10 +69,13 @@ class Fit:
         return {**settings, "boundary": "explicit", "extra": extra, "extra_per_rank": per_rank}
 
     def _restore(self) -> None:
-        self._version = version = self.checkpointer.restore().version
+        restored = self.checkpointer.restore()
+        self._version = version = restored.version
         if not version:
             return
         trainer = self._trainer
+        if restored.imported:
+            raise RestoreError(IMPORTED.format(version=version, source=restored.imported))
         now, saved = self._state.step_size, self._state.saved_step_size
         now.require(saved, version, SIZES)
         self._data.resumable.convert(now.batches_for_one_of(saved))

@@ -14,6 +14,9 @@ PROGRESS = (
     *("best_metric", "best_global_step", "best_model_checkpoint"),
 )
 """Fields of the TrainerState. The others are the script's arguments."""
+INTERVALS = ("logging_steps", "eval_steps", "save_steps", "num_train_epochs")
+"""Fields that are not restored: `tierckpt export` needs them, as a Trainer takes them from a folder
+that it resumes from."""
 COUNTS = (
     *("_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen"),
     *("_total_loss_scalar", "current_flos"),
@@ -58,6 +61,7 @@ class TrainingState:
             "flags": {name: getattr(trainer.control, name) for name in FLAGS},
             "step": self.step_size.as_dict(),
             "max_steps": trainer.state.max_steps,
+            "intervals": {name: getattr(trainer.state, name) for name in INTERVALS},
             "callbacks": [[type(each).__name__, each.state()] for each in _exportable(trainer)],
             "epoch_is_over": self.epoch_is_over,
             "learning_rate": self.learning_rate,

@@ -22,7 +22,8 @@ from torch import nn
 
 import tierckpt
 from tests.support import exact
-from tierckpt.cli.checkpoints import export_version, list_versions
+from tierckpt.cli.checkpoints import list_versions
+from tierckpt.cli.interchange import export_version
 from tierckpt.offline.stored_version import open_version
 from tierckpt.replicas import digests, monitor
 from tierckpt.replicas.monitor import OUTDATED_LOOKS
@@ -61,6 +62,7 @@ class Ranks:
         for name in ("all.pt", "model.safetensors"):
             text, out = io.StringIO(), self.path / name
             given = {"version": version, "force": True, "modules": []}
+            given |= dict.fromkeys(("format", "prefix", "max_shard_bytes"))
             export_version(Namespace(path=paths, out=out, **given), Console(file=text, width=300))
             yield text.getvalue()
         with closing(open_version(str(self.path / "{node}"), version, lambda read: None)) as opened:

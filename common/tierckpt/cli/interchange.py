@@ -1,0 +1,96 @@
+"""`tierckpt import` and `tierckpt export`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierckpt._text import counted, size_text
+from tierckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tierckpt.interchange.importing import Imported
+
+
+def import_checkpoint(args: argparse.Namespace, console: Console) -> None:
+    """Write a version from another tool's checkpoint, and report its parts."""
+    from tierckpt.interchange.formats import Options, format_of_source
+    from tierckpt.interchange.importing import import_state
+
+    source: Path = args.source
+    kind = format_of_source(source, args.format)
+    foreign = kind.read(source, Options(model_key=args.model))
+    if args.prefix:
+        foreign.strip(args.prefix)
+    made = import_state(
+        foreign,
+        args.path,
+        persistent=args.persistent,
+        iteration=args.iteration,
+        force=args.force,
+    )
+    at = f"v{made.facts.id.version}, iteration {made.facts.iteration}"
+    size = size_text(made.nbytes)
+    console.print(f"{args.path}: {at}, on {made.level}, {size}, verified", soft_wrap=True)
+    console.print(f"from {source}, {foreign.kind}", soft_wrap=True)
+    for text in _report(made):
+        console.print(f"  {text}", soft_wrap=True)
+
+
+def _report(made: Imported) -> Iterator[str]:
+    foreign = made.foreign
+    yield f"model: {counted(len(foreign.model), 'tensor')}"
+    for label, state in foreign.optimizers.items():
+        with_state, groups = len(state["state"]), len(state["param_groups"])
+        text = f"state of {counted(with_state, 'parameter')}, {counted(groups, 'group')}"
+        yield f"optimizer {label!r}: {text}"
+    if foreign.extra:
+        yield f"objects, for extra=: {', '.join(foreign.extra)}"
+    if foreign.values:
+        yield f"values, for an elastic state: {', '.join(foreign.values)}"
+    if not foreign.optimizers:
+        yield "no optimizer: it starts fresh"
+    if not made.iteration_known:
+        yield "no iteration: it is the number of optimizer steps; --iteration N sets another"
+    yield "no random streams, no place in the data: they start fresh"
+    for text in foreign.not_taken:
+        yield f"not taken: {text}"
+
+
+def export_version(args: argparse.Namespace, console: Console) -> None:
+    """Write one version for another tool. The target appears when it is complete."""
+    from tierckpt.interchange.exporting import Target
+    from tierckpt.interchange.formats import Options, format_of_target
+    from tierckpt.offline.load import load
+    from tierckpt.offline.unknown_classes import import_named
+
+    out: Path = args.out
+    kind = format_of_target(out, args.format)
+    target = Target(out, args.force, kind.recognizes)
+    import_named(args.modules)
+    saved = load(args.path, args.version, model_only=kind.model_only, as_parts=kind.model_only)
+    if args.prefix:
+        saved.model = {f"{args.prefix}{name}": value for name, value in saved.model.items()}
+    options = Options(max_shard_bytes=args.max_shard_bytes)
+    notices = target.fill(lambda place: kind.write(saved, place, options))
+    for text in saved.rejected:
+        console.print(f"skipped: {text}", soft_wrap=True)
+    levels = " and ".join(saved.levels)
+    nbytes = size_text(target.nbytes)
+    console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
+    if saved.suspect:
+        text = "is suspect: replicas differed when it was taken, so it may be the state of no rank"
+        console.print(f"v{saved.version} {text}. {saved.suspect}", soft_wrap=True, markup=False)
+    for text in notices:
+        console.print(text, soft_wrap=True)
+    if saved.unseen and args.version is None:
+        raise ConfigError(
+            f"not all places could be read: there may be a version after v{saved.version}"
+        )
+
+
+__all__ = ["export_version", "import_checkpoint"]

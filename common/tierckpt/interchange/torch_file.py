@@ -1,0 +1,130 @@
+"""Files of `torch.save`: those of scripts, of Horovod's examples, and other tools' parts."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierckpt.errors import ConfigError
+from tierckpt.offline.load import Saved
+from tierckpt.state.extras import PLAIN_VALUES
+
+from .foreign_state import ForeignState, Unread, sorted_out
+
+MOST_CLASSES = 100
+"""Limit of classes in a file whose errors name them one at a time."""
+_NAMED = re.compile(r"Unsupported global: GLOBAL (\S+)")
+_BLOCKED = re.compile(r"GLOBAL (\S+) whose module")
+
+
+def is_torch_file(path: Path) -> bool:
+    """True for a file that `torch.save` wrote, in its current or its former form."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        begin = file.read(16)
+    return begin.startswith(b"PK\x03\x04") or b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19" in begin
+
+
+def load(path: Path) -> Any:
+    """The content of a file of `torch.save`, on the host; tensors are views of the mapped file.
+
+    No code of the file runs: an object of another class than torch's own becomes an `Unread`.
+    Raises ConfigError if it is no such file, or if torch cannot read it in this way.
+    """
+    if not is_torch_file(path):
+        raise ConfigError(f"{path} is no file of torch.save")
+    if _is_cut(path):
+        raise ConfigError(f"{path} is damaged, or not complete: its end is missing")
+    names = _unread_classes(path)
+    try:
+        for _ in range(MOST_CLASSES):
+            try:
+                return _loaded(path, names)
+            except pickle.UnpicklingError as error:
+                name = _NAMED.search(str(error))
+                if name is None or name[1] in names:
+                    raise
+                names.append(name[1])
+        return _loaded(path, names)
+    except Exception as error:
+        blocked = _BLOCKED.search(str(error))
+        why = f"it has code ({blocked[1]})" if blocked else " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{path} cannot be read by torch.load(weights_only=True): {why}. If it can be read "
+            "where it was made, save the state_dict()s of its objects again, and import that file"
+        ) from error
+
+
+def _is_cut(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK" and not zipfile.is_zipfile(path)
+
+
+def _loaded(path: Path, names: Sequence[str]) -> Any:
+    where: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
+        if not zipfile.is_zipfile(path):  # as torch before 1.6 wrote it: it cannot be mapped
+            return torch.load(path, **where)
+        return torch.load(path, mmap=True, **where)
+
+
+def _unread_classes(path: Path) -> list[str]:
+    """The classes that the file names and torch does not load."""
+    find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+    try:
+        return [] if find is None else [*find(path)]
+    except Exception:  # of the former form, or damaged: its error names one class at a time
+        return []
+
+
+@functools.cache
+def _stand_in(name: str) -> type:
+    return type("Unread", (Unread,), {"name": name})
+
+
+def read(path: Path, model_key: str | None = None) -> ForeignState:
+    """The state in a script's file. Raises ConfigError."""
+    try:
+        return sorted_out("a file of torch.save", load(path), model_key)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path}: {error}" if str(path) not in str(error) else str(error)
+        ) from error
+
+
+def write(saved: Saved, out: Path) -> list[str]:
+    """Write everything, in the form that scripts with `torch.load` expect."""
+    several = set(saved.optimizers) != {"optimizer"}
+    optimizers = {"optimizers": saved.optimizers} if several else saved.optimizers
+    rest = {"extra": saved.extra, "extra_per_rank": saved.extra_per_rank}
+    facts = {"version": saved.version, "iteration": saved.iteration, "metric": saved.metric}
+    torch.save({"model": saved.model, **optimizers, **rest, **facts}, out)
+    return []
+
+
+def write_for_horovod(saved: Saved, out: Path) -> list[str]:
+    """Write the dict of Horovod's examples: `model` and `optimizer`, and what an elastic state has
+    besides (`epoch`, `batch`)."""
+    if len(saved.optimizers) > 1:
+        names = ", ".join(saved.optimizers)
+        raise ConfigError(
+            f"it has several optimizers ({names}), and files of Horovod's examples have one; "
+            "export with --format torch"
+        )
+    content: dict[str, Any] = {"model": saved.model}
+    content |= dict(zip(["optimizer"], saved.optimizers.values(), strict=False))
+    values = saved.extra.get(PLAIN_VALUES)
+    content |= {k: v for k, v in dict(values or {}).items() if k not in content}
+    torch.save(content, out)
+    return []
+
+
+__all__ = ["is_torch_file", "load", "read", "write", "write_for_horovod"]
