@@ -16,6 +16,8 @@ from typing import NoReturn, Protocol
 from tierckpt._host import process_stat
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SHELL_STATUS = 128
+"""A shell's status for a signal, less its number."""
 
 
 class Handlers(Protocol):
@@ -131,7 +133,10 @@ def _in(pid: int, session: int) -> bool:
 
 
 def end_like(status: int) -> NoReturn:
-    """End this process as the script has ended; `status` as from `os.waitpid`."""
+    """End this process as the script has ended; `status` as from `os.waitpid`.
+
+    No signal ends the first process of a container: that one ends with the status that a shell
+    gives for a signal."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -142,6 +147,8 @@ def end_like(status: int) -> NoReturn:
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        if os.getpid() == 1:
+            os._exit(SHELL_STATUS + number)
         os.kill(os.getpid(), number)
         signal.pause()
     os._exit(os.WEXITSTATUS(status))
