@@ -79,10 +79,10 @@ class Pod:
         os.kill(self.first, number)
 
     def wait(self, seconds: float) -> int:
-        """Wait for the end of the container, and return the status of process 1."""
+        """Wait for the end of the container, and return the status of process 1 if no signal ended
+        it."""
         assert self._process is not None
-        status = self._process.wait(seconds)
-        return status if status >= 0 else 128 - status
+        return self._process.wait(seconds)
 
     def processes(self) -> list[int]:
         """Numbers, outside, of all processes of the container."""
