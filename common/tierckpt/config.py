@@ -204,6 +204,10 @@ class Config:
     """Time from a signal until the sender kills the remaining processes: torchrun, Slurm (KillWait)
     and Kubernetes all grant 30 s. If the end of the allocation is unknown, the end of the job waits
     for other nodes and the persistent level until 10 s before that."""
+    halt_exit_status: int = 0
+    """Exit status of a script that never calls `should_exit()` and is ended because its processes,
+    its node or its allocation end. Some schedulers start a job again only after another status than
+    0. A `tierckpt halt` always ends such a script with 0."""
     health: str = "off"
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start."""
@@ -245,6 +249,7 @@ class Config:
         _within("halt_patience_seconds", self.halt_patience_seconds, 0, YEAR_SECONDS)
         _within("halt_grace_seconds", self.halt_grace_seconds, 0, YEAR_SECONDS)
         _within("halt_seconds_left", self.halt_seconds_left, 0, YEAR_SECONDS)
+        _within("halt_exit_status", self.halt_exit_status, 0, 255)
         _one_of("health", self.health, ("off", "warn", "refuse"))
         _within("health_seconds", self.health_seconds, 0.1, DAY_SECONDS)
         if self.slots:

@@ -38,6 +38,7 @@ class Settings(TypedDict, total=False):
     halt_patience_seconds: float
     halt_seconds_left: float
     halt_grace_seconds: float
+    halt_exit_status: int
     health: str
     health_seconds: float
     events_dir: AnyPath
