@@ -13,6 +13,7 @@ import pytest
 from tests.support.pod import Pod, require_pods
 from tests.support.restart_job import EXAMPLES, PATIENCE_SECONDS, STEPS, RestartJob, state_of
 from tests.support.slurm_cluster import free_ports
+from tests.support.thorough import on_demand
 
 HALTED = 75
 
@@ -75,6 +76,7 @@ def start(job: RestartJob, pod: Pod, *, step_seconds: float) -> None:
     pod.start(command, environment, EXAMPLES, job.folder / "log")
 
 
+@on_demand("half a minute: each of its three containers imports torch")
 def test_containers_and_pods_are_replaced(job: RestartJob, pod: Pod, shm_dir: Path) -> None:
     """The first container is killed, the second ended in its grace period; then the whole pod is
     another one, on the same node's disk."""
