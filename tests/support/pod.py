@@ -112,7 +112,10 @@ def _opened(folders: Iterable[Path]) -> list[str]:
             if not above.stat().st_mode & 1:
                 closed.setdefault(above, []).append(folder)
                 break
-    steps, moved = ["mount -t tmpfs none /mnt"], [each for below in closed.values() for each in below]
+    steps, moved = (
+        ["mount -t tmpfs none /mnt"],
+        [each for below in closed.values() for each in below],
+    )
     for number, folder in enumerate(moved):
         steps += [f"mkdir /mnt/{number}", f"mount --bind {shlex.quote(str(folder))} /mnt/{number}"]
     steps += [f"mount -t tmpfs -o mode=755 none {shlex.quote(str(above))}" for above in closed]

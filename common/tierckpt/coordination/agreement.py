@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from tierckpt.config import Config
-from tierckpt.core.halt_conditions import HaltVote, Reason
+from tierckpt.core.halt_conditions import NO_HALT, HaltVote, Reason
 from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger, superseded_by
 from tierckpt.core.levels import AWAITED, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT, Level
 from tierckpt.core.tuning.autotune import FREE, UNKNOWN, CostEstimate
@@ -124,7 +124,7 @@ class Agreement:
         self,
         newest: VersionId,
         busy: Mapping[Level, bool] = MappingProxyType({}),
-        halt: HaltVote = HaltVote(),
+        halt: HaltVote = NO_HALT,
         figures: CostEstimate = UNKNOWN,
         adapter: int = 0,
         check: tuple[int, int, int, int] = (0, 0, 0, -1),

@@ -60,6 +60,10 @@ class HaltVote(NamedTuple):
     """Seconds until the cloud takes this rank's node away."""
 
 
+NO_HALT = HaltVote()
+"""The vote of a rank without a wish to end."""
+
+
 @dataclass(frozen=True)
 class HaltRequest:
     """Conditions to stop; one of them is enough. Times are Unix seconds."""
@@ -168,6 +172,7 @@ __all__ = [
     "KIND",
     "LAST_SECONDS",
     "NEVER_SECONDS",
+    "NO_HALT",
     "HaltRequest",
     "HaltVote",
     "Reason",

@@ -139,7 +139,7 @@ def _not_before(text: str) -> float:
 def _object(text: str) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict):
-        raise ValueError(f"not a JSON object: {text[:80]!r}")  # noqa: TRY004 (an answer's content)
+        raise ValueError(f"not a JSON object: {text[:80]!r}")
     return found
 
 

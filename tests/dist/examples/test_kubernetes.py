@@ -78,7 +78,9 @@ def test_all_that_is_written_is_on_a_volume(name: str) -> None:
         assert any(Path(path).is_relative_to(mount) for mount in mounts), path
     memory = mounts[config.shm_dir]["emptyDir"]
     assert memory["medium"] == "Memory"
-    resources = container.get("resources") or documents(name)[-1]["spec"]["trainer"]["resourcesPerNode"]
+    resources = (
+        container.get("resources") or documents(name)[-1]["spec"]["trainer"]["resourcesPerNode"]
+    )
     assert as_bytes(memory["sizeLimit"]) < as_bytes(resources["limits"]["memory"])
 
 
@@ -105,7 +107,11 @@ def strict(schema: Any) -> Any:
     if found.pop("x-kubernetes-int-or-string", False):
         found = {"type": ["integer", "string"]}
     open_ended = found.get("x-kubernetes-preserve-unknown-fields")
-    if found.get("type") == "object" and isinstance(found.get("properties"), dict) and not open_ended:
+    if (
+        found.get("type") == "object"
+        and isinstance(found.get("properties"), dict)
+        and not open_ended
+    ):
         found.setdefault("additionalProperties", False)
     return found
 

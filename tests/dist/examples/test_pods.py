@@ -63,7 +63,8 @@ def start(job: RestartJob, pod: Pod, *, step_seconds: float) -> None:
     environment = job.environment(
         PYTHONDONTWRITEBYTECODE="1",
         TIERCKPT_SHM_DIR="/dev/shm",
-        TIERCKPT_PATH=str(job.disks),
+        TIERCKPT_NODE="machine-7",  # as from spec.nodeName
+        TIERCKPT_PATH=str(job.disks / "{node}"),
         TIERCKPT_LOCAL_EVERY_STEPS="1000",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_ports(1)[0]),
@@ -79,7 +80,7 @@ def start(job: RestartJob, pod: Pod, *, step_seconds: float) -> None:
 @on_demand("half a minute: each of its three containers imports torch")
 def test_containers_and_pods_are_replaced(job: RestartJob, pod: Pod, shm_dir: Path) -> None:
     """The first container is killed, the second ended in its grace period; then the whole pod is
-    another one, on the same node's disk."""
+    another one, with another name, on the same node's disk."""
     start(job, pod, step_seconds=0.05)
     job.wait_for(lambda: job.step() >= 5, "the first steps")
     everything = pod.processes()
@@ -96,7 +97,8 @@ def test_containers_and_pods_are_replaced(job: RestartJob, pod: Pod, shm_dir: Pa
     assert last < STEPS - 1, "it was ended half-way"
     assert job.kept(1, "local")
 
-    other = Pod("training-node-0-1", shm_dir / "other", job.folder)
+    assert [path.name for path in job.disks.iterdir()] == ["machine-7"]
+    other = Pod("training-x7b2q", shm_dir / "other", job.folder)
     try:
         start(job, other, step_seconds=0)
         assert other.wait(PATIENCE_SECONDS) == 0

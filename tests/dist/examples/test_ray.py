@@ -69,32 +69,52 @@ def curve(folder: Path, rank: int) -> dict[int, tuple[str, str]]:
     return found
 
 
-def test_a_killed_worker_and_a_node_that_is_taken_away(
-    tmp_path: Path, shm_dir: Path, sessions: str
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, shm_root: Path) -> Path:
+    """Journals of the same job without a failure."""
+    folder, shm_dir = tmp_path_factory.mktemp("plain"), shm_root / "plain"
+    shm_dir.mkdir()
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as sessions:
+        run(folder, shm_dir, sessions)
+    shm_dir.rmdir()
+    assert all(len(curve(folder, rank)) == STEPS for rank in range(RANKS))
+    return folder
+
+
+def went_on(folder: Path, undisturbed: Path, level: str) -> None:
+    """Check that the job began again from this level, without a trace in the curves."""
+    for rank in range(RANKS):
+        starts = [x for x in lines(folder, rank) if "start" in x]
+        assert starts[0]["start"] == 0
+        assert starts[-1]["start"] > 0
+        assert starts[-1]["levels"] == {level: RANKS}
+        assert curve(folder, rank) == curve(undisturbed, rank)
+
+
+def test_a_worker_is_killed(
+    tmp_path: Path, shm_dir: Path, sessions: str, undisturbed: Path
 ) -> None:
-    """One job with a killed worker, one with a cloud's notice, and one with neither."""
-    killed, noticed, plain = (tmp_path / name for name in ("killed", "noticed", "plain"))
-    run(killed, shm_dir, sessions, "--kill-at", "30")
+    run(tmp_path, shm_dir, sessions, "--kill-at", "30")
+    went_on(tmp_path, undisturbed, "memory")
+    assert not list(shm_dir.iterdir())
+
+
+def test_a_cloud_takes_a_node_away(
+    tmp_path: Path, shm_dir: Path, sessions: str, undisturbed: Path
+) -> None:
+    """Ray runs a worker's loop outside of its main thread, where no signal reaches it."""
     cloud = Aws()
     cloud.announce(60)
-    with serving(cloud) as server:
 
-        def withdraw_later(*request: Any) -> tuple[int, str]:
-            if (noticed / "journal-r1.jsonl").exists() and len(lines(noticed, 1)) > 3:
-                server.reply = Aws()  # the next workers are on another node
-            return cloud(*request)
+    def withdraw_later(*request: Any) -> tuple[int, str]:
+        journal = tmp_path / "journal-r1.jsonl"
+        if journal.exists() and len(lines(tmp_path, 1)) > 3:
+            server.reply = Aws()  # the next workers are on another node
+        return cloud(*request)
 
-        server.reply = withdraw_later
+    with serving(withdraw_later) as server:
         notices = {"TIERCKPT_HALT_NOTICES": f"aws {server.endpoint}"}
-        output = run(noticed, shm_dir, sessions, "--step-seconds", "0.2", **notices)
-    run(plain, shm_dir, sessions)
+        output = run(tmp_path, shm_dir, sessions, **notices)
     assert "the cloud takes a node away: the job goes on in other workers" in output
-    for rank in range(RANKS):
-        for folder, level in ((killed, "memory"), (noticed, "local")):
-            starts = [x for x in lines(folder, rank) if "start" in x]
-            assert starts[0]["start"] == 0
-            assert starts[-1]["start"] > 0
-            assert starts[-1]["levels"] == {level: RANKS}
-            assert curve(folder, rank) == curve(plain, rank)
-        assert len(curve(plain, rank)) == STEPS
+    went_on(tmp_path, undisturbed, "local")
     assert not list(shm_dir.iterdir())
