@@ -22,6 +22,7 @@ from typing import Any
 
 import ray.train
 import torch
+import torch.distributed as dist
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
@@ -82,6 +83,7 @@ def train_loop(config: dict[str, Any]) -> None:
             if ckpt.should_exit():  # a cloud takes a node away; the same on all ranks
                 break
             time.sleep(config["step_seconds"])
+    dist.barrier()  # Ray ends all workers when one raises, and others may still store their part
     if ckpt.interrupted:  # Ray takes a return for the end of the training
         raise RuntimeError(f"{ckpt.exit_reason}: the job goes on in other workers")
     ray.train.report({"steps": ckpt.iteration})

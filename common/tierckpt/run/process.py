@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -132,6 +132,20 @@ def _in(pid: int, session: int) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def ends_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the first process of a container during the block, too: without a handler the
+    kernel drops a signal to it. Main thread."""
+    if os.getpid() != 1:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: os._exit(SHELL_STATUS + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def end_like(status: int) -> NoReturn:
     """End this process as the script has ended; `status` as from `os.waitpid`.
 
@@ -158,6 +172,7 @@ __all__ = [
     "adopt_orphans",
     "children",
     "end_like",
+    "ends_by_sigterm",
     "fork",
     "fork_helper",
     "kill_one",

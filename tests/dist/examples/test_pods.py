@@ -33,6 +33,16 @@ def test_the_shim_ends_as_its_script_also_as_process_1(status: int, expected: in
     assert subprocess.run(command, timeout=PATIENCE_SECONDS).returncode == expected
 
 
+def test_a_signal_during_the_imports_ends_process_1() -> None:
+    """A pod that is deleted in its first seconds must not use up its grace period."""
+    code = (
+        "import os, signal; from tierckpt.run.process import ends_by_sigterm\n"
+        "with ends_by_sigterm(): os.kill(1, signal.SIGTERM); os.sched_yield()"
+    )
+    command = ["unshare", "-fp", "--mount-proc", "--kill-child", sys.executable, "-c", code]
+    assert subprocess.run(command, timeout=PATIENCE_SECONDS).returncode == 143
+
+
 @pytest.mark.parametrize("boundary", ["", "signals.passed_boundary(); kill(); sleep(6); "])
 def test_a_signal_that_ends_a_script_ends_process_1(boundary: str) -> None:
     """One before the first boundary, and the same one again much later."""
