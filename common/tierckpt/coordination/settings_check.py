@@ -181,7 +181,7 @@ def _strangers(gathered: Sequence[_RankSettings]) -> list[str]:
             f"ranks {other} and {rank} are on one node by its name, {host_name(node)}, but do not "
             "share its memory: shm_dir is another file system there, as in two containers of one "
             "machine. Give the ranks of each container a node name of their own "
-            "(TIERCKPT_NODE=<the pod's name>), or mount one volume in memory into all containers"
+            "(TIERCKPT_NODE), or mount one volume in memory into all containers"
             if memory != known
             else ""
         )
