@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
+from urllib.parse import urlsplit
 
 from ._text import directory_of
 from .errors import ConfigError
@@ -186,6 +187,10 @@ class Config:
     ReplicaError on all ranks."""
     halt_signals: str = "SIGTERM,SIGUSR1"
     """Signals that cause a last checkpoint and the end; empty: none."""
+    halt_notices: str = ""
+    """Cloud whose notices that it takes this machine away cause a last checkpoint and the end:
+    `aws`, `gcp` or `azure`, perhaps with the address of its metadata service, `aws
+    http://127.0.0.1:1338`; empty: no notices."""
     halt_patience_seconds: float = 10.0
     """A process that received SIGTERM, and passes no boundary for this time (and for twice its
     longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
@@ -199,6 +204,10 @@ class Config:
     """Time from a signal until the sender kills the remaining processes: torchrun, Slurm (KillWait)
     and Kubernetes all grant 30 s. If the end of the allocation is unknown, the end of the job waits
     for other nodes and the persistent level until 10 s before that."""
+    halt_exit_status: int = 0
+    """Exit status of a script that never calls `should_exit()` and is ended because its processes,
+    its node or its allocation end. Some schedulers start a job again only after another status than
+    0. A `tierckpt halt` always ends such a script with 0."""
     health: str = "off"
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start."""
@@ -239,9 +248,11 @@ class Config:
         _within("agent_linger_seconds", self.agent_linger_seconds, 0, YEAR_SECONDS)
         _one_of("boundary", self.boundary, ("explicit", "forward"))
         parse_signals(self.halt_signals)
+        parse_notices(self.halt_notices)
         _within("halt_patience_seconds", self.halt_patience_seconds, 0, YEAR_SECONDS)
         _within("halt_grace_seconds", self.halt_grace_seconds, 0, YEAR_SECONDS)
         _within("halt_seconds_left", self.halt_seconds_left, 0, YEAR_SECONDS)
+        _within("halt_exit_status", self.halt_exit_status, 0, 255)
         _one_of("health", self.health, ("off", "warn", "refuse"))
         _within("health_seconds", self.health_seconds, 0.1, DAY_SECONDS)
         if self.slots:
@@ -605,3 +616,33 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
             )
         found.append(number)
     return tuple(found)
+
+
+CLOUDS = ("aws", "gcp", "azure")
+"""Clouds with notices that they take a machine away; see `halt.preemption`."""
+
+
+def parse_notices(text: str) -> tuple[str, str]:
+    """Cloud and address of its metadata service from `halt_notices`; each is empty if not given.
+    Raises ConfigError."""
+    name, _, endpoint = text.strip().partition(" ")
+    endpoint = endpoint.strip()
+    if name and name not in CLOUDS:
+        raise ConfigError(
+            f"halt_notices is {text!r}; valid: {', '.join(CLOUDS)}, each perhaps with the address "
+            "of its metadata service, 'aws http://127.0.0.1:1338'; or nothing"
+        )
+    if endpoint and not _is_address(endpoint):
+        raise ConfigError(
+            f"halt_notices is {text!r}; the address of the metadata service must be like "
+            "http://127.0.0.1:1338"
+        )
+    return name, endpoint
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port
+        return False

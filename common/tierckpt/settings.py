@@ -34,9 +34,11 @@ class Settings(TypedDict, total=False):
     replica_check_steps: int
     on_drift: str
     halt_signals: str
+    halt_notices: str
     halt_patience_seconds: float
     halt_seconds_left: float
     halt_grace_seconds: float
+    halt_exit_status: int
     health: str
     health_seconds: float
     events_dir: AnyPath

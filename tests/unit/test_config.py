@@ -32,6 +32,7 @@ CHOICES = {
     "boundary": "explicit",
     "agent": "inline",
     "halt_signals": "SIGHUP",
+    "halt_notices": "gcp http://127.0.0.1:1",
     "health": "warn",
     "best": "highest",
     "overhead_budget": 0.25,

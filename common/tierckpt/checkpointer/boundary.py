@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.reports import Reports
-from tierckpt.core.halt_conditions import Reason
+from tierckpt.core.halt_conditions import HaltVote
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import UNKNOWN, StepTimer
@@ -109,7 +109,7 @@ class Boundary:
         newest: VersionId,
         begin_seconds: float,
         take: tuple[Level, ...],
-        halt: tuple[Reason, bool],
+        halt: HaltVote,
         adapter: int,
         check: tuple[int, int, int, int] = (0, 0, 0, -1),
         unchanged: int = 0,

@@ -343,7 +343,8 @@ class CheckpointerCore(abc.ABC):
             return
         self.close()
         if unattended:
-            raise SystemExit(0)
+            interrupted = self._halt.reason.is_interruption
+            raise SystemExit(self.config.halt_exit_status if interrupted else 0)
 
     def _part(self) -> None:
         """Report once that ranks make different numbers of optimizer steps."""

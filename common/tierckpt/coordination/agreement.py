@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from tierckpt.config import Config
-from tierckpt.core.halt_conditions import Reason
+from tierckpt.core.halt_conditions import NO_HALT, HaltVote, Reason
 from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger, superseded_by
 from tierckpt.core.levels import AWAITED, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT, Level
 from tierckpt.core.tuning.autotune import FREE, UNKNOWN, CostEstimate
@@ -124,7 +124,7 @@ class Agreement:
         self,
         newest: VersionId,
         busy: Mapping[Level, bool] = MappingProxyType({}),
-        halt: tuple[Reason, bool] = (Reason.NONE, False),
+        halt: HaltVote = NO_HALT,
         figures: CostEstimate = UNKNOWN,
         adapter: int = 0,
         check: tuple[int, int, int, int] = (0, 0, 0, -1),
@@ -147,11 +147,12 @@ class Agreement:
         nbytes, metric = self._shard(about[LOCAL]) if LOCAL in about else (0, None)
         vote = Vote(
             self._votes_about(about, busy, figures),
-            no_request=int(not self._asked and halt[0] is Reason.NONE),
+            no_request=int(not self._asked and halt.reason is Reason.NONE),
             less_bytes=-nbytes,
             metric=NO_METRIC if metric is None else as_vote(metric),
-            halt=halt[0],
-            unattended=int(halt[1]),
+            halt=halt.reason,
+            unattended=int(halt.silent),
+            halt_seconds=halt.seconds_left,
             less_step_us=-figures.step_us,
             adapter=adapter,
             no_close=int(not self.close_asked),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tierckpt._host import host_id
+from tierckpt._host import host_id, host_name
 from tierckpt._text import some
 from tierckpt.agent.environment import environment_fingerprint
 from tierckpt.codecs.pipeline import Pipeline
@@ -64,6 +64,8 @@ class _RankSettings:
     compared: tuple[tuple[str, str], ...]
     where: tuple[str, str, str]
     """Node, host name, domain."""
+    memory: int
+    """Device number of the file system of `shm_dir`; 0: unknown."""
     environment: str
     token: str
     """Random token, see `JobTopology`."""
@@ -88,10 +90,12 @@ def agree_on_settings(
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
         compared, token = tuple(_compared(config)), secrets.token_hex(8)
-        return _RankSettings(compared, where, environment_fingerprint(), token, launch.starters)
+        environment, memory = environment_fingerprint(), _device(config.shm_dir)
+        return _RankSettings(compared, where, memory, environment, token, launch.starters)
 
     gathered = gather_or_raise(group, load, partial(_named, group.size))
     raise_any(_differences(gathered), _differ, group.rank)
+    raise_any(_strangers(gathered), lambda _, text: ConfigError(text), group.rank)
     ((config, launch),) = loaded
     hosts, names, domains = zip(*(each.where for each in gathered), strict=True)
     environment = tuple(each.environment for each in gathered)
@@ -156,6 +160,32 @@ def _differences(gathered: Sequence[_RankSettings]) -> list[str]:
         )
         for each in gathered
     ]
+
+
+def _device(folder: str) -> int:
+    try:
+        return os.stat(folder).st_dev
+    except OSError:  # the reason is reported when the folder is used
+        return 0
+
+
+def _strangers(gathered: Sequence[_RankSettings]) -> list[str]:
+    """Return for each rank the reason why it is on the same node as another rank by name, but does
+    not share its memory, as in containers of one machine; empty where there is none."""
+    first: dict[str, tuple[int, int]] = {}
+    found = []
+    for rank, each in enumerate(gathered):
+        node, memory = each.where[0], each.memory
+        other, known = first.setdefault(node, (rank, memory)) if memory else (rank, memory)
+        found.append(
+            f"ranks {other} and {rank} are on one node by its name, {host_name(node)}, but do not "
+            "share its memory: shm_dir is another file system there, as in two containers of one "
+            "machine. Give the ranks of each container a node name of their own "
+            "(TIERCKPT_NODE), or mount one volume in memory into all containers"
+            if memory != known
+            else ""
+        )
+    return found
 
 
 def _differ(ranks: list[int], lines: str) -> ConfigError:

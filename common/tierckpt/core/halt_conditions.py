@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from tierckpt.errors import FormatError
 
@@ -15,32 +16,52 @@ FORMAT_VERSION = 1
 LAST_SECONDS = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """The latest Unix time that is a valid date in every time zone."""
 
+NEVER_SECONDS = 1 << 31
+"""Stands for seconds until an end that nobody has announced; larger than all others."""
+
 
 class Reason(enum.IntEnum):
     """Why a job stops early. The smallest of several counts, so ranks agree by a minimum."""
 
     SIGNAL = 0
-    NOW = 1
-    TIME = 2
-    VERSION = 3
-    ALLOCATION = 4
+    PREEMPTION = 1
+    NOW = 2
+    TIME = 3
+    VERSION = 4
+    ALLOCATION = 5
     NONE = 9
 
     @property
     def is_interruption(self) -> bool:
-        """True when a signal or the end of the allocation interrupts the job, not a request."""
-        return self in (Reason.SIGNAL, Reason.ALLOCATION)
+        """True when a signal, a preemption or the end of the allocation interrupts the job, not a
+        request."""
+        return self in (Reason.SIGNAL, Reason.PREEMPTION, Reason.ALLOCATION)
 
     def text(self) -> str:
         """The reason in words."""
         return {
             Reason.SIGNAL: "a rank received a signal to stop",
+            Reason.PREEMPTION: "the cloud takes a node away",
             Reason.NOW: "a halt was requested",
             Reason.TIME: "the requested time has come",
             Reason.ALLOCATION: "its allocation ends",
             Reason.VERSION: "it has taken the version after which a halt was requested",
             Reason.NONE: "",
         }[self]
+
+
+class HaltVote(NamedTuple):
+    """One rank's vote on the end of the job."""
+
+    reason: Reason = Reason.NONE
+    silent: bool = False
+    """The rank's script has evidently never called `should_exit()`."""
+    seconds_left: int = NEVER_SECONDS
+    """Seconds until the cloud takes this rank's node away."""
+
+
+NO_HALT = HaltVote()
+"""The vote of a rank without a wish to end."""
 
 
 @dataclass(frozen=True)
@@ -146,4 +167,13 @@ class HaltRequest:
         return request
 
 
-__all__ = ["FORMAT_VERSION", "KIND", "LAST_SECONDS", "HaltRequest", "Reason"]
+__all__ = [
+    "FORMAT_VERSION",
+    "KIND",
+    "LAST_SECONDS",
+    "NEVER_SECONDS",
+    "NO_HALT",
+    "HaltRequest",
+    "HaltVote",
+    "Reason",
+]

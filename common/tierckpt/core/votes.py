@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tierckpt.core.tuning.autotune import Cost, CostEstimate
 
-from .halt_conditions import Reason
+from .halt_conditions import NEVER_SECONDS, Reason
 from .ledger import DONE
 from .levels import LEDGERS, Facts, Level
 
@@ -110,6 +110,8 @@ class Vote(NamedTuple):
     requests a checkpoint."""
     unattended: int = 0
     """1 when this rank's script has evidently never asked whether the job should stop."""
+    halt_seconds: int = NEVER_SECONDS
+    """Seconds until the cloud takes this rank's node away, see `HaltVote`."""
     less_step_us: int = 0
     """Duration of a step, from `autotune.CostEstimate`, negative as `less_bytes` is."""
     adapter: int = 0
@@ -136,6 +138,7 @@ class Vote(NamedTuple):
             self.metric,
             int(self.halt),
             self.unattended,
+            self.halt_seconds,
             self.less_step_us,
             self.adapter,
             self.no_close,

@@ -16,14 +16,16 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 
 from tierckpt.config import Config, parse_signals
-from tierckpt.core.halt_conditions import HaltRequest, Reason
+from tierckpt.core.halt_conditions import NEVER_SECONDS, HaltRequest, HaltVote, Reason
 from tierckpt.core.votes import Vote
 from tierckpt.errors import FormatError
 from tierckpt.group import Node
 
 from . import request_file
+from .preemption import PreemptionWatcher
 from .signals import Signals
 
 LOOK_SECONDS = 5.0
@@ -34,6 +36,9 @@ ANNOUNCED_SECONDS = 900.0
 """A signal within this time before the end of the allocation announces that end (Slurm's
 `--signal=TERM@120`). An earlier signal is a preemption or a cancellation, which does not wait for
 the end of the allocation."""
+NOTICE_SECONDS = 120.0
+"""Time before the announced end of a machine at which the job ends: AWS announces it so early.
+Longer if `halt_seconds_left` is; a notice that comes earlier is kept until then."""
 GRACE_SPARE_SECONDS = 10.0
 """Time of a signal's grace period left for the processes to end."""
 JOIN_SECONDS = 1.0
@@ -70,7 +75,14 @@ class HaltController:
         self._boundaries = 0
         self._asked = False
         self._notified: set[str] = set()
+        self._said_silence = False
+        self._preempted_at = math.inf
+        """The end of the first node that the cloud takes away, by `time.monotonic()`; agreed on."""
+        self._voted_seconds = 0.0
+        """The time of the last vote by `time.monotonic()`."""
         self._watcher = RequestWatcher(watched_directories(config, rank, node))
+        notices = config.halt_notices if node.first == rank else ""
+        self._preemption = PreemptionWatcher(notices, environment)
         self._signals = Signals(parse_signals(config.halt_signals), config.halt_patience_seconds)
         for number, why in self._signals.unhandled.items():
             notice(f"{number.name} will not cause a last checkpoint: {why}", logging.INFO)
@@ -85,16 +97,25 @@ class HaltController:
         self._standing.append(request)
         self._awaits = True
 
-    def vote(self, version: int) -> tuple[Reason, bool]:
-        """At the boundary of `version`: this rank's reason to end the job, and whether its script
-        has evidently never called `should_exit()`."""
+    def vote(self, version: int) -> HaltVote:
+        """This rank's vote at the boundary of `version`."""
         self._signals.passed_boundary()
         silent = self._boundaries > 0 and not self._asked
         self._boundaries += 1
-        watcher = self._watcher
-        if not (self._signals.received or watcher.requests or watcher.problems or self._awaits):
-            return Reason.NONE, silent
-        return (Reason.NONE if self.reason < Reason.NONE else self._find(version)), silent
+        self._voted_seconds = time.monotonic()
+        watcher, cloud = self._watcher, self._preemption
+        found = watcher.requests or watcher.problems or cloud.notice or cloud.problem
+        if not (self._signals.received or found or self._awaits):
+            return HaltVote(silent=silent)
+        reason = Reason.NONE if self.reason < Reason.NONE else self._find(version)
+        return HaltVote(reason, silent, self._seconds_left())
+
+    def _seconds_left(self) -> int:
+        """Seconds until the cloud takes this machine away, as far as announced."""
+        notice = self._preemption.notice
+        if notice is None:
+            return NEVER_SECONDS
+        return int(min(max(0.0, notice.end_seconds - time.time()), NEVER_SECONDS))
 
     def _find(self, version: int) -> Reason:
         if self.signal_name:
@@ -102,6 +123,10 @@ class HaltController:
             return Reason.SIGNAL
         for problem in self._watcher.problems:
             self._notify_once(problem, logging.WARNING)
+        if self._preemption.problem:
+            self._notify_of_silence(self._preemption.problem)
+        if self._is_preempted():
+            return Reason.PREEMPTION
         found = (request.with_margin(self._margin_seconds) for request in self._watcher.requests)
         requests = [*self._standing, *found]
         for request in requests:
@@ -117,6 +142,16 @@ class HaltController:
         now = time.time()
         return min(r.reason(version, now, self._end_seconds) for r in requests)
 
+    def _is_preempted(self) -> bool:
+        """True if the cloud takes this machine away, and soon."""
+        notice = self._preemption.notice
+        if notice is None:
+            return False
+        ends = datetime.fromtimestamp(notice.end_seconds).astimezone()
+        text = f"the cloud takes this node away ({notice.action}) at {ends:%Y-%m-%d %H:%M:%S %Z}"
+        self._notify_once(text, logging.WARNING)
+        return self._seconds_left() <= max(NOTICE_SECONDS, self._margin_seconds)
+
     def receive(self, agreed: Vote) -> bool:
         """At a boundary: receive the ranks' agreement from the previous one.
 
@@ -125,6 +160,8 @@ class HaltController:
         """
         if self.reason is Reason.NONE and agreed.halt < Reason.NONE:
             self.reason = Reason(agreed.halt)
+            if agreed.halt_seconds < NEVER_SECONDS:
+                self._preempted_at = self._voted_seconds + agreed.halt_seconds
             if self.reason.is_interruption:
                 self._agreed_seconds = time.monotonic()
             # From here on a script may need longer between boundaries (an evaluation, an upload).
@@ -147,10 +184,11 @@ class HaltController:
         """Time that the end may take; None: no limit. If the scheduler is about to end the
         allocation, this leaves time for a clean end (a killed batch script requeues nothing), but
         it is never less than the signal's grace period."""
-        notified, end = self._notified_seconds(), self._end_seconds
+        notified, end = self._notified_seconds(), self._end()
         if notified is None or end is None:
             return None
-        if self.reason is Reason.ALLOCATION or 0 <= end - notified <= ANNOUNCED_SECONDS:
+        certain = self.reason in (Reason.ALLOCATION, Reason.PREEMPTION)
+        if certain or 0 <= end - notified <= ANNOUNCED_SECONDS:
             return max(0.0, max(end - SPARE_SECONDS, self._granted_until(notified)) - time.time())
         return None
 
@@ -164,11 +202,20 @@ class HaltController:
             granted = max(0.0, self._granted_until(notified) - time.time())
         return math.inf if granted is None else granted
 
+    def _end(self) -> float | None:
+        """Unix time of the end of the allocation, or of a node in it; None if unknown."""
+        left = self._preempted_at - time.monotonic()
+        ends = [time.time() + left] if left < math.inf else []
+        if self._preemption.notice is not None:  # it may have come after the vote
+            ends.append(self._preemption.notice.end_seconds)
+        return min([*ends, *([self._end_seconds] if self._end_seconds else [])], default=None)
+
     def _notified_seconds(self) -> float | None:
-        """Unix time at which this rank learned that its processes or its allocation will end; None
-        if it did not."""
-        received = self._signals.received_seconds
-        notified = self._agreed_seconds if received is None else received
+        """Unix time at which this rank learned that its processes, its node or its allocation will
+        end; None if it did not."""
+        known = (self._signals.received_seconds, self._agreed_seconds)
+        times = (*known, self._preemption.noticed_seconds)
+        notified = next((seconds for seconds in times if seconds is not None), None)
         return None if notified is None else time.time() - (time.monotonic() - notified)
 
     def _granted_until(self, notified_seconds: float) -> float:
@@ -187,6 +234,7 @@ class HaltController:
     def close(self) -> None:
         """Stop watching directories and handling signals."""
         self._watcher.close()
+        self._preemption.close()
         self._signals.close()
 
     def _notify_once(self, text: str, severity: int) -> None:
@@ -194,6 +242,12 @@ class HaltController:
         if text not in self._notified:
             self._notified.add(text)
             self._notice(text, severity)
+
+    def _notify_of_silence(self, text: str) -> None:
+        """Report once that the metadata service does not answer, whatever its errors are."""
+        if not self._said_silence:
+            self._said_silence = True
+            self._notice(text, logging.WARNING)
 
 
 def watched_directories(config: Config, rank: int, node: Node) -> list[str]:

@@ -121,8 +121,7 @@ class Signals:
             return
         previous = _live_handler(self._previous[self.received], self.received)
         if previous is signal.default_int_handler or not callable(previous):
-            signal.signal(self.received, previous)
-            os.kill(os.getpid(), self.received)
+            _deliver(self.received, previous)
 
     # --- handlers ------------------------------------------------------------------------------
 
@@ -145,8 +144,7 @@ class Signals:
         handled = callable(previous) and previous is not signal.default_int_handler
         starting = not self._boundary_seconds and not self._disarmed and not handled
         if starting or now - first > REPEATED_SECONDS or os.getpid() != self._pid:
-            signal.signal(which, previous)
-            os.kill(os.getpid(), which)
+            _deliver(which, previous)
             return
         self.received = self.received or which
         if handled:
@@ -229,6 +227,14 @@ class Signals:
             number.name,
         )
         # Only the main thread can restore handlers, and it hangs.
+        os._exit(128 + number)
+
+
+def _deliver(number: signal.Signals, handler: Any) -> None:
+    """Let a signal do what this handler does with it. Main thread."""
+    signal.signal(number, handler)
+    os.kill(os.getpid(), number)
+    if os.getpid() == 1 and handler is signal.SIG_DFL:  # no signal ends a container's first process
         os._exit(128 + number)
 
 

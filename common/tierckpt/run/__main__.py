@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import options as command_line
-from . import preload, script
+from . import preload, process, script
 from .job.hub import say
 from .job.launcher import HOROVODRUN, Place, place_of
 from .learned import LearnedFile
@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = command_line.parse(sys.argv[1:] if arguments is None else arguments)
     script.forget_first_path()
     place, learned = place_of(os.environ), LearnedFile(options.program, options.is_module)
-    if _preload(options, place, learned):
+    with process.ends_by_sigterm():
+        may_fork = _preload(options, place, learned)
+    if may_fork:
         Shim(options, place, learned).supervise()
     script.run(options)
 

@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -16,6 +16,8 @@ from typing import NoReturn, Protocol
 from tierckpt._host import process_stat
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SHELL_STATUS = 128
+"""A shell's status for a signal, less its number."""
 
 
 class Handlers(Protocol):
@@ -130,8 +132,25 @@ def _in(pid: int, session: int) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def ends_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the first process of a container during the block, too: without a handler the
+    kernel drops a signal to it. Main thread."""
+    if os.getpid() != 1:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: os._exit(SHELL_STATUS + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def end_like(status: int) -> NoReturn:
-    """End this process as the script has ended; `status` as from `os.waitpid`."""
+    """End this process as the script has ended; `status` as from `os.waitpid`.
+
+    No signal ends the first process of a container: that one ends with the status that a shell
+    gives for a signal."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -142,6 +161,8 @@ def end_like(status: int) -> NoReturn:
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        if os.getpid() == 1:
+            os._exit(SHELL_STATUS + number)
         os.kill(os.getpid(), number)
         signal.pause()
     os._exit(os.WEXITSTATUS(status))
@@ -151,6 +172,7 @@ __all__ = [
     "adopt_orphans",
     "children",
     "end_like",
+    "ends_by_sigterm",
     "fork",
     "fork_helper",
     "kill_one",

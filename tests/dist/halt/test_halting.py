@@ -21,6 +21,7 @@ from tierckpt.halt import controller, request_file
 
 DURABLE = {"local_every_steps": 1000}
 """Without a halt, no version would go to disk."""
+STATUS = 75
 TOLD_AT = 5
 """Steps that are done when a rank receives the signal."""
 LAST = TOLD_AT + 2
@@ -114,7 +115,7 @@ def test_of_a_job_without_a_level_on_disk_the_last_version_goes_there_neverthele
 def never_asking(place: Place, maker: str) -> dict[str, Any]:
     with handlers_kept():
         job = make_job() if maker == GLOO else make_horovod_job()
-        attached = attach(job, place, **DURABLE)
+        attached = attach(job, place, halt_exit_status=STATUS, **DURABLE)
         ended = None
         try:
             for iteration in range(10):
@@ -135,7 +136,7 @@ def test_a_loop_that_never_asks_is_ended_on_all_ranks_at_once(
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(2, kind).run(never_asking, place, kind):
-        assert (told["ended"], told["at"]) == (0, LAST)
+        assert (told["ended"], told["at"]) == (STATUS, LAST)
         assert told["again"] == (LAST, {"local": 2}, told["digest"])
     assert place.segments() == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tierckpt.coordination.settings_check import agree_on_settings
@@ -61,3 +62,14 @@ def test_storage_options_are_compared_and_not_shown() -> None:
         assert "sesame" not in text
         assert "poppy" not in text
     assert refusals([given[0], given[0]]) == ["", ""]
+
+
+def test_two_containers_with_one_name_are_not_one_node(tmp_path: Path, shm_dir: Path) -> None:
+    """Their memories are two file systems; the pods' names make them two nodes."""
+    memories = [{"shm_dir": shm_dir}, {"shm_dir": tmp_path}, {"shm_dir": tmp_path}]
+    for text in refusals(memories):
+        assert text.startswith("ranks 0 and 1 are on one node by its name, ")
+        assert "TIERCKPT_NODE" in text
+    named = [each | {"node": f"pod{rank}"} for rank, each in enumerate(memories)]
+    assert refusals(named) == [""] * 3
+    assert refusals([{"shm_dir": shm_dir}, {"shm_dir": shm_dir.parent}]) == [""] * 2

@@ -83,7 +83,7 @@ def test_the_minimum_holds_on_all_ranks(cast: list[Vote]) -> None:
 
 def test_a_vote_has_only_the_numbers_that_a_level_needs() -> None:
     """Every rank's training thread packs a vote at every boundary."""
-    assert VOTE_WIDTH == 27
+    assert VOTE_WIDTH == 28
 
 
 # --- the schedule --------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_the_end_of_the_allocation_is_slurms() -> None:
 def test_only_processes_and_allocations_that_end_are_interruptions() -> None:
     """The other reasons are requests by a user: such a job must not be restarted."""
     found = [reason for reason in Reason if reason.is_interruption]
-    assert found == [Reason.SIGNAL, Reason.ALLOCATION]
+    assert found == [Reason.SIGNAL, Reason.PREEMPTION, Reason.ALLOCATION]
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -554,7 +554,7 @@ def boundary(ranks: list[Rank], version: int, agreed: Vote) -> tuple[list[bool],
     """One boundary of all ranks, in the checkpointer's order; and their agreement."""
     ends = [rank.halting.receive(agreed) for rank in ranks]
     cast = [rank.halting.vote(version) for rank in ranks]
-    votes = [Vote(halt=reason, unattended=int(silent)).pack() for reason, silent in cast]
+    votes = [Vote(halt=each.reason, unattended=int(each.silent)).pack() for each in cast]
     return ends, Vote.unpack([min(column) for column in zip(*votes, strict=True)])
 
 
