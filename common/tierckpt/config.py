@@ -206,6 +206,10 @@ class Config:
     """A directory that does not answer within this time is not well."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
+    export: str = ""
+    """Exporters of metrics, separated by commas: `prometheus 9400`, `prometheus FILE.prom`,
+    `opentelemetry URL`, `tensorboard FOLDER`, `wandb`, `mlflow` (see `tierckpt.exporters`); empty:
+    none."""
     trace_dir: str = ""
     """Write a timeline to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
     trace_steps: int = 50
@@ -267,6 +271,7 @@ class Config:
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
         self._check_protected()
         self._check_codecs()
+        self._check_exporters()
         self._check_places()
         self._check_storage_options()
 
@@ -337,6 +342,13 @@ class Config:
                 "disks would have in the clear what this one encrypts. Encrypt on the persistent "
                 "level (persistent_codecs), or drop one of the two"
             )
+
+    def _check_exporters(self) -> None:
+        """Report missing packages and wrong arguments at the start."""
+        if self.export:
+            from tierckpt.exporters.setting import exporters_of
+
+            exporters_of(self.export)
 
     @property
     def directory(self) -> str:

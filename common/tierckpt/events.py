@@ -18,7 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from .callbacks import CallbackList
 
 logger = logging.getLogger("tierckpt")
 
@@ -44,6 +47,8 @@ class Event:
     """Bytes of this rank's part."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Durations by name: `boundary`, `barrier`, `stall` (both), `copy`, `write`, `commit`, ..."""
+    reason: str = ""
+    """For `skipped`: the level was `busy`, or a newer version `superseded` this one."""
     behind_since: int | None = None
     """For `failed` and `skipped`: the newest version that the level has, if any."""
     message: str = ""
@@ -88,14 +93,20 @@ class EventLog:
     """Distributes events. Used on the training thread; never raises into it."""
 
     def __init__(
-        self, rank: int, folder: str | None = None, callback: Callback | None = None
+        self,
+        rank: int,
+        folder: str | None = None,
+        callback: Callback | None = None,
+        callbacks: CallbackList | None = None,
     ) -> None:
+        """`callback` receives every event, and so does `on_event` of `callbacks`."""
         self.rank = rank
         self.counts: dict[str, int] = {}
         """Number of events, by `name` and `name/level`."""
         self.depth = 0
         """Number of nested calls of `emit` while receivers are called."""
         self._callbacks = [] if callback is None else [callback]
+        self._objects = callbacks
         self._repeated_errors = RepeatedErrorLog()
         self._file: BinaryIO | None = None
         if folder is not None:
@@ -119,7 +130,8 @@ class EventLog:
 
     def is_heard(self, severity: int) -> bool:
         """True if an event of this severity goes to a receiver, a file or the log."""
-        return bool(self._callbacks) or self._file is not None or logger.isEnabledFor(severity)
+        receivers = self._callbacks or self._objects or self._file is not None
+        return bool(receivers) or logger.isEnabledFor(severity)
 
     def emit(self, name: str, **values: Any) -> Event:
         """Make an event and distribute it; a failing receiver is reported, not raised."""
@@ -134,6 +146,8 @@ class EventLog:
         try:
             for which, receive in enumerate((self._write, *self._callbacks)):
                 self._call(which, receive, event)
+            if self._objects:
+                self._objects.call("on_event", event)
         finally:
             self.depth -= 1
         return event

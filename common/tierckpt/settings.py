@@ -40,6 +40,7 @@ class Settings(TypedDict, total=False):
     health: str
     health_seconds: float
     events_dir: AnyPath
+    export: str
     trace_dir: AnyPath
     trace_steps: int
     best: str
