@@ -81,7 +81,7 @@ class Exporter(Callbacks, abc.ABC):
         self._stop, self._queue = threading.Event(), deque()
         self.job = job
         name = f"tierckpt {type(self).__name__}"
-        self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(job,), name=name, daemon=True)
         self._thread.start()
 
     def on_event(self, event: Event) -> None:
@@ -132,7 +132,7 @@ class Exporter(Callbacks, abc.ABC):
     def end(self) -> None:
         """Free what `begin` and `export` took: the last call for a job."""
 
-    def _run(self, job: Job) -> None:
+    def _work(self, job: Job) -> None:
         stop, queue = self._stop, self._queue
         begun = self._try("start", self._begin, job)
         while not stop.wait(self.turn_seconds):
