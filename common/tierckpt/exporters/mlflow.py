@@ -43,12 +43,20 @@ class MLflow(ScalarExporter):
         self._experiment, self._uri, self._given_id = experiment, tracking_uri, run_id
         self._run_id: str | None = None
         self._client: Any = None
-        self._job_id = ""
 
     def begin(self, job: Job) -> None:
-        """See `Exporter`."""
+        """Find or make the run, unless it is the script's: the import takes seconds."""
         super().begin(job)
-        self._job_id, self._client, self._run_id = job.job_id, None, self._given_id
+        self._client, self._run_id = None, self._given_id
+        if self._given_id or self._experiment:
+            self._client = self._connected()
+        if self._experiment and self._run_id is None:
+            self._run_id = self._own_run(self._client, job.job_id)
+
+    def _connected(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(tracking_uri=self._uri)
 
     def on_event(self, event: Event) -> None:
         """Find the active run: MLflow has one for each thread."""
@@ -61,31 +69,26 @@ class MLflow(ScalarExporter):
 
     def log(self, points: Points) -> bool:
         """See `ScalarExporter`."""
-        if self._run_id is None and not self._experiment:
+        if self._run_id is None:
             return False
-        from mlflow import MlflowClient
         from mlflow.entities import Metric
 
-        if self._client is None:
-            self._client = MlflowClient(tracking_uri=self._uri)
-        if self._run_id is None:
-            self._run_id = self._own_run(self._client)
+        self._client = self._client or self._connected()
         now = int(1e3 * time.time())
         metrics = [Metric(curve, value, now, version) for curve, (version, value) in points.items()]
         self._client.log_batch(self._run_id, metrics)
         return True
 
-    def _own_run(self, client: Any) -> str:
+    def _own_run(self, client: Any, job_id: str) -> str:
         """The job's run: the one of its earlier start, or a new one."""
         found = client.get_experiment_by_name(self._experiment)
         id_ = found.experiment_id if found else client.create_experiment(self._experiment)
-        ours = f"tags.`{TAG}` = '{self._job_id}'"
+        ours = f"tags.`{TAG}` = '{job_id}'"
         runs = client.search_runs([id_], ours, max_results=1)
         if runs:
             client.update_run(runs[0].info.run_id, "RUNNING")
             return str(runs[0].info.run_id)
-        tags = {TAG: self._job_id}
-        made = client.create_run(id_, tags=tags, run_name=self._job_id)
+        made = client.create_run(id_, tags={TAG: job_id}, run_name=job_id)
         return str(made.info.run_id)
 
     def end(self) -> None:

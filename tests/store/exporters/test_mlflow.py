@@ -17,7 +17,8 @@ BEFORE = """
 import json, os, mlflow
 from dataclasses import replace
 from tests.support.exported_job import *
-from tierckpt.exporters import MLflow
+from tierckpt.exporters import MLflow, exporter
+exporter.END_SECONDS = 120
 MLflow.turn_seconds = 0.01
 store = "sqlite:///" + os.path.abspath("mlflow.db")
 

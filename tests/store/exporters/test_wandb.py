@@ -18,7 +18,8 @@ BEFORE = """
 import sys, wandb
 from tests.support.exported_job import *
 from tierckpt.events import Event
-from tierckpt.exporters import WandB
+from tierckpt.exporters import WandB, exporter
+exporter.END_SECONDS = 120
 WandB.turn_seconds = 0.01
 
 def sealed(version):
