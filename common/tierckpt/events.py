@@ -1,10 +1,10 @@
 """Events: one small record per checkpoint and level, to logging, a JSONL file and callbacks.
 
-Three lines for TensorBoard, W&B or Prometheus:
-
     def on_event(event):
         if event.name == "sealed":
-            writer.add_scalar("checkpoint/stall_ms", 1e3 * event.seconds["stall"], event.version)
+            print(event.version, event.seconds["stall"])
+
+`tierckpt.exporters` has receivers for Prometheus, TensorBoard and other tools.
 """
 
 from __future__ import annotations

@@ -37,10 +37,11 @@ def free_port() -> int:
 
 def get(url: str) -> str:
     """The text at a URL; empty while nobody answers."""
-    with contextlib.suppress(urllib.error.URLError, ConnectionError):
+    try:
         with urllib.request.urlopen(url, timeout=30) as answer:
             return str(answer.read().decode())
-    return ""
+    except (urllib.error.URLError, ConnectionError):
+        return ""
 
 
 def lint(text: str) -> str:

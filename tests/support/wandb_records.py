@@ -35,7 +35,10 @@ def records(path: Path) -> Iterator[Any]:
 def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a run's history."""
     return [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in each.history.item}
+        {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in each.history.item
+        }
         for each in records(path)
         if each.WhichOneof("record_type") == "history"
     ]

@@ -111,11 +111,11 @@ RESTORE = Metric(
     "restore", GAUGE, "Time of the last restore, by phase.", "seconds", ("phase",), is_plotted=True
 )
 REJECTED = Metric("rejected", COUNTER, "Reports of copies that were found and not trusted.")
-DRIFTED = Metric(
-    "drifted", COUNTER, "Reports that replicas differ between ranks.", is_plotted=True
-)
+DRIFTED = Metric("drifted", COUNTER, "Reports that replicas differ between ranks.", is_plotted=True)
 NOTICES = Metric("notices", COUNTER, "Warnings and errors.", labels=("severity",))
-RUNNING = Metric("running", GAUGE, "1 from the start of a job; 0 after its end, but not after a SIGKILL.")
+RUNNING = Metric(
+    "running", GAUGE, "1 from the start of a job; 0 after its end, but not after a SIGKILL."
+)
 RANKS = Metric("ranks", GAUGE, "Ranks of the job.")
 
 METRICS = (

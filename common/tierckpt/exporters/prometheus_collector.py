@@ -11,9 +11,10 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+)
+from prometheus_client.core import (
     Metric as Family,
 )
-from prometheus_client.registry import Collector as BaseCollector
 from prometheus_client.utils import floatToGoString
 
 from tierckpt.callbacks import Job
@@ -24,7 +25,7 @@ JOB_LABELS = ("job_id", "rank")
 """Labels of all metrics, after their own. Prometheus's own label `job` is another thing."""
 
 
-class Collector(BaseCollector):
+class Collector:
     """The values of all metrics. Any thread.
 
     Not prometheus_client's own Counter and Histogram: with them comes a series `_created` for each

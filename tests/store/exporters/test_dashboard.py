@@ -68,9 +68,7 @@ def test_panels_lie_side_by_side_and_have_legends_of_their_labels(
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
         cells = set(
-            itertools.product(
-                range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])
-            )
+            itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"]))
         )
         assert not cells & taken, panel["title"]
         taken |= cells

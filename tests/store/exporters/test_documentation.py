@@ -63,7 +63,9 @@ PACKAGES = {
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: re.findall(r"import (\w+)\n\n", block)[0])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=lambda block: re.findall(r"import (\w+)\n\n", block)[0]
+)
 def test_the_code_runs(block: str, tmp_path: Path, shm_dir: Path) -> None:
     for name in re.findall(r"exporters import (\w+)", block):
         if name in PACKAGES:

@@ -27,7 +27,7 @@ def show():
     for experiment in client.search_experiments():
         for run in client.search_runs([experiment.experiment_id]):
             history = {
-                key: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)]
+                key: [(p.step, p.value) for p in client.get_metric_history(run.info.run_id, key)]
                 for key in run.data.metrics
             }
             print(json.dumps([experiment.name, run.info.run_name, run.info.status, history]))

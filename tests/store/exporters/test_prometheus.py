@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -177,15 +178,16 @@ def test_on_a_full_disk_the_last_file_stays(
     exporter = PrometheusFile(file, every_seconds=0)
     exporter.on_attached(JOB)
     wait_until(file.exists, "nothing is written")
-    with (small_tmpfs / "fill").open("wb", buffering=0) as fill, pytest.raises(OSError):
+    fill = small_tmpfs / "fill"
+    with contextlib.suppress(OSError), fill.open("wb", buffering=0) as filling:
         while True:
-            fill.write(bytes(4096))
+            filling.write(bytes(4096))
     caplog.clear()
     wait_until(lambda: caplog.records, "nothing is said")
     assert "tierckpt_ranks" in file.read_text()
     for event in EVENTS:
         exporter.on_event(event)
-    (small_tmpfs / "fill").unlink()
+    fill.unlink()
     wait_until(lambda: "stall_seconds_sum" in file.read_text(), "it is not tried again")
     exporter.on_closed()
     assert os.listdir(small_tmpfs) == ["job.prom"]
@@ -268,9 +270,7 @@ def test_a_script_that_serves_metrics_already_serves_ours_too() -> None:
     play(exporter)
     text = generate_latest(registry).decode()
     assert "batches_total 1.0" in text
-    ours = "".join(
-        line for line in text.splitlines(keepends=True) if "tierckpt_" in line
-    )
+    ours = "".join(line for line in text.splitlines(keepends=True) if "tierckpt_" in line)
     check(ours)
 
 

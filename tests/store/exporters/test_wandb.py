@@ -51,7 +51,12 @@ play(WandB(), FIRST)
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run it in a process of its own: wandb keeps threads and a server."""
-    environment = {**os.environ, "WANDB_SILENT": "true", "HOME": str(folder), "WANDB_MODE": "offline"}
+    environment = {
+        **os.environ,
+        "WANDB_SILENT": "true",
+        "HOME": str(folder),
+        "WANDB_MODE": "offline",
+    }
     done = subprocess.run(
         [sys.executable, "-c", BEFORE + program],
         cwd=folder,

@@ -35,7 +35,9 @@ def test_it_names_exporters_with_an_argument() -> None:
     assert exporters_of("") == []
 
 
-@pytest.mark.parametrize("text", ["grafana", "prometheus", "tensorboard", "wandb a b", "mlflow a b"])
+@pytest.mark.parametrize(
+    "text", ["grafana", "prometheus", "tensorboard", "wandb a b", "mlflow a b"]
+)
 @pytest.mark.usefixtures("all_installed")
 def test_an_unknown_one_is_told_what_there_is(text: str) -> None:
     with pytest.raises(ConfigError) as raised:
