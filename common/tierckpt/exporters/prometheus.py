@@ -166,7 +166,7 @@ class PrometheusFile(_OwnRegistry):
             self._path /= "tierckpt-{job_id}-r{rank}.prom" if ranks == "all" else DEFAULT_NAME
         if self._path.suffix != SUFFIX:
             raise ConfigError(
-                f"the exporter's file is {str(path)!r}; node_exporter reads only files *{SUFFIX} in "
+                f"the exporter's file is {str(path)!r}; node_exporter reads only *{SUFFIX} in "
                 "its folder: give such a name, or a folder that exists"
             )
         if ranks == "all" and "{rank}" not in self._path.name:

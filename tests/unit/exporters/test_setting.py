@@ -52,7 +52,7 @@ def test_an_unknown_one_is_told_what_there_is(text: str) -> None:
 
 @pytest.mark.usefixtures("all_installed")
 def test_a_file_that_node_exporter_would_not_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reads only files \*\.prom in its folder: give such"):
+    with pytest.raises(ConfigError, match=r"reads only \*\.prom in its folder: give such"):
         load_config({"export": f"prometheus {tmp_path}/metrics.txt"})
     with pytest.raises(ConfigError, match="port is 99999; it must be from 0 to 65535"):
         load_config({}, {"TIERCKPT_EXPORT": "prometheus 99999"})
