@@ -34,6 +34,7 @@ CHOICES = {
     "halt_signals": "SIGHUP",
     "health": "warn",
     "best": "highest",
+    "export": "tensorboard runs",
     "overhead_budget": 0.25,
     "local_codecs": "zstd",
     "persistent_codecs": "zstd",
