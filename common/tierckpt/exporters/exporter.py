@@ -65,7 +65,8 @@ class Exporter(Callbacks, abc.ABC):
         self._queue: deque[Event] = deque()
         self._dropped = 0
         self._live = -1
-        self._stop = threading.Event()
+        # Made for each job: spawning launchers pickle what the script made before.
+        self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._failed: set[tuple[str, type[Exception]]] = set()
         """Failures that were logged: the method, and the kind of error."""
@@ -78,10 +79,10 @@ class Exporter(Callbacks, abc.ABC):
         rank = {"first": job.rank, "node": job.local_rank, "all": 0}[self.ranks]
         if rank != 0:
             return
-        self._stop, self._queue = threading.Event(), deque()
+        self._stop, self._queue, self._live = threading.Event(), deque(), -1
         self.job = job
-        name = f"tierckpt {type(self).__name__}"
-        self._thread = threading.Thread(target=self._work, args=(job,), name=name, daemon=True)
+        name, work = f"tierckpt {type(self).__name__}", (job, self._stop, self._queue)
+        self._thread = threading.Thread(target=self._work, args=work, name=name, daemon=True)
         self._thread.start()
 
     def on_event(self, event: Event) -> None:
@@ -99,9 +100,10 @@ class Exporter(Callbacks, abc.ABC):
 
     def on_closed(self) -> None:
         """Export what is left, and end the thread. Waits END_SECONDS at most."""
-        thread, self._thread, self.job = self._thread, None, None
-        if thread is not None:
-            self._stop.set()
+        thread, stop, self._thread, self._stop = self._thread, self._stop, None, None
+        self.job = None
+        if thread is not None and stop is not None:
+            stop.set()
             thread.join(END_SECONDS)
             if thread.is_alive():
                 text = "%s: not all could be exported in %.0f s; the job ends"
@@ -132,8 +134,7 @@ class Exporter(Callbacks, abc.ABC):
     def end(self) -> None:
         """Free what `begin` and `export` took: the last call for a job."""
 
-    def _work(self, job: Job) -> None:
-        stop, queue = self._stop, self._queue
+    def _work(self, job: Job, stop: threading.Event, queue: deque[Event]) -> None:
         begun = self._try("start", self._begin, job)
         while not stop.wait(self.turn_seconds):
             begun = begun or self._try("start", self._begin, job)

@@ -83,9 +83,15 @@ FAILED = Metric(
 )
 NEWEST = Metric("newest_version", GAUGE, "Newest version stored on a level.", labels=LEVEL)
 NEWEST_TIME = Metric(
-    "newest_version_timestamp", GAUGE, "Unix time at which it was stored.", "seconds", LEVEL
+    "newest_version_timestamp",
+    GAUGE,
+    "Unix time at which a level got its newest version.",
+    "seconds",
+    LEVEL,
 )
-VERSION_BYTES = Metric("version", GAUGE, "Size of it.", "bytes", LEVEL, is_plotted=True)
+VERSION_BYTES = Metric(
+    "version", GAUGE, "Size of the newest version on a level.", "bytes", LEVEL, is_plotted=True
+)
 STORE = Metric(
     "store",
     HISTOGRAM,
@@ -106,16 +112,16 @@ STALL = Metric(
 LIVE = Metric("live_version", GAUGE, "Version of the live state: completed optimizer steps.")
 RESTORES = Metric("restores", COUNTER, "Restores that ended, with a version or without one.")
 RESTORED = Metric("restored_version", GAUGE, "Version that the last restore loaded; 0: none.")
-REWRITTEN = Metric("restored", GAUGE, "Size of it, on all ranks.", "bytes")
+REWRITTEN = Metric(
+    "restored", GAUGE, "Size of the version that the last restore loaded, on all ranks.", "bytes"
+)
 RESTORE = Metric(
     "restore", GAUGE, "Time of the last restore, by phase.", "seconds", ("phase",), is_plotted=True
 )
 REJECTED = Metric("rejected", COUNTER, "Reports of copies that were found and not trusted.")
 DRIFTED = Metric("drifted", COUNTER, "Reports that replicas differ between ranks.", is_plotted=True)
 NOTICES = Metric("notices", COUNTER, "Warnings and errors.", labels=("severity",))
-RUNNING = Metric(
-    "running", GAUGE, "1 from the start of a job; 0 after its end, but not after a SIGKILL."
-)
+RUNNING = Metric("running", GAUGE, "1 from the start of a job, 0 after its clean end.")
 RANKS = Metric("ranks", GAUGE, "Ranks of the job.")
 
 METRICS = (

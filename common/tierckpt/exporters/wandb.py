@@ -74,9 +74,14 @@ class WandB(ScalarExporter):
     def _begun(self) -> Any:
         import wandb
 
-        given = {"project": self._project, "name": self._name, "job_type": "tierckpt"}
-        # `wandb.run` stays the script's.
-        return wandb.init(**{**given, "reinit": "create_new", **self._init})
+        given = {
+            "project": self._project,
+            "name": self._name,
+            "job_type": "tierckpt",
+            "reinit": "create_new",  # `wandb.run` stays the script's
+            "settings": wandb.Settings(console="off"),
+        }
+        return wandb.init(**{**given, **self._init})
 
     @staticmethod
     def _define(run: Any) -> Any:

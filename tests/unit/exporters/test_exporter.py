@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.exported_job import EVENTS, JOB, play, wait_until
-from tierckpt import ConfigError
+from tierckpt import ConfigError, exporters
 from tierckpt.events import Event
 from tierckpt.exporters import exporter as module
 from tierckpt.exporters.exporter import Exporter, Ranks
@@ -135,6 +136,14 @@ def test_a_job_ends_although_its_exporter_does_not(
     said = [record.getMessage() for record in caplog.records]
     assert said[0].startswith("Stuck: not all could be exported in 0 s; the job ends")
     assert said[1] == "Stuck: events are left out, as it is too slow for them"
+
+
+@pytest.mark.parametrize("name", ["PrometheusPort", "OpenTelemetry"])
+def test_launchers_may_pickle_an_exporter_before_the_job(name: str) -> None:
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("opentelemetry.sdk")
+    made = pickle.loads(pickle.dumps(getattr(exporters, name)()))
+    assert (made.ranks, made.job) == ("node", None)
 
 
 def test_ranks_are_one_of_three() -> None:
