@@ -12,6 +12,7 @@ They are the same for every adapter::
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .events import RepeatedErrorLog
@@ -23,6 +24,21 @@ if TYPE_CHECKING:
     from .restored import Restored
 
 
+@dataclass(frozen=True)
+class Job:
+    """A rank's place in its job."""
+
+    job_id: str
+    """Identity of the job, the same after a restart."""
+    rank: int
+    ranks: int
+    """Number of ranks."""
+    local_rank: int
+    """Index among the ranks of this node."""
+    levels: tuple[str, ...]
+    """Levels that versions go to."""
+
+
 class Callbacks:
     """Subclass it and override the methods that you need.
 
@@ -30,6 +46,16 @@ class Callbacks:
     unless all ranks do. An exception is logged (with its traceback once, then counted), and
     training goes on.
     """
+
+    def on_attached(self, job: Job) -> None:
+        """A checkpointer begins; the first call. Under elastic Horovod each reset makes another
+        one."""
+
+    def on_event(self, event: Event) -> None:
+        """Any event; those with a method of their own included."""
+
+    def on_closed(self) -> None:
+        """The checkpointer was closed or abandoned; the last call."""
 
     def on_allreduce_launched(self, params: Iterable[torch.Tensor]) -> None:
         """The reduction of these parameters' gradients is in progress or begins (during the
@@ -80,6 +106,7 @@ class CallbackList:
         """Register the callbacks. Raises TypeError as `check_callbacks` does; so does `add`."""
         self._registered = check_callbacks(registered)
         self._repeated_errors = RepeatedErrorLog()
+        self._job: Job | None = None
         self.depth = 0
         """Number of nested calls of methods that are not COLLECTIVE."""
 
@@ -89,6 +116,19 @@ class CallbackList:
     def add(self, callbacks: Callbacks) -> None:
         """Register one more."""
         self._registered += check_callbacks([callbacks])
+        if self._job is not None:
+            self._call_one(len(self._registered) - 1, callbacks, "on_attached", (self._job,))
+
+    def attach(self, job: Job) -> None:
+        """Call `on_attached` of all, and of those that are added later."""
+        self._job = job
+        self.call("on_attached", job)
+
+    def close(self) -> None:
+        """Call `on_closed` of all, once."""
+        if self._job is not None:
+            self._job = None
+            self.call("on_closed")
 
     def call(self, name: str, *args: Any) -> None:
         """Call the method `name` of all."""

@@ -218,6 +218,10 @@ class Config:
     heartbeat_seconds: float = 5.0
     """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
     every boundary."""
+    export: str = ""
+    """Exporters of metrics, separated by commas: `prometheus 9400`, `prometheus FILE.prom`,
+    `opentelemetry URL`, `tensorboard FOLDER`, `wandb`, `mlflow` (see `tierckpt.exporters`); empty:
+    none."""
     trace_dir: str = ""
     """Write a timeline to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
     trace_steps: int = 50
@@ -282,6 +286,7 @@ class Config:
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
         self._check_protected()
         self._check_codecs()
+        self._check_exporters()
         self._check_places()
         self._check_storage_options()
 
@@ -352,6 +357,13 @@ class Config:
                 "disks would have in the clear what this one encrypts. Encrypt on the persistent "
                 "level (persistent_codecs), or drop one of the two"
             )
+
+    def _check_exporters(self) -> None:
+        """Report missing packages and wrong arguments at the start."""
+        if self.export:
+            from tierckpt.exporters.setting import exporters_of
+
+            exporters_of(self.export)
 
     @property
     def directory(self) -> str:

@@ -1,10 +1,10 @@
 """Events: one small record per checkpoint and level, to logging, a JSONL file and callbacks.
 
-Three lines for TensorBoard, W&B or Prometheus:
-
     def on_event(event):
         if event.name == "sealed":
-            writer.add_scalar("checkpoint/stall_ms", 1e3 * event.seconds["stall"], event.version)
+            print(event.version, event.seconds["stall"])
+
+`tierckpt.exporters` has receivers for Prometheus, TensorBoard and other tools.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from .callbacks import CallbackList
 
 logger = logging.getLogger("tierckpt")
 
@@ -49,6 +52,8 @@ class Event:
     """Bytes of this rank's part."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Durations by name: `boundary`, `barrier`, `stall` (both), `copy`, `write`, `commit`, ..."""
+    reason: str = ""
+    """For `skipped`: the level was `busy`, or a newer version `superseded` this one."""
     behind_since: int | None = None
     """For `failed` and `skipped`: the newest version that the level has, if any."""
     message: str = ""
@@ -97,14 +102,20 @@ class EventLog:
     """Distributes events. Used on the training thread; never raises into it."""
 
     def __init__(
-        self, rank: int, folder: str | None = None, callback: Callback | None = None
+        self,
+        rank: int,
+        folder: str | None = None,
+        callback: Callback | None = None,
+        callbacks: CallbackList | None = None,
     ) -> None:
+        """`callback` receives every event, and so does `on_event` of `callbacks`."""
         self.rank = rank
         self.counts: dict[str, int] = {}
         """Number of events, by `name` and `name/level`."""
         self.depth = 0
         """Number of nested calls of `emit` while receivers are called."""
         self._callbacks = [] if callback is None else [callback]
+        self._objects = callbacks
         self._repeated_errors = RepeatedErrorLog()
         self._file: BinaryIO | None = None
         if folder is not None:
@@ -128,7 +139,8 @@ class EventLog:
 
     def is_heard(self, severity: int) -> bool:
         """True if an event of this severity goes to a receiver, a file or the log."""
-        return bool(self._callbacks) or self._file is not None or logger.isEnabledFor(severity)
+        receivers = self._callbacks or self._objects or self._file is not None
+        return bool(receivers) or logger.isEnabledFor(severity)
 
     @property
     def has_file(self) -> bool:
@@ -152,6 +164,8 @@ class EventLog:
         try:
             for which, receive in enumerate((self._write, *self._callbacks)):
                 self._call(which, receive, event)
+            if self._objects:
+                self._objects.call("on_event", event)
         finally:
             self.depth -= 1
         return event

@@ -43,6 +43,7 @@ class Settings(TypedDict, total=False):
     health_seconds: float
     events_dir: AnyPath
     heartbeat_seconds: float
+    export: str
     trace_dir: AnyPath
     trace_steps: int
     best: str

@@ -59,6 +59,8 @@ def test_an_interrupt_is_no_error_of_the_callbacks() -> None:
 @pytest.mark.parametrize(
     ("name", "argument"),
     [
+        ("on_attached", None),
+        ("on_event", None),
         ("on_allreduce_launched", []),
         ("on_step_boundary", 1),
         ("on_sealed", None),

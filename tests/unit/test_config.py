@@ -35,6 +35,7 @@ CHOICES = {
     "halt_notices": "gcp http://127.0.0.1:1",
     "health": "warn",
     "best": "highest",
+    "export": "tensorboard runs",
     "overhead_budget": 0.25,
     "local_codecs": "zstd",
     "persistent_codecs": "zstd",

@@ -21,7 +21,7 @@ import torch
 
 from tierckpt import _garbage, _milestones
 from tierckpt._text import some
-from tierckpt.callbacks import CallbackList, Callbacks
+from tierckpt.callbacks import CallbackList, Callbacks, Job
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.peer_setup import Groups, redundancy_groups
@@ -29,12 +29,13 @@ from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.vote_exchange import ballots_for
 from tierckpt.core.halt_conditions import Reason
-from tierckpt.core.levels import LOCAL, MEMORY, Level
+from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
 from tierckpt.errors import TierckptError
 from tierckpt.events import Callback, EventLog, check_receiver
+from tierckpt.exporters.setting import exporters_of
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.format.manifest import Manifest
@@ -55,6 +56,7 @@ from tierckpt.settings import Settings
 from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.state.training_state import TrainingState, label_optimizers
 from tierckpt.state.validate import refuse_model
+from tierckpt.storage.memory.job_directory import job_directory
 from tierckpt.tracing.recorder import open_trace
 
 from . import attach, shutdown
@@ -197,7 +199,12 @@ class CheckpointerCore(abc.ABC):
         self, on_event: Callback | None, begin_seconds: float, undo: contextlib.ExitStack
     ) -> None:
         """Open the event log and the votes of all ranks. The attach began at `begin_seconds`."""
-        self._log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
+        for exporter in exporters_of(self.config.export):
+            self._callbacks.add(exporter)
+        undo.callback(self._callbacks.close)
+        self._callbacks.attach(self._job())
+        folder = self.config.events_dir or None
+        self._log = EventLog(self.group.rank, folder, on_event, self._callbacks)
         undo.callback(self._log.close)
         period = self.config.heartbeat_seconds
         self._heartbeat = Heartbeat(self._log, period, self.group.size, begin_seconds)
@@ -212,6 +219,13 @@ class CheckpointerCore(abc.ABC):
         self._reports = Reports(
             self.config, self._log, self._callbacks, self._agreement, lambda: self.version
         )
+
+    def _job(self) -> Job:
+        """This rank's place in the job, for callbacks."""
+        rank, ranks = self.group.rank, self._node.ranks
+        levels = tuple(str(e) for e in LEDGERS if e == MEMORY or self.config.uses(e))
+        job_id = job_directory(self.config).job
+        return Job(job_id, rank, self.group.size, ranks.index(rank), levels)
 
     def _join(self, topology: JobTopology, groups: Groups, undo: contextlib.ExitStack) -> None:
         """Connect the levels, and make the parts that copy into slots."""
@@ -650,6 +664,7 @@ class CheckpointerCore(abc.ABC):
         if abandoned:
             self._heartbeat.ended()
         self._log.close()
+        self._callbacks.close()
 
     def _adapter_closed(self) -> None:
         try:

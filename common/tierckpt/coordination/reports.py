@@ -70,7 +70,7 @@ class Reports:
     def sealed(self, snapshot: Snapshot) -> None:
         """Report that a version is complete in this rank's memory."""
         assert snapshot.manifest is not None
-        if not (self._callbacks or self._log.is_heard(logging.DEBUG)):  # at every step, perhaps
+        if not self._log.is_heard(logging.DEBUG):  # at every step, perhaps
             self._log.count("sealed", MEMORY)
             return
         self.emit(
@@ -99,6 +99,7 @@ class Reports:
             "skipped",
             level=level,
             message=why,
+            reason="busy",
             behind_since=self._newest(level),
             severity=logging.DEBUG if again else first,
         )
@@ -110,7 +111,7 @@ class Reports:
     def _pass_over(self, level: Level, version: int, why: str) -> None:
         newest = self._newest(level)
         what = {"version": version, "level": level, "message": why, "behind_since": newest}
-        self.emit("skipped", **what, severity=logging.INFO)
+        self.emit("skipped", **what, reason="superseded", severity=logging.INFO)
 
     def lost(self, version: int, why: str) -> None:
         """Report that a version is lost in memory, and therefore on all levels."""
