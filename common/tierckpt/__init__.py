@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .events import Event
     from .group import Group, SingleGroup
+    from .loop_state import LoopState
     from .restored import Restored
     from .resumable_loader import ResumableLoader
     from .sampler import ResumableSampler
@@ -56,6 +57,7 @@ _HOME = {
     "Event": "events",
     "Group": "group",
     "SingleGroup": "group",
+    "LoopState": "loop_state",
     "Restored": "restored",
     "Saved": "offline.load",
     "load": "offline.load",
@@ -76,6 +78,7 @@ __all__ = [
     "FormatError",
     "Group",
     "Latest",
+    "LoopState",
     "NodeHealthError",
     "PinError",
     "ReplicaError",

@@ -135,6 +135,15 @@ class ResumableLoader(Generic[Batch]):
         """
         return self._place.epoch
 
+    @property
+    def start(self) -> int:
+        """The number of the first batch of the next pass: 0, or after a restore in the middle of an
+        epoch the number of batches that the pass leaves out. For a loop that counts batches:
+        `for i, batch in enumerate(data, data.start)`."""
+        if self._resuming is None or not self._place.begun:
+            return 0
+        return self._place.batches - bool(self._resuming["held"])
+
     def set_epoch(self, epoch: int) -> None:
         """Start this epoch, or continue it if it is the current one; also sets the loader's
         sampler.
@@ -153,6 +162,21 @@ class ResumableLoader(Generic[Batch]):
         for sampler in samplers_of(self.loader):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the loader (`dataset`, `sampler`)."""
+        if name.startswith("_") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute that only the loader has, there."""
+        own = vars(self)
+        mine = name.startswith("_") or name in own or hasattr(type(self), name)
+        if mine or "loader" not in own or not hasattr(self.loader, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
 
     def __len__(self) -> int:
         """Batches of a whole epoch. Raises TypeError if the loader has no length."""
