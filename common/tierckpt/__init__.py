@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     )
     from .events import Event
     from .group import Group, SingleGroup
-    from .loop_state import LoopState
+    from .loop_state import Attributes, LoopState
     from .restored import Restored
     from .resumable_loader import ResumableLoader
     from .sampler import ResumableSampler
     from .settings import Settings
 
 _HOME = {
+    "Attributes": "loop_state",
     "Callbacks": "callbacks",
     "Checkpointer": "checkpointer.checkpointer",
     "Config": "config",
@@ -69,6 +70,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Attributes",
     "Callbacks",
     "Checkpointer",
     "Config",

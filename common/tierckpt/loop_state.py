@@ -87,6 +87,37 @@ class LoopState:
         self._objects = {}
 
 
+class Attributes:
+    """Some attributes of an object without a `state_dict()`, for `extra` or `extra_per_rank`.
+
+        extra={"log": tierckpt.Attributes(logger, "history", "best")}
+
+    Raises ConfigError if the object has no such attribute.
+
+    Args:
+        owner: the object. A restore sets its attributes.
+        names: names of attributes with numbers, strings, tensors, lists or dicts of these, or
+            objects of which all attributes are such values.
+    """
+
+    def __init__(self, owner: object, *names: str) -> None:
+        missing = [name for name in names if not hasattr(owner, name)]
+        if missing or not names:
+            what = f"no attribute {missing[0]!r}" if missing else "attributes; give their names"
+            raise ConfigError(f"Attributes: the {type(owner).__name__} has {what}")
+        self._owner, self._names = owner, names
+
+    def state_dict(self) -> dict[str, Any]:
+        """The current values by name."""
+        return {name: _state_of(getattr(self._owner, name)) for name in self._names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the attributes that the object still has."""
+        for name in self._names:
+            if name in state:
+                setattr(self._owner, name, _set(getattr(self._owner, name), state[name]))
+
+
 def _has_methods(value: Any) -> bool:
     return not isinstance(value, type) and all(
         callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict")
@@ -130,4 +161,4 @@ def _set(value: Any, state: Any) -> Any:
     return value
 
 
-__all__ = ["LoopState"]
+__all__ = ["Attributes", "LoopState"]

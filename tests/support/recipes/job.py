@@ -34,7 +34,9 @@ class Recipe:
     metrics: str
     """A regular expression for the figures in the output that must be equal."""
     files: tuple[str, ...] = ()
-    """Other files of the clone to copy; the script imports the rest from there."""
+    """Other files and folders of the clone that the script needs."""
+    imports: bool = False
+    """Whether it imports packages from the clone."""
     machine: str = ""
     """Changes for a machine without a GPU, for both runs."""
     undisturbed: str = ""
@@ -47,6 +49,8 @@ class Recipe:
     """Classes of averaged weights."""
     ranks: int = 2
     horovod: bool = False
+    setup_lines: int = 0
+    """Records of steps that the script makes before it trains."""
     kill_after: int = 6
     """Number of steps; Horovod's optimizers count each of them twice."""
 
@@ -90,11 +94,13 @@ class RecipeJob:
             "kill": kill,
             "averages": self._recipe.averages,
         }
-        clone = str(self._clones / self._recipe.repository)
+        packages = [os.environ["PYTHONPATH"]]
+        if self._recipe.imports:
+            packages.append(str(self._clones / self._recipe.repository))
         return {
             **quiet_environment(),
             VARIABLE: json.dumps(order),
-            "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], clone]),
+            "PYTHONPATH": os.pathsep.join(packages),
             "TIERCKPT_SHM_DIR": str(self._shm),
             "GLOO_SOCKET_IFNAME": "lo",
             "HOME": str(self.folder),
@@ -119,7 +125,8 @@ class RecipeJob:
     def lines(self, rank: int) -> list[Line]:
         """The records of a rank of the last run."""
         path = self.folder / f"run{self.runs}-rank{rank}"
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return lines[self._recipe.setup_lines :]
 
     def metrics(self) -> list[str]:
         """The figures in the output of rank 0 of the last run."""

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import json
 import os
+import random
 import runpy
 import signal
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_steps
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
@@ -81,6 +83,10 @@ def main() -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    seed = 1000 * order["run"] + rank  # a restarted job draws other numbers until it restores
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     recorder = Recorder(order, rank)
     before_steps(recorder.before)
     after_steps(recorder.after)
