@@ -16,7 +16,9 @@ import pytest
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.recipes import diffs
 from tests.support.recipes.job import RecipeJob, goes_on_exactly
-from tests.support.recipes.scripts import RECIPES
+
+pytest.importorskip("PIL", reason="the recipes make images")
+from tests.support.recipes.scripts import RECIPES  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "scripts.md"
 
