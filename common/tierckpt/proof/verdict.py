@@ -160,9 +160,9 @@ def cause(found: Departure) -> str:
             'tierckpt.ResumableLoader(loader), give it: extra_per_rank={"data": data}, and start '
             "the loop at data.epoch; or give an object that knows the place (the position of a "
             "ResumableSampler, a StatefulDataLoader). A loop that counts iterations starts at the "
-            "one that restore() returns. Or the step drew from a generator of the script's own, or "
-            "averages, scales or counts with an object that was not given: docs/loops.md lists "
-            "other objects with a state"
+            "one that restore() returns, one that counts batches at data.start. Or the step drew "
+            "from a generator of the script's own, or averages, scales or counts with an object "
+            "that was not given: docs/loops.md lists other objects with a state"
         )
     objects = [name for name in found.names if part_of(name) in ("extra", "extra_per_rank")]
     if objects:
@@ -184,8 +184,9 @@ def cause(found: Departure) -> str:
 
 def _of_streams(streams: Collection[str]) -> str:
     texts = {
-        "torch": "a DataLoader draws from torch's as its epoch starts, and so does a model when "
-        "its parameters are initialized",
+        "torch": "a DataLoader draws from torch's as its epoch starts (with "
+        "persistent_workers=True, as its first epoch in a process starts), and so does a model "
+        "when its parameters are initialized",
         "python": "Python's random shuffles or augments",
         "numpy": "numpy.random shuffles or augments",
     }

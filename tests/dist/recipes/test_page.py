@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import ddp_ckpt
 import tierckpt
 from tests.support import exact
 from tests.support.recipes import diffs
+from tests.support.recipes.scripts import RECIPES
 from tests.support.training import working_in
 
 PAGE = Path(__file__).parents[3] / "docs" / "scripts.md"
@@ -85,10 +85,6 @@ def test_the_loop_of_the_page_goes_on(tmp_path: Path) -> None:
 
 
 def test_the_page_has_a_diff_for_each_recipe() -> None:
-    if importlib.util.find_spec("PIL") is None:
-        pytest.skip("the recipes need Pillow")
-    from tests.support.recipes.scripts import RECIPES
-
     assert sorted(diffs.blocks_of(PAGE)) == sorted(RECIPES)
 
 
@@ -96,8 +92,9 @@ def test_diffs_are_applied_in_order(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / "b.py"
     path.write_text("import x\n\nwhile y:\n    go(1)\nwhile y:\n    go(2)  # again\n")
-    change = " import x\n+import z\n\n@@\n-    go(1)\n+    go(z)\n@@\n while y:\n+    z\n     go(2) ...\n"
-    diffs.apply(f"--- a/b.py\n{change}", tmp_path)
+    first = " import x\n+import z\n\n@@\n-    go(1)\n+    go(z)\n"
+    second = "@@\n while y:\n+    z\n     go(2) ...\n"
+    diffs.apply(f"--- a/b.py\n{first}{second}", tmp_path)
     assert path.read_text() == (
         "import x\nimport z\n\nwhile y:\n    go(z)\nwhile y:\n    z\n    go(2)  # again\n"
     )

@@ -16,9 +16,7 @@ import pytest
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.recipes import diffs
 from tests.support.recipes.job import RecipeJob, goes_on_exactly
-
-pytest.importorskip("PIL", reason="the recipes make images")
-from tests.support.recipes.scripts import RECIPES  # noqa: E402
+from tests.support.recipes.scripts import RECIPES
 
 PAGE = Path(__file__).parents[3] / "docs" / "scripts.md"
 

@@ -7,7 +7,6 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from tests.support.recipes.job import Recipe
 
@@ -58,9 +57,10 @@ NANOGPT = Recipe(
 )
 
 
-
 def pictures(folder: Path, train: int = 40, validate: int = 8, val: str = "val") -> None:
     """Random images of five classes."""
+    from PIL import Image
+
     draw = np.random.default_rng(5)
     for split, count in (("train", train), (val, validate)):
         for number in range(count):
@@ -135,7 +135,7 @@ VISION = Recipe(
         *("--train-crop-size", "40", "--val-crop-size", "40", "--val-resize-size", "40"),
         *("--output-dir", "out"),
     ),
-    metrics=r"(Epoch: \[\d+\] +\[ *\d+/\d+\]|lr: \S+|loss: \S+ \(\S+\)|acc\d: \S+ \(\S+\)|Acc@\d \S+)",
+    metrics=r"(Epoch: \[\d+\] +\[ *\d+/\d+\]|lr: \S+|(loss|acc\d): \S+ \(\S+\)|Acc@\d \S+)",
     files=("references/classification",),
     machine="""\
 --- vision/references/classification/train.py
@@ -182,6 +182,8 @@ HOROVOD = Recipe(
 
 def pairs(folder: Path) -> None:
     """Random images in two sizes, in the folders of DIV2K."""
+    from PIL import Image
+
     draw, place = np.random.default_rng(5), folder / "dataset" / "DIV2K"
     for name, size in (("DIV2K_train_HR/{}", 40), ("DIV2K_train_LR_bicubic/X2/{}x2", 20)):
         for number in range(6):
@@ -206,8 +208,6 @@ EDSR = Recipe(
     ranks=1,
 )
 
-RECIPES = {
-    recipe.repository: recipe for recipe in (NANOGPT, TIMM, IMAGENET, VISION, HOROVOD, EDSR)
-}
+RECIPES = {recipe.repository: recipe for recipe in (NANOGPT, TIMM, IMAGENET, VISION, HOROVOD, EDSR)}
 
 __all__ = ["RECIPES"]
