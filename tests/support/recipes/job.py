@@ -49,10 +49,10 @@ class Recipe:
     """Classes of averaged weights."""
     ranks: int = 2
     horovod: bool = False
-    setup_lines: int = 0
-    """Records of steps that the script makes before it trains."""
+    setup_steps: int = 0
+    """Steps that the script makes before it trains."""
     kill_after: int = 6
-    """Number of steps; Horovod's optimizers count each of them twice."""
+    """Number of steps, with those before the training."""
 
 
 class RecipeJob:
@@ -126,7 +126,7 @@ class RecipeJob:
         """The records of a rank of the last run."""
         path = self.folder / f"run{self.runs}-rank{rank}"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return lines[self._recipe.setup_lines :]
+        return lines[self._recipe.setup_steps :]
 
     def metrics(self) -> list[str]:
         """The figures in the output of rank 0 of the last run."""

@@ -45,14 +45,18 @@ class Recorder:
         self._kill, self._names = order.get("kill"), set(order["averages"])
         self._file = (self._folder / f"run{order['run']}-rank{rank}").open("w")
         self._averages: list[Any] | None = None
-        self._steps = 0
+        self._steps = self._depth = 0
 
     def write(self, kind: str, **facts: Any) -> None:
         self._file.write(json.dumps({"kind": kind, **facts}) + "\n")
         self._file.flush()
 
     def before(self, optimizer: Any, *_: Any) -> None:
-        """Record averages as the last iteration left them; be killed."""
+        """Record averages as the last iteration left them; be killed. A step of Horovod's optimizer
+        is around another one."""
+        self._depth += 1
+        if self._depth > 1:
+            return
         if self._averages is None:
             self._averages = [
                 each for each in gc.get_objects() if type(each).__name__ in self._names
@@ -66,6 +70,9 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def after(self, optimizer: Any, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         self._steps += 1
         weights = [each for group in optimizer.param_groups for each in group["params"]]
         self.write(
