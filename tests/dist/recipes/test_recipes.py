@@ -44,4 +44,6 @@ def test_a_script_with_the_lines_of_the_page_goes_on_exactly(
     plain.start()
     assert plain.is_done(), plain.output()
     lines = diffs.blocks_of(PAGE)[recipe.repository]
-    goes_on_exactly(RecipeJob(recipe, clones, tmp_path / "ours", lines, shm_dir), plain, recipe)
+    for kill in recipe.kills:
+        ours = RecipeJob(recipe, clones, tmp_path / f"killed{kill}", lines, shm_dir)
+        goes_on_exactly(ours, plain, recipe, kill)

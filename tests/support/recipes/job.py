@@ -51,8 +51,10 @@ class Recipe:
     horovod: bool = False
     setup_steps: int = 0
     """Steps that the script makes before it trains."""
-    kill_after: int = 6
-    """Number of steps, with those before the training."""
+    kills: tuple[int, ...] = (6, 8)
+    """Numbers of steps after which a rank is killed in the next one, each in a job of its own: in
+    the middle of an epoch, and in the first step of an epoch, so that the end of the one before is
+    done again. With the steps before the training."""
 
 
 class RecipeJob:
@@ -146,10 +148,10 @@ class RecipeJob:
         return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-6000:]}" for p in paths)
 
 
-def goes_on_exactly(ours: RecipeJob, plain: RecipeJob, recipe: Recipe) -> None:
+def goes_on_exactly(ours: RecipeJob, plain: RecipeJob, recipe: Recipe, kill_after: int) -> None:
     """Run the job, kill a rank in the middle of a step, run it again; assert that all records and
     figures are those of `plain`."""
-    ours.start(kill=(recipe.ranks - 1, recipe.kill_after))
+    ours.start(kill=(recipe.ranks - 1, kill_after))
     assert (ours.folder / "killed").exists(), ours.output()
     assert not ours.is_done(), ours.output()
     for rank in range(recipe.ranks):

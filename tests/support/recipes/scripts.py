@@ -54,6 +54,7 @@ NANOGPT = Recipe(
 +    model = DDP(model)
 """,
     data=tokens,
+    kills=(6,),
 )
 
 
@@ -97,7 +98,7 @@ TIMM = Recipe(
     imports=True,
     needs=("torchvision", "yaml", "PIL"),
     averages=("ModelEmaV3",),
-    kill_after=4,
+    kills=(4, 6),
 )
 
 
@@ -177,7 +178,7 @@ HOROVOD = Recipe(
     needs=("torchvision", "filelock"),
     horovod=True,
     setup_steps=1,  # hvd.broadcast_optimizer_state makes one, with gradients of zero
-    kill_after=8,
+    kills=(8, 11),
 )
 
 
@@ -205,6 +206,7 @@ EDSR = Recipe(
     metrics=r"(\[\d+/\d+\]\t\[.*?\]|PSNR: .*)",
     files=("src",),
     data=pairs,
+    kills=(6, 4),
     needs=("imageio", "skimage", "matplotlib", "tqdm", "PIL"),
     ranks=1,
 )
