@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.recipes import diffs
-from tests.support.recipes.job import RecipeJob, goes_on_exactly
+from tests.support.recipes.job import CLONES, RecipeJob, goes_on_exactly
 from tests.support.recipes.scripts import RECIPES
 
 PAGE = Path(__file__).parents[3] / "docs" / "scripts.md"
@@ -23,9 +23,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "scripts.md"
 
 def clones_with(repository: str) -> Path:
     """The folder with this clone; skips the test without it."""
-    folder = Path(os.environ.get("TIERCKPT_RECIPES", "/nowhere"))
+    folder = Path(os.environ.get(CLONES, "/nowhere"))
     if not (folder / repository).is_dir():
-        pytest.skip(f"TIERCKPT_RECIPES names no folder with a clone of {repository}")
+        pytest.skip(f"{CLONES} names no folder with a clone of {repository}")
     return folder
 
 

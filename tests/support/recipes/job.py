@@ -20,6 +20,8 @@ from tests.support.recipes.rank import VARIABLE
 RANK = Path(__file__).with_name("rank.py")
 HOROVODRUN = RANK.parents[1] / "horovodrun.py"
 PATIENCE_SECONDS = 300.0
+CLONES = "TIERCKPT_RECIPES"
+"""The environment variable that names the folder with the clones."""
 Line = dict[str, Any]
 
 
@@ -99,8 +101,10 @@ class RecipeJob:
         packages = [os.environ["PYTHONPATH"]]
         if self._recipe.imports:
             packages.append(str(self._clones / self._recipe.repository))
+        inherited = quiet_environment()
+        inherited.pop(CLONES, None)  # in a job it would be a setting with a wrong name
         return {
-            **quiet_environment(),
+            **inherited,
             VARIABLE: json.dumps(order),
             "PYTHONPATH": os.pathsep.join(packages),
             "TIERCKPT_SHM_DIR": str(self._shm),
@@ -169,4 +173,4 @@ def goes_on_exactly(ours: RecipeJob, plain: RecipeJob, recipe: Recipe, kill_afte
     assert figures == theirs[-len(figures) :], f"{figures}\n{theirs}\n{ours.output()}"
 
 
-__all__ = ["Recipe", "RecipeJob", "goes_on_exactly"]
+__all__ = ["CLONES", "Recipe", "RecipeJob", "goes_on_exactly"]
