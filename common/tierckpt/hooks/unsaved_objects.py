@@ -129,7 +129,6 @@ class Unsaved:
         ]
         scalers = [each for ref in self._scalers if (each := ref()) is not None]
         loaders = found.loaders if EXTRA in self._line else []
-        lasting = found.with_persistent_workers() if EXTRA in self._line else []
         stored = reached(self._given(), [*schedulers, *scalers, *averages, *loaders])
         if any(id(each) in stored for each in loaders):  # the others are an evaluation's
             loaders = []
@@ -144,7 +143,8 @@ class Unsaved:
             ("data", OF_LOADER, stateful_objects.trained_on(loaders)),
         ):
             missing += [(_ref(each), name, text) for each in every if id(each) not in stored]
-        missing += [(_ref(each), "loader", PERSISTENT) for each in lasting[:1]]
+        lasting = found.with_persistent_workers()[:1]
+        missing += [(_ref(each), "loader", PERSISTENT) for each in lasting]
         return [each for each in missing if not _has(self._reported, each[0]())]
 
     def _ours(self) -> Iterator[Any]:
