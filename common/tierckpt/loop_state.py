@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from .errors import ConfigError
+from .state import tree_codec
 
 _WHOLE = (torch.Tensor, np.ndarray, np.generic, deque, Enum, list, tuple, set, frozenset)
 """Values that are stored as they are, besides those without attributes."""
@@ -58,14 +59,11 @@ class LoopState:
         Call it where the loop makes the objects, in each epoch. The state of an object is its
         `state_dict()`, or otherwise its attributes; functions, classes and modules among these are
         left out. A call with the same names replaces the objects. Raises ConfigError if an object
-        has no attributes.
+        has no attributes or contains itself, and UnsupportedStateError, with the attribute's name,
+        if a value cannot be stored.
         """
         for name, each in objects.items():
-            if not (_has_methods(each) or hasattr(each, "__dict__")):
-                raise ConfigError(
-                    f"resume({name}=...): a {type(each).__name__} has no attributes that could be "
-                    f"set; store the value: loop.{name} = ..."
-                )
+            _check(name, each)
         if epoch != self._epoch:
             self._objects, self._restored = {}, {}
         self._epoch = epoch
@@ -116,6 +114,23 @@ class Attributes:
         for name in self._names:
             if name in state:
                 setattr(self._owner, name, _set(getattr(self._owner, name), state[name]))
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise an error if the object cannot be stored."""
+    kind = type(value).__name__
+    if not (_has_methods(value) or hasattr(value, "__dict__")):
+        raise ConfigError(
+            f"resume({name}=...): a {kind} has no attributes that could be set; store the value: "
+            f"loop.{name} = ..."
+        )
+    try:
+        tree_codec.pack(_state_of(value), f"LoopState {name!r}", tree_codec.Arena().keep)
+    except RecursionError:
+        raise ConfigError(
+            f"resume({name}=...): the {kind} contains itself. Give some of its attributes: "
+            f"extra_per_rank={{'{name}': tierckpt.Attributes({name}, 'attribute', ...)}}"
+        ) from None
 
 
 def _has_methods(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import defaultdict, deque
 from enum import Enum
 from types import SimpleNamespace
@@ -148,6 +149,13 @@ def test_impossible_values_are_refused() -> None:
         LoopState(resume=1)
     with pytest.raises(tierckpt.ConfigError, match=r"resume\(best=...\): a float .* loop.best ="):
         LoopState().resume(0, best=1.0)
+    own = SimpleNamespace()
+    own.parent = SimpleNamespace(child=own)
+    with pytest.raises(tierckpt.ConfigError, match=r"the SimpleNamespace contains itself. Give"):
+        LoopState().resume(0, own=own)
+    lock = SimpleNamespace(inner=SimpleNamespace(lock=threading.Lock()))
+    with pytest.raises(tierckpt.UnsupportedStateError, match=r"LoopState 'a'.*inner.*lock"):
+        LoopState().resume(0, a=lock)
     with pytest.raises(tierckpt.ConfigError, match="the SimpleNamespace has no attribute 'a'"):
         Attributes(SimpleNamespace(), "a")
     with pytest.raises(tierckpt.ConfigError, match="give their names"):
