@@ -9,8 +9,8 @@
         ...
         loop.best = max(loop.best, evaluate())
 
-Scripts keep the best metric in a variable, and running averages in small objects that each epoch
-makes anew. Without them the figures that a resumed run logs are averages since the restart.
+Scripts keep the best metric in a variable, and running averages in small objects that they make in
+each epoch. Without them the figures that a resumed run logs are averages since the restart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, 
 
 
 class LoopState:
-    """Values of a loop as attributes, and objects that it makes anew in each epoch.
+    """Values of a loop as attributes, and objects that it makes in each epoch.
 
     Give it to the checkpointer in `extra_per_rank` (in `extra` if it is equal on all ranks). Values
     are numbers, strings, tensors, and lists and dicts of these. Training thread only.
