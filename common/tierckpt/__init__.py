@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     )
     from .events import Event
     from .group import Group, SingleGroup
+    from .loop_state import Attributes, LoopState
     from .restored import Restored
     from .resumable_loader import ResumableLoader
     from .sampler import ResumableSampler
     from .settings import Settings
 
 _HOME = {
+    "Attributes": "loop_state",
     "Callbacks": "callbacks",
     "Checkpointer": "checkpointer.checkpointer",
     "Config": "config",
@@ -56,6 +58,7 @@ _HOME = {
     "Event": "events",
     "Group": "group",
     "SingleGroup": "group",
+    "LoopState": "loop_state",
     "Restored": "restored",
     "Saved": "offline.load",
     "load": "offline.load",
@@ -67,6 +70,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Attributes",
     "Callbacks",
     "Checkpointer",
     "Config",
@@ -76,6 +80,7 @@ __all__ = [
     "FormatError",
     "Group",
     "Latest",
+    "LoopState",
     "NodeHealthError",
     "PinError",
     "ReplicaError",

@@ -54,6 +54,14 @@ class Restored(int):
         made.iteration_counts, made.suspect = facts.iteration_counts, facts.suspect
         return made
 
+    def __str__(self) -> str:
+        """The number, as scripts print it."""
+        return int.__repr__(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """Copied, and stored by a script's own checkpoints, as a plain number."""
+        return int, (int(self),)
+
     def __repr__(self) -> str:
         counted = f"{int(self)} {self.iteration_counts}"
         return f"Restored({counted}, version={self.version}, levels={self.levels})"

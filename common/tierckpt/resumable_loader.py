@@ -116,8 +116,8 @@ class ResumableLoader(Generic[Batch]):
         self._ahead, self._skip = ahead, skip
         self._generators = generators_of(loader, generators)
         self._place = _Place()
-        self._first = self._before = _Streams(None, [])
-        """The states at the start of the pass, and before the newest batch was requested."""
+        self._first = self._before = self._earlier = _Streams(None, [])
+        """The states at the start of the pass, and before the last two batches were requested."""
         self._resuming: dict[str, Any] | None = None
         """The restored state, from a restore until a pass starts."""
         self._restored: _Streams | None = None
@@ -139,6 +139,15 @@ class ResumableLoader(Generic[Batch]):
         """
         return self._place.epoch
 
+    @property
+    def start(self) -> int:
+        """The number of the first batch of the next pass: 0, or after a restore in the middle of an
+        epoch the number of batches that the pass leaves out. For a loop that counts batches:
+        `for i, batch in enumerate(data, data.start)`."""
+        if self._resuming is None or not self._place.begun:
+            return 0
+        return self._place.batches - bool(self._resuming["held"])
+
     def set_epoch(self, epoch: int) -> None:
         """Start this epoch, or continue it if it is the current one; also sets the loader's
         sampler.
@@ -157,6 +166,21 @@ class ResumableLoader(Generic[Batch]):
         for sampler in samplers_of(self.loader):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the loader (`dataset`, `sampler`)."""
+        if name.startswith("_") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute that only the loader has, there."""
+        own = vars(self)
+        mine = name.startswith("_") or name in own or hasattr(type(self), name)
+        if mine or "loader" not in own or not hasattr(self.loader, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
 
     def __len__(self) -> int:
         """Batches of a whole epoch. Raises TypeError if the loader has no length."""
@@ -184,7 +208,7 @@ class ResumableLoader(Generic[Batch]):
                     "another epoch was started, or a checkpoint restored, since this pass started; "
                     "iterate over the ResumableLoader again"
                 )
-            self._before = self._streams()
+            self._earlier, self._before = self._before, self._streams()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -207,8 +231,7 @@ class ResumableLoader(Generic[Batch]):
         if place.batches == 0:
             rest = self._pass(place, batches)
         else:
-            if self._skip != "none":
-                self._skip_batches(batches, place.batches - 1)
+            self._skip_to_newest(batches, state["earlier"])
             # Data that is prefetched together with the newest batch is drawn from the same states.
             self._before = _Streams(**state["before"])
             self._set(self._before)
@@ -223,6 +246,20 @@ class ResumableLoader(Generic[Batch]):
     def _now(self, state: dict[str, Any]) -> _Streams:
         """The generators as they were when `state` was taken, unless it contains other states."""
         return self._restored or _Streams(generators.pack_rng(), state["own"])
+
+    def _skip_to_newest(self, batches: Iterator[Batch], earlier: dict[str, Any] | None) -> None:
+        """Skip all batches before the newest one. `earlier`: the states before the last of these
+        was requested, if the newest one is trained on: the loader may have read it ahead then."""
+        count = self._place.batches - 1
+        if self._skip == "none":
+            return
+        if earlier is None or count == 0:
+            self._skip_batches(batches, count)
+            return
+        self._skip_batches(batches, count - 1)
+        self._earlier = _Streams(**earlier)
+        self._set(self._earlier)
+        self._next_of(batches, count)
 
     def _skip_batches(self, batches: Iterator[Batch], count: int) -> None:
         indexed = self._skip == "index" or (
@@ -281,7 +318,8 @@ class ResumableLoader(Generic[Batch]):
         self._trained = self._place.batches
 
     def state_dict(self, in_forward: bool = False) -> dict[str, Any]:
-        """The place: counts, and states of generators (20 kB, and 15 kB for each extra one).
+        """The place: counts, and states of generators (20 kB, and 15 kB for each extra one; 10 kB
+        more if the loop holds a batch).
 
         Later events do not change the result. `in_forward`: the boundary is the forward pass of the
         next iteration, and its batch was already taken and drawn.
@@ -296,9 +334,12 @@ class ResumableLoader(Generic[Batch]):
         if self.between and place.ended:
             # the resumed loop does its work at the end of the epoch again from there
             then = self._before
+        held = untrained and place.begun and not place.ended
+        reads_again = held and place.batches > 1 and self._skip != "none"
         return {
             "place": dict(vars(place)),
-            "held": untrained and place.begun and not place.ended,
+            "held": held,
+            "earlier": self._earlier.packed() if reads_again else None,
             "first": self._first.packed(),
             "before": self._before.packed(),
             "own": now.own,
@@ -316,7 +357,7 @@ class ResumableLoader(Generic[Batch]):
         none = _Streams(None, []).packed()
         place = dict(vars(_Place(self._place.epoch + 1)))
         streams = {"first": none, "before": none, "own": now.own, "now": None}
-        return {"place": place, "held": False, **streams}
+        return {"place": place, "held": False, "earlier": None, **streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next pass resume there. Raises ConfigError, with nothing changed, if the saved

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tierckpt
 
 KIND, STEPS = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100
-BY_EPOCH = KIND in ("epochs", "wrap")
+BY_EPOCH = KIND in ("epochs", "wrap", "counts")
 """The schedule steps at ends of epochs, and is not given to the Checkpointer."""
 HOROVOD = "HOROVOD_RANK" in os.environ
 RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
@@ -82,7 +82,10 @@ def main() -> None:
     start = 0 if KIND in ("afresh", "wrap") else int(ckpt.restore())
     if KIND == "python":
         noise = [random.random() for _ in range(8)]
-    for _, batch in zip(range(start, STEPS), batches(sampler, schedule), strict=False):
+    pairs = zip(range(start, STEPS), batches(sampler, schedule), strict=False)
+    for number, (_, batch) in enumerate(pairs):
+        if KIND == "counts":
+            opt.param_groups[0]["lr"] = 0.1 / (1 + number)
         opt.zero_grad()
         if KIND == "urandom":
             batch = batch + int.from_bytes(os.urandom(4), "big") / 2**32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -82,6 +83,7 @@ LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "stream": (lambda: DataLoader(Stream(), BATCH), {}),
     "reads ahead": (OneAhead, {}),
     "held": (lambda: DataLoader(Augmented(), BATCH, shuffle=True), {"ahead": 1}),
+    "held, reads ahead": (OneAhead, {"ahead": 1}),
     "drawn": (drawn, {"ahead": 1, "skip": "none"}),
 }
 
@@ -169,6 +171,39 @@ def test_a_resumed_loop_sees_the_same_samples_as_an_undisturbed_one(kind: str) -
         expected = loop.seen[lengths[step] :]
         assert expected or step == steps
         assert resumed.seen[: len(expected)] == expected, f"resumed at step {step}"
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "held"])
+def test_a_resumed_loop_counts_on(kind: str) -> None:
+    loop = Loop(*LOADERS[kind])
+    assert loop.data.start == 0
+    for _ in zip(range(8), loop.boundaries(), strict=False):
+        pass
+    assert loop.data.start == 0, "the next pass is a whole one"
+    resumed = Loop(*LOADERS[kind])
+    resumed.restore(loop.saved())
+    assert resumed.data.start == 2
+    count, batches = resumed.data.start, iter(resumed.data)
+    assert resumed.data.start == 0
+    assert count + len(list(batches)) == 6
+    resumed.restore(loop.saved())
+    resumed.data.set_epoch(resumed.data.epoch + 1)
+    assert resumed.data.start == 0
+
+
+def test_the_loader_s_attributes_are_there() -> None:
+    loader = OneAhead()
+    loader.mixup_enabled = True  # type: ignore[attr-defined]
+    data = ResumableLoader(loader)
+    assert data.mixup_enabled
+    data.mixup_enabled = False
+    assert not loader.mixup_enabled  # type: ignore[attr-defined]
+    data.note = 1
+    assert data.note == 1
+    assert not hasattr(loader, "note")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = data.nothing
+    assert copy.copy(data).loader is loader
 
 
 def test_a_place_saved_before_the_loop_continues_is_the_restored_one() -> None:

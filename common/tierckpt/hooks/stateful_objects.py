@@ -34,6 +34,13 @@ class Found:
     averages: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
     """Loaders that store and load their position (torchdata's)."""
+    plain_loaders: list[Any] = field(default_factory=list)
+    """Loaders that do not."""
+
+    def with_persistent_workers(self) -> list[Any]:
+        """Loaders with workers that go on from epoch to epoch."""
+        every = (*self.loaders, *self.plain_loaders)
+        return [each for each in every if getattr(each, "persistent_workers", False)]
 
 
 def look() -> Found:
@@ -55,7 +62,7 @@ def _list_for(kind: type, found: Found) -> list[Any] | None:
     if issubclass(kind, AveragedModel):
         return found.averages
     if not all(callable(getattr(kind, n, None)) for n in ("state_dict", "load_state_dict")):
-        return None
+        return found.plain_loaders if issubclass(kind, DataLoader) else None
     if issubclass(kind, LRScheduler):
         return found.schedulers
     if issubclass(kind, DataLoader):

@@ -143,6 +143,8 @@ class Unsaved:
             ("data", OF_LOADER, stateful_objects.trained_on(loaders)),
         ):
             missing += [(_ref(each), name, text) for each in every if id(each) not in stored]
+        lasting = found.with_persistent_workers()[:1]
+        missing += [(_ref(each), "loader", PERSISTENT) for each in lasting]
         return [each for each in missing if not _has(self._reported, each[0]())]
 
     def _ours(self) -> Iterator[Any]:
@@ -165,6 +167,9 @@ class Unsaved:
 
     def _report(self, obj: Any, name: str, text: str) -> None:
         self._reported.append(_ref(obj))
+        if text is PERSISTENT:
+            self._warn(f"a {type(obj).__name__} {text}")
+            return
         it = name_in_script(obj) or name
         how = self._line.replace(EXTRA, PER_RANK) if text is OF_LOADER else self._line
         line = how.format(name=it.rpartition(".")[2], it=it)
@@ -201,6 +206,13 @@ OF_MEAN = (
 OF_LOADER = (
     f"is in the middle of a pass, {NOTHING} its place in the data is in no checkpoint, so a "
     "resumed run starts the epoch again."
+)
+
+PERSISTENT = (
+    "has persistent_workers=True: random numbers that samples draw in its workers go on from epoch "
+    "to epoch, and it draws from torch's generator only at its first pass in a process. Both are "
+    "in no checkpoint, so a resumed run draws other random numbers in later epochs. For an exact "
+    "restart set persistent_workers=False, also for the loader of an evaluation."
 )
 
 

@@ -99,7 +99,7 @@ class PlaceOfAnyRanks(ResumableLoader[Batch]):
         place = self._place
         trained = place.batches - bool(self._resuming["held"])
         place.batches = min(math.ceil(trained * factor), len(self))
-        self._resuming |= {"place": dict(vars(place)), "held": False}
+        self._resuming |= {"place": dict(vars(place)), "held": False, "earlier": None}
 
 
 __all__ = ["PlaceOfAnyRanks", "StepSize"]

@@ -142,7 +142,8 @@ def cause(found: Departure) -> str:
         return (
             "Only options of an optimizer (a learning rate) differ: a scheduler starts again from "
             "zero. "
-            'Give it: extra={"scheduler": scheduler} (wrap: after the scheduler\'s own line)'
+            'Give it: extra={"scheduler": scheduler} (wrap: after the scheduler\'s own line). '
+            f"If it is given, {COUNTS}"
         )
     if "options" in parts:
         return (
@@ -150,7 +151,7 @@ def cause(found: Departure) -> str:
             "a scheduler that steps at the end of an epoch starts again from zero. Give it: "
             'extra={"scheduler": scheduler} (wrap: after the scheduler\'s own line). If it is '
             "given, the step used other data: put tierckpt.ResumableLoader around the loader, and "
-            "give it as extra_per_rank"
+            f"give it as extra_per_rank. Or {COUNTS}"
         )
     if trained:
         return (
@@ -159,16 +160,17 @@ def cause(found: Departure) -> str:
             'tierckpt.ResumableLoader(loader), give it: extra_per_rank={"data": data}, and start '
             "the loop at data.epoch; or give an object that knows the place (the position of a "
             "ResumableSampler, a StatefulDataLoader). A loop that counts iterations starts at the "
-            "one that restore() returns. Or the step drew from a generator of the script's own, or "
-            "averages, scales or counts with an object that was not given: docs/loops.md lists "
-            "other objects with a state"
+            "one that restore() returns, one that counts batches at data.start. Or the step drew "
+            "from a generator of the script's own, or averages, scales or counts with an object "
+            "that was not given: docs/loops.md lists other objects with a state"
         )
     objects = [name for name in found.names if part_of(name) in ("extra", "extra_per_rank")]
     if objects:
         which = some(list(dict.fromkeys(object_of(name) for name in objects)))
         return (
             f"Only {which} differ: load_state_dict() does not restore everything that state_dict() "
-            "returned, or something changes it between restore() and the loop"
+            "returned, or something changes it between restore() and the loop. Or "
+            f"{COUNTS}"
         )
     if parts == {"metric"}:
         return (
@@ -182,8 +184,9 @@ def cause(found: Departure) -> str:
 
 def _of_streams(streams: Collection[str]) -> str:
     texts = {
-        "torch": "a DataLoader draws from torch's as its epoch starts, and so does a model when "
-        "its parameters are initialized",
+        "torch": "a DataLoader draws from torch's as its epoch starts (with "
+        "persistent_workers=True, as its first epoch in a process starts), and so does a model "
+        "when its parameters are initialized",
         "python": "Python's random shuffles or augments",
         "numpy": "numpy.random shuffles or augments",
     }
@@ -203,6 +206,11 @@ def object_of(name: str) -> str:
     return "/".join(name.split("/")[:2])
 
 
+COUNTS = (
+    "the loop counts batches, from 0 after a restart in the middle of an epoch, and computes with "
+    "the count (a rate, the decay of an average): for i, batch in enumerate(data, data.start), "
+    "with data = tierckpt.ResumableLoader(loader)"
+)
 NOT_DETERMINISTIC = (
     "The script itself is not deterministic: two runs without a kill differ, so a resumed run "
     "cannot be equal. Usual causes: seeds that are not set, or are taken from the time or "

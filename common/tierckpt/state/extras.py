@@ -22,14 +22,15 @@ Generator = torch.Generator | np.random.Generator
 
 
 def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check an `extra` or `extra_per_rank` argument, and return it as a dict. Raises
-    UnsupportedStateError for an argument of another type, or an object without both methods."""
+    """Check an `extra` or `extra_per_rank` argument, and return it as a dict, without names for
+    None (a scaler of a script that uses none). Raises UnsupportedStateError for an argument of
+    another type, or an object without both methods."""
     if not isinstance(given or {}, Mapping):
         raise UnsupportedStateError(
             f"{argument} is a {type(given).__name__}; give a dict of names and objects, "
             f"{argument}={{'name': object}}"
         )
-    objects = dict(given or {})
+    objects = {name: obj for name, obj in (given or {}).items() if obj is not None}
     for name, obj in objects.items():
         check_extra(argument, name, obj)
     return objects

@@ -370,6 +370,28 @@ def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[st
     assert text.endswith("Give it, too: extra_per_rank={'data': data}")
 
 
+def test_persistent_workers(settings: dict[str, Any]) -> None:
+    """Also of an evaluation's loader; once."""
+    model, opt = build()
+    kind = torch.utils.data.DataLoader
+    loaders = [kind(range(8), num_workers=1, persistent_workers=True) for _ in range(2)]  # type: ignore[type-var]
+    with attached(model, opt, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    (text,) = said
+    assert text.startswith("a DataLoader has persistent_workers=True: random numbers that samples")
+    assert text.endswith("set persistent_workers=False, also for the loader of an evaluation.")
+    del loaders
+
+
+def test_nothing_is_no_object(settings: dict[str, Any]) -> None:
+    """A script that may have a scaler gives its variable."""
+    model, opt = build()
+    none = {"scaler": None}
+    with attached(model, opt, extra=none, extra_per_rank=none, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    assert said == []
+
+
 def test_an_optimizer_whose_groups_never_stop_changing(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
     [
         ("position", "All random streams are equal, and yet the step differs"),
         ("schedule", "Only options of an optimizer (a learning rate) differ"),
+        ("counts", "the loop counts batches, from 0 after a restart in the middle of an epoch"),
         ("python", "The random stream of python is at another place"),
         ("urandom", "not deterministic: step "),
         ("afresh", "not exact: The restarted job started from scratch"),

@@ -183,14 +183,14 @@ def train(scenario: Scenario) -> Training:
             first = data._place.batches if ckpt and data._resuming else 0
             batches = map(joined, data, other) if scenario.data == "two" else data
             for index, batch in enumerate(batches, first):
+                if scenario.batches and index >= scenario.batches:
+                    break
                 training.train(batch, index)
                 if ckpt is not None:
                     ckpt.step()
                     if ckpt.should_exit():
                         break
                 journal.reach("batch end", training.steps)
-                if index + 1 == scenario.batches:
-                    break
             if ckpt is not None and ckpt.should_exit():
                 break
             torch.rand(())  # work at the end of an epoch

@@ -197,6 +197,9 @@ def test_a_value_that_was_not_recorded_is_not_called_equal(tmp_path: Path) -> No
         (("rng/cuda[0]",), "The random stream of cuda[0] is"),
         (("extra/scaler/scale", "extra_per_rank/loader/at"), "Only extra/scaler, extra_per_rank/"),
         (("metric",), "the metric given to step() is not"),
+        (("options/optimizer[0]/lr",), "for i, batch in enumerate(data, data.start)"),
+        (("options/optimizer[0]/lr", "model/a"), "counts batches, from 0 after a restart"),
+        (("extra/ema/a",), "the decay of an average"),
         (("adapter/x",), "none of the usual ones"),
     ],
 )
