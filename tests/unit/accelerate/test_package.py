@@ -97,4 +97,4 @@ def test_a_name_that_attach_uses_is_refused() -> None:
 
 def test_a_loader_that_was_not_prepared_is_refused() -> None:
     with pytest.raises(ConfigError, match="a DataLoader, was not prepared"):
-        ResumedLoader(torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
+        ResumedLoader(torch.utils.data.DataLoader([1, 2]), Accelerator())  # type: ignore[arg-type]
