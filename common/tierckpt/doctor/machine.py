@@ -80,13 +80,18 @@ def _larger(subject: Subject, needed_bytes: int) -> str:
     """Commands that make shared memory larger, for this kind of container."""
     place = subject.config.shm_dir
     gib = -(-needed_bytes // 2**30)
-    size = f"{gib + 1}g" if needed_bytes else "SIZE (slots x state / nodes)"
+    number = str(gib + 1) if needed_bytes else "N"
+    where = "" if needed_bytes else "; N GiB: slots x state / nodes"
     container = container_of(subject)
     if container == "Kubernetes":
-        return f"mount an emptyDir with medium: Memory and sizeLimit: {size}i at {place}"
+        volume = f"medium: Memory and sizeLimit: {number}Gi"
+        return f"mount an emptyDir with {volume} at {place}{where}"
+    if container == "Apptainer":
+        return f"apptainer exec --bind {place}, to have that of the node"
     if container:
-        return f"start the container with --shm-size={size}, or --ipc=host"
-    return f"mount -o remount,size={size} {place}, more nodes, or a larger TIERCKPT_SHM_DIR"
+        return f"start the container with --shm-size={number}g, or --ipc=host{where}"
+    larger = f"mount -o remount,size={number}g {place}"
+    return f"{larger}, more nodes, or a larger TIERCKPT_SHM_DIR{where}"
 
 
 def container_of(subject: Subject) -> str:

@@ -15,6 +15,7 @@ from tierckpt.storage.memory import image_file
 from tierckpt.storage.persistent.backend import Backend
 
 from .finding import Finding, Subject, absent, cross, good, warning
+from .machine import container_of
 
 LIMIT_SECONDS = 20.0
 """Time for a directory to answer."""
@@ -33,7 +34,7 @@ def local(subject: Subject) -> Iterator[Finding]:
     if image_file.expected(subject.config):
         copies = image_file.most_files(subject.config, subject.config.slots or 2)
     found = of_directory(Need(directory, copies * subject.node_bytes), LIMIT_SECONDS)
-    yield from _directory(name, directory, found, FOR_LOCAL)
+    yield from _directory(subject, name, directory, found, FOR_LOCAL)
     mount = _mount(found)
     if mount.kind in MEMORY:
         text = f"{mount.point} is {mount.kind}: versions survive a process, not the machine"
@@ -43,12 +44,19 @@ def local(subject: Subject) -> Iterator[Finding]:
         text = f"{mount.point} is {mount.kind}, shared by all nodes and slower than a disk"
         yield warning(name, text, "set TIERCKPT_PATH to a disk of the node's own")
     elif mount.kind in LAYERS:
-        yield _layer(name, mount)
+        yield _layer(subject, name, mount)
 
 
-def _layer(name: str, mount: Mount) -> Finding:
+def _layer(subject: Subject, name: str, mount: Mount) -> Finding:
     text = f"is in the container's own layer ({mount.kind}), and is removed with the container"
-    return warning(name, text, "mount a folder of the node: docker run -v /scratch:/scratch")
+    return warning(name, text, _volume(container_of(subject)))
+
+
+def _volume(container: str) -> str:
+    """Advice to use a folder from outside of the container."""
+    how = {"Kubernetes": "a hostPath volume", "Apptainer": "apptainer exec --bind /scratch"}
+    docker = f"{container.lower() or 'docker'} run -v /scratch:/scratch"
+    return f"mount a folder of the node there: {how.get(container, docker)}"
 
 
 def persistent(subject: Subject) -> Iterator[Finding]:
@@ -63,10 +71,10 @@ def persistent(subject: Subject) -> Iterator[Finding]:
         return
     copies = subject.config.persistent.keep_last + 1
     found = of_directory(Need(path, copies * subject.state_bytes), LIMIT_SECONDS)
-    yield from _directory(name, path, found, FOR_PERSISTENT, parents=False)
+    yield from _directory(subject, name, path, found, FOR_PERSISTENT, parents=False)
     mount = _mount(found)
     if mount.kind in LAYERS:
-        yield _layer(name, mount)
+        yield _layer(subject, name, mount)
     elif mount.kind in MEMORY:
         text = f"{mount.point} is {mount.kind}: nothing there survives this machine"
         yield warning(name, text, "set TIERCKPT_PERSISTENT_PATH to a parallel file system")
@@ -83,7 +91,12 @@ def _mount(found: Guarantees) -> Mount:
 
 
 def _directory(
-    name: str, path: str, found: Guarantees, needs: tuple[str, ...], parents: bool = True
+    subject: Subject,
+    name: str,
+    path: str,
+    found: Guarantees,
+    needs: tuple[str, ...],
+    parents: bool = True,
 ) -> Iterator[Finding]:
     """Findings of one directory. `parents`: the job makes missing parents, too."""
     there, kind = found.place or path, _mount(found).kind
@@ -92,7 +105,8 @@ def _directory(
         return
     if found.problem:
         text = found.problem if path in found.problem else f"{there}: {found.problem}"
-        yield cross(name, text, _cure(there, found.problem, _mount(found)))
+        container = container_of(subject)
+        yield cross(name, text, _cure(there, found.problem, _mount(found), container))
         return
     broken = {what: why for what, why in found.broken.items() if what in needs}
     if broken:
@@ -109,13 +123,15 @@ def _directory(
         yield warning(name, f"{text}: a loss of power may take the newest versions", cure)
 
 
-def _cure(there: str, problem: str, mount: Mount) -> str:
+def _cure(there: str, problem: str, mount: Mount, container: str) -> str:
     if "may not write" in problem:
         return f"chown {os.getuid()} {there}, or another path"
     if "did not answer" in problem:
         return "take the node out of use, or mount the file system again"
     if "needed" in problem:
         return "free space there, or another path on a larger file system"
+    if "read-only" in problem and container and (mount.point == "/" or mount.kind in LAYERS):
+        return _volume(container)
     if "read-only" in problem:
         return f"mount -o remount,rw {mount.point}, or another path"
     return "another path"

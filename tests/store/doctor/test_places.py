@@ -94,6 +94,32 @@ def test_a_read_only_file_system_is_a_cross_until_it_is_mounted_again(tmp_path: 
         assert only(local(tmp_path), Mark.GOOD)
 
 
+@pytest.mark.parametrize(
+    ("made", "environment", "cure"),
+    [
+        (".dockerenv", {}, "docker run -v /scratch:/scratch"),
+        ("run/.containerenv", {}, "podman run -v /scratch:/scratch"),
+        ("x", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "a hostPath volume"),
+        ("x", {}, "mount -o remount,rw"),
+    ],
+)
+def test_a_read_only_root_of_a_container_needs_a_volume(
+    made: str,
+    environment: dict[str, str],
+    cure: str,
+    overlay: Path,
+    tmp_path: Path,
+) -> None:
+    """A user without rights cannot mount it again."""
+    (root := tmp_path / "root" / made).parent.mkdir(parents=True)
+    root.touch()
+    subject = Subject(Config(path=f"{overlay}/ckpts"), environment, root=tmp_path / "root")
+    with read_only(overlay):
+        cross = only([*places.local(subject)], Mark.CROSS)
+    assert cross.text == f"{overlay}: it is mounted read-only"
+    assert cure in cross.cure
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_a_directory_without_permission_is_a_cross_and_the_cure_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,8 @@ def test_a_limit_of_the_control_group_counts(tmp_path: Path) -> None:
     [
         (".dockerenv", {}, "Docker", "--shm-size=9g"),
         ("run/.containerenv", {}, "Podman", "--shm-size=9g"),
-        ("x", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes", "sizeLimit: 9gi"),
+        ("x", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes", "sizeLimit: 9Gi"),
+        ("x", {"APPTAINER_CONTAINER": "/x.sif"}, "Apptainer", "--bind /dev/shm"),
         ("x", {}, "", "remount,size=9g"),
     ],
 )
@@ -59,6 +60,9 @@ def test_the_cure_fits_the_container(
     subject = Subject(Config(), environment, root=tmp_path)
     assert machine.container_of(subject) == kind
     assert cure in machine._larger(subject, 8 * 2**30)
+    unknown = machine._larger(subject, 0)
+    assert unknown.endswith("; N GiB: slots x state / nodes") == ("9" in cure)
+    assert cure.replace("9", "N") in unknown
 
 
 def test_a_state_that_does_not_fit_is_a_cross(shm_dir: Path) -> None:
