@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import tomllib
@@ -641,8 +642,8 @@ def parse_notices(text: str) -> tuple[str, str]:
     endpoint = endpoint.strip()
     if name and name not in CLOUDS:
         raise ConfigError(
-            f"halt_notices is {text!r}; valid: {', '.join(CLOUDS)}, each perhaps with the address "
-            "of its metadata service, 'aws http://127.0.0.1:1338'; or nothing"
+            f"halt_notices is {text!r}; valid is one of {', '.join(CLOUDS)}, perhaps with the "
+            "address of its metadata service ('aws http://127.0.0.1:1338'); or nothing"
         )
     if endpoint and not _is_address(endpoint):
         raise ConfigError(
@@ -655,6 +656,7 @@ def parse_notices(text: str) -> tuple[str, str]:
 def _is_address(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+        more = parts.query or parts.fragment or parts.username or re.search(r"\s", text)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0 and not more
     except ValueError:  # no port
         return False

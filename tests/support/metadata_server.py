@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -15,6 +16,8 @@ Reply = Callable[[str, str, Mapping[str, str]], Answer]
 """Answers a method, a path and headers with a status and a text."""
 HOLDS = 0
 """Status of an answer that never comes."""
+TRICKLES = 1
+"""Status of an answer that never ends: some bytes come all the time."""
 
 
 class Server:
@@ -39,6 +42,13 @@ class Server:
                 status, text = server.reply(method, self.path, self.headers)
                 if status == HOLDS:
                     server.over.wait()
+                    return
+                if status == TRICKLES:
+                    self.send_response(200)
+                    self.end_headers()
+                    with contextlib.suppress(OSError):  # the client has gone
+                        while not server.over.wait(0.01):
+                            self.wfile.write(b"TRUE")
                     return
                 body = text.encode("latin-1")
                 self.send_response(status)

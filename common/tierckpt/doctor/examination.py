@@ -26,7 +26,7 @@ SECTIONS: dict[str, tuple[Check, ...]] = {
     "Machine": (machine.shared_memory, machine.memory, machine.limits, clock.synchronized),
     "Places": (places.local, places.persistent),
     "Network": (network.interface, network.infiniband),
-    "Settings": (settings.variables, settings.configuration, settings.agents),
+    "Settings": (settings.variables, settings.configuration, settings.notices, settings.agents),
 }
 
 

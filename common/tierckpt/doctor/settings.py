@@ -15,6 +15,7 @@ from tierckpt._text import counted, some
 from tierckpt.agent.address import AgentFiles
 from tierckpt.config import NOT_SETTINGS, PREFIX, Config, known_settings, load_config
 from tierckpt.errors import ConfigError
+from tierckpt.halt.preemption import service_of
 from tierckpt.storage.files import file_lock
 from tierckpt.storage.memory.job_directory import JobDirectory, jobs_at
 
@@ -23,6 +24,9 @@ from .finding import Finding, Subject, absent, cross, good, warning
 INTERNAL = ("TIERCKPT_AGENT_FINGERPRINT",)
 """Variables that processes of Tierckpt give each other."""
 FAULTS = "TIERCKPT_FAULTS"
+TO_INSTALL = "; run: "
+"""Comes before the command in errors about a package that is not installed."""
+PLACES = ("CONFIG", "PATH", "SHM_DIR", "PERSISTENT_PATH", "PERSISTENT_STORAGE_OPTIONS", "NODE")
 MOST_AGENTS = 8
 """Limit of places of agents that are looked at in a job's folder."""
 
@@ -60,7 +64,8 @@ def configuration(subject: Subject) -> Iterator[Finding]:
     try:
         config = load_config(subject.arguments, environment)
     except ConfigError as error:
-        yield cross("settings", str(error), "change this setting: see docs/settings.md")
+        text, _, command = str(error).partition(TO_INSTALL)
+        yield cross("settings", text, command or "change this setting: see docs/settings.md")
         return
     if config.idle:
         text = f"without persistent_path no effect: {', '.join(config.idle)}"
@@ -79,13 +84,36 @@ def _without(environment: Mapping[str, str], names: list[str]) -> dict[str, str]
 
 def valid_config(arguments: Mapping[str, str], environment: Mapping[str, str]) -> Config:
     """The settings if they are valid; else the places alone, as far as these are valid."""
-    for given, known in (
-        (arguments, _without(environment, unknown_variables(environment))),
-        (arguments, {}),
-    ):
+    places = {PREFIX + name for name in PLACES}
+    known = _without(environment, unknown_variables(environment))
+    few = {name: value for name, value in known.items() if name in places}
+    without_file = _without(few, [f"{PREFIX}CONFIG"])
+    for variables in (known, few, without_file, {}):
         with contextlib.suppress(ConfigError):
-            return load_config(given, known)
+            return load_config(arguments, variables)
     return Config()
+
+
+def notices(subject: Subject) -> Iterator[Finding]:
+    """The cloud's metadata service, asked once for a notice."""
+    found = service_of(subject.config.halt_notices, subject.environment)
+    if found is None:
+        return
+    name, cloud, service = found
+    try:
+        notice = cloud.look(service)
+    except Exception as error:  # as the job's own thread: a service may answer anything
+        text = f"{service.endpoint} does not answer as {name} does ({error}): no notice is seen"
+        cure = "unset TIERCKPT_HALT_NOTICES, unless this is a machine of that cloud"
+        hops = "; in a container: aws ec2 modify-instance-metadata-options --instance-id ID "
+        more = f"{hops}--http-put-response-hop-limit 2" if name == "aws" else ""
+        yield warning("notices", text, cure + more)
+        return
+    if notice is None:
+        yield good("notices", f"{name} answers at {service.endpoint}, and announces no end")
+    else:
+        text = f"{name} takes this machine away ({notice.action})"
+        yield cross("notices", text, "start jobs on another machine")
 
 
 # --- agents --------------------------------------------------------------------------------------

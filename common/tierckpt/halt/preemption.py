@@ -56,18 +56,19 @@ class Metadata:
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: as `http://169.254.169.254`."""
         self.endpoint = endpoint.rstrip("/")
-        parts = urlsplit(self.endpoint)
-        self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path
         self.token = ""
         """Token of AWS; empty: none yet."""
 
     def ask(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
         """Status and text of the answer. Raises OSError, http.client.HTTPException, ValueError."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
+        parts = urlsplit(self.endpoint)
+        connection = http.client.HTTPConnection(
+            parts.hostname or "", parts.port, timeout=ANSWER_SECONDS
+        )
         try:
-            connection.request(method, self._prefix + path, headers=dict(headers))
+            connection.request(method, parts.path + path, headers=dict(headers))
             answer = connection.getresponse()
-            return answer.status, answer.read(MOST_BYTES).decode()
+            return answer.status, _body(answer).decode()
         finally:
             connection.close()
 
@@ -77,6 +78,17 @@ class Metadata:
         if status != 200:
             raise ValueError(f"status {status} for {path}")
         return text
+
+
+def _body(answer: http.client.HTTPResponse) -> bytes:
+    """The answer's body, up to MOST_BYTES. Raises TimeoutError if it never ends: the socket's limit
+    counts anew for each part."""
+    deadline, read = time.monotonic() + ANSWER_SECONDS, b""
+    while len(read) < MOST_BYTES and (part := answer.read1(MOST_BYTES - len(read))):
+        read += part
+        if time.monotonic() > deadline:
+            raise TimeoutError("the answer does not end")
+    return read
 
 
 # --- clouds --------------------------------------------------------------------------------------
@@ -173,6 +185,15 @@ CLOUDS = {
 }
 
 
+def service_of(setting: str, environment: Mapping[str, str]) -> tuple[str, Cloud, Metadata] | None:
+    """Name of the cloud of `Config.halt_notices`, the cloud, and its service; None if it is empty.
+    Nothing is asked yet."""
+    name, endpoint = parse_notices(setting)
+    if not name:
+        return None
+    return name, CLOUDS[name], Metadata(endpoint or CLOUDS[name].endpoint(environment))
+
+
 # --- the thread ----------------------------------------------------------------------------------
 
 
@@ -190,10 +211,8 @@ class PreemptionWatcher:
         self._failures = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        name, endpoint = parse_notices(setting)
-        if name:
-            self._name, self._cloud = name, CLOUDS[name]
-            self._service = Metadata(endpoint or self._cloud.endpoint(environment))
+        if found := service_of(setting, environment):
+            self._name, self._cloud, self._service = found
             self._thread = threading.Thread(
                 target=self._work, name="tierckpt-preemption", daemon=True
             )
@@ -231,4 +250,4 @@ class PreemptionWatcher:
             self.notice = found
 
 
-__all__ = ["CLOUDS", "Cloud", "Metadata", "Notice", "PreemptionWatcher"]
+__all__ = ["CLOUDS", "Cloud", "Metadata", "Notice", "PreemptionWatcher", "service_of"]

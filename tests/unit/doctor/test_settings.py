@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tierckpt
+from tests.support.metadata_server import Aws, serving
 from tierckpt.config import load_config
 from tierckpt.doctor import settings
 from tierckpt.doctor.finding import Finding, Mark, Subject
@@ -72,6 +74,71 @@ def test_settings_without_effect_are_a_warning() -> None:
 def test_places_are_examined_though_other_settings_are_invalid() -> None:
     config = settings.valid_config({"path": "/there"}, {"TIERCKPT_SLOTS": "1"})
     assert config.path == "/there"
+    given = {"TIERCKPT_SLOTS": "1", "TIERCKPT_PATH": "/a", "TIERCKPT_PERSISTENT_PATH": "/b"}
+    config = settings.valid_config({}, given)
+    assert (config.path, config.persistent.path) == ("/a", "/b")
+    config = settings.valid_config({}, {**given, "TIERCKPT_CONFIG": "/no/such/file"})
+    assert (config.path, config.persistent.path) == ("/a", "/b")
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "cure"),
+    [
+        (
+            {"TIERCKPT_EXPORT": "grafana"},
+            "export is 'grafana'; it takes one or several of these",
+            "change this setting: see docs/settings.md",
+        ),
+        (
+            {"TIERCKPT_EXPORT": "prometheus 9400"},
+            "export is 'prometheus 9400': the exporter to prometheus needs the package "
+            "prometheus_client, which is not installed",
+            "pip install 'tierckpt[prometheus]'",
+        ),
+        (
+            {"TIERCKPT_HALT_NOTICES": "aws,gcp"},
+            "halt_notices is 'aws,gcp'; valid is one of aws, gcp, azure",
+            "change this setting: see docs/settings.md",
+        ),
+    ],
+)
+def test_an_exporter_or_a_cloud_that_cannot_be_used_is_a_cross(
+    given: dict[str, str], text: str, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (found,) = settings.configuration(subject(**given))
+    assert found.mark is Mark.CROSS
+    assert found.text.startswith(text)
+    assert "; run" not in found.text
+    assert found.cure == cure
+
+
+# --- notices -------------------------------------------------------------------------------------
+
+
+def notices(endpoint: str) -> list[Finding]:
+    config = load_config({"halt_notices": f"aws {endpoint}"}, {})
+    return [*settings.notices(Subject(config, {}))]
+
+
+def test_the_service_of_the_cloud_is_asked() -> None:
+    assert [*settings.notices(Subject())] == []
+    with serving(cloud := Aws()) as server:
+        (found,) = notices(server.endpoint)
+        assert found.mark is Mark.GOOD
+        assert found.text == f"aws answers at {server.endpoint}, and announces no end"
+        cloud.announce(100)
+        (found,) = notices(server.endpoint)
+        assert found.mark is Mark.CROSS
+        assert found.text == "aws takes this machine away (action terminate)"
+
+
+def test_a_service_that_is_not_there_is_a_warning() -> None:
+    (found,) = notices("http://127.0.0.1:9")
+    assert found.mark is Mark.WARNING
+    assert found.text.startswith("http://127.0.0.1:9 does not answer as aws does (")
+    assert found.cure.startswith("unset TIERCKPT_HALT_NOTICES, unless ")
+    assert found.cure.endswith(" --http-put-response-hop-limit 2")
 
 
 # --- agents --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.metadata_server import HOLDS, Aws, Azure, Gcp, Server, serving
+from tests.support.metadata_server import HOLDS, TRICKLES, Aws, Azure, Gcp, Server, serving
 from tierckpt import config
 from tierckpt.config import load_config, parse_notices
 from tierckpt.core.halt_conditions import NEVER_SECONDS, Reason
@@ -126,6 +126,7 @@ def test_azure_announces_events_of_all_machines(watch: Watch) -> None:
 
 BAD = {
     "5xx": (503, "busy"),
+    "a redirection": (302, ""),
     "a portal's page": (200, "<html>Welcome</html>"),
     "another object": (200, "[1]"),
     "no time": (200, '{"action": "terminate"}'),
@@ -134,6 +135,24 @@ BAD = {
     "bytes": (200, "\xff\xfe"),
     "a line": (200, "TRUE\nFALSE"),
 }
+
+
+def test_an_answer_that_never_ends_is_given_up(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption, "ANSWER_SECONDS", 0.1)
+    with serving(lambda *request: (TRICKLES, "")) as server:
+        found = watch(f"gcp {server.endpoint}")
+        until(lambda: found.problem)
+        assert "TimeoutError: the answer does not end" in found.problem
+        found.close()
+
+
+def test_a_wrong_address_in_the_environment_is_a_problem_and_no_error(watch: Watch) -> None:
+    found = watch("aws", AWS_EC2_METADATA_SERVICE_ENDPOINT="http://there:port")
+    until(lambda: found.problem)
+    assert "http://there:port gives no answer" in found.problem
+    found.close()
 
 
 @pytest.mark.parametrize("name", [*BAD, "slow", "away"])
@@ -266,8 +285,13 @@ def test_the_setting(text: str, parsed: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("ec2", "valid: aws, gcp, azure"),
-        ("aws-spot", "valid: aws, gcp, azure"),
+        ("ec2", "valid is one of aws, gcp, azure"),
+        ("AWS", "valid is one of aws, gcp, azure"),
+        ("aws,gcp", "valid is one of aws, gcp, azure"),
+        ("aws ftp://x", "must be like http://127.0.0.1:1338"),
+        ("aws http://x y", "must be like http://127.0.0.1:1338"),
+        ("aws http://x/?a=b", "must be like http://127.0.0.1:1338"),
+        ("aws http://user:key@x", "must be like http://127.0.0.1:1338"),
         ("aws 169.254.169.254", "must be like http://127.0.0.1:1338"),
         ("aws https://x", "must be like http://127.0.0.1:1338"),
         ("aws http://x:y", "must be like http://127.0.0.1:1338"),
