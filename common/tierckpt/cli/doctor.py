@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from tierckpt._text import some
 from tierckpt.doctor.examination import Report
 from tierckpt.doctor.finding import Finding, Mark, Subject
 from tierckpt.doctor.nodes import examine_all
@@ -84,8 +85,12 @@ def _parts(reports: Sequence[Report]) -> Iterator[tuple[str, list[Finding]]]:
 
 
 def _closing(reports: Sequence[Report]) -> str:
-    crosses = sum(report.count(Mark.CROSS) for report in reports)
-    warnings = sum(report.count(Mark.WARNING) for report in reports)
-    if not crosses and not warnings:
+    if not any(report.count(mark) for mark in (Mark.CROSS, Mark.WARNING) for report in reports):
         return "nothing needs a cure"
-    return f"{crosses} to cure, {warnings} to consider"
+    return f"{_counted(reports, Mark.CROSS)} to cure, {_counted(reports, Mark.WARNING)} to consider"
+
+
+def _counted(reports: Sequence[Report], mark: Mark) -> str:
+    """`2 (torch, path)`: the rows may have left the screen."""
+    names = [f.name for report in reports for f in report.findings if f.mark is mark]
+    return f"{len(names)} ({some([*dict.fromkeys(names)], 4)})" if names else "0"

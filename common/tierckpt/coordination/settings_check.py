@@ -90,12 +90,13 @@ def agree_on_settings(
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
         compared, token = tuple(_compared(config)), secrets.token_hex(8)
-        environment, memory = environment_fingerprint(), _device(config.shm_dir)
+        environment, memory = environment_fingerprint(), device_of(config.shm_dir)
         return _RankSettings(compared, where, memory, environment, token, launch.starters)
 
     gathered = gather_or_raise(group, load, partial(_named, group.size))
     raise_any(_differences(gathered), _differ, group.rank)
-    raise_any(_strangers(gathered), lambda _, text: ConfigError(text), group.rank)
+    apart = strangers([each.where[0] for each in gathered], [each.memory for each in gathered])
+    raise_any(apart, lambda _, text: ConfigError(text), group.rank)
     ((config, launch),) = loaded
     hosts, names, domains = zip(*(each.where for each in gathered), strict=True)
     environment = tuple(each.environment for each in gathered)
@@ -162,20 +163,23 @@ def _differences(gathered: Sequence[_RankSettings]) -> list[str]:
     ]
 
 
-def _device(folder: str) -> int:
+def device_of(folder: str) -> int:
+    """Device number of a folder's file system; 0: unknown."""
     try:
         return os.stat(folder).st_dev
     except OSError:  # the reason is reported when the folder is used
         return 0
 
 
-def _strangers(gathered: Sequence[_RankSettings]) -> list[str]:
+def strangers(nodes: Sequence[str], memories: Sequence[int]) -> list[str]:
     """Return for each rank the reason why it is on the same node as another rank by name, but does
-    not share its memory, as in containers of one machine; empty where there is none."""
+    not share its memory, as in containers of one machine; empty where there is none.
+
+    `nodes`: host ids of all ranks; `memories`: device numbers of their `shm_dir`, see `device_of`.
+    """
     first: dict[str, tuple[int, int]] = {}
     found = []
-    for rank, each in enumerate(gathered):
-        node, memory = each.where[0], each.memory
+    for rank, (node, memory) in enumerate(zip(nodes, memories, strict=True)):
         other, known = first.setdefault(node, (rank, memory)) if memory else (rank, memory)
         found.append(
             f"ranks {other} and {rank} are on one node by its name, {host_name(node)}, but do not "

@@ -15,7 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 280.0
+"""Less than all checks of doctor have: it would leave this process behind."""
 ANSWER = "horovod_probe: "
 # Signals by which a process ends itself; of all others somebody else was the cause.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")

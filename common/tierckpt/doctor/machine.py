@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,22 @@ def memory(subject: Subject) -> Iterator[Finding]:
     yield good("memory", text + (f" ({container_of(subject)})" if container_of(subject) else ""))
 
 
+def temporary(subject: Subject) -> Iterator[Finding]:
+    """A warning if no temporary directory can be written, as with a read-only root."""
+    with contextlib.suppress(FileNotFoundError):
+        tempfile.gettempdir()
+        return
+    cures = {
+        "Kubernetes": "mount an emptyDir at /tmp",
+        "Docker": "docker run --tmpfs /tmp",
+        "Podman": "podman run --tmpfs /tmp",
+        "Apptainer": "apptainer exec --writable-tmpfs, or --bind /tmp",
+    }
+    text = "none can be written: Open MPI, workers of a DataLoader and torch.compile need one"
+    cure = cures.get(container_of(subject), "give write permission on /tmp, or set TMPDIR")
+    yield warning("temporary", text, cure)
+
+
 def limits(subject: Subject) -> Iterator[Finding]:
     """Limits of open files and of locked memory."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -134,7 +151,8 @@ def limits(subject: Subject) -> Iterator[Finding]:
     elif _has_infiniband(subject.root) and locked != resource.RLIM_INFINITY:
         cure = "ulimit -l unlimited"
         if hard != resource.RLIM_INFINITY:
-            cure = "a line in /etc/security/limits.conf: * - memlock unlimited (Docker: --ulimit)"
+            cure = "a line in /etc/security/limits.conf: * - memlock unlimited"
+            cure += " (docker run --ulimit memlock=-1)"
         yield warning("limits", f"{text}: Infiniband needs more locked memory", cure)
     else:
         yield good("limits", text)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from tierckpt._host import host_id
 from tierckpt._text import is_url, some
 from tierckpt.errors import ConfigError
 from tierckpt.run.job.launcher import MPIRUN, NONE, TORCHRUN, Place, place_of
@@ -170,8 +171,22 @@ def _examined(
     report = run(here) if first else None
     found = [each for each in gather(report) if each is not None]
     offsets = dict(zip(hosts, clock_offsets(gather, place.rank), strict=True))
-    nodes = Section("Nodes", (*_compared(found, offsets), *_shared(subject, gather, hosts)))
+    apart = (*_apart(subject, gather), *_shared(subject, gather, hosts))
+    nodes = Section("Nodes", (*_compared(found, offsets), *apart))
     return [replace(found[0], sections=(*found[0].sections, nodes)), *found[1:]]
+
+
+def _apart(subject: Subject, gather: Gather) -> Iterator[Finding]:
+    """Findings about ranks of one node that do not share its memory: a job refuses them.
+    Collective."""
+    from tierckpt.coordination.settings_check import device_of, strangers  # imports torch
+
+    config = subject.config
+    gathered = gather((host_id(config.node), device_of(config.shm_dir)))
+    nodes, memories = zip(*gathered, strict=True)
+    for text in filter(None, strangers(nodes, memories)):
+        problem, _, cure = text.partition(". Give")
+        yield cross("shm_dir", problem, f"give{cure}")
 
 
 def _shared(subject: Subject, gather: Gather, hosts: Sequence[str]) -> Iterator[Finding]:

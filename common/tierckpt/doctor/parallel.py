@@ -36,6 +36,9 @@ def horovod(subject: Subject) -> Iterator[Finding]:
         yield absent("horovod", "not installed", BUILD)
     elif found.missing.startswith(NO_TORCH):
         yield absent("horovod", f"not tested: {NO_TORCH}")
+    elif "mpi_init" in found.missing.lower():
+        cure = "put the bin folder of its MPI on PATH; mpirun -np 1 true shows the error"
+        yield cross("horovod", "cannot start, as its MPI cannot", cure)
     elif found.missing:
         yield cross("horovod", found.missing, BUILD)
     else:

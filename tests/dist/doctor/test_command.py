@@ -44,7 +44,7 @@ def test_everything_fits_on_one_screen(tmp_path: Path) -> None:
     (at,) = [number for number, line in enumerate(lines) if "TIERCKPT_PTH is no" in line]
     assert lines[at].startswith("✗ variables")
     assert "→ unset TIERCKPT_PTH, or do you mean TIERCKPT_PATH?" in lines[at + 1]
-    assert lines[-1].startswith("2 to cure, ")
+    assert lines[-1].startswith("2 (persistent, variables) to cure, ")
 
 
 LAUNCHERS = {

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
-from tierckpt.doctor.examination import examine
+from tierckpt.doctor import horovod_probe, places, software
+from tierckpt.doctor.examination import LIMIT_SECONDS, examine
 from tierckpt.doctor.finding import Finding, Mark, Subject, good, warning
 
 
@@ -32,6 +33,12 @@ def test_a_check_that_raises_is_a_cross_with_its_error() -> None:
     assert one.findings[0].text == "the check failed: OSError: [Errno 5] Input/output error"
     assert "ValueError: no such thing" in two.findings[0].text
     assert (report.count(Mark.CROSS), report.count(Mark.WARNING)) == (2, 1)
+
+
+def test_processes_of_checks_end_before_the_examination() -> None:
+    """Else they would stay when doctor ends."""
+    limits = (horovod_probe.PATIENCE_SECONDS, software.PROBE_SECONDS, places.LIMIT_SECONDS)
+    assert max(limits) < LIMIT_SECONDS
 
 
 def test_a_check_that_hangs_is_a_cross_and_the_others_are_there() -> None:

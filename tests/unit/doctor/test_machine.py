@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,22 @@ def test_infiniband_needs_locked_memory(tmp_path: Path, monkeypatch: pytest.Monk
     (found,) = machine.limits(Subject(root=tmp_path))
     assert found.mark is Mark.WARNING
     assert "memlock unlimited" in found.cure
+
+
+def test_without_a_temporary_directory_there_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container with a read-only root."""
+    assert [*machine.temporary(Subject())] == []
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "gone")])
+    (found,) = machine.temporary(Subject(environment={"KUBERNETES_SERVICE_HOST": "10.0.0.1"}))
+    assert found.mark is Mark.WARNING
+    assert found.cure == "mount an emptyDir at /tmp"
+    (found,) = machine.temporary(Subject(environment={}, root=tmp_path))
+    assert found.cure.endswith("set TMPDIR")
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path)])
+    assert [*machine.temporary(Subject())] == []
 
 
 # --- the clock -----------------------------------------------------------------------------------

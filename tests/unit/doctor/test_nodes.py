@@ -12,9 +12,19 @@ from typing import Any
 
 import pytest
 
+from tierckpt.config import Config
+from tierckpt.coordination import settings_check
 from tierckpt.doctor.examination import Report, Section
-from tierckpt.doctor.finding import Finding, Mark, good
-from tierckpt.doctor.nodes import Gather, Offset, _compared, clock_offsets, is_launched, sees_probe
+from tierckpt.doctor.finding import Finding, Mark, Subject, good
+from tierckpt.doctor.nodes import (
+    Gather,
+    Offset,
+    _apart,
+    _compared,
+    clock_offsets,
+    is_launched,
+    sees_probe,
+)
 
 SHIFTS = (0.0, 3.0, -0.25)
 
@@ -61,6 +71,22 @@ def test_a_node_without_the_mount_is_found(tmp_path: Path, monkeypatch: pytest.M
     assert on_ranks(run) == [[True, True, False]] * 3
     assert list(tmp_path.iterdir()) == []
     assert on_ranks(lambda gather, rank: sees_probe(gather, rank, "/no/such")) == [[True] * 3] * 3
+
+
+def test_containers_of_one_name_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of rank 2, a thread, is another one."""
+    own = threading.local()
+    monkeypatch.setattr(settings_check, "device_of", lambda folder: own.device)
+
+    def run(gather: Gather, rank: int, node: str = "") -> list[Finding]:
+        own.device = 7 if rank == 2 else 5
+        return [*_apart(Subject(Config(node=node and f"{node}{rank}")), gather)]
+
+    for (found,) in on_ranks(run):
+        assert found.mark is Mark.CROSS
+        assert found.text.startswith("ranks 0 and 2 are on one node by its name, ")
+        assert found.cure.startswith("give the ranks of each container a node name of their own ")
+    assert on_ranks(lambda gather, rank: run(gather, rank, "n")) == [[]] * 3, "the cure"
 
 
 def report(node: str, torch: str) -> Report:

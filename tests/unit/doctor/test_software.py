@@ -11,6 +11,7 @@ import pytest
 from tierckpt.config import load_config
 from tierckpt.doctor import parallel, software
 from tierckpt.doctor.finding import Finding, Mark, Subject
+from tierckpt.doctor.horovod_probe import Horovod
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,17 @@ def test_a_torch_that_cannot_be_imported_is_one_cross(
     assert found.text.startswith(f"cannot be used: {error.partition('(')[0]}: ")
     (horovod,) = parallel.horovod(Subject())
     assert horovod.mark is Mark.ABSENT
+
+
+def test_an_mpi_that_cannot_start_is_not_cured_by_a_new_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last line of Open MPI without its `orted` on PATH, or without a temporary directory."""
+    said = "[vm:7] Local abort before MPI_INIT completed completed successfully, but am not able"
+    monkeypatch.setattr(parallel, "probe", lambda: Horovod(said))
+    (found,) = parallel.horovod(Subject())
+    assert (found.mark, found.text) == (Mark.CROSS, "cannot start, as its MPI cannot")
+    assert "mpirun -np 1 true" in found.cure
 
 
 def test_torch_and_the_copy_engine_are_found() -> None:
