@@ -48,6 +48,7 @@ VALUES = {
     "tierckpt_drifted_total": {"": 1},
     "tierckpt_live_version": {"": 10},
     "tierckpt_running": {"": 0},
+    "tierckpt_interrupted": {"": 0},
     "tierckpt_ranks": {"": 4},
 }
 """Values after the events, by level."""

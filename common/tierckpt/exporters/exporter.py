@@ -17,7 +17,7 @@ from tierckpt.callbacks import Callbacks, Job
 from tierckpt.errors import ConfigError
 from tierckpt.events import Event
 
-from .metrics import LIVE, RANKS, RUNNING, Sample, samples, zeros
+from .metrics import INTERRUPTED, LIVE, RANKS, RUNNING, Sample, samples, zeros
 
 logger = logging.getLogger("tierckpt")
 
@@ -146,7 +146,8 @@ class Exporter(Callbacks, abc.ABC):
 
     def _begin(self, job: Job) -> bool:
         self.begin(job)
-        for sample in (*zeros(job.levels), Sample(RUNNING, 1), Sample(RANKS, job.ranks)):
+        state = (Sample(RUNNING, 1), Sample(INTERRUPTED, 0), Sample(RANKS, job.ranks))
+        for sample in (*zeros(job.levels), *state):
             self.record(sample, None)
         return True
 

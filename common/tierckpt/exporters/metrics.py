@@ -122,12 +122,17 @@ REJECTED = Metric("rejected", COUNTER, "Reports of copies that were found and no
 DRIFTED = Metric("drifted", COUNTER, "Reports that replicas differ between ranks.", is_plotted=True)
 NOTICES = Metric("notices", COUNTER, "Warnings and errors.", labels=("severity",))
 RUNNING = Metric("running", GAUGE, "1 from the start of a job, 0 after its clean end.")
+INTERRUPTED = Metric(
+    "interrupted",
+    GAUGE,
+    "1 after an end by a signal, a notice of the cloud or the end of the allocation, else 0.",
+)
 RANKS = Metric("ranks", GAUGE, "Ranks of the job.")
 
 METRICS = (
     *(STORED, WRITTEN, SKIPPED, FAILED, NEWEST, NEWEST_TIME, VERSION_BYTES, STORE, STALL),
     *(LIVE, RESTORES, RESTORED, REWRITTEN, RESTORE, REJECTED, DRIFTED, NOTICES, RUNNING),
-    RANKS,
+    *(INTERRUPTED, RANKS),
 )
 """All metrics."""
 REASONS = ("busy", "superseded")
@@ -170,6 +175,7 @@ def samples(event: Event) -> Iterator[Sample]:
             yield Sample(DRIFTED, 1)
         case "closed":
             yield Sample(RUNNING, 0)
+            yield Sample(INTERRUPTED, int(event.facts.get("interrupted", False)))
         case "notice" if event.severity >= logging.WARNING:
             severe = event.severity >= logging.ERROR
             yield Sample(NOTICES, 1, (SEVERITIES[severe],))

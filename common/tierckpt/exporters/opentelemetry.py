@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tierckpt.callbacks import Job
+from tierckpt.errors import ConfigError
 from tierckpt.events import Event
 
 from .exporter import Exporter, Ranks, require
@@ -46,6 +47,11 @@ class OpenTelemetry(Exporter):
     ) -> None:
         super().__init__(ranks)
         require("opentelemetry.sdk", "opentelemetry")
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"the collector is {endpoint!r}; give its URL for OTLP over HTTP, like "
+                "http://collector:4318"
+            )
         self._meters, self._tracers = meter_provider, tracer_provider
         self._is_given = meter_provider is not None or tracer_provider is not None
         self._endpoint, self._every_seconds = endpoint, every_seconds
@@ -77,6 +83,7 @@ class OpenTelemetry(Exporter):
         ours = isinstance(meters, SdkMeters), isinstance(tracers, SdkTracers)
         if any(ours) and not self._endpoint:
             return (meters if ours[0] else None), (tracers if ours[1] else None)
+        require("opentelemetry.exporter.otlp.proto.http", "opentelemetry")
         from .otlp import OtlpProviders
 
         self._own = OtlpProviders(self._endpoint, f"{job.job_id}/{job.rank}")

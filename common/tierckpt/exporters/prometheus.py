@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 import weakref
@@ -107,7 +108,8 @@ class PrometheusPort(_OwnRegistry):
         try:
             server, _ = start_http_server(self.port, self._address, self._registry)
         except OSError as error:
-            text = f"port {self.port} of {self._address}: {error.strerror}; choose another one"
+            what = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "address"
+            text = f"port {self.port} of {self._address}: {error.strerror}; choose another {what}"
             raise OSError(text) from error
         self.port = server.server_port
         self._server = server

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .exporter import Exporter
 
 SHAPES = (
-    "prometheus PORT",
+    "prometheus [ADDRESS:]PORT",
     "prometheus FILE.prom",
     "opentelemetry [URL]",
     "tensorboard FOLDER",
@@ -57,7 +57,7 @@ def _prometheus(where: str) -> Exporter:
 
     address, _, port = where.rpartition(":")
     if port.isdigit() and "/" not in address:
-        return PrometheusPort(int(port), address or "0.0.0.0")
+        return PrometheusPort(int(port), address.strip("[]") or "0.0.0.0")
     return PrometheusFile(where)
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.support.exported_job import EVENTS, JOB, VALUES, play, wait_until
 from tests.support.prometheus_here import free_port, get, lint, program, running
 from tierckpt import ConfigError
 from tierckpt.exporters import PrometheusFile, PrometheusPort, PrometheusRegistry
+from tierckpt.exporters.setting import exporters_of
 from tierckpt.testing import TinyJob
 
 pytest.importorskip("prometheus_client")
@@ -220,8 +222,32 @@ def test_a_port_in_use_is_said_once_and_tried_again(
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert record.getMessage() == (
         f"PrometheusPort({port}) does not export; training goes on, and it is tried again. "
-        f"OSError: port {port} of 127.0.0.1: Address already in use; choose another one"
+        f"OSError: port {port} of 127.0.0.1: Address already in use; choose another port"
     )
+
+
+def test_an_address_of_another_machine_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = PrometheusPort(9400, "203.0.113.1")
+    exporter.on_attached(JOB)
+    wait_until(lambda: caplog.records, "nothing is said")
+    exporter.on_closed()
+    assert caplog.messages[0].endswith(
+        "port 9400 of 203.0.113.1: Cannot assign requested address; choose another address"
+    )
+
+
+def test_an_address_of_ipv6_may_have_brackets() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    (exporter,) = exporters_of("prometheus [::1]:0")
+    assert isinstance(exporter, PrometheusPort)
+    exporter.on_attached(JOB)
+    wait_until(lambda: exporter._server is not None, "the port is not open")
+    with urllib.request.urlopen(f"http://[::1]:{exporter.port}/metrics", timeout=20) as answer:
+        assert b"tierckpt_running{" in answer.read()
+    exporter.on_closed()
 
 
 FORKED = """

@@ -59,6 +59,14 @@ def test_a_notice_counts_if_it_is_severe(severity: int, label: str | None) -> No
     assert found == ([(label,)] if label else [])
 
 
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_the_end_says_whether_it_was_an_interruption(interrupted: bool) -> None:
+    """A job that the cloud took away ends cleanly, and should come back."""
+    found = samples(Event("closed", facts={"interrupted": interrupted}))
+    values = {sample.metric.full_name: sample.value for sample in found}
+    assert values == {"tierckpt_running": 0, "tierckpt_interrupted": interrupted}
+
+
 def test_what_can_happen_is_zero_before_it_happens() -> None:
     """Prometheus computes no rate across the first appearance of a series."""
     counters = {metric for metric in METRICS if metric.kind is Kind.COUNTER}

@@ -36,7 +36,8 @@ def test_it_names_exporters_with_an_argument() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["grafana", "prometheus", "tensorboard", "wandb a b", "mlflow a b"]
+    "text",
+    ["grafana", "prometheus", "prometheus 9400 9401", "tensorboard", "wandb a b", "mlflow a b"],
 )
 @pytest.mark.usefixtures("all_installed")
 def test_an_unknown_one_is_told_what_there_is(text: str) -> None:
@@ -44,8 +45,8 @@ def test_an_unknown_one_is_told_what_there_is(text: str) -> None:
         load_config({"export": text})
     assert str(raised.value) == (
         f"export is {text!r}; it takes one or several of these, separated by commas: "
-        "prometheus PORT; prometheus FILE.prom; opentelemetry [URL]; tensorboard FOLDER; "
-        "wandb [PROJECT]; mlflow [EXPERIMENT]"
+        "prometheus [ADDRESS:]PORT; prometheus FILE.prom; opentelemetry [URL]; "
+        "tensorboard FOLDER; wandb [PROJECT]; mlflow [EXPERIMENT]"
     )
     assert len(SHAPES) == 6
 
@@ -56,6 +57,17 @@ def test_a_file_that_node_exporter_would_not_read_is_refused(tmp_path: Path) -> 
         load_config({"export": f"prometheus {tmp_path}/metrics.txt"})
     with pytest.raises(ConfigError, match="port is 99999; it must be from 0 to 65535"):
         load_config({}, {"TIERCKPT_EXPORT": "prometheus 99999"})
+
+
+@pytest.mark.parametrize("url", ["collector:4318", "localhost", "ftp://x"])
+@pytest.mark.usefixtures("all_installed")
+def test_a_collector_without_a_scheme_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config({"export": f"opentelemetry {url}"})
+    assert str(raised.value) == (
+        f"export is 'opentelemetry {url}': the collector is {url!r}; give its URL for OTLP over "
+        "HTTP, like http://collector:4318"
+    )
 
 
 @pytest.mark.parametrize(
