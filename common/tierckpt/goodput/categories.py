@@ -33,7 +33,7 @@ CATEGORIES = {
     "attach": Category("attach", PREPARATION, "#88d27a"),
     "restore": Category("restore", "checkpoint loading", "#eeca3b"),
     "first_step": Category("first step", STARTUP, "#2f6b99"),
-    "waiting": Category("wait for an allocation", RECOVERY, "#bab0ac"),
+    "waiting": Category("wait for machines", RECOVERY, "#bab0ac"),
 }
 NOT_RUNNING = "not_running"
 """Time after an end that nobody had to follow; it is no part of the elapsed time."""
