@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import runpy
+import signal
 import site
 import sys
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ _NOT_HANDED_ON = frozenset(
         *("PYTHONINSPECT", "PYTHONSTARTUP"),  # are for a terminal
     )
 )
+PR_SET_PDEATHSIG = 1
 _BEGINNING = (
     "import json, sys; library = sys.path[:]; root, path, with_site = json.loads(sys.argv[2]); "
     "sys.path.append(root); from tierckpt._children import begin; begin(library, path, with_site)"
@@ -75,6 +77,13 @@ def begin(library: list[str], path: Iterable[str], with_site: bool) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def end_with_parent() -> None:
+    """In the child: the kernel kills it when the thread ends that started it."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def module_path() -> list[str]:
     """This process's module path, for a process in another folder."""
     found = []
@@ -96,6 +105,7 @@ __all__ = [
     "begin",
     "child_command",
     "child_environment",
+    "end_with_parent",
     "module_path",
     "package_root_of",
     "without_packages_own",

@@ -23,7 +23,12 @@ CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSY
 # Variables of a launcher: with them the probe would wait for ranks that never come.
 LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 
-QUESTION = """\
+WITH_PARENT = "import ctypes; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL\n"
+"""First line of a probe: the kernel ends it when nobody waits for it any more."""
+
+QUESTION = (
+    WITH_PARENT
+    + """\
 import json, pathlib, sys
 
 try:
@@ -58,6 +63,7 @@ answer = dict(version=horovod.__version__, transports=transports, no_mpi4py=no_m
 answer["nccl"] = bool(hvd.nccl_built())
 print("horovod_probe: " + json.dumps(answer), flush=True)
 """
+)
 
 
 @dataclass(frozen=True)

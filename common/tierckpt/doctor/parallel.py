@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from tierckpt._children import child_environment
 
 from .finding import Finding, Subject, absent, cross, good
-from .horovod_probe import LAUNCHERS, probe
+from .horovod_probe import LAUNCHERS, WITH_PARENT, probe
 
 BUILD = "in a checkout of Tierckpt: python tools/make_horovod.py"
 NOT_THERE, NO_TORCH = "it is not installed", "torch cannot be imported"
 """Answers of the probe."""
 _LIBRARY = (
-    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    f"{WITH_PARENT}import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(mpi4py.__version__, MPI.Get_library_version().splitlines()[0], sep='\\n')"
 )
 _SECONDS = 60.0

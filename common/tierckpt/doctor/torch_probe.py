@@ -6,9 +6,12 @@ import json
 import os
 from typing import Any
 
+from tierckpt._children import end_with_parent
+
 
 def main() -> None:
     """Import torch, and try the copy engine and the layout of tensors with it."""
+    end_with_parent()
     import torch
 
     from tierckpt.snapshot import copy_engine, tensor_memory

@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from tierckpt._children import end_with_parent
 from tierckpt._host import process_stat
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 SHELL_STATUS = 128
 """A shell's status for a signal, less its number."""
 
@@ -48,7 +49,7 @@ def fork(handlers: Handlers, in_child: Callable[[], None]) -> int:
     with handlers.blocked():
         pid = os.fork()
         if pid == 0:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            end_with_parent()
             if os.getppid() != parent:
                 os._exit(1)
             handlers.restore()

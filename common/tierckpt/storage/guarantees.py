@@ -22,7 +22,7 @@ from pathlib import Path
 from .files import durable, file_lock
 from .files.direct_file import DirectFile
 from .files.mounts import locks_are_local
-from .health import Need, check_directory, output_of
+from .health import Need, answer, check_directory, output_of
 
 PREFIX = ".tierckpt-probe-"
 """Beginning of the name of the folder; a process that is killed leaves it behind."""
@@ -165,7 +165,7 @@ ATTEMPTS: dict[str, Callable[[Path], str]] = {
 
 def main(argument: str) -> None:
     """Try one directory in this process."""
-    print(json.dumps(asdict(try_directory(Need(**json.loads(argument))))))
+    answer(json.dumps(asdict(try_directory(Need(**json.loads(argument))))))
 
 
 if __name__ == "__main__":

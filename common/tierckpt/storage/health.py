@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -184,7 +185,13 @@ def _outcome(path: str, process: subprocess.Popen[str], timeout_seconds: float, 
 
 def main(argument: str) -> None:
     """Check one directory in this process."""
-    print(check_directory(Need(**json.loads(argument))))
+    answer(check_directory(Need(**json.loads(argument))))
+
+
+def answer(text: str) -> None:
+    """In a process of a check: print the result. Ends silently if nobody waits for it any more."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(text, flush=True)
 
 
 # --- sizes ---------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.exported_job import wait_until
 from tests.support.horovod_here import mpi_missing
 from tests.support.thorough import points
 
@@ -45,6 +48,46 @@ def test_everything_fits_on_one_screen(tmp_path: Path) -> None:
     assert lines[at].startswith("✗ variables")
     assert "→ unset TIERCKPT_PTH, or do you mean TIERCKPT_PATH?" in lines[at + 1]
     assert lines[-1].startswith("2 (persistent, variables) to cure, ")
+
+
+def probes(session: int) -> list[int]:
+    """Processes of a session that try to import torch."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command, state = (each / "cmdline").read_bytes(), (each / "stat").read_text()
+            fields = state.rpartition(")")[2].split()
+            ours = fields[0] != "Z" and int(fields[3]) == session
+            if ours and (b"torch_probe" in command or b"horovod" in command):
+                found.append(int(each.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_doctor_leaves_no_process_and_no_file(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """The import of torch hangs, as on a dead file system."""
+    for folder in (place := tmp_path / "place", marks := tmp_path / "marks"):
+        folder.mkdir()
+    mark = f"os.close(os.open(f'{marks}/{{os.getpid()}}', os.O_CREAT))"
+    (tmp_path / "torch.py").write_text(f"import os, time\n{mark}\ntime.sleep(600)\n")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    with subprocess.Popen(
+        [sys.executable, "-m", "tierckpt", "doctor", "--path", str(place)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        wait_until(lambda: len([*marks.iterdir()]) == 2, "the probes have not started")
+        assert len(probes(process.pid)) == 2
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    wait_until(lambda: not probes(process.pid), "probes are left")
+    wait_until(lambda: not [*place.iterdir()], "a file is left")
+    assert "Traceback" not in said
 
 
 LAUNCHERS = {
