@@ -105,7 +105,7 @@ def _directory(
         return
     if found.problem:
         text = found.problem if path in found.problem else f"{there}: {found.problem}"
-        container = container_of(subject)
+        container, text = container_of(subject), text.removesuffix("; free space")
         yield cross(name, text, _cure(there, found.problem, _mount(found), container))
         return
     broken = {what: why for what, why in found.broken.items() if what in needs}

@@ -137,7 +137,9 @@ def test_a_directory_without_permission_is_a_cross_and_the_cure_works(
 
 def test_a_full_file_system_is_a_cross(small_tmpfs: Path) -> None:
     found = local(small_tmpfs, state_bytes=2**40)
-    assert "needed" in only(found, Mark.CROSS).text
+    cross = only(found, Mark.CROSS)
+    assert cross.text.endswith(" needed")
+    assert cross.cure.startswith("free space there, ")
 
 
 def test_a_file_system_that_hangs_is_a_cross(
