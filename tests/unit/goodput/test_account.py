@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.event_stream import EventStream
+from tierckpt._event_files import event_files
 from tierckpt.errors import ConfigError
 from tierckpt.goodput.account import Account, account
 from tierckpt.goodput.advice import advice
-from tierckpt.goodput.records import event_files, read
+from tierckpt.goodput.records import read
 from tierckpt.goodput.spans import Ending
 
 
