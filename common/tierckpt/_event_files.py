@@ -1,5 +1,4 @@
-"""Event files: names, places and lines of the files that `EventLog` writes, for all their readers.
-"""
+"""Event files: names, places and lines of what `EventLog` writes, for all readers."""
 
 from __future__ import annotations
 
