@@ -85,6 +85,10 @@ class RankRun:
     """Failure before this run, its notice, and the end of the former processes, if known."""
     set_seconds: float = 0.0
     """By how much the clock was set during the run."""
+    moved_seconds: float = 0.0
+    """By how much all times of the run were moved, to the clock of the former run."""
+    follows_at_once: bool = False
+    """The time between the former run and this one is unknown, and counts as 0."""
 
 
 def read(paths: Iterable[Path]) -> tuple[list[RankRun], list[str]]:
@@ -128,15 +132,14 @@ class _FileReader:
     def _add(self, record: Record) -> None:
         name = record["name"]
         if name == "started":
-            self.runs.append(_started(record))
-            self._anchor = record["time_seconds"], record["monotonic_seconds"]
+            self._start(_started(record), record)
             return
         if not self.runs:
             self._early += 1
             return
         run, at = self.runs[-1], self._at(record)
         before, run.last = run.last, max(at, run.last)
-        run.set_seconds = record["time_seconds"] - at
+        run.set_seconds = record["time_seconds"] + run.moved_seconds - at
         if run.spans and run.spans[-1].samples:
             run.records += 1
             run.silence_seconds = max(run.silence_seconds, run.last - before)
@@ -157,11 +160,18 @@ class _FileReader:
         if run.spans:
             run.spans[-1].end = run.last if run.closing is None else run.closing
 
+    def _start(self, run: RankRun, record: Record) -> None:
+        """Begin a run, on the clock of the former ones."""
+        if self.runs:
+            _follow(self.runs[-1], run)
+        self._anchor = run.last, float(record["monotonic_seconds"])
+        self.runs.append(run)
+
     def _at(self, record: Record) -> float:
         """The time of an event on the run's own clock."""
         wall, monotonic = self._anchor
         if (now := record["monotonic_seconds"]) is None:
-            return float(record["time_seconds"])
+            return float(record["time_seconds"]) + self.runs[-1].moved_seconds
         return float(wall + now - monotonic)
 
     def notes(self) -> Iterator[str]:
@@ -197,6 +207,24 @@ def _started(record: Record) -> RankRun:
         last=at,
         restart=(moments[0], moments[1], moments[2]) if known else None,
     )
+
+
+def _follow(before: RankRun, run: RankRun) -> None:
+    """Move the times of a run to the clock of the former one, as far as that was set. A run that
+    would still begin before the end of the former one (its clock was set between them, or is that
+    of another node) follows at once."""
+    moved = 0.0
+    if run.host == before.host:
+        was_set = abs(before.set_seconds) > NOTICED_SET_SECONDS
+        moved = before.moved_seconds - (before.set_seconds if was_set else 0.0)
+    if before.last - (run.last + moved) > NOTICED_SET_SECONDS:
+        moved, run.follows_at_once, run.restart = before.last - run.process, True, None
+    run.moved_seconds = moved
+    for name in ("process", "imported", "attach", "last"):
+        setattr(run, name, getattr(run, name) + moved)
+    if run.restart is not None:
+        failed, noticed, ended = run.restart
+        run.restart = failed + moved, noticed + moved, ended + moved
 
 
 def _restored(run: RankRun, record: Record, begin: float, at: float) -> None:
