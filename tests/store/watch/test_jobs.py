@@ -248,10 +248,32 @@ def test_a_wrong_interval_and_a_wrong_folder_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tmp_path.joinpath("ckpts").mkdir()
+    (tmp_path / "file").touch()
     for given, text in (
+        (["--events", str(tmp_path / "file")], "file is not a directory; give a job's events_dir"),
         (["--interval-seconds", "0"], "--interval-seconds is 0; it must be from 0.1"),
         (["--interval-seconds", "nan"], "--interval-seconds is nan; it must be from 0.1"),
         (["--events", "/no/such"], "--events /no/such is not a directory"),
     ):
         assert main(["watch", str(tmp_path / "ckpts"), *given]) == 1
         assert text in capsys.readouterr().err
+
+
+def test_a_missing_job_is_reported_once_until_it_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            tmp_path.joinpath("ckpts").mkdir()
+        elif looks == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tierckpt.cli.watch.time.sleep", sleep)
+    assert main(["watch", str(tmp_path / "ckpts"), "--json", "--interval-seconds", "1"]) == 130
+    said = capsys.readouterr()
+    assert said.err.count("waiting for the job") == 1
+    assert len(said.out.splitlines()) == 2

@@ -115,6 +115,25 @@ def test_gap(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^elapsed +58\.00", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("command", ["goodput", "watch"])
+def test_a_reader_that_ends_early_gets_no_traceback(events: Path, command: str) -> None:
+    """`| head -1`"""
+    arguments = [str(events)] if command == "goodput" else [str(events), "--once", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tierckpt", command, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "common")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr as errors:
+        assert errors.read() == ""
+    assert process.wait(60) == 1
+
+
 def test_a_picture(events: Path, tmp_path: Path) -> None:
     """In processes of their own: matplotlib keeps fonts open for as long as there is one."""
     pytest.importorskip("matplotlib")
