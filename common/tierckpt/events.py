@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ._event_files import name_of
 
 if TYPE_CHECKING:
     from .callbacks import CallbackList
@@ -119,11 +122,10 @@ class EventLog:
         self._repeated_errors = RepeatedErrorLog()
         self._file: BinaryIO | None = None
         if folder is not None:
-            path = Path(folder) / f"events-r{rank:05d}.jsonl"
+            path = Path(folder) / name_of(rank)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # Unbuffered: `close` must not try again to write data that a full disk refused.
-                self._file = path.open("ab", buffering=0)
+                self._file = _opened(path)
             except OSError as error:
                 why = f"{path} is not written: {error}; check the setting events_dir"
                 self.emit("notice", message=why, severity=logging.ERROR)
@@ -209,6 +211,19 @@ def _show(text: str) -> None:
     if logging.lastResort is not None and sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
             print(f"tierckpt: {text}", file=sys.stderr, flush=True)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file to append events, the next of which starts on a new line. Raises OSError."""
+    # Unbuffered: `close` must not try again to write data that a full disk refused.
+    file = path.open("ab+", buffering=0)
+    try:
+        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            _append(file, b"\n")  # a killed process, or a node without power, left half a line
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def _append(file: BinaryIO, line: bytes) -> None:

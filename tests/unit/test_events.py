@@ -43,6 +43,17 @@ def test_a_restarted_job_appends_to_the_file(tmp_path: Path) -> None:
     assert [json.loads(line)["version"] for line in lines] == [0, 1]
 
 
+def test_a_restarted_job_does_not_continue_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "events-r00000.jsonl"
+    path.write_text('{"name":"sealed","lev')
+    log = EventLog(0, str(tmp_path))
+    log.emit("notice", version=1)
+    log.close()
+    half, line = path.read_text().splitlines()
+    assert half == '{"name":"sealed","lev'
+    assert json.loads(line)["version"] == 1
+
+
 def test_a_line_is_there_as_soon_as_the_event_is(tmp_path: Path) -> None:
     log = EventLog(0, str(tmp_path))
     log.emit("notice", message="read me")

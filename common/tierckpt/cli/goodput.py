@@ -52,9 +52,10 @@ def goodput(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Print the account. Raises ConfigError if the events cannot be used."""
+    from tierckpt._event_files import event_files
     from tierckpt.goodput.account import account
     from tierckpt.goodput.document import document
-    from tierckpt.goodput.records import event_files, read
+    from tierckpt.goodput.records import read
 
     if (args.step_flop is None) != (args.peak_flops is None):
         raise ConfigError("the program goodput needs both --step-flop and --peak-flops")
@@ -92,10 +93,7 @@ def _print(job: Account, program: float | None, args: argparse.Namespace, consol
     console.print()
     for line in _conclusions(job, program):
         console.print(line, soft_wrap=True)
-    files = " ".join(
-        shlex.quote(str(place)) + ("/*.jsonl" if place.is_dir() else "") for place in args.events
-    )
-    for line in advice(job, files):
+    for line in advice(job, shlex.join(map(str, args.events))):
         console.print(line, soft_wrap=True)
     for note in job.notes:
         console.print(f"Note: {note}", soft_wrap=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tierckpt._event_files import Record, decode, event_files, lines_of, unreadable
 from tierckpt.core.tuning.interval_model import (
     SHARES,
     LevelModel,
@@ -34,7 +34,6 @@ MOST_STEPS = 10**9
 MEASURED = "the agent's cost to the training is known only for levels on `auto`"
 TIMED = {"sealed": "stall", "interval": "cost"}
 """Events, and the time that is read from each."""
-Record = dict[str, Any]
 
 
 def interval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,8 +44,8 @@ def interval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Uses the events of a job (events_dir), or times given by hand, which take "
         "precedence. Times look like 20ms, 1.5s, 3m, 8h, 2d; without a unit they are seconds.",
     )
-    text = "files that ranks wrote to events_dir"
-    parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="FILE", help=text)
+    text = "the job's events_dir, or files from it; of several nodes, those of all"
+    parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="EVENTS", help=text)
     text = "duration of a step without a checkpoint"
     parser.add_argument("--step", type=duration, metavar="TIME", help=text)
     text = "mean time between failures of the job, of any kind; default: from the events"
@@ -87,7 +86,7 @@ def rarity(text: str) -> float:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Print the table. Raises ConfigError when something is missing or wrong."""
-    job = observe(read(args.events)) if args.events else Job()
+    job = observe(*read(args.events)) if args.events else Job()
     job = by_hand(job, args)
     check(job, args)
     levels = list(job.levels.values())
@@ -113,45 +112,29 @@ class Job:
     notes: tuple[str, ...] = ()
 
 
-def read(paths: Iterable[Path]) -> list[Record]:
-    """All events in order of time. Raises ConfigError that names file and line."""
-    found = []
-    for path in paths:
-        try:
-            lines = path.read_text(errors="replace").splitlines(keepends=True)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        for number, line in enumerate(lines, 1):
-            try:
-                found.append(_event(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                if line.endswith("\n"):  # the last line of a killed rank may be half a line
-                    raise ConfigError(
-                        f"{path}, line {number}: not an event of a job; give files that Tierckpt "
-                        "wrote to events_dir"
-                    ) from error
-    return sorted(found, key=lambda record: record["time_seconds"])
+def read(places: Iterable[Path]) -> tuple[list[Record], list[str]]:
+    """All events in these folders and files in order of time, and notes about lines that are none.
+    Raises ConfigError if a file cannot be read, or none has an event."""
+    found, bad = list[Record](), Counter[Path]()
+    for path in event_files(places):
+        for line in lines_of(path):
+            record = decode(line)
+            if record is None or TIMED.get(record["name"], "") not in ("", *record["seconds"]):
+                bad[path] += 1
+            else:
+                found.append(record)
+    if bad and not found:
+        raise ConfigError(
+            f"{next(iter(bad))}, line 1: not an event of a job; give files that Tierckpt wrote to "
+            "events_dir"
+        )
+    notes = [note for path, number in bad.items() for note in unreadable(path, number)]
+    return sorted(found, key=lambda record: record["time_seconds"]), notes
 
 
-def _event(record: Record) -> Record:
-    """The record with the fields used here converted. Raises KeyError, TypeError or ValueError if
-    one is missing or wrong."""
-    name, seconds = str(record["name"]), record["seconds"]
-    if name in TIMED:
-        seconds[TIMED[name]]
-    return {
-        **record,
-        "time_seconds": float(record["time_seconds"]),
-        "name": name,
-        "rank": int(record["rank"]),
-        "level": str(record["level"]),
-        "version": int(record["version"]),
-        "seconds": {key: float(each) for key, each in seconds.items()},
-    }
-
-
-def observe(events: Sequence[Record]) -> Job:
-    """Costs, latencies, and how often each level was needed, from a job's own events."""
+def observe(events: Sequence[Record], notes: Iterable[str] = ()) -> Job:
+    """Costs, latencies, and how often each level was needed, from a job's own events. `notes` are
+    passed on."""
     costs = _costs(events)
     writing = {name: _writing(events, name) for name in SHARES}
     there = [name for name in SHARES if name in costs or writing.get(name)]
@@ -168,7 +151,7 @@ def observe(events: Sequence[Record]) -> Job:
     }
     unknown = [name for name in there if name not in costs]
     note = f"{' and '.join(unknown)} counted at no cost: {MEASURED}; give --level"
-    return Job(_step_seconds(events), levels, (note,) if unknown else ())
+    return Job(_step_seconds(events), levels, (*notes, note) if unknown else (*notes,))
 
 
 def _costs(events: Sequence[Record]) -> dict[str, float]:
@@ -271,7 +254,7 @@ def by_hand(job: Job, args: argparse.Namespace) -> Job:
 def check(job: Job, args: argparse.Namespace) -> None:
     """Raise ConfigError, with the option to give, if a needed value is unknown."""
     if not job.levels:
-        raise ConfigError("no checkpoint is known; give --events FILES or --level NAME TIME")
+        raise ConfigError("no checkpoint is known; give --events EVENTS or --level NAME TIME")
     if not job.step_seconds > 0:
         raise ConfigError("the duration of a step is unknown; give --step TIME")
     if not 0 < args.budget < 1:

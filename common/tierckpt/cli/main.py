@@ -170,7 +170,7 @@ def watch(commands: Subparsers) -> None:
     )
     parser.add_argument("path", type=place, nargs="+", metavar="PATH")
     text = "folder of the job's events, if the job's path does not lead to it (see events_dir)"
-    parser.add_argument("--events", default="", metavar="DIR", help=text)
+    parser.add_argument("--events", type=place, metavar="DIR", help=text)
     text = "look once, print, and end; the default without a terminal"
     parser.add_argument("--once", action="store_true", help=text)
     text = "print JSON, for other programs; without --once a line for each look"

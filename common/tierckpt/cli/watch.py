@@ -34,15 +34,18 @@ def watch(args: argparse.Namespace, console: Console) -> None:
     if given is not None and not 0.1 <= given <= 86400:  # NaN is not
         raise ConfigError(f"--interval-seconds is {given:g}; it must be from 0.1 to 86400 (a day)")
     if args.events and not Path(args.events).is_dir():
-        raise ConfigError(f"--events {args.events}: there is no such directory")
-    observer = Observer(args.path, args.events)
+        raise ConfigError(f"--events {args.events} is not a directory; give a job's events_dir")
+    observer = Observer(args.path, args.events or "")
     if args.once or (given is None and not (args.json or console.is_terminal)):
         _print(observer.look(), args.json, console, indent=1)
     elif args.json or not console.is_terminal:
+        reported = ""
         for view in _views(observer, given or DEFAULT_SECONDS):
             if isinstance(view, View):
+                reported = ""
                 _print(view, args.json, console)
-            else:
+            elif view != reported:
+                reported = view
                 print(f"tierckpt: {view}", file=sys.stderr, flush=True)
     else:
         _show(observer, given or DEFAULT_SECONDS, console)

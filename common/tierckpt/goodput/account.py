@@ -373,6 +373,11 @@ def _notes(runs: Sequence[Run], accounts: Sequence[RunAccount]) -> list[str]:
             "as exact as their clocks agree"
         )
     for run, one in zip(runs, accounts, strict=True):
+        if run.reference.follows_at_once:
+            found.append(
+                f"run {one.number} began, by its clock, before the end of the run before: the time "
+                "between them is unknown, and counts as 0"
+            )
         if (lacking := one.world - len(run.ranks)) > 0 and run.reference.run:
             ranks = f"{lacking} of {one.world} ranks"
             found.append(f"run {one.number}: {ranks} have no records here, and may be slower")

@@ -6,18 +6,16 @@ the run's first record on, so that a clock that is set during the run changes no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from tierckpt._event_files import Record, decode, lines_of, unreadable
 from tierckpt._text import counted
 from tierckpt.errors import ConfigError
 
 NOTICED_SET_SECONDS = 1.0
 """A clock that was set by more is named in a note."""
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,24 +85,10 @@ class RankRun:
     """Failure before this run, its notice, and the end of the former processes, if known."""
     set_seconds: float = 0.0
     """By how much the clock was set during the run."""
-
-
-def event_files(places: Iterable[Path]) -> list[Path]:
-    """The event files in these folders and at these paths. Raises ConfigError if one has none."""
-    found: list[Path] = []
-    for place in places:
-        if not place.is_dir():
-            found.append(place)
-            continue
-        if not (here := sorted(place.glob("events-r*.jsonl"))):
-            below = sorted({str(path.parent) for path in place.glob("*/events-r*.jsonl")})
-            hint = f"; there are some in {', '.join(below)}" if below else ""
-            raise ConfigError(
-                f"{place} has no files events-r*.jsonl{hint}; give the folder in the setting "
-                "events_dir"
-            )
-        found += here
-    return found
+    moved_seconds: float = 0.0
+    """By how much all times of the run were moved, to the clock of the former run."""
+    follows_at_once: bool = False
+    """The time between the former run and this one is unknown, and counts as 0."""
 
 
 def read(paths: Iterable[Path]) -> tuple[list[RankRun], list[str]]:
@@ -113,8 +97,8 @@ def read(paths: Iterable[Path]) -> tuple[list[RankRun], list[str]]:
     notes: list[str] = []
     for path in paths:
         reader = _FileReader(path)
-        for record in reader.records():
-            reader.add(record)
+        for line in lines_of(path):
+            reader.read(line)
         runs += reader.runs
         notes += reader.notes()
     if not runs:
@@ -135,38 +119,31 @@ class _FileReader:
         self._bad = self._early = 0
         self._anchor = 0.0, 0.0
 
-    def records(self) -> Iterator[Record]:
-        """The lines that are events. A killed rank may leave half a line."""
+    def read(self, line: bytes) -> None:
+        """Take the next line. A killed rank may leave half a line."""
+        record = decode(line)
         try:
-            with self.path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    try:
-                        record = json.loads(line)
-                        record["name"], record["time_seconds"], record["rank"]
-                    except (ValueError, KeyError, TypeError):
-                        self._bad += 1
-                    else:
-                        yield record
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read: {error}") from error
+            if record is not None:
+                self._add(record)
+        except (KeyError, TypeError, ValueError):  # a record without what it should have
+            record = None
+        self._bad += record is None
 
-    def add(self, record: Record) -> None:
-        """Take the next event."""
+    def _add(self, record: Record) -> None:
         name = record["name"]
         if name == "started":
-            self._anchor = record["time_seconds"], record["monotonic_seconds"]
-            self.runs.append(_started(record))
+            self._start(_started(record), record)
             return
         if not self.runs:
             self._early += 1
             return
         run, at = self.runs[-1], self._at(record)
         before, run.last = run.last, max(at, run.last)
-        run.set_seconds = record["time_seconds"] - at
+        run.set_seconds = record["time_seconds"] + run.moved_seconds - at
         if run.spans and run.spans[-1].samples:
             run.records += 1
             run.silence_seconds = max(run.silence_seconds, run.last - before)
-        seconds, facts = record["seconds"], record.get("facts", {})
+        seconds, facts = record["seconds"], record["facts"]
         if name == "attached":
             run.attached, run.job = at, str(facts["job"])
             run.attach_seconds = seconds["attach"]
@@ -183,18 +160,23 @@ class _FileReader:
         if run.spans:
             run.spans[-1].end = run.last if run.closing is None else run.closing
 
+    def _start(self, run: RankRun, record: Record) -> None:
+        """Begin a run, on the clock of the former ones."""
+        if self.runs:
+            _follow(self.runs[-1], run)
+        self._anchor = run.last, float(record["monotonic_seconds"])
+        self.runs.append(run)
+
     def _at(self, record: Record) -> float:
         """The time of an event on the run's own clock."""
         wall, monotonic = self._anchor
-        if (now := record.get("monotonic_seconds")) is None:
-            return float(record["time_seconds"])
+        if (now := record["monotonic_seconds"]) is None:
+            return float(record["time_seconds"]) + self.runs[-1].moved_seconds
         return float(wall + now - monotonic)
 
     def notes(self) -> Iterator[str]:
         """Notes about this file."""
-        if self._bad:
-            lines = counted(self._bad, "unreadable line was", "unreadable lines were")
-            yield f"{self.path}: {lines} left out"
+        yield from unreadable(self.path, self._bad)
         if self._early:
             was = "was" if self._early == 1 else "were"
             events = counted(self._early, "event")
@@ -225,6 +207,24 @@ def _started(record: Record) -> RankRun:
         last=at,
         restart=(moments[0], moments[1], moments[2]) if known else None,
     )
+
+
+def _follow(before: RankRun, run: RankRun) -> None:
+    """Move the times of a run to the clock of the former one, as far as that was set. A run that
+    would still begin before the end of the former one (its clock was set between them, or is that
+    of another node) follows at once."""
+    moved = 0.0
+    if run.host == before.host:
+        was_set = abs(before.set_seconds) > NOTICED_SET_SECONDS
+        moved = before.moved_seconds - (before.set_seconds if was_set else 0.0)
+    if before.last - (run.last + moved) > NOTICED_SET_SECONDS:
+        moved, run.follows_at_once, run.restart = before.last - run.process, True, None
+    run.moved_seconds = moved
+    for name in ("process", "imported", "attach", "last"):
+        setattr(run, name, getattr(run, name) + moved)
+    if run.restart is not None:
+        failed, noticed, ended = run.restart
+        run.restart = failed + moved, noticed + moved, ended + moved
 
 
 def _restored(run: RankRun, record: Record, begin: float, at: float) -> None:

@@ -45,7 +45,7 @@ def _head(view: View) -> Iterator[Text]:
         line.append(f", {job.steps_per_second:.3g} steps/s")
     yield line
     if job.state != RUNS and job.last_seen_seconds is not None:
-        ago = span(view.time_seconds - job.last_seen_seconds)
+        ago = span(max(view.time_seconds - job.last_seen_seconds, 0.0))
         seen = clock(job.last_seen_seconds, view.time_seconds)
         yield Text(f"last seen {seen}, {ago} ago")
     if job.restart is not None:

@@ -7,15 +7,16 @@ FILES_AT_ONCE files are read in a look after the first one, in turns.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import statistics
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from tierckpt._event_files import Record, decode, files_in
+from tierckpt.events import RECORDS
 
 from .view import EventsView, Incident, Slow
 
@@ -26,8 +27,10 @@ FILES_AT_ONCE = 256
 KEPT = 64
 """Number of times that are kept for each rank and kind of work."""
 INCIDENTS = ("failed", "skipped", "drifted", "rejected")
-_FILE = re.compile(r"events-r(\d+)\.jsonl")
-Record = dict[str, Any]
+FRESH_SECONDS = 60.0
+"""Least `EventsView.fresh_seconds`."""
+FRESH_PERIODS = 2.0
+"""A running job is silent for less than so many times its longest silence before."""
 
 
 @dataclass
@@ -42,6 +45,18 @@ class _Tail:
     last: str = ""
     """The name of its newest event."""
     last_message: str = ""
+    last_seconds: float = 0.0
+    """Its Unix time. A clock that was set back is followed."""
+    progress: tuple[int, float] | None = None
+    """Version and time of the newest record of progress, on the clock of `time.monotonic()`."""
+    longest_seconds: float = 0.0
+    """Longest time between two of them in this run: a long step, or an evaluation."""
+    steps_per_second: float | None = None
+    """Between the two newest ones."""
+    is_current: bool = True
+    """It has events as new as those of the others: its rank belongs to the newest run."""
+    problem: str = ""
+    """The reason that it could not be read."""
     counts: Counter[str] = field(default_factory=Counter)
     """Number of its events by `name/level`."""
     times: dict[str, deque[float]] = field(
@@ -62,25 +77,27 @@ class _Tail:
         self.offset = begin + len(data)
         lines = ((b"" if cut else self.rest) + data).split(b"\n")
         self.rest = lines.pop()
-        return [record for record in map(_record, lines[1:] if cut else lines) if record]
+        return [record for record in map(decode, lines[1:] if cut else lines) if record]
 
+    def beat(self, record: Record) -> None:
+        """Take one of `RECORDS`: the pace, by two records of progress of one run."""
+        if record["name"] != "progress":
+            self.progress = self.steps_per_second = None
+            self.longest_seconds = 0.0
+            return
+        at = record["monotonic_seconds"]
+        now = record["version"], record["time_seconds"] if at is None else float(at)
+        before, self.progress = self.progress, now
+        if "from" in record["facts"]:  # the first one after a start, a restore or a rollback
+            self.steps_per_second = None
+        elif before is not None and now[0] > before[0] and now[1] > before[1]:
+            period = now[1] - before[1]
+            self.longest_seconds = max(self.longest_seconds, period)
+            self.steps_per_second = (now[0] - before[0]) / period
 
-def _record(line: bytes) -> Record | None:
-    """The event in a line; None if it is none."""
-    try:
-        record = json.loads(line)
-        event = {
-            "name": str(record["name"]),
-            "level": str(record["level"]),
-            "version": int(record["version"]),
-            "nbytes": int(record["nbytes"]),
-            "seconds": {str(k): float(v) for k, v in record["seconds"].items()},
-            "message": str(record["message"]),
-            "time_seconds": float(record["time_seconds"]),
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return event
+    @property
+    def fresh_seconds(self) -> float:
+        return max(FRESH_SECONDS, FRESH_PERIODS * self.longest_seconds)
 
 
 class EventTails:
@@ -93,7 +110,6 @@ class EventTails:
         self._versions: dict[str, set[int]] = defaultdict(set)
         """Versions of incidents by `name/level`: ranks report the same version each."""
         self._since: float | None = None
-        self._newest: float | None = None
         self._incidents: dict[tuple[str, str], Incident] = {}
         self.write_rates: dict[str, float] = {}
         """Bytes a second of the newest result, by level."""
@@ -102,20 +118,36 @@ class EventTails:
         """Read what is new; None if the folder has no events. Raises OSError if it cannot be
         read."""
         first = not self._tails
-        for name in os.listdir(self.folder):
-            if (found := _FILE.fullmatch(name)) and (rank := int(found[1])) not in self._tails:
-                self._tails[rank] = _Tail(self.folder / name, rank)
+        for rank, path in files_in(self.folder).items():
+            if rank not in self._tails:
+                self._tails[rank] = _Tail(path, rank)
         if not self._tails:
             return None
         each = max(LEAST_TAIL_BYTES, min(MOST_TAIL_BYTES, READ_BYTES // len(self._tails)))
-        for tail in [*self._tails.values()] if first else self._in_turn():
-            try:
-                records = tail.read(each)
-            except FileNotFoundError:
-                continue
-            for record in records:
-                self._add(tail, record)
+        read = [*self._tails.values()] if first else self._in_turn()
+        for tail in read:
+            self._read(tail, each)
+        newest = _newest(self._tails.values())
+        for tail in read:
+            distance = abs(newest.last_seconds - tail.last_seconds)
+            tail.is_current = distance < max(newest.fresh_seconds, tail.fresh_seconds)
         return self._view()
+
+    @property
+    def problems(self) -> list[str]:
+        """Files that the last looks could not read."""
+        return [tail.problem for tail in self._tails.values() if tail.problem]
+
+    def _read(self, tail: _Tail, most_bytes: int) -> None:
+        tail.problem, records = "", list[Record]()
+        try:
+            records = tail.read(most_bytes)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # the other files are shown
+            tail.problem = f"{tail.path}: {error.strerror or error}"
+        for record in records:
+            self._add(tail, record)
 
     def _in_turn(self) -> list[_Tail]:
         tails = [self._tails[rank] for rank in sorted(self._tails)]
@@ -125,10 +157,12 @@ class EventTails:
     def _add(self, tail: _Tail, record: Record) -> None:
         name, level, time_seconds = record["name"], record["level"], record["time_seconds"]
         self._since = min(time_seconds, self._since or time_seconds)
-        self._newest = max(time_seconds, self._newest or time_seconds)
+        tail.last, tail.last_message, tail.last_seconds = name, record["message"], time_seconds
+        if name in RECORDS:
+            tail.beat(record)
+            return
         kind = f"{name}/{level}" if level else name
         tail.counts[kind] += 1
-        tail.last, tail.last_message = name, record["message"]
         seconds = record["seconds"]
         if name == "sealed" and "stall" in seconds:
             tail.times["stall"].append(seconds["stall"])
@@ -153,22 +187,31 @@ class EventTails:
         return dict(sorted(found.items()))
 
     def _view(self) -> EventsView:
-        tails = self._tails.values()
+        newest = _newest(self._tails.values())
+        tails = [tail for tail in self._tails.values() if tail.is_current or tail is newest]
+        paces = [tail.steps_per_second for tail in tails if tail.steps_per_second is not None]
         stalls = [each for tail in tails for each in tail.times.get("stall", ())]
-        closed = [tail.last_message for tail in tails if tail.last == "closed"]
         incidents = sorted(self._incidents.values(), key=lambda i: i.time_seconds, reverse=True)
         return EventsView(
             folder=str(self.folder),
-            files=len(tails),
+            files=len(self._tails),
             since_seconds=self._since,
-            newest_seconds=self._newest,
+            newest_seconds=newest.last_seconds if newest.last else None,
+            fresh_seconds=max(tail.fresh_seconds for tail in tails),
+            steps_per_second=statistics.median(paces) if paces else None,
             stall_seconds=statistics.median(stalls) if stalls else None,
             worst_stall_seconds=max(stalls, default=None),
             counts=self._counts(),
             slow=tuple(_slowest(tails)),
             incidents=tuple(incidents),
-            closed=closed[0] if closed else "",
+            closed=newest.last_message if newest.last == "closed" else "",
         )
+
+
+def _newest(tails: Iterable[_Tail]) -> _Tail:
+    """The one with the newest event; one of the future only if all are: its clock was wrong."""
+    latest = time.time() + FRESH_SECONDS
+    return max(tails, key=lambda tail: (tail.last_seconds <= latest, tail.last_seconds))
 
 
 def _slowest(tails: Iterable[_Tail]) -> list[Slow]:

@@ -16,9 +16,6 @@ from .levels import restart_of, steps_per_second
 from .persistent import LeaseView, PlaceView
 from .view import ENDING, RUNS, STOPPED, UNKNOWN, EventsView, JobState
 
-FRESH_SECONDS = 60.0
-"""An event that is younger shows that the job runs."""
-
 
 @dataclass
 class Seen:
@@ -35,6 +32,8 @@ class Seen:
     """Unix time of the first look that has found only claims of dead processes; None if the last
     one has not."""
     problems: list[str] = field(default_factory=list)
+    event_folders: list[str] = field(default_factory=list)
+    """Folders that should have events."""
 
 
 def job_state(seen: Seen, rows: Sequence[Row], now: float) -> JobState:
@@ -50,7 +49,7 @@ def job_state(seen: Seen, rows: Sequence[Row], now: float) -> JobState:
         ", ".join(sorted(ids)),
         _last_seen(seen, rows, state, now),
         seen.trainers,
-        steps_per_second(rows),
+        _steps_per_second(seen.events, rows, now),
         restart_of(rows, now),
         suspects,
     )
@@ -70,10 +69,9 @@ def _state(seen: Seen, now: float) -> tuple[str, str]:
         return ENDING, "its trainers were killed; an agent waits for them to come back"
     if agents:
         return ENDING, "its trainers have ended; an agent is left"
-    newest = events.newest_seconds if events and events.newest_seconds else 0.0
     # Its last events may be fresh: a claim of a dead process needs an event that came later.
-    if now - newest < FRESH_SECONDS and newest > (seen.dead_since or 0.0):
-        return RUNS, f"its newest event is {now - newest:.0f} s old"
+    if (newest := _fresh_seconds(events, now)) is not None and newest > (seen.dead_since or 0.0):
+        return RUNS, f"its newest event is {max(now - newest, 0.0):.0f} s old"
     if seen.claims or seen.agents:
         return STOPPED, "killed: its processes are gone, and have not cleaned up"
     levels = {f.place.level for f in seen.there.found if not seen.there.is_elsewhere(f.place)}
@@ -91,6 +89,21 @@ def _state(seen: Seen, now: float) -> tuple[str, str]:
     return UNKNOWN, "no sign of a process is visible from here"
 
 
+def _fresh_seconds(events: EventsView | None, now: float) -> float | None:
+    """Unix time of the newest event, if it shows that the job runs. One from the future does not:
+    a clock was wrong."""
+    newest = events.newest_seconds if events else None
+    if events is None or newest is None or abs(now - newest) >= events.fresh_seconds:
+        return None
+    return newest
+
+
+def _steps_per_second(events: EventsView | None, rows: Sequence[Row], now: float) -> float | None:
+    if events and events.steps_per_second and _fresh_seconds(events, now) is not None:
+        return events.steps_per_second
+    return steps_per_second(rows, now)
+
+
 def _lease(places: Sequence[PlaceView]) -> LeaseView | None:
     leases = [place.lease for place in places if place.lease and place.lease.owner]
     return max(leases, key=lambda each: each.expires_seconds, default=None)
@@ -101,7 +114,7 @@ def _last_seen(seen: Seen, rows: Sequence[Row], state: str, now: float) -> float
         return now
     times = [row.created_seconds for row in rows if row.created_seconds]
     if seen.events and seen.events.newest_seconds:
-        times.append(seen.events.newest_seconds)
+        times.append(min(now, seen.events.newest_seconds))
     if lease := _lease(seen.places):
         times.append(min(now, lease.expires_seconds - LEASE_SECONDS / 2))
     return max(times, default=None)

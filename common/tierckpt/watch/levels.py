@@ -147,8 +147,9 @@ def restart_of(rows: Sequence[Row], now: float) -> Restart | None:
     return Restart(taken[0].version, iteration, tuple(row.level for row in taken), age)
 
 
-def steps_per_second(rows: Sequence[Row]) -> float | None:
-    """The pace of the training, by the two newest versions in memory."""
+def steps_per_second(rows: Sequence[Row], now: float) -> float | None:
+    """The pace of the training, by the two newest versions in memory, and by the time since then:
+    that of a job that hangs goes to 0."""
     times = {
         _id(row): row.created_seconds
         for row in rows
@@ -157,7 +158,7 @@ def steps_per_second(rows: Sequence[Row]) -> float | None:
     newest = sorted(times)[-2:]
     if len(newest) < 2 or newest[0].generation != newest[1].generation:
         return None
-    seconds = times[newest[1]] - times[newest[0]]
+    seconds = max(times[newest[1]] - times[newest[0]], now - times[newest[1]])
     return (newest[1].version - newest[0].version) / seconds if seconds > 0 else None
 
 

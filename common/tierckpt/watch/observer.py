@@ -47,6 +47,8 @@ class Observer:
         self._config = load_config()
         self._events_dir = events_dir
         self._tails: EventTails | None = None
+        """The folder with events that the last look found."""
+        self._known_tails: dict[str, EventTails] = {}
         self._found_paths: tuple[str, ...] = ()
         """Places that the job itself has named."""
         self._dead_since: float | None = None
@@ -130,19 +132,22 @@ class Observer:
         return found
 
     def _events(self, seen: Seen) -> EventsView | None:
-        """What is new in the folder that was given, that the job has named, or of the settings."""
+        """What is new in the folder that was given, that the job has named, or of the settings; or
+        in a given place itself."""
         named = [claim.events for claim, _ in seen.claims if claim.events]
-        for folder in (self._events_dir, *named, self._config.events_dir):
-            if not folder:
-                continue
-            if self._tails is None or str(self._tails.folder) != folder:
-                self._tails = EventTails(Path(folder))
+        folders = (self._events_dir, *named, self._config.events_dir)
+        seen.event_folders = [*dict.fromkeys(filter(None, folders))]
+        for folder in dict.fromkeys((*seen.event_folders, *self._paths)):
+            self._tails = self._known_tails.setdefault(folder, EventTails(Path(folder)))
             try:
                 if (events := self._tails.look()) is not None:
+                    seen.problems += self._tails.problems
                     return events
+            except (FileNotFoundError, NotADirectoryError):
+                pass  # not there yet, a URL, or another machine's
             except OSError as error:
-                if folder == self._events_dir:
-                    seen.problems.append(f"{folder}: {error}")
+                if folder in seen.event_folders:
+                    seen.problems.append(f"{folder}: {error.strerror or error}")
         self._tails = None
         return None
 
@@ -209,10 +214,11 @@ def _task(node: str, task: TaskStatus, now: float) -> Work:
 
 def _notes(seen: Seen, state: str) -> Iterable[str]:
     if seen.events is None:
-        yield (
-            "no events: with the setting events_dir (or --events DIR) stalls, skipped and failed "
-            "versions and slow ranks are shown"
-        )
+        what = "stalls, skipped and failed versions and slow ranks"
+        if folders := ", ".join(seen.event_folders):
+            yield f"no events: {folders} has none, or is not visible here; {what} are not shown"
+        else:
+            yield f"no events: with the setting events_dir (or --events DIR) {what} are shown"
     if not (seen.agents or seen.claims) and state in (RUNS, UNKNOWN):
         yield (
             "the job's processes are not visible from here: run this on one of its nodes, with the "

@@ -38,7 +38,8 @@ class JobState:
     trainers_here: int
     """Number of trainers that live on this machine."""
     steps_per_second: float | None
-    """By the newest versions in this machine's memory."""
+    """By the newest records of progress in the events, else by the newest versions in this
+    machine's memory."""
     restart: Restart | None
     suspects: dict[str, str]
     """Versions of which replicas differed or may have, such as `v12`, with the reason."""
@@ -156,6 +157,11 @@ class EventsView:
     since_seconds: float | None
     """Unix time of the oldest event that was read."""
     newest_seconds: float | None
+    """Unix time of the newest one."""
+    fresh_seconds: float
+    """A running job writes an event within this time."""
+    steps_per_second: float | None
+    """By the records of progress; None before there are two in the newest run."""
     stall_seconds: float | None
     """Median over versions and ranks."""
     worst_stall_seconds: float | None
@@ -166,7 +172,7 @@ class EventsView:
     incidents: tuple[Incident, ...]
     """The newest `failed`, `skipped`, `drifted` and `rejected`, newest first."""
     closed: str = ""
-    """The reason in the event `closed`, if that is the newest one of a rank."""
+    """The reason in the event `closed`, if that is the newest one."""
 
 
 @dataclass(frozen=True)

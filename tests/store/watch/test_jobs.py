@@ -222,6 +222,11 @@ def test_a_job_that_has_ended(tmp_path: Path) -> None:
     assert (closed.job.restart.version, closed.job.restart.levels) == (STEPS, ("local",))
     view = Observer([str(tmp_path / "ckpts")]).look()
     assert (view.job.state, view.agents, view.nodes) == ("stopped", (), ())
+    by_events = Observer([events]).look()
+    assert by_events.job.evidence == "closed: the training's end"
+    tmp_path.joinpath("empty").mkdir()
+    [note, *_] = Observer([str(tmp_path / "ckpts")], str(tmp_path / "empty")).look().notes
+    assert note.startswith(f"no events: {tmp_path}/empty has none, or is not visible here")
 
 
 def test_a_watcher_is_no_trainer_for_the_agent(run: Run, tmp_path: Path, shm_dir: Path) -> None:
@@ -243,10 +248,32 @@ def test_a_wrong_interval_and_a_wrong_folder_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tmp_path.joinpath("ckpts").mkdir()
+    (tmp_path / "file").touch()
     for given, text in (
+        (["--events", str(tmp_path / "file")], "file is not a directory; give a job's events_dir"),
         (["--interval-seconds", "0"], "--interval-seconds is 0; it must be from 0.1"),
         (["--interval-seconds", "nan"], "--interval-seconds is nan; it must be from 0.1"),
-        (["--events", "/no/such"], "--events /no/such: there is no such directory"),
+        (["--events", "/no/such"], "--events /no/such is not a directory"),
     ):
         assert main(["watch", str(tmp_path / "ckpts"), *given]) == 1
         assert text in capsys.readouterr().err
+
+
+def test_a_missing_job_is_reported_once_until_it_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            tmp_path.joinpath("ckpts").mkdir()
+        elif looks == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tierckpt.cli.watch.time.sleep", sleep)
+    assert main(["watch", str(tmp_path / "ckpts"), "--json", "--interval-seconds", "1"]) == 130
+    said = capsys.readouterr()
+    assert said.err.count("waiting for the job") == 1
+    assert len(said.out.splitlines()) == 2

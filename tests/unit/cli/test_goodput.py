@@ -57,19 +57,18 @@ def test_tables(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"1 +\d{4}-.* 0 to 10 .* failed \(± \d+\.\d s\)$", text, re.MULTILINE)
     assert "20 of 22 steps counted, and 2 were lost (1 failure); up to" in text
     assert "Slowest checkpoints: rank 1 in run 1, 0.75 s" in text
-    assert f"`tierckpt interval --events {events}/*.jsonl`" in text
+    assert f"`tierckpt interval --events {events}`" in text
     assert "`tierckpt run` keeps torch imported" in text
     assert "program unknown" in text
 
 
 def test_the_command_of_the_advice_works(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = sorted(map(str, events.glob("*.jsonl")))
-    assert main(["interval", "--events", *files, "--step", "2s"]) == 0
+    assert main(["interval", "--events", str(events), "--step", "2s"]) == 0
     assert "memory_every_steps=" in capsys.readouterr().out
 
 
 def test_records_do_not_shorten_a_restart(events: Path) -> None:
-    job = interval.observe(interval.read(sorted(events.glob("*.jsonl"))))
+    job = interval.observe(*interval.read([events]))
     # From the last event before the failure, at 26, to the end of the restore, at 47.
     assert job.levels["memory"].restart_seconds == pytest.approx(21.0)
 
@@ -114,6 +113,25 @@ def test_gap(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, str(events), "--gap", "10s")
     assert re.search(r"^not running +14\.00 +1 +not counted$", text, re.MULTILINE)
     assert re.search(r"^elapsed +58\.00", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["goodput", "watch"])
+def test_a_reader_that_ends_early_gets_no_traceback(events: Path, command: str) -> None:
+    """`| head -1`"""
+    arguments = [str(events)] if command == "goodput" else [str(events), "--once", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tierckpt", command, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "common")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr as errors:
+        assert errors.read() == ""
+    assert process.wait(60) == 1
 
 
 def test_a_picture(events: Path, tmp_path: Path) -> None:

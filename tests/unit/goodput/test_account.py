@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.event_stream import EventStream
+from tierckpt._event_files import event_files
 from tierckpt.errors import ConfigError
 from tierckpt.goodput.account import Account, account
 from tierckpt.goodput.advice import advice
-from tierckpt.goodput.records import event_files, read
+from tierckpt.goodput.records import read
 from tierckpt.goodput.spans import Ending
 
 
@@ -297,6 +298,41 @@ def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path) -> None:
     assert any("clock of node0 was set by -3600.0 s" in note for note in job.notes)
 
 
+def second_run(rank: EventStream) -> None:
+    rank.start(25, 28, 28.5, 29)
+    rank.restored(30, 10, 0.5)
+    rank.progress(31, 11, begun=10, run="two")
+    rank.progress(35, 15)
+    rank.closed(35, 15, 0.0)
+
+
+@pytest.mark.parametrize("set_seconds", [-3600, 3600])
+def test_a_clock_that_is_set_during_a_run_changes_no_restart(
+    tmp_path: Path, set_seconds: float
+) -> None:
+    rank = EventStream(tmp_path)
+    first_run(rank)
+    rank.shift_seconds = set_seconds
+    rank.progress(20, 10)
+    second_run(rank)
+    job = account_of(tmp_path)
+    assert [(run.from_version, run.to_version) for run in job.runs] == [(0, 10), (10, 15)]
+    assert job.seconds["relaunch"] == pytest.approx(5)
+    assert job.elapsed_seconds == pytest.approx(35)
+
+
+def test_a_clock_that_is_set_back_between_two_runs(tmp_path: Path) -> None:
+    rank = EventStream(tmp_path)
+    first_run(rank)
+    rank.shift_seconds = -3600
+    second_run(rank)
+    job = account_of(tmp_path)
+    assert [(run.from_version, run.to_version) for run in job.runs] == [(0, 10), (10, 15)]
+    assert job.seconds["relaunch"] == 0
+    assert job.elapsed_seconds == pytest.approx(18 + 10), "of both runs"
+    assert any("run 2 began, by its clock, before the end" in note for note in job.notes)
+
+
 def test_a_running_job(tmp_path: Path) -> None:
     rank = EventStream(tmp_path)
     first_run(rank)
@@ -309,8 +345,8 @@ def test_a_running_job(tmp_path: Path) -> None:
 def test_jobs_at_the_same_time_are_refused(tmp_path: Path) -> None:
     rank = EventStream(tmp_path)
     first_run(rank)
-    rank.start(10, 11, 12, 13, job="other")
-    rank.progress(14, 1, begun=0, run="two")
+    rank.start(10, 17, 18.5, 19, job="other")
+    rank.progress(20, 1, begun=0, run="two")
     with pytest.raises(ConfigError, match="several jobs at the same time"):
         account_of(tmp_path)
 

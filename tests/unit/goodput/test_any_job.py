@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.event_stream import EventStream
+from tierckpt._event_files import event_files
 from tierckpt.goodput.account import account
-from tierckpt.goodput.records import event_files, read
+from tierckpt.goodput.records import read
 
 seconds = st.floats(0, 50)
 ENDS = ("killed", "killed early", "closed", "interrupted", "error", "restored")

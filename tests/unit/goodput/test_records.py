@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.event_stream import EventStream
+from tierckpt._event_files import event_files
 from tierckpt.errors import ConfigError
-from tierckpt.goodput.records import event_files, read
+from tierckpt.goodput.records import read
 
 
 def started(folder: Path, rank: int = 0) -> EventStream:
@@ -35,6 +36,21 @@ def test_a_run_after_half_a_line(tmp_path: Path) -> None:
     runs, notes = read([stream.path])
     assert [run.process for run in runs] == [0, 10]
     assert notes == [f"{stream.path}: 2 unreadable lines were left out"]
+
+
+def test_a_record_that_lacks_its_fields_is_left_out(tmp_path: Path) -> None:
+    stream = started(tmp_path)
+    stream.write("attached", 6)
+    stream.write("started", 7, facts={"host": 3})
+    stream.write("something new", 8, facts={"a": [1]})
+    (run,), notes = read([stream.path])
+    assert run.last == 8
+    assert notes == [f"{stream.path}: 2 unreadable lines were left out"]
+
+
+def test_a_file_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+    stream = started(tmp_path)
+    assert event_files([tmp_path, stream.path]) == [stream.path]
 
 
 def test_events_before_the_first_start_are_left_out(tmp_path: Path) -> None:

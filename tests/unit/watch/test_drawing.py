@@ -34,6 +34,8 @@ EVENTS = EventsView(
     8000,
     NOW - 600,
     NOW - 1,
+    60.0,
+    3.2,
     0.0012,
     0.031,
     {"sealed/memory": 4312, "committed/local": 431, "skipped/local": 3, "failed/persistent": 1},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.event_stream import EventStream
 from tierckpt.events import EventLog
 from tierckpt.watch import event_tails
 from tierckpt.watch.event_tails import EventTails
@@ -66,8 +67,8 @@ def test_later_looks_read_only_what_was_added(
     write(tmp_path, 0, sealed(1, 0.001))
     assert look(tails).counts == {"sealed/memory": 1}
     read = list[bytes]()
-    record = event_tails._record
-    monkeypatch.setattr(event_tails, "_record", lambda line: read.append(line) or record(line))
+    record = event_tails.decode
+    monkeypatch.setattr(event_tails, "decode", lambda line: read.append(line) or record(line))
     write(tmp_path, 0, skipped(2))
     write(tmp_path, 1, sealed(1, 0.001))
     seen = look(tails)
@@ -123,3 +124,102 @@ def test_a_closed_job_is_known_by_its_last_event(tmp_path: Path) -> None:
     assert look(tails).closed == "the training's end"
     write(tmp_path, 0, sealed(2, 0.001))  # it was started again
     assert look(tails).closed == ""
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The time of the look in stories at chosen times."""
+    monkeypatch.setattr(event_tails.time, "time", lambda: 1000.0)
+    return 1000.0
+
+
+def story(folder: Path, rank: int = 0, begin: float = 900.0, **kwargs: Any) -> EventStream:
+    """20 steps at 2 a second from `begin` on."""
+    stream = EventStream(folder, rank, **kwargs)
+    stream.start(begin - 3, begin - 2, begin - 1, begin)
+    stream.progress(begin + 1, 1, begun=0, run="one")
+    stream.progress(begin + 6, 11)
+    stream.progress(begin + 11, 21)
+    return stream
+
+
+def test_records_of_progress_are_no_events_and_give_the_pace(tmp_path: Path, now: float) -> None:
+    stream = story(tmp_path, begin=980.0)
+    stream.write("sealed", 990.5, level="memory", version=20, seconds={"stall": 0.01})
+    stream.progress(996, 31)
+    seen = look(EventTails(tmp_path))
+    assert seen.counts == {"sealed/memory": 1}
+    assert (seen.steps_per_second, seen.newest_seconds) == (2.0, 996)
+
+
+def test_the_pace_is_that_of_one_run(tmp_path: Path, now: float) -> None:
+    stream = story(tmp_path)
+    tails = EventTails(tmp_path)
+    assert look(tails).steps_per_second == 2.0
+    stream.start(920, 921, 922, 923)
+    assert look(tails).steps_per_second is None
+    stream.progress(931, 16, begun=15, run="two")
+    assert look(tails).steps_per_second is None
+    stream.progress(936, 36)
+    assert look(tails).steps_per_second == 4.0
+    stream.progress(940, 30, begun=29, run="three")  # rolled back
+    assert look(tails).steps_per_second is None
+
+
+def test_a_clock_that_is_set_changes_no_pace(tmp_path: Path, now: float) -> None:
+    stream = story(tmp_path, begin=980.0)
+    stream.shift_seconds = -3600
+    stream.progress(996, 31)
+    seen = look(EventTails(tmp_path))
+    assert (seen.steps_per_second, seen.newest_seconds) == (2.0, 996 - 3600)
+
+
+def test_long_steps_need_more_patience(tmp_path: Path, now: float) -> None:
+    stream = story(tmp_path)
+    tails = EventTails(tmp_path)
+    assert look(tails).fresh_seconds == 60
+    stream.progress(900 + 311, 22)
+    assert look(tails).fresh_seconds == 600
+    stream.progress(900 + 316, 32)
+    assert look(tails).fresh_seconds == 600
+
+
+def test_ranks_of_former_runs_are_not_slow(tmp_path: Path, now: float) -> None:
+    """A job of three ranks closed, and was started again on two."""
+    for rank, end in ((0, 990.0), (1, 990.0), (2, 100.0)):
+        stream = story(tmp_path, rank, begin=end - 20)
+        stall = {"stall": 5.0 if rank == 2 else 0.01 * (1 + rank)}
+        stream.write("sealed", end - 1, level="memory", version=20, seconds=stall)
+        if rank == 2:
+            stream.closed(end, 21, 0.0)
+    seen = look(EventTails(tmp_path))
+    assert (seen.files, seen.closed, seen.worst_stall_seconds) == (3, "", 0.02)
+    [slow] = seen.slow
+    assert (slow.rank, slow.ranks) == (1, 2)
+
+
+def test_a_clock_that_is_far_ahead_decides_nothing(tmp_path: Path, now: float) -> None:
+    story(tmp_path, 0, begin=980.0)
+    story(tmp_path, 1, begin=980.0, shift_seconds=1e6)
+    seen = look(EventTails(tmp_path))
+    assert (seen.newest_seconds, seen.steps_per_second) == (991.0, 2.0)
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
+    write(tmp_path, 0, sealed(1, 0.001))
+    (tmp_path / "events-r00001.jsonl").mkdir()
+    tails = EventTails(tmp_path)
+    assert look(tails).counts == {"sealed/memory": 1}
+    assert tails.problems == [f"{tmp_path}/events-r00001.jsonl: Is a directory"]
+
+
+@pytest.mark.parametrize(
+    "line", [b'"time_seconds":1e999', b'"time_seconds":1,"version":1e999', b'"time_seconds":1e20']
+)
+def test_numbers_that_are_none_are_left_out(tmp_path: Path, line: bytes) -> None:
+    line += b',"name":"sealed","level":"memory","rank":0,"seconds":{}'
+    if b"version" not in line:
+        line += b',"version":1'
+    (tmp_path / "events-r00000.jsonl").write_bytes(b"{" + line + b"}\n")
+    write(tmp_path, 0, sealed(1, 0.001))
+    assert look(EventTails(tmp_path)).counts == {"sealed/memory": 1}

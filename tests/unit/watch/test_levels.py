@@ -46,11 +46,12 @@ def test_the_load_comes_from_the_times_of_two_versions() -> None:
     rows = (row(4, "memory", created_seconds=996.0), row(5, "memory", created_seconds=998.0))
     assert views(*rows)["memory"].bytes_per_second == 400.0
     assert views(*rows)["memory"].age_seconds == 2.0
-    assert steps_per_second(rows) == 0.5
+    assert steps_per_second(rows, 998.5) == 0.5
+    assert steps_per_second(rows, 998.0 + 100) == 0.01, "it hangs"
     assert views(rows[1])["memory"].bytes_per_second is None
-    assert steps_per_second(rows[1:]) is None
+    assert steps_per_second(rows[1:], 998.5) is None
     other_run = row(4, "memory", generation=0, created_seconds=996.0)
-    assert steps_per_second([other_run, rows[1]]) is None
+    assert steps_per_second([other_run, rows[1]], 998.5) is None
 
 
 def test_a_level_without_times_has_those_of_other_levels() -> None:
