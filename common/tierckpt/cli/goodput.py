@@ -92,9 +92,7 @@ def _print(job: Account, program: float | None, args: argparse.Namespace, consol
     console.print()
     for line in _conclusions(job, program):
         console.print(line, soft_wrap=True)
-    files = " ".join(
-        shlex.quote(str(place)) + ("/*.jsonl" if place.is_dir() else "") for place in args.events
-    )
+    files = " ".join(shlex.quote(str(place)) for place in args.events)
     for line in advice(job, files):
         console.print(line, soft_wrap=True)
     for note in job.notes:

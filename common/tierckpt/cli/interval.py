@@ -45,8 +45,8 @@ def interval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Uses the events of a job (events_dir), or times given by hand, which take "
         "precedence. Times look like 20ms, 1.5s, 3m, 8h, 2d; without a unit they are seconds.",
     )
-    text = "files that ranks wrote to events_dir"
-    parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="FILE", help=text)
+    text = "the job's events_dir, or files from it; of several nodes, those of all"
+    parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="EVENTS", help=text)
     text = "duration of a step without a checkpoint"
     parser.add_argument("--step", type=duration, metavar="TIME", help=text)
     text = "mean time between failures of the job, of any kind; default: from the events"
@@ -87,7 +87,9 @@ def rarity(text: str) -> float:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Print the table. Raises ConfigError when something is missing or wrong."""
-    job = observe(read(args.events)) if args.events else Job()
+    from tierckpt.goodput.records import event_files
+
+    job = observe(read(event_files(args.events))) if args.events else Job()
     job = by_hand(job, args)
     check(job, args)
     levels = list(job.levels.values())
@@ -271,7 +273,7 @@ def by_hand(job: Job, args: argparse.Namespace) -> Job:
 def check(job: Job, args: argparse.Namespace) -> None:
     """Raise ConfigError, with the option to give, if a needed value is unknown."""
     if not job.levels:
-        raise ConfigError("no checkpoint is known; give --events FILES or --level NAME TIME")
+        raise ConfigError("no checkpoint is known; give --events FOLDER or --level NAME TIME")
     if not job.step_seconds > 0:
         raise ConfigError("the duration of a step is unknown; give --step TIME")
     if not 0 < args.budget < 1:

@@ -57,14 +57,13 @@ def test_tables(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"1 +\d{4}-.* 0 to 10 .* failed \(± \d+\.\d s\)$", text, re.MULTILINE)
     assert "20 of 22 steps counted, and 2 were lost (1 failure); up to" in text
     assert "Slowest checkpoints: rank 1 in run 1, 0.75 s" in text
-    assert f"`tierckpt interval --events {events}/*.jsonl`" in text
+    assert f"`tierckpt interval --events {events}`" in text
     assert "`tierckpt run` keeps torch imported" in text
     assert "program unknown" in text
 
 
 def test_the_command_of_the_advice_works(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = sorted(map(str, events.glob("*.jsonl")))
-    assert main(["interval", "--events", *files, "--step", "2s"]) == 0
+    assert main(["interval", "--events", str(events), "--step", "2s"]) == 0
     assert "memory_every_steps=" in capsys.readouterr().out
 
 
