@@ -237,9 +237,9 @@ def export(commands: Subparsers) -> None:
         help="write a checkpoint for another tool, or for torch.load",
         description="TARGET's name chooses the format: .safetensors for the model alone, .pt or "
         ".pth for everything as torch.save writes it (model, optimizer, or optimizers by name, "
-        "extra, version, iteration, metric), .ckpt for Lightning, .pth.tar as in Horovod's examples. "
-        "--format chooses dcp (a folder), transformers (a folder checkpoint-N), or safetensors in "
-        "a folder. The default is the version that a restart takes. It is verified. In Python: "
+        "extra, version, iteration, metric), .ckpt for Lightning, .pth.tar as in Horovod's "
+        "examples. --format chooses dcp (a folder), transformers (a folder checkpoint-N), or "
+        "safetensors in a folder. The default is the version that a restart takes. It is verified. In Python: "
         f"tierckpt.load(PATH). {PLACES}",
     )
     _add_places(parser, "export_version")
