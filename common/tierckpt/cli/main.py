@@ -239,8 +239,8 @@ def export(commands: Subparsers) -> None:
         ".pth for everything as torch.save writes it (model, optimizer, or optimizers by name, "
         "extra, version, iteration, metric), .ckpt for Lightning, .pth.tar as in Horovod's "
         "examples. --format chooses dcp (a folder), transformers (a folder checkpoint-N), or "
-        "safetensors in a folder. The default is the version that a restart takes. It is verified. In Python: "
-        f"tierckpt.load(PATH). {PLACES}",
+        "safetensors in a folder. The default is the version that a restart takes. It is verified. "
+        f"In Python: tierckpt.load(PATH). {PLACES}",
     )
     _add_places(parser, "export_version")
     parser.add_argument("out", type=Path, metavar="TARGET")
