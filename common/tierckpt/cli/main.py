@@ -2,7 +2,7 @@
 
 A command is a function that adds its parser to the given subparsers and sets `run`. `run` gets the
 parsed arguments and a console, and may return an exit status (default 0). `error_status`, if set,
-is the exit status after an error (default 1). A command is listed in `COMMANDS`. Commands import
+is the exit status after an error (default 1). A command is listed in `GROUPS`. Commands import
 their modules when they run, so that `tierckpt --help` is quick.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -234,12 +235,12 @@ def export(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "export",
         help="write a checkpoint for another tool, or for torch.load",
-        description="TARGET's name chooses the format: .safetensors for the model alone, .pt for "
-        "everything as torch.save writes it (model, optimizer, or optimizers by name, extra, "
-        "version, iteration, metric), .ckpt for Lightning, .pth.tar as in Horovod's examples. "
-        "--format chooses dcp (a folder), transformers (a folder checkpoint-N), or safetensors in "
-        "a folder. The default is the version that a restart takes. It is verified. In Python: "
-        f"tierckpt.load(PATH). {PLACES}",
+        description="TARGET's name chooses the format: .safetensors for the model alone, .pt or "
+        ".pth for everything as torch.save writes it (model, optimizer, or optimizers by name, "
+        "extra, version, iteration, metric), .ckpt for Lightning, .pth.tar as in Horovod's "
+        "examples. --format chooses dcp (a folder), transformers (a folder checkpoint-N), or "
+        "safetensors in a folder. The default is the version that a restart takes. It is verified. "
+        f"In Python: tierckpt.load(PATH). {PLACES}",
     )
     _add_places(parser, "export_version")
     parser.add_argument("out", type=Path, metavar="TARGET")
@@ -428,25 +429,15 @@ def run(commands: Subparsers) -> None:
 
 
 RUN = "run"
-COMMANDS: tuple[Callable[[Any], None], ...] = (
-    trace,
-    halt,
-    health,
-    doctor,
-    interval,
-    goodput,
-    list_,
-    watch,
-    verify,
-    import_,
-    export,
-    diff,
-    prove,
-    run,
-    pin,
-    unpin,
-    takeover,
-)
+GROUPS: dict[str, tuple[Callable[[Any], None], ...]] = {
+    "run a script": (run, prove),
+    "look at a job": (watch, list_, verify, diff, goodput, interval, trace),
+    "control a job": (halt, pin, unpin, takeover),
+    "exchange checkpoints with other tools": (import_, export),
+    "examine a machine": (doctor, health),
+}
+"""Commands by purpose, in the order of `tierckpt --help`."""
+COMMANDS = tuple(itertools.chain.from_iterable(GROUPS.values()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -496,10 +487,20 @@ def _discard_output() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "tierckpt", description="Inspects a job's checkpoints, and controls the job."
+        "tierckpt",
+        usage="tierckpt [-h] [--version] COMMAND ...",
+        description="Runs training scripts, and looks at the checkpoints of a job, while it runs "
+        "and afterwards.",
+        epilog="`tierckpt COMMAND --help` describes a command.",
     )
     parser.add_argument("--version", action="version", version=f"tierckpt {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in COMMANDS:
-        add(commands)
+    commands = parser.add_subparsers(
+        prog="tierckpt", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
+    for title, group in GROUPS.items():
+        for add in group:
+            add(commands)
+        # argparse has one list for all subcommands: their lines go into groups of their own.
+        lines = commands._choices_actions[-len(group) :]
+        parser.add_argument_group(title)._group_actions.extend(lines)
     return parser

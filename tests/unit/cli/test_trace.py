@@ -263,8 +263,10 @@ def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main.main(["--help"])
     said = capsys.readouterr().out
-    for add in main.COMMANDS:
-        assert f"    {add.__name__.rstrip('_')} " in said
+    for title, commands in main.GROUPS.items():
+        _, _, lines = said.partition(f"\n{title}:\n")
+        for add in commands:
+            assert f"\n  {add.__name__.rstrip('_')} " in f"\n{lines}"
 
 
 def test_it_starts_without_torch_and_numpy() -> None:
