@@ -93,12 +93,7 @@ def _print(job: Account, program: float | None, args: argparse.Namespace, consol
     console.print()
     for line in _conclusions(job, program):
         console.print(line, soft_wrap=True)
-<<<<<<< HEAD
     for line in advice(job, shlex.join(map(str, args.events))):
-=======
-    files = " ".join(shlex.quote(str(place)) for place in args.events)
-    for line in advice(job, files):
->>>>>>> rev4
         console.print(line, soft_wrap=True)
     for note in job.notes:
         console.print(f"Note: {note}", soft_wrap=True)

@@ -86,13 +86,7 @@ def rarity(text: str) -> float:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Print the table. Raises ConfigError when something is missing or wrong."""
-<<<<<<< HEAD
     job = observe(*read(args.events)) if args.events else Job()
-=======
-    from tierckpt.goodput.records import event_files
-
-    job = observe(read(event_files(args.events))) if args.events else Job()
->>>>>>> rev4
     job = by_hand(job, args)
     check(job, args)
     levels = list(job.levels.values())
@@ -260,11 +254,7 @@ def by_hand(job: Job, args: argparse.Namespace) -> Job:
 def check(job: Job, args: argparse.Namespace) -> None:
     """Raise ConfigError, with the option to give, if a needed value is unknown."""
     if not job.levels:
-<<<<<<< HEAD
         raise ConfigError("no checkpoint is known; give --events EVENTS or --level NAME TIME")
-=======
-        raise ConfigError("no checkpoint is known; give --events FOLDER or --level NAME TIME")
->>>>>>> rev4
     if not job.step_seconds > 0:
         raise ConfigError("the duration of a step is unknown; give --step TIME")
     if not 0 < args.budget < 1:
