@@ -66,6 +66,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"arguments": {**BEST, "lr_scheduler_type": "reduce_lr_on_plateau"}},
     ),
     "seq2seq": (["backward:1:9"], {"kind": "seq2seq"}),
+    "LoRA": (["backward:1:9", "evaluation:0:16"], {"lora": True, "arguments": BEST}),
     "a sampler without seeds": (
         ["backward:1:9", "step end:0:14"],
         {"arguments": {"accelerator_config": {"use_seedable_sampler": False}}},

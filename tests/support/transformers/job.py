@@ -111,6 +111,16 @@ class Recorded:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
 
+def with_lora(model: Any) -> Any:
+    """The model with trained adapters of PEFT, in which everything else is frozen."""
+    import peft
+
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True),
+    )
+
+
 def make_trainer(scenario: Scenario, arguments: Any, journal: Journal) -> Any:
     base = {"trainer": Trainer, "seq2seq": Seq2SeqTrainer}[scenario.kind]
     bases: tuple[Any, ...] = (Recorded, base)
@@ -131,8 +141,11 @@ def make_trainer(scenario: Scenario, arguments: Any, journal: Journal) -> Any:
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), scenario.dropout),
     )
     torch.manual_seed(3)
+    model: Any = GPT2LMHeadModel(config)
+    if scenario.lora:
+        model = with_lora(model)
     trainer = type("Job", bases, {"journal": journal})(
-        GPT2LMHeadModel(config),
+        model,
         arguments,
         train_dataset={"plain": Sentences, "stream": Stream, "numbered": Numbered}[scenario.data](),
         eval_dataset=Plain(),

@@ -17,6 +17,8 @@ class Scenario(scenario.Scenario):
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of TrainingArguments."""
     dropout: float = 0.1
+    lora: bool = False
+    """Trains adapters of PEFT only."""
     patience: int = 0
     """Of an EarlyStoppingCallback; 0: without it."""
     train: dict[str, Any] = field(default_factory=dict)
