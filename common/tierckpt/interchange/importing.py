@@ -56,8 +56,8 @@ def import_state(
         force: write it although there are versions; a restart takes the new one then.
 
     The version appears when it is complete: after an error, or if the process is killed, there is
-    none. Raises ConfigError if there are versions already, or a running job; CorruptShardError if
-    the written bytes are not those that were read; OSError.
+    none. Raises ConfigError if there are versions already, or a running job, or `path` cannot be
+    written; CorruptShardError if the written bytes are not those that were read.
     """
     persistent = persistent or is_url(path)
     config = load_config({"persistent_path" if persistent else "path": path})
@@ -70,8 +70,11 @@ def import_state(
     if persistent:
         _flush(config, facts, image)
     else:
-        with _claimed(config, facts):
-            _commit(config, facts, image)
+        try:
+            with _claimed(config, facts):
+                _commit(config, facts, image)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}") from error
     _verify(path, facts)
     known = iteration is not None or foreign.iteration is not None
     level = "persistent" if persistent else "local"
