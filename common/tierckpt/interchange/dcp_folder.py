@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 
+from . import torch_file
 from .foreign_state import ForeignState, is_model, sorted_out
 
 METADATA = ".metadata"
@@ -66,8 +67,7 @@ def _content(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (CheckpointException, Exception) as error:
-        text = " ".join(str(_cause(error)).split())
-        raise ConfigError(f"torch cannot load it: {text[:400]}") from error
+        raise ConfigError(f"torch cannot load it: {torch_file.reason_of(_cause(error))}") from error
     return content
 
 
@@ -139,7 +139,7 @@ class _Planner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         assert self.metadata is not None
         path = (self.metadata.planner_data or {}).get(name, (name,))
-        _put(self.original_state_dict, path, torch.load(value, weights_only=True))
+        _put(self.original_state_dict, path, torch_file.without_code(value))
 
 
 def _put(root: Any, path: tuple[str | int, ...], value: Any) -> None:

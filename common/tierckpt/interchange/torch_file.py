@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 import re
 import zipfile
@@ -46,25 +47,35 @@ def load(path: Path) -> Any:
         raise ConfigError(f"{path} is no file of torch.save")
     if _is_cut(path):
         raise ConfigError(f"{path} is damaged, or not complete: its end is missing")
-    names = [name for name in _unread_classes(path) if name not in numpy_numbers.BY_NAME]
     try:
-        for _ in range(MOST_CLASSES):
-            try:
-                return _loaded(path, names)
-            except pickle.UnpicklingError as error:
-                name = _NAMED.search(str(error))
-                if name is None or name[1] in names:
-                    raise
-                names.append(name[1])
-        return _loaded(path, names)
+        return without_code(path)
     except Exception as error:
-        blocked = _BLOCKED.search(str(error))
-        text = " ".join(_ADVICE.sub(": ", str(error)).split())[:300].rstrip(" .:")
-        why = f"it has code ({blocked[1]})" if blocked else text
         raise ConfigError(
-            f"{path} cannot be read by torch.load(weights_only=True): {why}. If it can be read "
-            "where it was made, save the state_dict()s of its objects again, and import that file"
+            f"{path} cannot be read by torch.load(weights_only=True): {reason_of(error)}. If it "
+            "can be read where it was made, save the state_dict()s of its objects again, and "
+            "import that file"
         ) from error
+
+
+def without_code(source: Path | io.BytesIO) -> Any:
+    """The content, as `load` has it. Raises torch's errors; see `reason_of`."""
+    names = [name for name in _unread_classes(source) if name not in numpy_numbers.BY_NAME]
+    for _ in range(MOST_CLASSES):
+        try:
+            return _loaded(source, names)
+        except pickle.UnpicklingError as error:
+            name = _NAMED.search(str(error))
+            if name is None or name[1] in names:
+                raise
+            names.append(name[1])
+    return _loaded(source, names)
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason in an error of `torch.load`, without its advice to load the file with its code."""
+    if blocked := _BLOCKED.search(str(error)):
+        return f"it has code ({blocked[1]})"
+    return " ".join(_ADVICE.sub(": ", str(error)).split())[:300].rstrip(" .:")
 
 
 def _is_cut(path: Path) -> bool:
@@ -72,20 +83,23 @@ def _is_cut(path: Path) -> bool:
         return file.read(2) == b"PK" and not zipfile.is_zipfile(path)
 
 
-def _loaded(path: Path, names: Sequence[str]) -> Any:
+def _loaded(source: Path | io.BytesIO, names: Sequence[str]) -> Any:
     where: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
     known = {**{name: _stand_in(name) for name in names}, **numpy_numbers.BY_NAME}
     with torch.serialization.safe_globals([(each, name) for name, each in known.items()]):
-        if not zipfile.is_zipfile(path):  # as torch before 1.6 wrote it: it cannot be mapped
-            return torch.load(path, **where)
-        return torch.load(path, mmap=True, **where)
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+            return torch.load(source, **where)
+        if not zipfile.is_zipfile(source):  # as torch before 1.6 wrote it: it cannot be mapped
+            return torch.load(source, **where)
+        return torch.load(source, mmap=True, **where)
 
 
-def _unread_classes(path: Path) -> list[str]:
+def _unread_classes(source: Path | io.BytesIO) -> list[str]:
     """The classes that the file names and torch does not load."""
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
     try:
-        return [] if find is None else [*find(path)]
+        return [] if find is None else [*find(source)]
     except Exception:  # of the former form, or damaged: its error names one class at a time
         return []
 
@@ -145,4 +159,13 @@ def write_for_horovod(saved: Saved, out: Path) -> list[str]:
     return []
 
 
-__all__ = ["is_torch_file", "load", "read", "save", "write", "write_for_horovod"]
+__all__ = [
+    "is_torch_file",
+    "load",
+    "read",
+    "reason_of",
+    "save",
+    "without_code",
+    "write",
+    "write_for_horovod",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,31 @@ def test_numbers_of_numpy(new: bool, tmp_path: Path, command: Callable[..., str]
     with job_at(tmp_path / "ckpts") as job:
         assert job.restore() == 7
         assert image(job.optimizer.state_dict()) == image(trained.optimizer.state_dict())
+
+
+def test_objects_in_a_folder_of_dcp(tmp_path: Path, command: Callable[..., str]) -> None:
+    content = {"model": tiny_model().state_dict(), "args": argparse.Namespace(lr=1)}
+    content |= {"epoch": np.int64(3), "place": Path("data")}
+    dcp.save(content, checkpoint_id=tmp_path / "folder", no_dist=True)
+    said = command("import", tmp_path / "folder", tmp_path / "ckpts")
+    assert "not taken: args (argparse.Namespace)" in said
+    assert "not taken: place (pathlib" in said
+    assert "values, for an elastic state: epoch" in said
+    content["evil"] = Malicious(tmp_path / "ran", os.mkdir)
+    dcp.save(content, checkpoint_id=tmp_path / "evil", no_dist=True)
+    said = command("import", tmp_path / "evil", tmp_path / "other", fails=True)
+    assert "it has code (posix.mkdir)" in said
+    assert not (tmp_path / "ran").exists()
+
+
+class Malicious:
+    """An object whose pickle makes a folder."""
+
+    def __init__(self, path: Path, act: Callable[[str], None]) -> None:
+        self.path, self.act = path, act
+
+    def __reduce__(self) -> Any:
+        return self.act, (str(self.path),)
 
 
 class Odd(nn.Module):
