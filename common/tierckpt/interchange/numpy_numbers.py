@@ -51,7 +51,7 @@ def scalar(dtype: Any, data: Any = None) -> Any:
         return UnreadScalar()
 
 
-BY_NAME = {
+BY_NAME: dict[str, Any] = {
     "numpy.dtype": Dtype,
     "numpy.core.multiarray.scalar": scalar,
     "numpy._core.multiarray.scalar": scalar,

@@ -85,7 +85,7 @@ def _is_cut(path: Path) -> bool:
 
 def _loaded(source: Path | io.BytesIO, names: Sequence[str]) -> Any:
     where: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-    known = {**{name: _stand_in(name) for name in names}, **numpy_numbers.BY_NAME}
+    known: dict[str, Any] = {name: _stand_in(name) for name in names} | numpy_numbers.BY_NAME
     with torch.serialization.safe_globals([(each, name) for name, each in known.items()]):
         if isinstance(source, io.BytesIO):
             source.seek(0)
