@@ -334,7 +334,7 @@ class ResumableLoader(Generic[Batch]):
         if self.between and place.ended:
             # the resumed loop does its work at the end of the epoch again from there
             then = self._before
-        held = untrained and place.begun and not place.ended
+        held = untrained and place.batches > 0 and not place.ended
         reads_again = held and place.batches > 1 and self._skip != "none"
         return {
             "place": dict(vars(place)),

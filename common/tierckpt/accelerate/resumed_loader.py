@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.integrations.loader_passes import Pass, Passes
-from tierckpt.integrations.other_ranks import PlaceOfAnyRanks, StepSize
+from tierckpt.integrations.other_ranks import PlaceOfAnyRanks, StepSize, order_batch_of
 from tierckpt.resumable_loader import generators_of, samplers_of
 from tierckpt.state.extras import Generator
 
@@ -87,7 +87,8 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
         """The samples of one step in this job."""
         ranks = self._accelerator.num_processes
         total = getattr(self._prepared, "total_batch_size", None) or 0
-        return StepSize(ranks, total // ranks, self._accelerator.gradient_accumulation_steps)
+        accumulation = self._accelerator.gradient_accumulation_steps
+        return StepSize(ranks, total // ranks, accumulation, order_batch_of(self._prepared))
 
     def fit(self, version: int) -> None:
         """Convert the restored place to this job's ranks and batches. Raises RestoreError if a step

@@ -55,7 +55,8 @@ def _report(made: Imported) -> Iterator[str]:
     if not foreign.optimizers:
         yield "no optimizer: it starts fresh"
     if not made.iteration_known:
-        yield "no iteration: it is the number of optimizer steps; --iteration N sets another"
+        counted_by = "the number of optimizer steps" if foreign.count_steps() else "0"
+        yield f"no iteration: it is {counted_by}; --iteration N sets another"
     yield "no random streams, no place in the data: they start fresh"
     for text in foreign.not_taken:
         yield f"not taken: {text}"

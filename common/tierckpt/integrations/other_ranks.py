@@ -8,13 +8,16 @@ recipes keep this product, too, since learning rate and schedule belong to it.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass
 from fractions import Fraction
 from typing import Any
 
+from tierckpt._text import counted
 from tierckpt.errors import RestoreError
-from tierckpt.resumable_loader import Batch, ResumableLoader
+from tierckpt.resumable_loader import Batch, ResumableLoader, samplers_of
 
 OTHER_STEPS = (
     "v{version} was taken with {had} samples a step ({old}), and this job has {has} ({new}): the "
@@ -27,6 +30,16 @@ UNKNOWN = (
     "unknown (a batch sampler without batch_size), so the samples to skip are, too. Start {had} "
     "rank(s), or begin a new job at another path"
 )
+UNKNOWN_BATCH = (
+    "v{version} was taken with {name}={had}, and this job has {name}={has}: the loader's batch "
+    "size is unknown (a batch sampler without batch_size), so the samples to skip are, too. Set "
+    "{name}={had}, or begin a new job at another path"
+)
+OTHER_ORDER = (
+    "v{version}: the sampler makes its order of samples for a batch size, which was {had} and is "
+    "{has} now: the samples to skip would not be those trained on. Start {ranks} with the former "
+    "batch size and accumulation, or begin a new job at another path"
+)
 OTHER_CURE = "Start {ranks} ranks with the former sizes, or begin a new job at another path"
 
 
@@ -38,6 +51,8 @@ class StepSize:
     ranks: int
     batch: int
     accumulation: int
+    order: int = 0
+    """See `order_batch_of`."""
 
     @property
     def samples(self) -> int:
@@ -56,8 +71,9 @@ class StepSize:
         if self == saved:
             return
         if not (self.batch and saved.batch):
-            text = UNKNOWN.format(version=version, had=saved.ranks, has=self.ranks)
-            raise RestoreError(text)
+            raise RestoreError(self._unknown(saved, version, names))
+        if self.order != saved.order:
+            raise RestoreError(self._other_order(saved, version))
         if self.samples == saved.samples:
             return
         value, rest = divmod(saved.samples, self.ranks * self.batch)
@@ -68,14 +84,26 @@ class StepSize:
                 version=version,
                 had=saved.samples,
                 has=self.samples,
-                old=saved._named(names),
-                new=self._named(names),
+                old=saved.named(names),
+                new=self.named(names),
                 cure=cure,
             )
         )
 
-    def _named(self, names: tuple[str, str]) -> str:
-        count = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+    def _unknown(self, saved: StepSize, version: int, names: tuple[str, str]) -> str:
+        if self.ranks != saved.ranks:
+            return UNKNOWN.format(version=version, had=saved.ranks, has=self.ranks)
+        pairs = zip(names, astuple(saved)[1:], astuple(self)[1:], strict=False)
+        name, had, has = next((n, a or "?", b or "?") for n, a, b in pairs if a != b)
+        return UNKNOWN_BATCH.format(version=version, name=name, had=had, has=has)
+
+    def _other_order(self, saved: StepSize, version: int) -> str:
+        facts = {"had": saved.order or "any", "has": self.order or "any"}
+        return OTHER_ORDER.format(version=version, ranks=counted(saved.ranks, "rank"), **facts)
+
+    def named(self, names: tuple[str, str]) -> str:
+        """The factors, with the settings of the framework as names."""
+        count = counted(self.ranks, "rank")
         return f"{count}, {names[0]}={self.batch}, {names[1]}={self.accumulation}"
 
     def as_dict(self) -> dict[str, int]:
@@ -98,8 +126,28 @@ class PlaceOfAnyRanks(ResumableLoader[Batch]):
             return
         place = self._place
         trained = place.batches - bool(self._resuming["held"])
-        place.batches = min(math.ceil(trained * factor), len(self))
+        place.batches = math.ceil(trained * factor)
+        with contextlib.suppress(TypeError):  # an iterable data set has no length
+            place.batches = min(place.batches, len(self))
         self._resuming |= {"place": dict(vars(place)), "held": False, "earlier": None}
 
 
-__all__ = ["PlaceOfAnyRanks", "StepSize"]
+def order_batch_of(loader: Iterable[Any]) -> int:
+    """The batch size for which a sampler makes the order of the epoch: one that sorts samples by
+    length within several batches (`LengthGroupedSampler`), or fills batches with alike samples. 0:
+    the order is the same for all sizes."""
+    sizes = (getattr(each, "batch_size", 0) for each in samplers_of(loader) if _decides(each))
+    return next((size for size in sizes if type(size) is int and size), 0)
+
+
+def _decides(sampler: Any) -> bool:
+    """False for batch samplers that keep the order which they get: torch's, and frameworks' around
+    another one."""
+    kind = type(sampler)
+    is_plain = kind.__name__ == "BatchSampler" and kind.__module__.startswith(
+        ("torch.", "torchdata.")
+    )
+    return not is_plain and not hasattr(sampler, "batch_sampler")
+
+
+__all__ = ["PlaceOfAnyRanks", "StepSize", "order_batch_of"]

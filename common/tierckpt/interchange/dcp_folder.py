@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 
+from . import torch_file
 from .foreign_state import ForeignState, is_model, sorted_out
 
 METADATA = ".metadata"
@@ -66,10 +67,15 @@ def _content(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (CheckpointException, Exception) as error:
-        failures = getattr(error, "failures", {})  # by rank: exception, traceback
-        text = " ".join(str(next(iter(failures.values()), [error])[0]).split())
-        raise ConfigError(f"torch cannot load it: {text[:400]}") from error
+        raise ConfigError(f"torch cannot load it: {torch_file.reason_of(_cause(error))}") from error
     return content
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first rank's error in one of DCP's."""
+    failures = getattr(error, "failures", {})  # by rank: exception, traceback
+    found: BaseException = next(iter(failures.values()), [error])[0]
+    return found
 
 
 def _optimizer_of(name: str, value: Any) -> Any:
@@ -133,7 +139,7 @@ class _Planner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         assert self.metadata is not None
         path = (self.metadata.planner_data or {}).get(name, (name,))
-        _put(self.original_state_dict, path, torch.load(value, weights_only=True))
+        _put(self.original_state_dict, path, torch_file.without_code(value))
 
 
 def _put(root: Any, path: tuple[str | int, ...], value: Any) -> None:
@@ -156,7 +162,7 @@ def _put(root: Any, path: tuple[str | int, ...], value: Any) -> None:
 
 def write(saved: Saved, out: Path) -> list[str]:
     """Write `model`, `optimizer` (with parameters by name, as torch's `get_state_dict` has it),
-    `extra` and the counters."""
+    `extra` and the counters. Raises OSError."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     content: dict[str, Any] = {"model": saved.model}
@@ -169,7 +175,10 @@ def write(saved: Saved, out: Path) -> list[str]:
     content |= {"extra": saved.extra, "version": saved.version, "iteration": saved.iteration}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save(content, checkpoint_id=out, no_dist=True)
+        try:
+            save(content, checkpoint_id=out, no_dist=True)
+        except CheckpointException as error:  # no Exception
+            raise OSError(str(_cause(error))) from error
     return []
 
 

@@ -19,7 +19,6 @@ class Target:
     def __init__(self, out: Path, force: bool, recognizes: Callable[[Path], bool]) -> None:
         """`force`: replace what is there; a folder only if it is empty, or if `recognizes` says
         that it is a checkpoint. Raises ConfigError if something is there that stays."""
-        self._out = out
         if os.path.lexists(out) and not force:
             raise ConfigError(f"{out} exists; --force replaces it")
         if out.is_dir() and any(out.iterdir()) and not recognizes(out):
@@ -27,6 +26,7 @@ class Target:
                 f"{out} is a folder with other things than a checkpoint of this format, and is not "
                 "replaced; give another name"
             )
+        self._out = out = out if out.name else out.absolute()  # "."
         self._temp = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
 
     def fill(self, write: Callable[[Path], list[str]]) -> list[str]:

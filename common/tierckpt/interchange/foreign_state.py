@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from tierckpt._text import some
 from tierckpt.errors import ConfigError
 from tierckpt.state.extras import PLAIN_VALUES
 
@@ -28,8 +30,6 @@ ITERATION_KEYS = (
 """Usual names of the number of iterations."""
 WRAPPERS = ("module", "_orig_mod")
 """Name parts of DDP, DataParallel and torch.compile."""
-OWN = frozenset({"version", "iteration", "extra"})
-"""Keys of every file that `tierckpt export` wrote."""
 EXTRA_STATE = "_extra_state"
 """Last part of a module's own entry in a `state_dict()`."""
 
@@ -74,6 +74,8 @@ class ForeignState:
     iteration: int | None = None
     steps: int | None = None
     """Number of optimizer steps, if the format has it."""
+    prefix: str = ""
+    """Of names in the model, dropped by `strip`; optimizers' names still have it."""
     not_taken: list[str] = field(default_factory=list)
     """Parts that were not understood, and parts that no version has, in words."""
 
@@ -83,6 +85,7 @@ class ForeignState:
         if not any(name.startswith(prefix) for name in self.model):
             first = next(iter(self.model), "")
             raise ConfigError(f"no name in the model begins with {prefix!r}; the first is {first}")
+        self.prefix = prefix
         other = [name for name in self.model if not name.startswith(prefix)]
         self.not_taken += [f"{name} (without the prefix)" for name in other]
         self.model = {
@@ -121,19 +124,24 @@ def sorted_out(kind: str, content: Any, model_key: str | None = None) -> Foreign
         )
     found = ForeignState(kind)
     models: dict[str, Mapping[str, Any]] = {}
-    if content.keys() >= OWN:
+    if _is_own_export(content):
         content = _own_export(found, content)
     if model_key is None and is_model(content):
         models[""], content = content, {}
     for key, value in content.items():
         _sort(found, models, str(key), value)
-    chosen = _choose_model(models, model_key)
+    chosen = _choose_model(models, model_key, content)
     found.model = without_wrappers(models.pop(chosen))
     found.extra |= {key: dict(value) for key, value in models.items()}
     number = next((key for key in ITERATION_KEYS if _is_whole(found.values.get(key))), None)
     if found.iteration is None and number is not None:
         found.iteration = int(found.values[number])
     return found
+
+
+def _is_own_export(content: Mapping[str, Any]) -> bool:
+    counts = (content.get("version"), content.get("iteration"))
+    return isinstance(content.get("extra"), Mapping) and all(map(_is_whole, counts))
 
 
 def _own_export(found: ForeignState, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +152,13 @@ def _own_export(found: ForeignState, content: Mapping[str, Any]) -> dict[str, An
     found.values |= dict(values or {})
     if per_rank := content.get("extra_per_rank"):
         found.not_taken.append(f"extra_per_rank of rank 0 ({', '.join(per_rank)})")
-    own = {*OWN, "extra_per_rank", "metric"}  # but not the model, nor the optimizers
+    own = {
+        "version",
+        "iteration",
+        "extra",
+        "extra_per_rank",
+        "metric",
+    }  # but not the model, nor the optimizers
     return {key: value for key, value in content.items() if key not in own}
 
 
@@ -209,19 +223,39 @@ def _is_name(key: Any) -> bool:
     return isinstance(key, str) and "/" not in key
 
 
-def _choose_model(models: Mapping[str, Any], key: str | None) -> str:
+def _choose_model(models: Mapping[str, Any], key: str | None, content: Mapping[str, Any]) -> str:
     names = ", ".join(map(repr, models)) or "nothing"
     if key is not None:
         if key not in models:
-            raise ConfigError(f"{key!r} in it is no model's state_dict(); such are: {names}")
+            text = f"{key!r} in it is no model's state_dict(){_why_no_model(content.get(key))}"
+            raise ConfigError(f"{text}; such are: {names}")
         return key
     if len(models) == 1:
         return next(iter(models))
     usual = next((each for each in MODEL_KEYS if each in models), None)
+    if usual is None and models:
+        text = "which part is the model? --model KEY chooses one"
+        raise ConfigError(f"{text}; state_dict()s in it: {names}")
     if usual is None:
-        text = "--model KEY chooses one" if models else "--model KEY names it"
-        raise ConfigError(f"which part is the model? state_dict()s in it: {names}. {text}")
+        likely = next((each for each in MODEL_KEYS if each in content), None)
+        if likely is not None:
+            why = _why_no_model(content[likely])
+            raise ConfigError(f"{likely!r} in it is no model's state_dict(){why}")
+        keys = some([repr(each) for each in content])
+        raise ConfigError(f"no part of it is a model's state_dict(), with tensors alone: {keys}")
     return usual
+
+
+def _why_no_model(value: Any) -> str:
+    """The reason in parentheses; empty if there is nothing to say about it."""
+    if isinstance(value, Unread):
+        return f", but a {value.name}; save model.state_dict()"
+    if not isinstance(value, Mapping):
+        return ""
+    if not value:
+        return ": it is empty"
+    other = next((name for name, each in value.items() if not isinstance(each, torch.Tensor)), None)
+    return "" if other is None else f": {other!r} in it is no tensor. Save it beside the model"
 
 
 def schedulers_in(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,7 +285,8 @@ def _head(name: str) -> str:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and value >= 0
 
 
 def _unread_in(value: Any) -> str:

@@ -54,6 +54,7 @@ class ForeignVersion:
                 own_states[name.rpartition(".")[0]] = value
                 continue
             tree_codec.refuse_tensor(value, name)
+            value = value.resolve_conj().resolve_neg()
             place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             known = first.setdefault(place, name) if value.numel() else name
             if known != name:
@@ -83,7 +84,7 @@ class ForeignVersion:
         self._foreign.not_taken += [
             f"{label}[{key!r}]" for key in state if key not in ("state", "param_groups")
         ]
-        names, are_names = _names_of(groups)
+        names, are_names = _names_of(groups, self._foreign.prefix)
         if are_names:
             self._named.append(label)
         members = [[names[str(each)] for each in group["params"]] for group in groups]
@@ -172,16 +173,17 @@ def _groups_of(label: str, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return groups
 
 
-def _names_of(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], bool]:
+def _names_of(groups: Sequence[Mapping[str, Any]], prefix: str) -> tuple[dict[str, str], bool]:
     """The names of parameters by their keys in the state, and whether they are names in the model:
-    keys are such names themselves, or groups have `param_names`; else they are numbers."""
+    keys are such names themselves, or groups have `param_names`; else they are numbers. Names are
+    without wrappers' name parts, and without `prefix`."""
     keys = [each for group in groups for each in group["params"]]
     names = [each for group in groups for each in group.get("param_names") or ()]
     if len(names) != len(keys):
         names = [each for each in keys if isinstance(each, str) and not each.isdigit()]
     if len(names) != len(keys) or not keys:
         return {str(key): str(key) for key in keys}, False
-    own = without_wrappers(dict.fromkeys(names))
+    own = [name.removeprefix(prefix) for name in without_wrappers(dict.fromkeys(names))]
     return dict(zip(map(str, keys), own, strict=True)), True
 
 

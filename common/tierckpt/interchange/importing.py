@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tierckpt._text import is_url, some
 from tierckpt.config import Config, load_config
-from tierckpt.errors import ConfigError, CorruptShardError
+from tierckpt.errors import ConfigError, CorruptShardError, LeaseHeldError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
 from tierckpt.offline.survey import MissingPathError, Survey, survey
@@ -19,6 +19,7 @@ from tierckpt.storage.local.directory_claim import DirectoryClaim
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import job_directory
 from tierckpt.storage.persistent import PersistentStore
+from tierckpt.storage.persistent.lease import Lease
 
 from .foreign_state import ForeignState
 from .foreign_version import ForeignVersion
@@ -56,13 +57,13 @@ def import_state(
         force: write it although there are versions; a restart takes the new one then.
 
     The version appears when it is complete: after an error, or if the process is killed, there is
-    none. Raises ConfigError if there are versions already, or a running job; CorruptShardError if
-    the written bytes are not those that were read; OSError.
+    none. Raises ConfigError if there are versions already, or a running job, or `path` cannot be
+    written; CorruptShardError if the written bytes are not those that were read.
     """
     persistent = persistent or is_url(path)
     config = load_config({"persistent_path" if persistent else "path": path})
     there = _survey(path)
-    _refuse_used(path, there, force)
+    _refuse_used(path, there, persistent, force)
     parts = ForeignVersion(foreign)
     job = config.job_id if persistent else job_directory(config).job
     facts = _facts(foreign, job, there, iteration)
@@ -70,8 +71,11 @@ def import_state(
     if persistent:
         _flush(config, facts, image)
     else:
-        with _claimed(config, facts):
-            _commit(config, facts, image)
+        try:
+            with _claimed(config, facts):
+                _commit(config, facts, image)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}") from error
     _verify(path, facts)
     known = iteration is not None or foreign.iteration is not None
     level = "persistent" if persistent else "local"
@@ -84,11 +88,16 @@ def _survey(path: str) -> Survey:
     return Survey()
 
 
-def _refuse_used(path: str, there: Survey, force: bool) -> None:
+def _refuse_used(path: str, there: Survey, persistent: bool, force: bool) -> None:
     if there.living:
         raise ConfigError(f"{path} is in use by a running job; end it, or give another path")
     if there.troubles:
         raise ConfigError(f"{path} cannot be read completely: {some(there.troubles)}")
+    levels = {copy.place.level for copy in there.copies}
+    if persistent and levels and "persistent" not in levels:
+        raise ConfigError(f"{path} is the path of a job, and no persistent_path; omit --persistent")
+    if not persistent and levels == {"persistent"}:
+        raise ConfigError(f"{path} is a persistent_path; give --persistent, too")
     if there.copies and not force:
         names = some([f"v{n}" for n in sorted({copy.key.id.version for copy in there.copies})])
         raise ConfigError(
@@ -147,7 +156,26 @@ def _flush(config: Config, facts: VersionFacts, image: VersionImage) -> None:
     place = config.persistent
     with closing(PersistentStore(place.path, **place.options())) as store:
         store.create()
-        store.flush(facts, image.most_bytes, [image])
+        with _leased(store, facts) as lease:
+            store.flush(facts, image.most_bytes, [image], lambda nbytes: lease.keep())
+
+
+@contextmanager
+def _leased(store: PersistentStore, facts: VersionFacts) -> Iterator[Lease]:
+    """Keep jobs from flushing there. Raises ConfigError if one does."""
+    lease = store.lease(facts.run_id, f"tierckpt import {facts.run_id[:8]}")
+    url = store.backend.url
+    try:
+        lease.ensure()
+    except LeaseHeldError as error:
+        raise ConfigError(
+            f"{url} is in use by {error.owner}; end it, or give another path. If it was killed, "
+            f"its lease is still there: tierckpt takeover {url} removes it"
+        ) from error
+    try:
+        yield lease
+    finally:
+        lease.release()
 
 
 def _verify(path: str, facts: VersionFacts) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 
@@ -61,11 +59,15 @@ def read(path: Path) -> ForeignState:
     found.iteration = found.steps = int(content.get("global_step", 0))
     known = {"state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", VERSION_KEY}
     for key, value in content.items():
-        if key in known or key in SCALERS or value in (None, {}):
+        if key in known or key in SCALERS or _is_nothing(value):
             continue
         what = value.name if isinstance(value, Unread) else "the Trainer's own"
         found.not_taken.append(f"{key} ({what})" if key in NOT_CARRIED else str(key))
     return found
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 def write(saved: Saved, out: Path) -> list[str]:
@@ -97,7 +99,7 @@ def write(saved: Saved, out: Path) -> list[str]:
     }
     if scaler := saved.extra.get("scaler"):
         content["MixedPrecision"] = scaler
-    torch.save(content, out)
+    torch_file.save(content, out)
     return remarks
 
 

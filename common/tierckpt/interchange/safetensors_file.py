@@ -34,14 +34,15 @@ def read(path: Path) -> ForeignState:
     """The model. Raises ConfigError."""
     found = ForeignState("safetensors")
     found.model, metadata = read_model(path)
-    found.iteration = _number(metadata.get("iteration"))
-    found.steps = _number(metadata.get("version"))
+    if {"iteration", "version"} <= metadata.keys():  # of an export; others name other things so
+        found.iteration = _number(metadata["iteration"])
+        found.steps = _number(metadata["version"])
     found.values = {}
     return found
 
 
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

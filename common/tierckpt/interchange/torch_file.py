@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 from tierckpt.state.extras import PLAIN_VALUES
 
+from . import numpy_numbers
 from .foreign_state import ForeignState, Unread, sorted_out
 
 MOST_CLASSES = 100
 """Limit of classes in a file whose errors name them one at a time."""
 _NAMED = re.compile(r"Unsupported global: GLOBAL (\S+)")
 _BLOCKED = re.compile(r"GLOBAL (\S+) whose module")
+_ADVICE = re.compile(r"\. In PyTorch 2\.6.*?(?=WeightsUnpickler error|$)", re.DOTALL)
+"""torch's advice to load the file with its code."""
 
 
 def is_torch_file(path: Path) -> bool:
@@ -43,24 +47,35 @@ def load(path: Path) -> Any:
         raise ConfigError(f"{path} is no file of torch.save")
     if _is_cut(path):
         raise ConfigError(f"{path} is damaged, or not complete: its end is missing")
-    names = _unread_classes(path)
     try:
-        for _ in range(MOST_CLASSES):
-            try:
-                return _loaded(path, names)
-            except pickle.UnpicklingError as error:
-                name = _NAMED.search(str(error))
-                if name is None or name[1] in names:
-                    raise
-                names.append(name[1])
-        return _loaded(path, names)
+        return without_code(path)
     except Exception as error:
-        blocked = _BLOCKED.search(str(error))
-        why = f"it has code ({blocked[1]})" if blocked else " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{path} cannot be read by torch.load(weights_only=True): {why}. If it can be read "
-            "where it was made, save the state_dict()s of its objects again, and import that file"
+            f"{path} cannot be read by torch.load(weights_only=True): {reason_of(error)}. If it "
+            "can be read where it was made, save the state_dict()s of its objects again, and "
+            "import that file"
         ) from error
+
+
+def without_code(source: Path | io.BytesIO) -> Any:
+    """The content, as `load` has it. Raises torch's errors; see `reason_of`."""
+    names = [name for name in _unread_classes(source) if name not in numpy_numbers.BY_NAME]
+    for _ in range(MOST_CLASSES):
+        try:
+            return _loaded(source, names)
+        except pickle.UnpicklingError as error:
+            name = _NAMED.search(str(error))
+            if name is None or name[1] in names:
+                raise
+            names.append(name[1])
+    return _loaded(source, names)
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason in an error of `torch.load`, without its advice to load the file with its code."""
+    if blocked := _BLOCKED.search(str(error)):
+        return f"it has code ({blocked[1]})"
+    return " ".join(_ADVICE.sub(": ", str(error)).split())[:300].rstrip(" .:")
 
 
 def _is_cut(path: Path) -> bool:
@@ -68,26 +83,31 @@ def _is_cut(path: Path) -> bool:
         return file.read(2) == b"PK" and not zipfile.is_zipfile(path)
 
 
-def _loaded(path: Path, names: Sequence[str]) -> Any:
+def _loaded(source: Path | io.BytesIO, names: Sequence[str]) -> Any:
     where: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-    with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
-        if not zipfile.is_zipfile(path):  # as torch before 1.6 wrote it: it cannot be mapped
-            return torch.load(path, **where)
-        return torch.load(path, mmap=True, **where)
+    known: dict[str, Any] = {name: _stand_in(name) for name in names} | numpy_numbers.BY_NAME
+    with torch.serialization.safe_globals([(each, name) for name, each in known.items()]):
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+            return torch.load(source, **where)
+        if not zipfile.is_zipfile(source):  # as torch before 1.6 wrote it: it cannot be mapped
+            return torch.load(source, **where)
+        return torch.load(source, mmap=True, **where)
 
 
-def _unread_classes(path: Path) -> list[str]:
+def _unread_classes(source: Path | io.BytesIO) -> list[str]:
     """The classes that the file names and torch does not load."""
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
     try:
-        return [] if find is None else [*find(path)]
+        return [] if find is None else [*find(source)]
     except Exception:  # of the former form, or damaged: its error names one class at a time
         return []
 
 
 @functools.cache
 def _stand_in(name: str) -> type:
-    return type("Unread", (Unread,), {"name": name})
+    module, _, kind = name.rpartition(".")
+    return type(kind, (Unread,), {"name": name, "__module__": module})
 
 
 def read(path: Path, model_key: str | None = None) -> ForeignState:
@@ -100,13 +120,25 @@ def read(path: Path, model_key: str | None = None) -> ForeignState:
         ) from error
 
 
+def save(content: Mapping[str, Any], out: Path) -> None:
+    """Write a file of `torch.save`. Equal contents make equal bytes: torch puts the file's name,
+    here a temporary one, into an archive that it opens by itself. Raises OSError."""
+    try:
+        with out.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's own error hides a full disk
+            raise error.__context__ from None
+        raise
+
+
 def write(saved: Saved, out: Path) -> list[str]:
     """Write everything, in the form that scripts with `torch.load` expect."""
     several = set(saved.optimizers) != {"optimizer"}
     optimizers = {"optimizers": saved.optimizers} if several else saved.optimizers
     rest = {"extra": saved.extra, "extra_per_rank": saved.extra_per_rank}
     facts = {"version": saved.version, "iteration": saved.iteration, "metric": saved.metric}
-    torch.save({"model": saved.model, **optimizers, **rest, **facts}, out)
+    save({"model": saved.model, **optimizers, **rest, **facts}, out)
     return []
 
 
@@ -123,8 +155,17 @@ def write_for_horovod(saved: Saved, out: Path) -> list[str]:
     content |= dict(zip(["optimizer"], saved.optimizers.values(), strict=False))
     values = saved.extra.get(PLAIN_VALUES)
     content |= {k: v for k, v in dict(values or {}).items() if k not in content}
-    torch.save(content, out)
+    save(content, out)
     return []
 
 
-__all__ = ["is_torch_file", "load", "read", "write", "write_for_horovod"]
+__all__ = [
+    "is_torch_file",
+    "load",
+    "read",
+    "reason_of",
+    "save",
+    "without_code",
+    "write",
+    "write_for_horovod",
+]

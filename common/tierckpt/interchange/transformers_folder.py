@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 
 from . import safetensors_file, torch_file
-from .foreign_state import ForeignState, schedulers_in, without_wrappers
+from .foreign_state import (
+    ForeignState,
+    is_model,
+    is_optimizer,
+    schedulers_in,
+    without_wrappers,
+)
 
 OPTIMIZER, SCHEDULER, SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 TRAINER_STATE, PICKLED = "trainer_state.json", "pytorch_model.bin"
@@ -39,22 +43,27 @@ def read(path: Path) -> ForeignState:
     if safetensors_file.has_weights(path):
         found.model, _ = safetensors_file.read_model(path)
     elif (path / PICKLED).exists():
-        found.model = without_wrappers(torch_file.load(path / PICKLED))
+        model = torch_file.load(path / PICKLED)
+        if not is_model(model):
+            raise ConfigError(f"{path / PICKLED} is no state_dict(): it has other than tensors")
+        found.model = without_wrappers(model)
     else:
         raise ConfigError(
             f"{path} has neither model.safetensors nor {PICKLED}: adapters and sharded states of "
             "FSDP or DeepSpeed are not read"
         )
     if (path / OPTIMIZER).exists():
-        found.optimizers["optimizer"] = torch_file.load(path / OPTIMIZER)
+        found.optimizers["optimizer"] = state = torch_file.load(path / OPTIMIZER)
+        if not is_optimizer(state):
+            raise ConfigError(f"{path / OPTIMIZER} is no state_dict() of an optimizer of torch's")
     for name, file in (("scheduler", SCHEDULER), ("scaler", SCALER)):
         if (path / file).exists():
             found.extra[name] = torch_file.load(path / file)
     if (path / TRAINER_STATE).exists():
         try:
-            state = json.loads((path / TRAINER_STATE).read_text())
-            found.iteration = found.steps = int(state["global_step"])
-            found.values |= {"epoch": state["epoch"]} if "epoch" in state else {}
+            numbers = json.loads((path / TRAINER_STATE).read_text())
+            found.iteration = found.steps = int(numbers["global_step"])
+            found.values |= {"epoch": numbers["epoch"]} if "epoch" in numbers else {}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path / TRAINER_STATE} cannot be read: {error!r}") from error
         found.not_taken.append(f"{TRAINER_STATE}: log history and best metric")
@@ -78,12 +87,12 @@ def write(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
     tensors, _ = safetensors_file.plain_model(saved.model)
     safetensors_file.write_folder(tensors, {"format": "pt"}, out, max_shard_bytes)
     for state in saved.optimizers.values():
-        torch.save(state, out / OPTIMIZER)
+        torch_file.save(state, out / OPTIMIZER)
     schedulers = schedulers_in(saved.extra)
     if len(schedulers) == 1:
-        torch.save(next(iter(schedulers.values())), out / SCHEDULER)
+        torch_file.save(next(iter(schedulers.values())), out / SCHEDULER)
     if "scaler" in saved.extra:
-        torch.save(saved.extra["scaler"], out / SCALER)
+        torch_file.save(saved.extra["scaler"], out / SCALER)
     own: Mapping[str, Any] | None = saved.extra_per_rank.get(STATE)
     (out / TRAINER_STATE).write_text(json.dumps(_trainer_state(saved, own), indent=2) + "\n")
     remarks = ["config.json is not in it: model.config.save_pretrained(TARGET) adds it"]

@@ -83,20 +83,19 @@ class VersionImage:
     def windows(self) -> Iterator[memoryview]:
         """See `Source`. A window is valid until the next one is requested."""
         self._digests = []
-        with mmap.mmap(-1, WINDOW_BYTES) as memory, memoryview(memory) as window:
-            filled = 0
-            for part in self._parts():
-                self._digests.append(digest(part))
-                while part:
-                    count = min(len(part), WINDOW_BYTES - filled)
-                    window[filled : filled + count] = part[:count]
-                    filled, part = filled + count, part[count:]
-                    if filled == WINDOW_BYTES:
-                        yield window
-                        filled = 0
-            if filled:
-                with window[:filled] as last:
-                    yield last
+        # Freed with its last view: the error of a store may have some.
+        window, filled = memoryview(mmap.mmap(-1, WINDOW_BYTES)), 0
+        for part in self._parts():
+            self._digests.append(digest(part))
+            while part:
+                count = min(len(part), WINDOW_BYTES - filled)
+                window[filled : filled + count] = part[:count]
+                filled, part = filled + count, part[count:]
+                if filled == WINDOW_BYTES:
+                    yield window
+                    filled = 0
+        if filled:
+            yield window[:filled]
 
     def _parts(self) -> Iterator[memoryview]:
         """The header, and all blocks."""

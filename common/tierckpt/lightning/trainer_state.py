@@ -40,6 +40,16 @@ OTHER_BATCH = (
     "the checkpoint was taken amid an epoch with batch_size={want}, and the training loader has "
     "batch_size={has}: the samples to skip would not be those trained on. Set batch_size={want}"
 )
+OTHER_ORDER = (
+    "the checkpoint was taken amid an epoch, and the sampler makes its order of samples for a "
+    "batch size, which was {want} and is {has} now: the samples to skip would not be those trained "
+    "on. Give the sampler its former batch_size, or start the former number of ranks"
+)
+INDIVISIBLE = (
+    "v{version} was taken with {samples} samples a step ({old}), which cannot be divided by "
+    "{ranks} rank(s) x accumulate_grad_batches={accumulation}. Set another "
+    "accumulate_grad_batches, or start {had} rank(s), or begin a new job at another path"
+)
 DDP_FLAG = "require_forward_param_sync"
 """Attribute of a DDP module: whether its next forward pass broadcasts the buffers of rank 0. A
 manual optimization turns it off after the first batch, and buffers differ from then on."""
@@ -76,6 +86,7 @@ class TrainerState:
             "broadcasts_buffers": getattr(trainer.strategy.model, DDP_FLAG, True),
             "should_stop": trainer.should_stop,
             "batch": self._data.batch,
+            "order": self._data.order,
             "is_distributed": self._data.is_distributed,
             "ranks": trainer.world_size,
             "accumulate": trainer.accumulate_grad_batches,
@@ -116,9 +127,14 @@ class TrainerState:
             raise RestoreError(NO_ORDER.format(version=version, had=saved["ranks"], has=ranks))
         old = StepSize(saved["ranks"], saved["batch"], saved["accumulate"])
         # The loaders of this fit come later.
-        self._batch = max(old.samples // (ranks * accumulation), 1)
+        self._batch, rest = divmod(old.samples, ranks * accumulation)
+        if rest:
+            facts = {"samples": old.samples, "old": old.named(NAMES), "had": old.ranks}
+            text = INDIVISIBLE.format(
+                version=version, ranks=ranks, accumulation=accumulation, **facts
+            )
+            raise RestoreError(text)
         new = StepSize(ranks, self._batch, accumulation)
-        new.require(old, version, NAMES)
         self.factor = new.batches_for_one_of(old)
         progress = json.loads(saved["progress"])
         batches = progress["epoch_loop"]["batch_progress"]
@@ -133,6 +149,9 @@ class TrainerState:
             raise RestoreError(OTHER_LOADER.format(has=data.batch or "?", want=want))
         if want and data.batch and data.batch != want:
             raise RestoreError(OTHER_BATCH.format(has=data.batch, want=want))
+        order = self.loaded["order"] if self.loaded else data.order
+        if data.order != order:
+            raise RestoreError(OTHER_ORDER.format(has=data.order or "any", want=order or "any"))
 
     @property
     def is_amid_epoch(self) -> bool:

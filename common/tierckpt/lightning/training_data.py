@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tierckpt.integrations.frameworks import Say
-from tierckpt.integrations.other_ranks import PlaceOfAnyRanks
+from tierckpt.integrations.other_ranks import PlaceOfAnyRanks, order_batch_of
 from tierckpt.resumable_loader import generators_of, samplers_of
 from tierckpt.state.extras import Generator
 
@@ -69,6 +69,12 @@ class TrainingData:
         loaders."""
         loaders = self._loaders
         return (getattr(loaders[0], "batch_size", 0) or 0) if len(loaders) == 1 else 0
+
+    @property
+    def order(self) -> int:
+        """See `order_batch_of`."""
+        loaders = self._loaders
+        return order_batch_of(loaders[0]) if len(loaders) == 1 else 0
 
     @property
     def is_distributed(self) -> bool:

@@ -267,7 +267,12 @@ def _of_groups(label: str, theirs: list[list[str]], ours: list[list[str]]) -> st
         sizes = " + ".join(str(len(names)) for names in groups)
         return f"{len(groups)} param group(s) of {sizes} parameters"
 
-    return f"{label} has {text(ours)}, and in the imported file {text(theirs)}"
+    if [*map(len, theirs)] != [*map(len, ours)]:
+        return f"{label} has {text(ours)}, and in the imported file {text(theirs)}"
+    pairs = zip(ours, theirs, strict=True)
+    mine, other = next((a, b) for a, b in pairs if {*a} != {*b})
+    without, instead = _some({*mine} - {*other}), _some({*other} - {*mine})
+    return f"{label} has a param group with {without}, and in the imported file with {instead}"
 
 
 def _keys_of(obj: Any) -> frozenset[Any]:

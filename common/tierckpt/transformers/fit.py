@@ -49,7 +49,7 @@ class Fit:
         """Attach and restore; returns the loader for the Trainer's loop. Collective; raises the
         errors of `ddp_ckpt.Checkpointer` and of its `restore`."""
         trainer = self._trainer
-        self._data, self._state = TrainingData(loader), TrainingState(trainer)
+        self._data, self._state = TrainingData(loader), TrainingState(trainer, loader)
         self._steps = trainer.state.global_step
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self._swaps_weights = callable(getattr(optimizer, "train", None))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tierckpt.integrations.other_ranks import StepSize
+from tierckpt.integrations.other_ranks import StepSize, order_batch_of
 
 PROGRESS = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
@@ -38,8 +38,8 @@ class TrainingState:
     """One of the `extra_per_rank` objects: the running loss differs between ranks. Training
     thread."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, loader: Any) -> None:
+        self._trainer, self._loader = trainer, loader
         self.loaded: dict[str, Any] | None = None
         """The restored state; None if nothing was restored."""
         self.epoch_is_over = False
@@ -142,7 +142,7 @@ class TrainingState:
         batch, accumulation = (getattr(args, name) for name in SIZES)
         if self._trainer.accelerator.split_batches:
             batch //= ranks
-        return StepSize(ranks, batch, accumulation)
+        return StepSize(ranks, batch, accumulation, order_batch_of(self._loader))
 
     @property
     def saved_step_size(self) -> StepSize:

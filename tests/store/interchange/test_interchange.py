@@ -20,6 +20,7 @@ from tests.support import exact
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.cli.main import main
 from tierckpt.state.extras import PLAIN_VALUES, PlainValues
+from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 from tierckpt.testing.tiny_job import tiny_model
 
@@ -301,6 +302,29 @@ def test_used_places_and_unknown_sources(trained: TinyJob, tmp_path: Path, capsy
     assert "has checkpoints already (v1)" in error(source, path)
     assert main(["import", str(source), str(path), "--force"]) == 0
     with start(path) as job:
+        assert job.restore().version == STEPS
+        assert state_of(job) == state_of(trained)
+
+
+def test_used_persistent_places(trained: TinyJob, tmp_path: Path, capsys: Any) -> None:
+    source, shared = to_torch(trained, tmp_path / "source.pt"), tmp_path / "shared"
+
+    def error(*arguments: object) -> str:
+        assert main(["import", *map(str, arguments)]) == 1
+        return str(capsys.readouterr().err)
+
+    with start(tmp_path / "ckpts", persistent_path=str(shared)) as job:
+        job.run(2)
+    assert "is a persistent_path; give --persistent" in error(source, shared, "--force")
+    assert "omit --persistent" in error(source, tmp_path / "ckpts", "--persistent", "--force")
+    PersistentStore(str(shared)).lease("run", "another job").ensure()
+    text, said = f"tierckpt takeover {shared}", error(source, shared, "--persistent", "--force")
+    assert "is in use by another job" in said
+    assert text in said
+    assert main(text.split()[1:]) == 0
+    assert main(["import", str(source), str(shared), "--persistent", "--force"]) == 0
+    assert not PersistentStore(str(shared)).owner()
+    with start(tmp_path / "other", persistent_path=str(shared)) as job:
         assert job.restore().version == STEPS
         assert state_of(job) == state_of(trained)
 
