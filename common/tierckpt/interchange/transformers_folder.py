@@ -135,7 +135,7 @@ def _trainer_state(saved: Saved, own: Mapping[str, Any] | None) -> dict[str, Any
         **numbers["state"],
         **numbers["intervals"],
         "max_steps": numbers["max_steps"],
-        "train_batch_size": numbers["sizes"]["per_device_train_batch_size"],
+        "train_batch_size": numbers["step"]["batch"],
         "log_history": [json.loads(line) for line in own["history"].splitlines()],
         "stateful_callbacks": {**several, **CONTROL},
     }
