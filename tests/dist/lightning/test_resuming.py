@@ -112,9 +112,14 @@ def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "others", "accumulation"), [(2, 1, 1), (1, 2, 1), (2, 4, 1), (2, 1, 2)]
+    ("ranks", "others", "accumulation", "at"),
+    [
+        (2, 1, 1, "batch end:0:8"),
+        (1, 2, 1, "epoch end:0:12"),
+        (2, 4, 1, "batch end:0:8"),
+        (2, 1, 2, "epoch end:0:12"),
+    ],
 )
-@pytest.mark.parametrize("at", ["batch end:0:8", "epoch end:0:12"])
 def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
     ranks: int, others: int, accumulation: int, at: str, make_job: MakeJob
 ) -> None:
