@@ -229,6 +229,25 @@ class Extension:
         self.resize(weight.untyped_storage(), 2 * weight.nbytes)
 
 
+def late_checkpointer(
+    path: Path, settings: dict[str, Any], events: list[Any], patch: pytest.MonkeyPatch
+) -> tuple[Any, Any, tierckpt.Checkpointer]:
+    """A model, its optimizer, and a checkpointer that copies nothing before the barrier."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copy_late(patch, 0.0)
+    given = {**settings, "agent": "inline", "local_every_steps": 1, "when_busy": "wait"}
+    ckpt = tierckpt.Checkpointer(model, optimizer, path=path, on_event=events.append, **given)
+    return model, optimizer, ckpt
+
+
+def make_step(model: Any, optimizer: Any, ckpt: tierckpt.Checkpointer) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    ckpt.step()
+
+
 def failed(events: list[Any]) -> list[Any]:
     return [event for event in events if event.name == "failed"]
 
@@ -248,21 +267,14 @@ def test_memory_that_an_extension_moved_is_refused_by_name(
         monkeypatch.setattr(tensor_memory, "find", lambda: None)
     elif tensor_memory.find() is None:
         pytest.skip("this torch has other objects")
-    model, events = torch.nn.Linear(4, 4), list[Any]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    copy_late(monkeypatch, 0.0)
-    given = {**settings, "agent": "inline", "local_every_steps": 1, "when_busy": "wait"}
-    with tierckpt.Checkpointer(
-        model, optimizer, path=path, on_event=events.append, **given
-    ) as ckpt:
+    events = list[Any]()
+    model, optimizer, attached = late_checkpointer(path, settings, events, monkeypatch)
+    with attached as ckpt:
         ckpt.restore()
         step = 0
         while step < 5 or (len(failed(events)) < 2 and step < 1000):  # a busy copier votes late
             step += 1
-            for param in model.parameters():
-                param.grad = torch.ones_like(param)
-            optimizer.step()
-            ckpt.step()
+            make_step(model, optimizer, ckpt)
             if step == 3:
                 Extension().grow(model.weight)
         wanted = model.weight.clone()
@@ -298,19 +310,12 @@ def test_a_failure_that_is_known_after_the_vote_is_reported_as_void(
     monkeypatch.setattr(Agreement, "tell", tell_late)
     monkeypatch.setattr(SlotHandoff, "wait", wait_for_all)
     monkeypatch.setattr(SlotHandoff, "take_stock", lambda self: None)
-    model, events = torch.nn.Linear(4, 4), list[Any]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    copy_late(monkeypatch, 0.0)
-    given = {**settings, "agent": "inline", "local_every_steps": 1, "when_busy": "wait"}
-    with tierckpt.Checkpointer(
-        model, optimizer, path=path, on_event=events.append, **given
-    ) as ckpt:
+    events = list[Any]()
+    model, optimizer, attached = late_checkpointer(path, settings, events, monkeypatch)
+    with attached as ckpt:
         ckpt.restore()
         for step in range(5):
-            for param in model.parameters():
-                param.grad = torch.ones_like(param)
-            optimizer.step()
-            ckpt.step()
+            make_step(model, optimizer, ckpt)
             if step == 2:
                 Extension().grow(model.weight)
         ckpt.wait()
