@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import shlex
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -27,6 +26,7 @@ from tierckpt.group import Node
 from . import request_file
 from .preemption import PreemptionWatcher
 from .signals import Signals
+from .watcher import Watcher
 
 LOOK_SECONDS = 5.0
 """Interval between two looks for requests in the directories."""
@@ -41,8 +41,6 @@ NOTICE_SECONDS = 120.0
 Longer if `halt_seconds_left` is; a notice that comes earlier is kept until then."""
 GRACE_SPARE_SECONDS = 10.0
 """Time of a signal's grace period left for the processes to end."""
-JOIN_SECONDS = 1.0
-"""At the end: time to wait for a look that hangs, for example on a dead file system."""
 
 Notice = Callable[[str, int], None]
 """Takes text and severity."""
@@ -261,40 +259,26 @@ def watched_directories(config: Config, rank: int, node: Node) -> list[str]:
     return found
 
 
-class RequestWatcher:
+class RequestWatcher(Watcher):
     """Looks for requests at intervals, on its own thread, as a file system may hang.
 
     Any thread may read the results; each look replaces them.
     """
 
     def __init__(self, directories: Sequence[str]) -> None:
+        super().__init__()
         self.requests: tuple[HaltRequest, ...] = ()
         self.problems: tuple[str, ...] = ()
         """Requests that cannot be read, with the reasons."""
         self._where: tuple[str, ...] = ()
         self._directories = directories
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
         if directories:
-            name = "tierckpt-halt-requests"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
+            self._begin("tierckpt-halt-requests", LOOK_SECONDS)
 
     def advice(self) -> str:
         """Commands that remove the requests found; empty if there are none."""
         commands = [f"tierckpt halt {shlex.quote(each)} --clear" for each in self._where]
         return f"; before the next start: {', '.join(commands)}" if commands else ""
-
-    def close(self) -> None:
-        """Stop looking."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(JOIN_SECONDS)
-
-    def _work(self) -> None:
-        self._look()
-        while not self._over.wait(LOOK_SECONDS):
-            self._look()
 
     def _look(self) -> None:
         found: dict[str, HaltRequest] = {}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import email.utils
 import http.client
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,14 +24,14 @@ from urllib.parse import urlsplit
 
 from tierckpt.config import parse_notices
 
+from .watcher import Watcher
+
 ANSWER_SECONDS = 2.0
 """Limit of one answer; the service is on the machine."""
 MOST_BYTES = 1 << 18
 """Limit of an answer's length."""
 FAILURES = 3
 """Failures in a row after which the service is reported as away: one may be a throttled request."""
-JOIN_SECONDS = 1.0
-"""At the end: time to wait for a request in progress."""
 GCP_SECONDS = 30.0
 """Time that Google grants; its notice has none."""
 AZURE_ENDS = frozenset(("Preempt", "Terminate", "Reboot", "Redeploy"))
@@ -197,11 +196,12 @@ def service_of(setting: str, environment: Mapping[str, str]) -> tuple[str, Cloud
 # --- the thread ----------------------------------------------------------------------------------
 
 
-class PreemptionWatcher:
+class PreemptionWatcher(Watcher):
     """Looks for a notice at intervals, on its own thread. Any thread may read the results."""
 
     def __init__(self, setting: str, environment: Mapping[str, str]) -> None:
         """`setting`: as `Config.halt_notices`; empty: there is nothing to watch."""
+        super().__init__()
         self.notice: Notice | None = None
         """The notice, unless it was withdrawn."""
         self.noticed_seconds: float | None = None
@@ -209,25 +209,9 @@ class PreemptionWatcher:
         self.problem = ""
         """Why the service gives no answer; empty if it does."""
         self._failures = 0
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
         if found := service_of(setting, environment):
             self._name, self._cloud, self._service = found
-            self._thread = threading.Thread(
-                target=self._work, name="tierckpt-preemption", daemon=True
-            )
-            self._thread.start()
-
-    def close(self) -> None:
-        """Stop looking."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(JOIN_SECONDS)
-
-    def _work(self) -> None:
-        self._look()
-        while not self._over.wait(self._cloud.every_seconds):
-            self._look()
+            self._begin("tierckpt-preemption", self._cloud.every_seconds)
 
     def _look(self) -> None:
         try:
