@@ -494,6 +494,7 @@ class CheckpointerCore(abc.ABC):
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
         live.iteration_counts = self._iterations.counts
         self._go_on_from(lineage, live)
+        self._history.forget()
 
     # --- a version on demand --------------------------------------------------------------------
 
