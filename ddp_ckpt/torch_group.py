@@ -51,6 +51,9 @@ class TorchGroup:
     one is collective.
     """
 
+    is_ring = True
+    """gloo passes the messages of a reduction around all ranks, one after the other."""
+
     def __init__(self, members: dist.ProcessGroup | None = None) -> None:
         if not dist.is_gloo_available():
             raise RuntimeError("this torch has no gloo, which ranks need to agree on versions")

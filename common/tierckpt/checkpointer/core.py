@@ -27,7 +27,7 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
-from tierckpt.coordination.vote_exchange import ballots_for
+from tierckpt.coordination.ballots.vote_exchange import ballots_for
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
@@ -210,7 +210,7 @@ class CheckpointerCore(abc.ABC):
         self._heartbeat = Heartbeat(self._log, period, self.group.size, begin_seconds)
         self._agreement = Agreement(
             self.group,
-            ballots_for(self.group, self._node, VOTE_WIDTH),
+            ballots_for(self.group, self._node, VOTE_WIDTH, self.config.peer.interface),
             self.config,
             lambda *safe: self._levels.promotion.local_safe(*safe),
             lambda: self._levels.promotion.retire(),
