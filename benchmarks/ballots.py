@@ -104,7 +104,9 @@ def main() -> None:
         "ballots": 5 if options.toy else 20,
     }
     os.environ["OMP_NUM_THREADS"] = "1"
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms a ballot, and CPU ms of all ranks")
+    print(
+        f"{os.cpu_count()} cores, torch {torch.__version__}; ms a ballot, and CPU ms of all ranks"
+    )
     print("ranks nodes     gloo      CPU     tree      CPU")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

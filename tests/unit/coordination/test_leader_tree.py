@@ -152,7 +152,9 @@ def test_where_a_leader_cannot_be_reached_all_vote_by_the_group(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = nodes_of((2, 2))
-    plain = getattr(module, name := {"listen": "_listen", "connect": "_connect"}.get(fault, "_join"))
+    plain = getattr(
+        module, name := {"listen": "_listen", "connect": "_connect"}.get(fault, "_join")
+    )
     failed = threading.Event()
 
     def broken(*args: Any) -> Any:

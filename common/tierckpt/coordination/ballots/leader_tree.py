@@ -145,10 +145,6 @@ class LeaderTree:
         gone = [place for place in self.missing_here(turn) if self._node.is_gone(place)]
         return [self._ranks[place] for place in self.missing_here(turn) if place in gone]
 
-    def leader_rank(self) -> int:
-        """Return the rank of the node's leader."""
-        return self._ranks[0]
-
     def write(self, turn: int, values: Sequence[int]) -> None:
         """Write a turn's result for the ranks of this node. Leader's thread."""
         with self._node.opened() as page:
@@ -357,10 +353,12 @@ class _Leader:
                 self._send(self._parent, _RESULT, turn, least)
 
     def _send_down(self, turn: int, values: Sequence[int]) -> None:
-        self._tree.write(turn, values)
-        self._delivered = turn
+        # In this order: a rank of this node that has read the result may die at once, and others
+        # below have it all the same.
         for child in self._children:
             self._send(child, _RESULT, turn, values)
+        self._tree.write(turn, values)
+        self._delivered = turn
 
     def _break(self, turn: int, rank: int) -> None:
         """Let all ranks know that `rank` is gone, without a vote of that turn. Results of earlier
