@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lib.machine import description
 
 from ddp_ckpt import TorchGroup
+from lib.machine import description
 from tierckpt.coordination.ballots.leader_tree import FAN_OUT, leader_tree
 from tierckpt.coordination.ballots.vote_exchange import GroupBallots
 from tierckpt.core.votes import VOTE_WIDTH, Vote

@@ -6,6 +6,7 @@ few cores too long. The children inherit all modules, so each takes a few megaby
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.connection
 import os
 import pickle
@@ -227,10 +228,8 @@ def _answer_all(
 
 def _send(end: socket.socket, value: Any) -> None:
     data = pickle.dumps(value)
-    try:
+    with contextlib.suppress(BrokenPipeError):  # its end is seen when it is read
         end.sendall(_HEAD.pack(len(data)) + data)
-    except BrokenPipeError:
-        pass  # its end is seen when it is read
 
 
 def _receive(end: socket.socket) -> Any:

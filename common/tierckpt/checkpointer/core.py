@@ -24,10 +24,10 @@ from tierckpt._text import some
 from tierckpt.callbacks import CallbackList, Callbacks, Job
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.ballots.vote_exchange import ballots_for
 from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
-from tierckpt.coordination.ballots.vote_exchange import ballots_for
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule

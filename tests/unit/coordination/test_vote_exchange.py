@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import pytest
 
 from tierckpt.config import load_config
-from tierckpt.coordination.ballots import vote_exchange as module
 from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.ballots import vote_exchange as module
 from tierckpt.coordination.ballots.vote_exchange import (
     OWN_WIDTH,
     Ballots,
