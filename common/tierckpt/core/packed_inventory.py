@@ -55,6 +55,7 @@ def pack(inventory: Inventory) -> bytes:
 
 def unpack(data: bytes, token: str = "") -> Inventory:
     """Return the inventory of these bytes, which another rank of the job made."""
+    rest: Inventory
     rest, (facts, places, ids, codes), found, parities = pickle.loads(zlib.decompress(data))
     return replace(
         rest,

@@ -178,8 +178,8 @@ def _places(
         if bad and (item.key, item.place) in bad:
             continue
         places = seen.setdefault(item.key, {})
-        known = places.get(item.place)
-        places[item.place] = ranks if known is None else sorted({*known, *ranks})
+        known: Sequence[int] = places.get(item.place, ())
+        places[item.place] = sorted({*known, *ranks}) if known else ranks
     return seen
 
 
