@@ -38,6 +38,7 @@ from lib.many_ranks import (
     manifest,
     measure,
 )
+from tierckpt import _garbage
 from tierckpt.cli.main import main as tierckpt
 from tierckpt.config import PersistentConfig, load_config
 from tierckpt.coordination.job_history import JobHistory
@@ -125,7 +126,8 @@ class World:
         found, parities, nodes = history.found, history.parities, history.nodes
 
         def plan(name: str, expected: int, *args: Any, **more: Any) -> None:
-            chosen, cost = measure(lambda: plan_restore(*args, **more))
+            with _garbage.paused():  # as in a restart
+                chosen, cost = measure(lambda: plan_restore(*args, **more))
             assert chosen is not None
             assert chosen.id.version == expected, chosen.id
             self._note(name, seconds=cost.seconds)
