@@ -208,9 +208,10 @@ class CheckpointerCore(abc.ABC):
         undo.callback(self._log.close)
         period = self.config.heartbeat_seconds
         self._heartbeat = Heartbeat(self._log, period, self.group.size, begin_seconds)
+        ballots = ballots_for(self.group, self._node, VOTE_WIDTH, self.config.peer.interface)
         self._agreement = Agreement(
             self.group,
-            ballots_for(self.group, self._node, VOTE_WIDTH, self.config.peer.interface),
+            ballots,
             self.config,
             lambda *safe: self._levels.promotion.local_safe(*safe),
             lambda: self._levels.promotion.retire(),
@@ -219,6 +220,8 @@ class CheckpointerCore(abc.ABC):
         self._reports = Reports(
             self.config, self._log, self._callbacks, self._agreement, lambda: self.version
         )
+        if ballots.problem and self.group.rank == 0:
+            self._reports.notice(ballots.problem, logging.INFO)
 
     def _job(self) -> Job:
         """This rank's place in the job, for callbacks."""

@@ -146,7 +146,7 @@ def newest_whole(found: Iterable[Found]) -> VersionId | None:
     return next((id_ for id_ in newest_first(lineages.items()) if id_ in whole), None)
 
 
-C = TypeVar("C", Found, FoundParity)
+C = TypeVar("C", bound=Found | FoundParity)
 
 
 def _by_version(

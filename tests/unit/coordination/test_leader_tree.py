@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -142,8 +143,6 @@ def test_a_vote_of_a_thousand_turns_leaves_no_descriptor() -> None:
 
 
 def _descriptors() -> int:
-    import os
-
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -173,6 +172,19 @@ def test_where_a_leader_cannot_be_reached_all_vote_by_the_group(
     assert run_ranks(4, whole) == [True] * 4
     assert failed.is_set()
     assert _descriptors() == before
+
+
+def test_a_ring_that_cannot_have_a_tree_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vote_exchange, "TREE_RANKS", 2)
+    monkeypatch.setattr(module, "_listen", lambda *_: (None, None))
+
+    def whole(group: Any) -> str:
+        group.is_ring = True
+        return ballots_for(group, Node.of(str(group.rank), ["0", "1"]), WIDTH).problem
+
+    (said, same) = run_ranks(2, whole)
+    assert said == same
+    assert "set peer_interface" in said
 
 
 def test_a_ring_of_many_ranks_on_several_nodes_votes_by_a_tree(

@@ -69,6 +69,10 @@ class Cast(Pending, Protocol):
 class Ballots(Protocol):
     """The means by which `Agreement` votes."""
 
+    problem: str
+    """The reason why votes take longer than they could, with the remedy; empty: none. The same on
+    all ranks."""
+
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """Cast this rank's vote; see `Group.all_reduce_min`. Training thread.
 
@@ -112,6 +116,7 @@ class GroupBallots:
     def __init__(self, group: Group, width: int, tree: LeaderTree | None = None) -> None:
         """Own `tree`, which takes the place of the group's reduction for votes."""
         self._group, self._width, self.tree = group, width, tree
+        self.problem = ""
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """Cast as Ballots says. The columns of other ranks have the largest number, so the minimum
@@ -185,7 +190,7 @@ class SharedBallots:
     ) -> None:
         """Own `page`, and `processes`: a pidfd of every other rank's process."""
         self._group, self._width = group, width
-        self.rank = group.rank
+        self.rank, self.problem = group.rank, ""
         self._page: mmap.mmap | None = page
         self._processes = dict(processes)
         self._close_processes = weakref.finalize(self, _close_all, self._processes)
@@ -447,7 +452,14 @@ def ballots_for(group: Group, node: Node, width: int, interface: str = "") -> Ba
     if node.count > 1 and group.size >= TREE_RANKS and getattr(group, "is_ring", False):
         from .leader_tree import leader_tree
 
-        return GroupBallots(group, width, leader_tree(group, node, width + 2, interface))
+        tree = leader_tree(group, node, width + 2, interface)
+        box = GroupBallots(group, width, tree)
+        if tree is None:
+            box.problem = (
+                f"votes go around all {group.size} ranks, as the first ranks of the nodes cannot "
+                "connect to each other: set peer_interface to an interface that other nodes reach"
+            )
+        return box
     if node.count > 1 or group.size == 1:
         return GroupBallots(group, width)
     return _on_shared_page(group, width) or GroupBallots(group, width)
