@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_ckpt import TorchGroup
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.vote_exchange import GroupBallots, ballots_for
+from tierckpt.coordination.ballots.vote_exchange import GroupBallots, ballots_for
 from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from tierckpt import SingleGroup
 from tierckpt.group import Group, Pending
 
-GATHER_BYTES = 1024
-"""At least this many bytes of every rank's object are gathered at once."""
+BROADCAST_COST_BYTES = 1 << 20
+"""Bytes that a gathering carries in the time that one broadcast takes: both have to pass all
+ranks."""
 
 
 class _PendingReduce:
@@ -30,6 +32,17 @@ class _PendingReduce:
         return bool(self._work.is_completed())
 
 
+def gathered_bytes(sizes: Sequence[int]) -> int:
+    """Return the bytes of every rank's object to gather, for objects of `sizes`: ranks with more
+    broadcast the rest, one after the other. The choice that takes the least time."""
+    longest_first = sorted(sizes, reverse=True)
+    costs = (
+        len(sizes) * nbytes + broadcasts * BROADCAST_COST_BYTES
+        for broadcasts, nbytes in enumerate(longest_first)
+    )
+    return longest_first[min(enumerate(costs), key=lambda cost: cost[1])[0]]
+
+
 class TorchGroup:
     """All ranks of a process group (default: all of the job), over gloo and CPU memory.
 
@@ -37,6 +50,9 @@ class TorchGroup:
     launches its collectives from the autograd thread, so a shared group would deadlock. Creating
     one is collective.
     """
+
+    is_ring = True
+    """gloo passes the messages of a reduction around all ranks, one after the other."""
 
     def __init__(self, members: dist.ProcessGroup | None = None) -> None:
         if not dist.is_gloo_available():
@@ -58,7 +74,7 @@ class TorchGroup:
         sizes = torch.cat(self._all_gather(torch.tensor([packed.numel()], device="cpu"))).tolist()
         # gloo gathers equal sizes. If one rank has a much larger object, padding all to its size
         # would gather `size` times as much; so that rank broadcasts the rest of its object.
-        width = min(max(sizes), max(GATHER_BYTES, 2 * sum(sizes) // self.size))
+        width = gathered_bytes(sizes)
         padded = torch.zeros(width, dtype=torch.uint8, device="cpu")
         padded[: packed.numel()] = packed[:width]
         heads = self._all_gather(padded)

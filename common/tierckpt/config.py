@@ -87,8 +87,8 @@ class PeerConfig:
     domain: str = ""
     """Name of the failure domain (a rack, a switch); empty: the node."""
     interface: str = ""
-    """Network interface or address that the agents use; empty: the one that reaches the other
-    nodes."""
+    """Network interface or address that the agents use, and votes between nodes; empty: the one
+    that reaches the other nodes."""
     port: int = 0
     """TCP port of a node's agent; 0: any."""
 

@@ -349,7 +349,10 @@ class Flusher:
                 held = isinstance(error, LeaseHeldError)
                 patience_seconds = LEASE_PATIENCE_SECONDS if held else FIRST_NODE_SECONDS
                 waited_seconds = self._clock.monotonic() - begin
-                if self._orders or waited_seconds >= patience_seconds:  # a newer version is enough
+                # A newer version is enough; but of many nodes some come before the first one, in
+                # every run, and its lease is about to be there.
+                soon = not (held or self._lease.was_held or self._superseded())
+                if waited_seconds >= patience_seconds or (self._orders and not soon):
                     raise
                 if held:
                     self._warn(f"{order.id} waits: {error}", "waits for the lease")
@@ -358,7 +361,10 @@ class Flusher:
                     if first and not self._resting:
                         self._keeper.keep(order.name.run_id, owner)
                 return self._lease
-            self._pause(pause)
+            if soon:
+                self._clock.sleep(min(pause, NAP_SECONDS))
+            else:
+                self._pause(pause)
             pause = min(2 * pause, HELD_RETRY_SECONDS)
 
     def _look_back(self, store: PersistentStore, order: FlushOrder) -> None:

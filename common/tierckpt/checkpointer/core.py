@@ -24,10 +24,10 @@ from tierckpt._text import some
 from tierckpt.callbacks import CallbackList, Callbacks, Job
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.ballots.vote_exchange import ballots_for
 from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
-from tierckpt.coordination.vote_exchange import ballots_for
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
@@ -208,9 +208,10 @@ class CheckpointerCore(abc.ABC):
         undo.callback(self._log.close)
         period = self.config.heartbeat_seconds
         self._heartbeat = Heartbeat(self._log, period, self.group.size, begin_seconds)
+        ballots = ballots_for(self.group, self._node, VOTE_WIDTH, self.config.peer.interface)
         self._agreement = Agreement(
             self.group,
-            ballots_for(self.group, self._node, VOTE_WIDTH),
+            ballots,
             self.config,
             lambda *safe: self._levels.promotion.local_safe(*safe),
             lambda: self._levels.promotion.retire(),
@@ -219,6 +220,8 @@ class CheckpointerCore(abc.ABC):
         self._reports = Reports(
             self.config, self._log, self._callbacks, self._agreement, lambda: self.version
         )
+        if ballots.problem and self.group.rank == 0:
+            self._reports.notice(ballots.problem, logging.INFO)
 
     def _job(self) -> Job:
         """This rank's place in the job, for callbacks."""
@@ -494,6 +497,7 @@ class CheckpointerCore(abc.ABC):
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
         live.iteration_counts = self._iterations.counts
         self._go_on_from(lineage, live)
+        self._history.forget()
 
     # --- a version on demand --------------------------------------------------------------------
 

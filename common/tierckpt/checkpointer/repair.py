@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tierckpt.core.copies import Found, FoundParity
+from tierckpt.core.copies import Found, FoundParity, distinct
 from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.levels import AGENT, LOCAL
 from tierckpt.core.restore_plan import RestorePlan
@@ -125,12 +125,12 @@ def parities_to_mend(
 
     Pure. Sound parity is left as it is: while it is made again it would be missing.
     """
+    left_of = {rebuilt.group: rebuilt.left for rebuilt in plan.rebuilds}
     damaged = {
         p.key
-        for rebuilt in plan.rebuilds
-        for each in found
+        for each in distinct(found)
         for p in each
-        if p.place.level == "local" and p.group == rebuilt.group and p.key not in rebuilt.left
+        if p.place.level == "local" and p.key not in left_of.get(p.group, {p.key})
     }
     lost = set()
     for group in groups:

@@ -113,6 +113,7 @@ class Tiers:
         self.history.begin_afresh()
         self.meet()
         old = self.history.newest()
+        self.history.forget()
         if old is not None and self._group.rank == 0:
             self._reports.notice(
                 f"{self._config.path} holds {old} of an earlier run, and restore() was not "

@@ -24,8 +24,8 @@ from tierckpt.core.votes import NO_METRIC, SILENT, LevelVote, Vote, as_vote, of_
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 
-from .ballot import PATIENCE_APART_SECONDS, PATIENCE_SECONDS, Ballot
-from .vote_exchange import Ballots, RankGoneError, Rows
+from .ballots.ballot import PATIENCE_APART_SECONDS, PATIENCE_SECONDS, Ballot
+from .ballots.vote_exchange import Ballots, RankGoneError, Rows
 
 
 class Agreement:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from tierckpt import _garbage
 from tierckpt._text import some
 from tierckpt.config import Config
 from tierckpt.core.copies import (
@@ -22,9 +23,10 @@ from tierckpt.core.copies import (
     Location,
     Pin,
     Problem,
+    distinct,
 )
 from tierckpt.core.levels import AGENT, LOCAL, MEMORY
-from tierckpt.core.restore_plan import RestorePlan, plan_restore
+from tierckpt.core.restore_plan import newest_whole, plan_restore
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
 from tierckpt.storage.inventory import nothing_seen, take_inventory
@@ -33,6 +35,7 @@ from tierckpt.storage.memory.job_directory import JobDirectory
 
 from .error_barrier import ErrorBarrier
 from .former_nodes import UNKNOWN, FormerNodes
+from .inventory_exchange import gather_inventories
 
 if TYPE_CHECKING:
     from tierckpt.peer.read_client import RemoteNode
@@ -124,32 +127,52 @@ class JobHistory:
             own = take_inventory(self._job, self._store, self._host, shared)
         except Exception as error:  # the other ranks wait for this one
             own = nothing_seen(self._host, error)
-        inventories = self._gather(error_barrier or self._group, own)
+        with _garbage.paused():  # an object for every copy of every rank
+            self._keep(self._gather(error_barrier or self._group, own))
+
+    def _keep(self, inventories: Sequence[Inventory]) -> None:
         token = inventories[0].token
         self.name, self.secret = token[:NAME_LETTERS], token[NAME_LETTERS:]
         self.found = [i.found for i in inventories]
         self.nodes = [i.host for i in inventories]
         self.parities = [i.parities for i in inventories]
         self.pins = [i.pins for i in inventories]
-        self.suspects = {id_: text for i in inventories for id_, text in i.suspects}
-        said = (f for i in inventories for f in i.found if f.facts.suspect)
+        different = distinct(inventories)
+        self.suspects = {id_: text for i in different for id_, text in i.suspects}
+        said = (f for f in self._copies() if f.facts.suspect)
         self.suspects.update((f.key.id, f.facts.suspect) for f in said)
-        self.problems = _lines(p for i in inventories for p in i.problems)
-        self.damaged = {key for i in inventories for p in i.problems for key in p.keys}
-        self.nameless = _lines(p for i in inventories for p in i.problems if _is_seal(p))
-        self.newer = _lines(p for i in inventories for p in i.problems if p.newer)
-        self.unseen = _lines(p for i in inventories for p in i.unseen)
-        self._next_generation = 1 + max(i.generation for i in inventories)
+        problems = [p for i in different for p in i.problems]
+        self.problems = _lines(problems)
+        self.damaged = {key for p in problems for key in p.keys}
+        self.nameless = _lines(p for p in problems if _is_seal(p))
+        self.newer = _lines(p for p in problems if p.newer)
+        self.unseen = _lines(p for i in different for p in i.unseen)
+        self._next_generation = 1 + max(i.generation for i in different)
 
     def _gather(self, group: Group | ErrorBarrier, own: Inventory) -> Sequence[Inventory]:
         """Gather every rank's inventory, and those of former nodes' agents."""
         known_nodes = self._former_nodes.known_nodes() if self._former_nodes else None
-        gathered = group.all_gather_object((own, known_nodes.mark if known_nodes else UNKNOWN))
-        inventories, marks = zip(*gathered, strict=True)
+        mark = known_nodes.mark if known_nodes else UNKNOWN
+        inventories, marks = gather_inventories(group, own, mark)
         if self._former_nodes is None:
             return inventories
         theirs = self._former_nodes.look(group, known_nodes, marks)
-        return [each.plus(more) for each, more in zip(inventories, theirs, strict=True)]
+        pairs = zip(inventories, theirs, strict=True)
+        return [each.plus(more) if more else each for each, more in pairs]
+
+    def forget(self) -> None:
+        """Drop the copies that were found, once a run has begun: a job of many ranks has hundreds
+        of thousands, which every full collection of garbage would visit. What follows from them
+        stays. Not collective."""
+        self.found, self.parities = [], []
+
+    def _copies(self, level: str = "") -> list[Found]:
+        """Return the shards that were found, on one level if that is named; those that all ranks of
+        a node see, once for each different inventory."""
+        return [f for each in distinct(self.found) for f in each if level in ("", f.place.level)]
+
+    def _all_parities(self) -> list[FoundParity]:
+        return [p for each in distinct(self.parities) for p in each]
 
     def open_agent(self, place: Location) -> RemoteNode | None:
         """Return the agent of a former node, to read from that place; the caller closes it."""
@@ -157,7 +180,11 @@ class JobHistory:
 
     def reject(self, bad: Collection[tuple[ShardKey, Location]]) -> None:
         """Drop copies that were found damaged; those on a disk stay known by name."""
-        self.found = [tuple(f for f in each if (f.key, f.place) not in bad) for each in self.found]
+        left = {
+            id(each): tuple(f for f in each if (f.key, f.place) not in bad)
+            for each in distinct(self.found)
+        }
+        self.found = [left[id(each)] for each in self.found]
         self.damaged |= {key for key, place in bad if place.level == LOCAL}
 
     @property
@@ -175,8 +202,8 @@ class JobHistory:
         # A live state may outlive every copy, and then its runs are found nowhere.
         generation = max([self._next_generation, *(1 + past for past, _ in lineage)])
         # Runs of which no data is left cannot be confused with others.
-        there = {f.key.id.generation for each in self.found for f in each}
-        there |= {p.key.id.generation for each in self.parities for p in each}
+        there = {f.key.id.generation for f in self._copies()}
+        there |= {p.key.id.generation for p in self._all_parities()}
         oldest = min(there, default=generation)
         kept = tuple(entry for entry in lineage if entry[0] >= oldest)
         self.lineage = (*kept, (generation, version))
@@ -190,42 +217,39 @@ class JobHistory:
     def newest(self, level: str = "", limit: VersionId | None = None) -> VersionId | None:
         """Return the newest complete version that was found, on one level if that is named; None
         if it is newer than `limit`."""
-        seen = [[f for f in each if level in ("", f.place.level)] for each in self.found]
-        plan: RestorePlan | None = plan_restore(seen)
-        return plan.id if plan and (limit is None or plan.id <= limit) else None
+        newest = newest_whole(self._copies(level))
+        return newest if newest and (limit is None or newest <= limit) else None
 
     def newer_suspects(self, than: VersionId) -> list[VersionId]:
         """Return suspect versions that are newer than `than`, if a restart could take the newest;
         newest first."""
+        if not self.suspects:
+            return []
         plan = plan_restore(self.found, parities=self.parities)
         if plan is None or plan.id not in self.suspects:
             return []
-        seen = {f.key.id for each in self.found for f in each} | {plan.id}
+        seen = {f.key.id for f in self._copies()} | {plan.id}
         return sorted((i for i in seen & self.suspects.keys() if than < i <= plan.id), reverse=True)
 
     def lineage_of(self, id_: VersionId) -> Lineage:
         """Return the lineage of a version that was found."""
-        found = (f.facts.lineage for each in self.found for f in each if f.key.id == id_)
-        made = (p.facts.lineage for each in self.parities for p in each if p.key.id == id_)
+        found = (f.facts.lineage for f in self._copies() if f.key.id == id_)
+        made = (p.facts.lineage for p in self._all_parities() if p.key.id == id_)
         return next(found, None) or next(made, ((id_.generation, 0),))
 
     def newest_clean(self, limit: VersionId, level: str = "") -> VersionId | None:
         """Return the newest complete version up to `limit` that is not suspect."""
-        known = {f.key.id for each in self.found for f in each if f.key.id <= limit}
-        known -= self.suspects.keys()
-        seen = [
-            [f for f in each if f.key.id in known and level in ("", f.place.level)]
-            for each in self.found
-        ]
-        plan: RestorePlan | None = plan_restore(seen)
-        return plan.id if plan else None
+        copies = self._copies(level)
+        return newest_whole(
+            f for f in copies if f.key.id <= limit and f.key.id not in self.suspects
+        )
 
     def age_seconds(self, newest: VersionId | None, limit: VersionId) -> float:
         """Return the seconds between the `newest` version of a level and `limit`; infinite if they
         are unknown or the level has none. So even a job that is killed again and again before an
         interval is over brings a version to the level."""
         created: dict[VersionId, float] = {}
-        for f in (f for each in self.found for f in each):
+        for f in self._copies():
             if f.created_seconds is not None:
                 created[f.key.id] = f.created_seconds
         if newest == limit:
@@ -240,8 +264,7 @@ class JobHistory:
         Evidence is: all its manifests exist now, perhaps with damaged data; a later shard reports
         it as being on all ranks' disks; or parity of it exists, which is made of complete versions
         only. A version that was in memory alone leaves no evidence after a reboot."""
-        found = [f for each in self.found for f in each]
-        parities = [p for each in self.parities for p in each]
+        found, parities = self._copies(), self._all_parities()
         lineages = {f.key.id: f.facts.lineage for f in found}
         lineages |= {p.key.id: p.facts.lineage for p in parities}
         known = {f.facts.complete for f in found} | {p.key.id for p in parities} | {self.newest()}
@@ -253,7 +276,7 @@ class JobHistory:
         """True when no disk has anything, although all ranks' disks had versions (a later shard
         reports so, or this start had to make this node's directory). False where the previous run
         had its versions elsewhere."""
-        found = [f for each in self.found for f in each]
+        found = self._copies()
         there = self.damaged or self.unseen or any(f.place.level == LOCAL for f in found)
         gone = self._directory_is_new or any(f.facts.complete for f in found)
         return gone and not (there or self._is_another)
@@ -262,7 +285,7 @@ class JobHistory:
         """Return the versions whose manifests all exist, some damaged. A manifest gets its name
         after all data of its shard is written, so the name alone proves that the data was there."""
         shards: dict[tuple[VersionId, int], dict[str, set[int]]] = {}
-        for f in (f for each in self.found for f in each):
+        for f in self._copies():
             runs = shards.setdefault((f.key.id, f.key.shards), {})
             runs.setdefault(f.facts.run_id, set()).add(f.key.shard)
         known = {key.id for key in self.damaged if isinstance(key, ParityKey)}
@@ -281,7 +304,7 @@ class JobHistory:
         that do not, ignoring places named in `without`. Shards of two runs with the same version
         number are counted separately, and a line explains why."""
         there: dict[tuple[VersionId, int, str], dict[int, set[str]]] = {}
-        for f in (f for each in self.found for f in each if f.place.where not in without):
+        for f in (f for f in self._copies() if f.place.where not in without):
             shards = there.setdefault((f.key.id, f.key.shards, f.facts.run_id), {})
             place = f.place.where if f.place.host == EVERYWHERE else f.place.host
             shards.setdefault(f.key.shard, set()).add(place)
@@ -301,15 +324,15 @@ class JobHistory:
     def incomplete(self) -> set[VersionId]:
         """Return versions on local disks that lack a shard and have no parity on any node."""
         shards: dict[tuple[VersionId, str, int], set[int]] = {}
-        for f in (f for each in self.found for f in each if f.place.level == LOCAL):
+        for f in self._copies(LOCAL):
             shards.setdefault((f.key.id, f.facts.run_id, f.key.shards), set()).add(f.key.shard)
         whole = {id_ for (id_, _, count), there in shards.items() if len(there) == count}
-        protected = {parity.key.id for each in self.parities for parity in each}
+        protected = {parity.key.id for parity in self._all_parities()}
         return {id_ for id_, _, _ in shards} - whole - protected
 
     def metrics(self) -> dict[VersionId, float]:
         """Return the metrics of versions in the past of this run that local disks have."""
-        local = [f for each in self.found for f in each if f.place.level == LOCAL]
+        local = self._copies(LOCAL)
         known = {f.key.id: f.facts.metric for f in local if f.facts.metric is not None}
         there = {id_ for id_ in known if on_lineage(id_, self.lineage)} - self.incomplete()
         return {id_: known[id_] for id_ in there}
@@ -317,7 +340,7 @@ class JobHistory:
     def newest_protected(self, limit: VersionId) -> VersionId | None:
         """Return the version in the past of this run, up to `limit`, of which the nodes have the
         most parity; the newest of several; None without any."""
-        keys = {parity.key for each in self.parities for parity in each}
+        keys = {parity.key for parity in self._all_parities()}
         there = Counter(k.id for k in keys if k.id <= limit and on_lineage(k.id, self.lineage))
         return max(there, key=lambda id_: (there[id_], id_), default=None)
 

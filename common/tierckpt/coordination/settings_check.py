@@ -61,7 +61,8 @@ class JobTopology:
 class _RankSettings:
     """Values that a rank sends to the others."""
 
-    compared: tuple[tuple[str, str], ...]
+    digest: str
+    """Checksum of the settings that must be equal: the settings themselves are kilobytes a rank."""
     where: tuple[str, str, str]
     """Node, host name, domain."""
     memory: int
@@ -81,23 +82,25 @@ def agree_on_settings(
     missing on one node alone) or differ from rank 0's. If a rank calls `refused` instead, all raise
     an error of that kind.
     """
-    loaded: list[tuple[Config, Launch]] = []
+    loaded: list[tuple[Config, Launch, tuple[tuple[str, str], ...]]] = []
 
     def load() -> _RankSettings:
         config = redirected(load_config(arguments, config_file=config_file))
         launch = launch_of(os.environ, in_use=_is_in_use(config))
-        loaded.append((config, launch))
+        compared = tuple(_compared(config))
+        loaded.append((config, launch, compared))
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
-        compared, token = tuple(_compared(config)), secrets.token_hex(8)
+        digest, token = _digest(compared), secrets.token_hex(8)
         environment, memory = environment_fingerprint(), device_of(config.shm_dir)
-        return _RankSettings(compared, where, memory, environment, token, launch.starters)
+        return _RankSettings(digest, where, memory, environment, token, launch.starters)
 
     gathered = gather_or_raise(group, load, partial(_named, group.size))
-    raise_any(_differences(gathered), _differ, group.rank)
+    ((config, launch, compared),) = loaded
+    if len({each.digest for each in gathered}) > 1:
+        raise_any(_differences(group.all_gather_object(compared)), _differ, group.rank)
     apart = strangers([each.where[0] for each in gathered], [each.memory for each in gathered])
     raise_any(apart, lambda _, text: ConfigError(text), group.rank)
-    ((config, launch),) = loaded
     hosts, names, domains = zip(*(each.where for each in gathered), strict=True)
     environment = tuple(each.environment for each in gathered)
     starters = smallest(starter for each in gathered for starter in each.starters)
@@ -150,13 +153,17 @@ def _compared(config: Config) -> Iterable[tuple[str, str]]:
             yield name, str(value)
 
 
-def _differences(gathered: Sequence[_RankSettings]) -> list[str]:
+def _digest(compared: tuple[tuple[str, str], ...]) -> str:
+    return hashlib.sha256(repr(compared).encode()).hexdigest()
+
+
+def _differences(gathered: Sequence[Iterable[tuple[str, str]]]) -> list[str]:
     """Return each rank's differences from rank 0's settings; empty where there are none."""
-    first = gathered[0].compared
+    first = gathered[0]
     return [
         "\n".join(
             _difference(name, theirs, expected)
-            for (name, theirs), (_, expected) in zip(each.compared, first, strict=True)
+            for (name, theirs), (_, expected) in zip(each, first, strict=True)
             if theirs != expected
         )
         for each in gathered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tierckpt.errors import NewerFormatError
 from tierckpt.format.facts import VersionFacts
@@ -120,6 +120,15 @@ class Inventory:
         )
 
 
+T = TypeVar("T")
+
+
+def distinct(each_rank: Iterable[T]) -> list[T]:
+    """Return each object once, by identity. Ranks of one node share the object with their copies
+    (see `packed_inventory`), so a look at the distinct ones is a look at all copies."""
+    return [*{id(each): each for each in each_rank}.values()]
+
+
 class Pin(NamedTuple):
     """A mark on the local level that keeps a version."""
 
@@ -136,4 +145,5 @@ __all__ = [
     "Location",
     "Pin",
     "Problem",
+    "distinct",
 ]

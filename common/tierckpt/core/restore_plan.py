@@ -7,17 +7,19 @@ further communication.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 from tierckpt.erasure.codes import Code, Segment
 from tierckpt.erasure.exchange_plan import plan_rebuild
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
 
-from .copies import EVERYWHERE, Found, FoundParity, Location
+from .copies import EVERYWHERE, Found, FoundParity, Location, distinct
 from .levels import PEER, RANK, Level
 
 REBUILT = Location(PEER, EVERYWHERE, "rebuilt")
@@ -111,29 +113,74 @@ def plan_restore(
     """
     nodes = nodes or [str(rank) for rank in range(len(inventories))]
     sight = _Sight(len(inventories), readers, unreachable)
-    seen: dict[tuple[str, ShardKey], dict[Location, list[int]]] = {}
-    lineages: dict[VersionId, Lineage] = {}
-    for rank, inventory in enumerate(inventories):
-        for item in inventory:
-            lineages[item.key.id] = item.facts.lineage
-            if (item.key, item.place) not in bad:
-                places = seen.setdefault((item.facts.run_id, item.key), {})
-                places.setdefault(item.place, []).append(rank)
-    lineages.update({p.key.id: p.facts.lineage for each in parities for p in each})
-    runs = {(run_id, k.id, k.shards) for run_id, k in seen}
-    runs |= {(p.facts.run_id, p.key.id, p.key.shards) for each in parities for p in each}
+    found, made = _by_version(inventories), _by_version(parities)
+    lineages = {id_: items[0][0].facts.lineage for (id_, *_), items in (found | made).items()}
     for id_ in newest_first(lineages.items()):
         if (version is not None and id_.version != version) or id_ in avoid:
             continue
-        for run_id, shards in sorted({(run_id, n) for run_id, i, n in runs if i == id_}):
+        for run_id, shards in sorted({(r, n) for i, r, n in (*found, *made) if i == id_}):
+            this = id_, run_id, shards
             keys = [ShardKey(id_, s, shards) for s in range(shards)]
-            places_of = {k: p for k in keys if (p := sight.of(k, seen.get((run_id, k), {})))}
-            made_of = _parities_of(keys[0], parities, run_id, bad, sight)
+            seen = _places(found.get(this, ()), bad)
+            places_of = {k: p for k in keys if (p := sight.of(k, seen.get(k, {})))}
+            made_of = _parities_of(made.get(this, ()), bad, sight)
             there, rebuilds, lost = _put_together(keys, places_of, made_of, nodes)
             if not lost:
                 sources = tuple(_assign(keys, there, nodes))
                 return RestorePlan(id_, sources, run_id, rebuilds)
     return None
+
+
+def newest_whole(found: Iterable[Found]) -> VersionId | None:
+    """Return the newest version of which every shard was found, all of one run; None without any.
+
+    The version that `plan_restore` chooses from copies that no rank failed to read, without the
+    rebuilds and the work of assigning readers.
+    """
+    lineages: dict[VersionId, Lineage] = {}
+    there: dict[tuple[VersionId, str, int], set[int]] = {}
+    for f in found:
+        lineages[f.key.id] = f.facts.lineage
+        there.setdefault((f.key.id, f.facts.run_id, f.key.shards), set()).add(f.key.shard)
+    whole = {id_ for (id_, _, shards), seen in there.items() if len(seen) == shards}
+    return next((id_ for id_ in newest_first(lineages.items()) if id_ in whole), None)
+
+
+C = TypeVar("C", bound=Found | FoundParity)
+
+
+def _by_version(
+    inventories: Sequence[Sequence[C]],
+) -> dict[tuple[VersionId, str, int], list[tuple[C, list[int]]]]:
+    """Return the copies by version, run and number of shards, each with the ranks that see it.
+
+    Ranks with the same object, as those of a node usually have (see `copies.distinct`), cost no
+    more than one of them.
+    """
+    seers: dict[int, list[int]] = {}
+    for rank, inventory in enumerate(inventories):
+        seers.setdefault(id(inventory), []).append(rank)
+    found: dict[tuple[VersionId, str, int], list[tuple[C, list[int]]]] = {}
+    for inventory in distinct(inventories):
+        ranks = seers[id(inventory)]
+        for item in inventory:
+            name = item.key.id, item.facts.run_id, item.key.shards
+            found.setdefault(name, []).append((item, ranks))
+    return found
+
+
+def _places(
+    copies: Iterable[tuple[C, list[int]]], bad: Bad
+) -> dict[ShardKey, dict[Location, Sequence[int]]]:
+    """Return the places of each shard or parity, and the ranks that see it there, in order."""
+    seen: dict[ShardKey, dict[Location, Sequence[int]]] = {}
+    for item, ranks in copies:
+        if bad and (item.key, item.place) in bad:
+            continue
+        places = seen.setdefault(item.key, {})
+        known: Sequence[int] = places.get(item.place, ())
+        places[item.place] = sorted({*known, *ranks}) if known else ranks
+    return seen
 
 
 class _Sight:
@@ -154,7 +201,11 @@ class _Sight:
         self._of_all: dict[tuple[VersionId, Location], Sequence[int]] = {}
 
     def of(self, key: ShardKey, seen: Mapping[Location, Sequence[int]]) -> Places:
-        """Return the usable places of a shard, each with the ranks that may read it there."""
+        """Return the usable places of a shard, each with the ranks that may read it there, in
+        order."""
+        if not (self._had or self._unreachable):  # the usual case
+            everyone = self._all_ranks
+            return {p: everyone if p.host == EVERYWHERE else seen[p] for p in seen}
         readers = {place: self._readers(key, place, ranks) for place, ranks in seen.items()}
         left = {place: ranks for place, ranks in readers.items() if ranks}
         held = {_cost(place) for place in left if self._holder(key, place) is not None}
@@ -277,24 +328,19 @@ Parities = Mapping[tuple[tuple[int, ...], int, int], ParityPlaces]
 
 
 def _parities_of(
-    key: ShardKey,
-    parities: Sequence[Sequence[FoundParity]],
-    run_id: str,
-    bad: Bad,
-    sight: _Sight,
+    copies: Iterable[tuple[FoundParity, list[int]]], bad: Bad, sight: _Sight
 ) -> Parities:
-    """Return the parity of the version of `key`."""
-    found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Location, list[int]]]] = {}
-    for rank, inventory in enumerate(parities):
-        for p in inventory:
-            same = (p.facts.run_id, p.key.id, p.key.shards) == (run_id, key.id, key.shards)
-            if same and (p.key, p.place) not in bad:
-                places = found.setdefault((p.group, p.k, p.m), {}).setdefault(p.key, {})
-                places.setdefault(p.place, []).append(rank)
-    return {
-        code: {key: left for key, places in seen.items() if (left := sight.of(key, places))}
-        for code, seen in sorted(found.items())
-    }
+    """Return the usable parity of a version."""
+    found: dict[tuple[tuple[int, ...], int, int], list[tuple[FoundParity, list[int]]]] = {}
+    for parity, ranks in copies:
+        found.setdefault((parity.group, parity.k, parity.m), []).append((parity, ranks))
+    usable: dict[tuple[tuple[int, ...], int, int], ParityPlaces] = {}
+    for code, items in sorted(found.items()):
+        places = _places(items, bad)
+        usable[code] = {
+            p.key: left for p, _ in items if (left := sight.of(p.key, places.get(p.key, {})))
+        }
+    return usable
 
 
 def _parity_source(
@@ -353,13 +399,15 @@ class _Load:
         self._nodes = nodes
         self._of_rank = [0] * len(nodes)
         self._of_node: Counter[str] = Counter()
-        self._lightest_first: dict[Sequence[int], list[tuple[int, int, int]]] = {}
-        """Heaps of weights, one per set of ranks to choose from. Weights only grow: an outdated
-        entry is too light."""
+        self._lightest_first: dict[int, tuple[Sequence[int], list[tuple[int, int, int]]]] = {}
+        """Heaps of weights, one per sequence of ranks to choose from, by its identity. Weights only
+        grow: an outdated entry is too light."""
 
     def give(self, ranks: Sequence[int], home: int) -> int:
-        """Give one piece to one of `ranks`: to `home`, if it is one of them and has none yet."""
-        free = home in ranks and self._of_rank[home] == 0
+        """Give one piece to one of `ranks`, which are in order: to `home`, if it is one of them and
+        has none yet."""
+        at = bisect_left(ranks, home)
+        free = at < len(ranks) and ranks[at] == home and self._of_rank[home] == 0
         rank = home if free else self._lightest(ranks)
         self._of_rank[rank] += 1
         self._of_node[self._nodes[rank]] += 1
@@ -367,10 +415,9 @@ class _Load:
 
     def _lightest(self, ranks: Sequence[int]) -> int:
         """Return the rank with the least work. A heap saves a scan of all ranks for each piece."""
-        choice = ranks if isinstance(ranks, range) else tuple(ranks)
-        if choice not in self._lightest_first:
-            self._lightest_first[choice] = sorted(map(self._weight, choice))
-        heap = self._lightest_first[choice]
+        if id(ranks) not in self._lightest_first:
+            self._lightest_first[id(ranks)] = ranks, sorted(map(self._weight, ranks))
+        _, heap = self._lightest_first[id(ranks)]
         while (now := self._weight(heap[0][-1])) != heap[0]:
             heapq.heapreplace(heap, now)
         return heap[0][-1]

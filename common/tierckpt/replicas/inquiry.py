@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from tierckpt.coordination.vote_exchange import OWN_WIDTH, Rows
+from tierckpt.coordination.ballots.vote_exchange import OWN_WIDTH, Rows
 from tierckpt.core.replica_check import (
     BUCKETS,
     BUCKETS_OPENED,

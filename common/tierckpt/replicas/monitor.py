@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from tierckpt import _garbage
 from tierckpt.config import Config
+from tierckpt.coordination.ballots.vote_exchange import Rows
 from tierckpt.coordination.reports import Reports
-from tierckpt.coordination.vote_exchange import Rows
 from tierckpt.core.levels import INTERVALS
 from tierckpt.core.replica_check import NONE, Finding, agree, as_vote
 from tierckpt.core.votes import Vote

@@ -5,10 +5,10 @@ Pure, and the same on all ranks: every rank knows all found and all rejected cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TypeVar
 
-from tierckpt.core.copies import Found, FoundParity, Location
+from tierckpt.core.copies import Found, FoundParity, Location, distinct
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import ShardKey, VersionId
@@ -92,8 +92,8 @@ class Candidates:
     def still_there(self, failures: RankFailures) -> RankFailures:
         """The failures without those of copies that had disappeared and are also not in the last
         inventory."""
-        there = {(f.key, f.place) for each in self.found for f in each}
-        there |= {(p.key, p.place) for each in self.parities for p in each}
+        there = {(f.key, f.place) for each in distinct(self.found) for f in each}
+        there |= {(p.key, p.place) for each in distinct(self.parities) for p in each}
         return [(r, f) for r, f in failures if not f.gone or (f.key, f.place) in there]
 
     def keep_readers(self, plan: RestorePlan) -> None:
@@ -143,8 +143,12 @@ class Candidates:
         return {where for where, ranks in self._silent.items() if len(ranks) >= enough}
 
 
-def _without(copies: Iterable[Iterable[C]], out: Container[str]) -> list[list[C]]:
-    return [[copy for copy in each if copy.place.where not in out] for each in copies]
+def _without(copies: Sequence[Sequence[C]], out: Container[str]) -> list[list[C]]:
+    left = {
+        id(each): [copy for copy in each if copy.place.where not in out]
+        for each in distinct(copies)
+    }
+    return [left[id(each)] for each in copies]
 
 
 __all__ = ["Candidates", "RankFailures"]

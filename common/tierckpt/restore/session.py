@@ -28,7 +28,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
-from tierckpt.core.copies import Location
+from tierckpt.core.copies import Location, distinct
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
@@ -175,17 +175,19 @@ class RestoreSession:
         return loaded
 
     def report(self, result: Restored) -> Restored:
-        """Add the times and rejected copies to the result, and report it."""
+        """Add the times and rejected copies to the result, and report it. The end of the restore:
+        the inventory is dropped."""
         self._context.report(result)
         result.rejected = tuple(self._candidates.rejected)
         total_seconds = time.perf_counter() - self._begin_seconds
         result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
         self._notices.restored(result)
+        self._history.forget()
         return result
 
     def has_newer(self, found: VerifiedVersion) -> bool:
         """True if a newer version was found anywhere; the same on all ranks."""
-        seen = (each.key.id for inventory in self._history.found for each in inventory)
+        seen = (each.key.id for held in distinct(self._history.found) for each in held)
         return any(id_ > found.plan.id for id_ in seen)
 
     # --- judgements, between the steps ---------------------------------------------------------
@@ -306,7 +308,7 @@ class RestoreSession:
         self._history.begin_afresh()
 
     def _versions(self) -> str:
-        found = {f.key.id.version for each in self._history.found for f in each}
+        found = {f.key.id.version for each in distinct(self._history.found) for f in each}
         names = some([f"v{version}" for version in sorted(found, reverse=True)], MOST_SAID)
         there = f"There are {names}" if names else "There are no versions"
         return f"{there}; tierckpt list {self._config.directory} shows which are complete"

@@ -17,8 +17,8 @@ import tierckpt
 import tierckpt.coordination.agreement
 from tests.support.late_copies import copy_in_the_copier_only
 from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
+from tierckpt.coordination.ballots.vote_exchange import SharedBallots
 from tierckpt.coordination.slot_handoff import SlotHandoff
-from tierckpt.coordination.vote_exchange import SharedBallots
 from tierckpt.snapshot.snapshot import Snapshot
 
 
@@ -354,7 +354,7 @@ def no_thread_talks(nodes: int, place: Place) -> tuple[list[str], bool]:
     group.all_reduce_min = watched
     train(job, attached.ckpt, range(4))
     ballots = attached.ckpt._agreement._ballots
-    shared = isinstance(ballots, SharedBallots) and ballots._turn == 4
+    shared = isinstance(ballots, SharedBallots) and ballots.turn == 4
     attached.ckpt.abandon()
     return sorted(threads), shared
 

@@ -627,6 +627,24 @@ def test_a_node_that_sees_another_place_writes_nothing_there(
     assert part_of(place, order(1, 0), 0) == 4096
 
 
+def test_a_node_that_comes_before_the_first_one_gives_no_version_up(
+    node: MakeNode, clock: Clock, place: Path
+) -> None:
+    """Of many nodes some do in every run, and the next version may be ordered at once."""
+    zero, one = node(nodes=2), node(node=1, nodes=2)
+
+    def meanwhile() -> None:
+        clock.meanwhile = lambda: None
+        one.start(order(2, 1))
+        assert not zero.flush(order(1, 0)).complete
+
+    clock.meanwhile = meanwhile
+    one.start(order(1, 1))
+    one.wait()
+    assert [type(said) for said in one.answers] == [Flushed, Flushed]
+    assert versions(place) == [1]
+
+
 def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:

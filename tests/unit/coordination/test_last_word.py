@@ -9,7 +9,7 @@ import pytest
 
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.vote_exchange import RankGoneError, ballots_for
+from tierckpt.coordination.ballots.vote_exchange import RankGoneError, ballots_for
 from tierckpt.core.ledger import BROKEN, DONE, PENDING
 from tierckpt.core.levels import MEMORY
 from tierckpt.core.votes import VOTE_WIDTH

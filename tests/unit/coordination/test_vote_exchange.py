@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import pytest
 
 from tierckpt.config import load_config
-from tierckpt.coordination import vote_exchange as module
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.vote_exchange import (
+from tierckpt.coordination.ballots import vote_exchange as module
+from tierckpt.coordination.ballots.vote_exchange import (
     OWN_WIDTH,
     Ballots,
     GroupBallots,
@@ -432,7 +432,7 @@ def test_a_vote_that_others_may_have_read_is_not_cast_again() -> None:
 
     def program(group: ThreadGroup, box: SharedBallots) -> list[int]:
         box.all_reduce_min([group.rank] * WIDTH)
-        box._turn = 0
+        box.turn = 0
         return box.all_reduce_min([-5] * WIDTH).wait()
 
     assert on_pages(2, program) == [[0] * WIDTH] * 2

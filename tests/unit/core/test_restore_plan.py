@@ -13,7 +13,7 @@ from tests.support.facts import found_at
 from tierckpt.config import PersistentConfig
 from tierckpt.core.copies import EVERYWHERE, Found, Location, Problem
 from tierckpt.core.levels import RANK, Level
-from tierckpt.core.restore_plan import plan_restore
+from tierckpt.core.restore_plan import newest_whole, plan_restore
 from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_first
 from tierckpt.storage.inventory import look_at_persistent
 
@@ -299,3 +299,24 @@ def test_shards_of_two_runs_never_make_a_version() -> None:
 def test_nothing_gives_no_plan() -> None:
     assert plan_restore([[], []]) is None
     assert plan_restore([[found(3, 0, 2)], []]) is None
+
+
+@given(worlds())
+@settings(max_examples=200, deadline=None)
+def test_the_newest_whole_version_is_the_planned_one(
+    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Location]]],
+) -> None:
+    inventories, _ = world
+    plan = plan_restore(inventories)
+    assert newest_whole(f for each in inventories for f in each) == (plan.id if plan else None)
+
+
+@given(worlds())
+@settings(max_examples=100, deadline=None)
+def test_ranks_that_share_an_inventory_have_the_same_plan(
+    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Location]]],
+) -> None:
+    inventories, bad = world
+    shared = [each for each in inventories for _ in range(2)]
+    apart = [[*each] for each in shared]
+    assert plan_restore(shared, bad) == plan_restore(apart, bad)

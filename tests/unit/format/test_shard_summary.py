@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_ckpt.torch_group import GATHER_BYTES
+from ddp_ckpt.torch_group import gathered_bytes
 from tierckpt.format.layout import TensorSpec, plan_layout
 from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
 from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary, counts, lacking
@@ -101,6 +101,7 @@ def test_ten_thousand_ranks_make_a_short_summary() -> None:
     small, large = sorted(len(pickle.dumps(outline)) for outline in outlines)
     assert ranks * len(one) > 1e9
     assert large + (ranks - 1) * small < 5e6
-    # gloo gathers equal sizes: GATHER_BYTES of each rank at once, then the rest of the largest.
-    assert 2 * (large + (ranks - 1) * small) // ranks < GATHER_BYTES
-    assert ranks * GATHER_BYTES + large < 12e6
+    # gloo gathers equal sizes: the short ones of all ranks at once, then the rest of the largest.
+    width = gathered_bytes([large] + [small] * (ranks - 1))
+    assert width == small
+    assert ranks * width + large < 5e6

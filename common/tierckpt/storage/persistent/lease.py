@@ -86,6 +86,11 @@ class Lease:
         self._seen_since = 0.0
         """When this content was first seen, by the monotonic clock."""
 
+    @property
+    def was_held(self) -> bool:
+        """True once a call of `ensure` has succeeded."""
+        return self._ensured_seconds > float("-inf")
+
     def abandon(self) -> None:
         """Stop taking and renewing the lease: later attempts raise FlushCancelledError. Any
         thread."""

@@ -18,10 +18,13 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from tierckpt.group import Group, Node, Pending
+
+if TYPE_CHECKING:
+    from .leader_tree import LeaderTree
 
 TURNS = 4
 """Number of ballots whose rows are kept. A rank reads the last ballot before it casts the next, so
@@ -29,9 +32,11 @@ no rank is two ballots ahead: two would do, but the copier thread may read late.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
 PATIENCE_SECONDS = 1800.0
 """The time that torch's collectives wait for a rank that runs and does not come."""
+TREE_RANKS = 16
+"""Ranks of a job from which a tree of nodes takes the place of a ring, see `leader_tree`."""
 OWN_WIDTH = 80
 """Number of integers that a rank may give along with its vote."""
-_TOKEN_BYTES = 64
+TOKEN_BYTES = 64
 _LINE_BYTES = 64
 _NAME = "tierckpt-ballots"
 
@@ -63,6 +68,10 @@ class Cast(Pending, Protocol):
 
 class Ballots(Protocol):
     """The means by which `Agreement` votes."""
+
+    problem: str
+    """The reason why votes take longer than they could, with the remedy; empty: none. The same on
+    all ranks."""
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """Cast this rank's vote; see `Group.all_reduce_min`. Training thread.
@@ -104,13 +113,15 @@ class GroupBallots:
     """Positions in a vote: 1 if its rank is in `even_out`, and -1 if it launched a reduction of
     integers given along."""
 
-    def __init__(self, group: Group, width: int) -> None:
-        self._group, self._width = group, width
+    def __init__(self, group: Group, width: int, tree: LeaderTree | None = None) -> None:
+        """Own `tree`, which takes the place of the group's reduction for votes."""
+        self._group, self._width, self.tree = group, width, tree
+        self.problem = ""
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """Cast as Ballots says. The columns of other ranks have the largest number, so the minimum
         has every rank's own."""
-        vote = self._group.all_reduce_min([*values, -1 if own else 0, 0])
+        vote = self._reduce([*values, -1 if own else 0, 0])
         if not own:
             return _Reduced(vote, len(values))
         columns = [LARGEST] * (len(own) * self._group.size)
@@ -121,16 +132,21 @@ class GroupBallots:
         """Cast votes until one at which all ranks are in `even_out`; it is the same for all."""
         at_end = False
         while not at_end:
-            agreed = self._group.all_reduce_min([*[0] * self._width, 0, 1]).wait()
+            agreed = self._reduce([*[0] * self._width, 0, 1]).wait()
             at_end = agreed[self._END] == 1
             if agreed[self._OWN]:
                 self._group.all_reduce_min([LARGEST] * (OWN_WIDTH * self._group.size))
+
+    def _reduce(self, values: list[int]) -> Pending:
+        return (self.tree or self._group).all_reduce_min(values)
 
     def passed(self, iterations: int) -> None:
         """Do nothing: other ranks cannot see it."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Close the tree, if there is one."""
+        if self.tree is not None:
+            self.tree.close()
 
 
 class _Reduced:
@@ -174,7 +190,7 @@ class SharedBallots:
     ) -> None:
         """Own `page`, and `processes`: a pidfd of every other rank's process."""
         self._group, self._width = group, width
-        self.rank = group.rank
+        self.rank, self.problem = group.rank, ""
         self._page: mmap.mmap | None = page
         self._processes = dict(processes)
         self._close_processes = weakref.finalize(self, _close_all, self._processes)
@@ -184,16 +200,16 @@ class SharedBallots:
         self._row = struct.Struct(f"<qq{width}q")
         """Turn, number of integers given along, vote."""
         self._own_row = struct.Struct(f"<q{OWN_WIDTH}q")
-        head, self._row_bytes = _head_bytes(group.size), _row_bytes(width)
+        head, self._row_bytes = _head_bytes(group.size), row_bytes(width)
         self._rows_at = [head + turn * group.size * self._row_bytes for turn in range(TURNS)]
         """Offset of the first rank's row by the remainder of the turn."""
         self._own_iterations = self._iterations_at(group.rank)
-        self._turn = 0
+        self.turn = 0
         """Turn of this rank's last vote."""
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """Cast as Ballots says."""
-        turn, rank = self._turn + 1, self._group.rank
+        turn, rank = self.turn + 1, self._group.rank
         at = self._place(turn, rank)
         votes: Votes = [None] * self._group.size
         whole = b""
@@ -202,25 +218,31 @@ class SharedBallots:
             # An interrupt right after the write leaves it there: others may have read it.
             if int.from_bytes(page[at : at + 8], "little") != turn:
                 if own:
-                    _write(page, self._own_place(turn, rank), self._own_row.pack(turn, *own))
+                    write_row(page, self._own_place(turn, rank), self._own_row.pack(turn, *own))
                 row = self._row.pack(turn, len(own), *values)
                 whole = row + _checksum(row)
                 page[at : at + len(whole)] = whole
                 votes[rank] = values, tuple(own)
-        self._turn = turn  # last: a vote that an interrupt kept from being written is not cast
+        self.turn = turn  # last: a vote that an interrupt kept from being written is not cast
         return _Pending(self, turn, votes, bool(own), b"" if own else whole)
 
     def even_out(self) -> None:
         """Cast empty votes until this rank has cast as many as any other."""
-        for _ in range(self._turn, max(self._group.all_gather_object(self._turn))):
+        for _ in range(self.turn, max(self._group.all_gather_object(self.turn))):
             self.all_reduce_min([0] * self._width)
+
+    def leave(self) -> None:
+        """Let the others know that this rank casts no more votes. Not collective."""
+        with self._open:
+            if self._page is not None and os.getpid() == self._pid:
+                # A forked child does not act for this rank.
+                self._page[TOKEN_BYTES + self._group.rank] = 1
 
     def close(self) -> None:
         """Close as Ballots says."""
+        self.leave()
         with self._open:
             if self._page is not None:
-                if os.getpid() == self._pid:  # a forked child does not act for this rank
-                    self._page[_TOKEN_BYTES + self._group.rank] = 1
                 self._page.close()
             self._page = None
             self._close_processes()
@@ -230,6 +252,27 @@ class SharedBallots:
         if self._page is None:
             raise RuntimeError("the job ended before all ranks had voted")
         return self._page
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[mmap.mmap]:
+        """Context with the page, which stays open in it. Raises RuntimeError if the ballots are
+        closed."""
+        with self._open:
+            yield self._opened()
+
+    def is_gone(self, rank: int) -> bool:
+        """True for a rank that closed its ballots, or whose process has ended. Any thread."""
+        with self._open:
+            return self._page is None or self._is_gone(self._page, rank)
+
+    def has_ended(self, rank: int) -> bool:
+        """True if that rank's process has ended. Any thread."""
+        with self._open:
+            return self._page is not None and self._has_ended(rank)
+
+    def process_fds(self) -> list[int]:
+        """Return the descriptors of the other ranks' processes."""
+        return [*self._processes.values()]
 
     def result(self, turn: int, votes: Votes) -> tuple[list[int], Rows]:
         """Return the minimum of all ranks' votes of that turn, and the integers given along. Waits
@@ -318,8 +361,9 @@ class SharedBallots:
 
     def _is_gone(self, page: mmap.mmap, rank: int) -> bool:
         """True for a rank that closed its ballots, or whose process has ended, reaped or not."""
-        if page[_TOKEN_BYTES + rank]:
-            return True
+        return bool(page[TOKEN_BYTES + rank]) or self._has_ended(rank)
+
+    def _has_ended(self, rank: int) -> bool:
         if rank not in self._processes:  # this one
             return False
         ends = select.poll()
@@ -330,7 +374,7 @@ class SharedBallots:
         self, page: mmap.mmap, turn: int, rank: int
     ) -> tuple[list[int], tuple[int, ...]] | None:
         """Return a vote and the integers given along; None before both are written."""
-        found = _read(page, self._place(turn, rank), self._row, turn)
+        found = read_row(page, self._place(turn, rank), self._row, turn)
         if found is None:
             return None
         cast, width, *values = found
@@ -338,7 +382,7 @@ class SharedBallots:
             raise RuntimeError(f"rank {rank}'s vote {turn} was asked for after its vote {cast}")
         if not width:
             return values, ()
-        own = _read(page, self._own_place(turn, rank), self._own_row, turn)
+        own = read_row(page, self._own_place(turn, rank), self._own_row, turn)
         return (values, own[1:]) if own is not None and own[0] == turn else None
 
     def _place(self, turn: int, rank: int) -> int:
@@ -347,7 +391,7 @@ class SharedBallots:
     def _own_place(self, turn: int, rank: int) -> int:
         size = self._group.size
         first = self._rows_at[0] + TURNS * size * self._row_bytes
-        return first + (turn % TURNS * size + rank) * _row_bytes(OWN_WIDTH)
+        return first + (turn % TURNS * size + rank) * row_bytes(OWN_WIDTH)
 
 
 class _Pending:
@@ -402,24 +446,41 @@ class _Pending:
             return self._result
 
 
-def ballots_for(group: Group, node: Node, width: int) -> Ballots:
+def ballots_for(group: Group, node: Node, width: int, interface: str = "") -> Ballots:
     """Return the ballots for these ranks, `width` integers a vote. The same kind on all ranks.
-    Collective."""
+    Collective. `interface`: as the setting `peer_interface`."""
+    if node.count > 1 and group.size >= TREE_RANKS and getattr(group, "is_ring", False):
+        from .leader_tree import leader_tree
+
+        tree = leader_tree(group, node, width + 2, interface)
+        box = GroupBallots(group, width, tree)
+        if tree is None:
+            box.problem = (
+                f"votes go around all {group.size} ranks, as the first ranks of the nodes cannot "
+                "connect to each other: set peer_interface to an interface that other nodes reach"
+            )
+        return box
     if node.count > 1 or group.size == 1:
         return GroupBallots(group, width)
     return _on_shared_page(group, width) or GroupBallots(group, width)
 
 
+def page_bytes(size: int, width: int) -> int:
+    """Return the size of the page of that many ranks."""
+    return _head_bytes(size) + TURNS * size * (row_bytes(width) + row_bytes(OWN_WIDTH))
+
+
 def _head_bytes(size: int) -> int:
     """Return the size of the token, a byte per rank, and a line of iterations per rank."""
-    return _TOKEN_BYTES + _whole_lines(size) + size * _LINE_BYTES
+    return TOKEN_BYTES + _whole_lines(size) + size * _LINE_BYTES
 
 
-def _row_bytes(width: int) -> int:
+def row_bytes(width: int) -> int:
+    """Return the size of a row of `width` integers."""
     return _whole_lines(8 * (2 + width) + 4)
 
 
-def _read(page: mmap.mmap, at: int, shape: struct.Struct, turn: int) -> tuple[int, ...] | None:
+def read_row(page: mmap.mmap, at: int, shape: struct.Struct, turn: int) -> tuple[int, ...] | None:
     """Return the values of a row; None before that turn's is written."""
     end = at + shape.size
     row = page[at:end]
@@ -428,7 +489,8 @@ def _read(page: mmap.mmap, at: int, shape: struct.Struct, turn: int) -> tuple[in
     return shape.unpack(row) if page[end : end + 4] == _checksum(row) else None
 
 
-def _write(page: mmap.mmap, at: int, row: bytes) -> None:
+def write_row(page: mmap.mmap, at: int, row: bytes) -> None:
+    """Write a row and its checksum."""
     page[at : at + len(row) + 4] = row + _checksum(row)
 
 
@@ -445,22 +507,21 @@ def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
     processes (each in its own container) cannot map it, or find another process's file under that
     number; the file's name and the token show this.
     """
-    rows_bytes = _row_bytes(width) + _row_bytes(OWN_WIDTH)
-    nbytes = _head_bytes(group.size) + TURNS * group.size * rows_bytes
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    nbytes = page_bytes(group.size, width)
+    token = secrets.token_bytes(TOKEN_BYTES)
     with contextlib.ExitStack() as only_now, contextlib.ExitStack() as unless_whole:
         page, where = None, ""
         if group.rank == 0:
             with contextlib.suppress(OSError, AttributeError):  # the latter: an old C library
-                page, where = _make_page(nbytes, token, only_now)
+                page, where = make_page(nbytes, token, only_now)
         gathered = group.all_gather_object((os.getpid(), where, token))
         _, where, token = gathered[0]
-        page = page or _map_page(where, token, nbytes)
+        page = page or map_page(where, token, nbytes)
         if page is not None:
             unless_whole.callback(page.close)
         pids = {rank: pid for rank, (pid, *_) in enumerate(gathered) if rank != group.rank}
         # Now, while all ranks run: later a number may belong to another process.
-        processes = _watch(pids, unless_whole) if page is not None else None
+        processes = watch_processes(pids, unless_whole) if page is not None else None
         if not all(group.all_gather_object(processes is not None)):
             return None
         assert page is not None
@@ -469,7 +530,7 @@ def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
         return SharedBallots(page, group, width, processes)
 
 
-def _make_page(nbytes: int, token: bytes, until: contextlib.ExitStack) -> tuple[mmap.mmap, str]:
+def make_page(nbytes: int, token: bytes, until: contextlib.ExitStack) -> tuple[mmap.mmap, str]:
     """Return a page, and the path where others find it until the end of `until`."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     until.callback(os.close, fd)
@@ -479,7 +540,8 @@ def _make_page(nbytes: int, token: bytes, until: contextlib.ExitStack) -> tuple[
     return page, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _map_page(where: str, token: bytes, nbytes: int) -> mmap.mmap | None:
+def map_page(where: str, token: bytes, nbytes: int) -> mmap.mmap | None:
+    """Map the page at that path; None if it is not the page with that token."""
     try:
         if not where or not os.readlink(where).startswith(f"/memfd:{_NAME}"):
             return None
@@ -498,7 +560,7 @@ def _map_page(where: str, token: bytes, nbytes: int) -> mmap.mmap | None:
     return None
 
 
-def _watch(pids: Mapping[int, int], until: contextlib.ExitStack) -> dict[int, int] | None:
+def watch_processes(pids: Mapping[int, int], until: contextlib.ExitStack) -> dict[int, int] | None:
     """Return, by rank, descriptors that become readable when the process ends; None if not all."""
     found = {}
     for rank, pid in pids.items():

@@ -1,0 +1,321 @@
+"""What does a job of many ranks cost one rank at a restart, and one node at a flush? One process.
+
+    python benchmarks/manyranks.py --toy
+    python benchmarks/manyranks.py --json manyranks.json --plot manyranks.png
+
+The real code of one rank runs with the inventories, manifests and layouts of 2 to 16,384 ranks on
+nodes of eight. The other ranks are the objects that they would send. Times are CPU times of this
+process; the network is not in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from lib.machine import description
+from lib.many_ranks import (
+    IMAGE_BYTES,
+    LOCAL,
+    MEMORY,
+    NODE_RANKS,
+    Node,
+    OneOfMany,
+    all_nodes,
+    exchanged,
+    facts,
+    manifest,
+    measure,
+)
+from tierckpt import _garbage
+from tierckpt.cli.main import main as tierckpt
+from tierckpt.config import PersistentConfig, load_config
+from tierckpt.coordination.job_history import JobHistory
+from tierckpt.coordination.settings_check import agree_on_settings
+from tierckpt.core.copies import Found
+from tierckpt.core.restore_plan import plan_restore
+from tierckpt.core.retention import RetentionPolicy, retirable
+from tierckpt.core.votes import Vote
+from tierckpt.erasure.groups import Scheme, plan_groups
+from tierckpt.format.ids import VersionId
+from tierckpt.format.layout import TensorSpec, plan_layout
+from tierckpt.format.shard_file import encode_header
+from tierckpt.format.version_records import VersionManifest
+from tierckpt.storage.inventory import look_at_persistent
+from tierckpt.storage.persistent import PersistentStore, ShardSource
+
+WORLDS = (2, 64, 1024, 4096, 16384)
+TOY_WORLDS = (2, 64)
+TENSORS = 1200
+"""Tensors of a model of 1 billion parameters with Adam; each has 2.5 million elements."""
+
+Figures = dict[str, float]
+
+
+class World:
+    """All parts, for one number of ranks."""
+
+    def __init__(self, ranks: int, folder: Path) -> None:
+        self.ranks, self._folder = ranks, folder
+        self.figures: Figures = {"ranks": ranks}
+
+    def _note(self, part: str, **figures: float) -> None:
+        self.figures |= {f"{part}_{name}": value for name, value in figures.items()}
+
+    def measure(self) -> Figures:
+        """Return the figures of all parts by name."""
+        self.figures["vote_bytes"] = 8.0 * len(Vote().pack())
+        self._attach()
+        history = self._look()
+        self._plan(history)
+        self._layout()
+        self._retention()
+        self._flush()
+        return self.figures
+
+    def _attach(self) -> None:
+        """Settings of all ranks, and their redundancy groups."""
+
+        def others(turn: int, own: Any) -> Iterator[Any]:
+            trouble, settings = own
+            for rank in range(1, self.ranks):
+                name = f"node{rank // NODE_RANKS:05d}"
+                where = f"{name}/{'0' * 32}", name, f"rack{rank // 64:05d}"
+                yield trouble, replace(settings, where=where, starters=(f"{rank // 8:032x}",))
+
+        group: Any = OneOfMany(self.ranks, others)
+        _, cost = measure(lambda: agree_on_settings({}, None, group))
+        seconds = cost.seconds - group.outside_seconds
+        self._note("settings", seconds=seconds, received_bytes=group.received_bytes)
+        scheme = Scheme.parse("rs 4+2" if self.ranks >= 64 * 6 else "partner")
+        if self.ranks > NODE_RANKS:
+            domains = [f"node{rank // NODE_RANKS}" for rank in range(self.ranks)]
+            _, cost = measure(lambda: plan_groups(domains, scheme))
+            self._note("groups", seconds=cost.seconds)
+
+    def _look(self) -> JobHistory:
+        """The inventory of a node, and the exchange of all inventories."""
+        node = Node(self.ranks, self._folder)
+        first, cost = measure(node.look)
+        self._note("own_inventory", seconds=cost.seconds)
+        nodes = all_nodes(first, self.ranks)
+        group: Any = OneOfMany(self.ranks, exchanged(nodes, self.ranks))
+        config = load_config({"path": str(self._folder / "none")}, {})
+        history = JobHistory(config, group, node.job, node.store, node.host)
+        gc.collect()
+        _, cost = measure(history.look)
+        seconds = cost.seconds - group.outside_seconds - self.figures["own_inventory_seconds"]
+        self._note("inventories", seconds=seconds, received_bytes=group.received_bytes)
+        self._note("inventories", kept_bytes=cost.nbytes)
+        history.parities = [nodes[r // NODE_RANKS].parities for r in range(self.ranks)]
+        return history
+
+    def _plan(self, history: JobHistory) -> None:
+        """The plan of a restart: from memory, with other ranks, after the loss of a node."""
+        found, parities, nodes = history.found, history.parities, history.nodes
+
+        def plan(name: str, expected: int, *args: Any, **more: Any) -> None:
+            with _garbage.paused():  # as in a restart
+                chosen, cost = measure(lambda: plan_restore(*args, **more))
+            assert chosen is not None
+            assert chosen.id.version == expected, chosen.id
+            self._note(name, seconds=cost.seconds)
+
+        plan("plan_memory", MEMORY[-1], found, parities=parities, nodes=nodes)
+        # A node is gone with its memory and disk: the newest protected version is rebuilt.
+        if self.ranks >= 4 * NODE_RANKS:
+            left = slice(NODE_RANKS, None)
+            lost = {"parities": parities[left], "nodes": nodes[left]}
+            plan("plan_lost_node", LOCAL[-1], found[left], **lost)
+        everywhere = self._persistent_copies()
+        # Half as many ranks, or three, and nothing but the persistent level.
+        for name, ranks in (("plan_half", self.ranks // 2), ("plan_three_ranks", 3)):
+            alone: list[Sequence[Found]] = [everywhere, *[()] * (ranks - 1)]
+            plan(name, 900, alone, nodes=[f"node{rank // 8}" for rank in range(ranks)])
+        limit = VersionId(3, MEMORY[-1])
+        _, cost = measure(
+            lambda: (
+                [history.newest(level, limit) for level in ("", "memory", "local", "persistent")],
+                history.newest_clean(limit, "local"),
+                history.once_complete(),
+                history.incomplete(),
+                history.metrics(),
+                history.remains(),
+            )
+        )
+        self._note("history", seconds=cost.seconds)
+
+    def _persistent_copies(self) -> tuple[Found, ...]:
+        """The copies of one version on the persistent level, as rank 0 finds them."""
+        from tierckpt.core.copies import EVERYWHERE, Location
+
+        known, place = facts(self.ranks, 900), Location("persistent", EVERYWHERE, "/far")
+        return tuple(Found(known.key(shard), place, known) for shard in range(self.ranks))
+
+    def _layout(self) -> None:
+        """The layout of a rank's shard."""
+        specs = [
+            TensorSpec(f"model/blocks.{n}.weight", "float32", (2500, 1000), None, 4)
+            for n in range(TENSORS)
+        ]
+        middle = self.ranks // 2
+        layout, cost = measure(lambda: plan_layout(specs, [], middle, self.ranks))
+        header, _ = encode_header(layout, 1000, {})
+        self._note("layout", seconds=cost.seconds, header_bytes=len(header))
+
+    def _retention(self) -> None:
+        """Retention of a rank's shards on its disk."""
+        held = [VersionId(3, 10 * number) for number in range(100)]
+        policy = RetentionPolicy(keep_last=2, keep_every=100)
+        _, cost = measure(lambda: retirable(held, policy, held[-1], ((3, 0),)))
+        self._note("retention", seconds=cost.seconds)
+        size = len(manifest(self.ranks, 900, 0).encode())
+        self._note("manifest", bytes=float(size))
+
+    def _flush(self) -> None:
+        """A version on the persistent level: written node after node, listed, read, removed."""
+        place = self._folder / "far"
+        known = facts(self.ranks, 900)
+        with closing(PersistentStore(str(place))) as store:
+            store.create()
+            first = self._sources(0)
+            _, cost = measure(lambda: store.flush(known, IMAGE_BYTES, first))
+            self._note("flush_first_node", seconds=cost.seconds)
+            nodes = -(-self.ranks // NODE_RANKS)
+            for node in range(1, nodes - 1):
+                store.flush(known, IMAGE_BYTES, self._sources(node))
+            if nodes > 1:
+                last = self._sources(nodes - 1)
+                _, cost = measure(lambda: store.flush(known, IMAGE_BYTES, last))
+            self._note("flush_last_node", seconds=cost.seconds)
+            assert store.exists(known.name)
+            record = store.read_manifest(known.name).encode()
+            _, cost = measure(lambda: VersionManifest.decode(record))
+            self._note("version_manifest", bytes=len(record), read_seconds=cost.seconds)
+            files = [each for each in place.rglob("*") if each.is_file()]
+            self._note("version", files=len(files))
+            self._read(place, store)
+            _, cost = measure(lambda: store.retire(known.name))
+            self._note("retire", seconds=cost.seconds)
+
+    def _sources(self, node: int) -> list[ShardSource]:
+        image = memoryview(bytes(IMAGE_BYTES))
+        ranks = range(NODE_RANKS * node, min(NODE_RANKS * (node + 1), self.ranks))
+        return [ShardSource(r, image, manifest(self.ranks, 900, r).encode()) for r in ranks]
+
+    def _read(self, place: Path, store: PersistentStore) -> None:
+        """The looks of rank 0, of every rank at its own shard, and of a user."""
+        found: list[Found] = []
+        level = PersistentConfig(path=str(place))
+        _, cost = measure(lambda: look_at_persistent(level, found, [], []))
+        assert len(found) == self.ranks
+        self._note("rank0_inventory", seconds=cost.seconds, kept_bytes=cost.nbytes)
+        known = facts(self.ranks, 900)
+        _, cost = measure(lambda: store.open_shard(known.name, self.ranks - 1))
+        self._note("open_shard", seconds=cost.seconds)
+        for command, name in (("list", "list"), ("verify", "verify")):
+            _, cost = measure(lambda given=command: _command(given, str(place)))
+            self._note(name, seconds=cost.seconds)
+
+
+def _command(name: str, place: str) -> None:
+    """Run a command of `tierckpt`."""
+    said = StringIO()
+    with redirect_stdout(said):
+        status = tierckpt([name, place])
+    # The shards of this benchmark have no header: they are damaged to a reader.
+    assert status in (0, 1, None), said.getvalue()
+
+
+def measure_world(ranks: int, place: str | None) -> Figures:
+    """Measure one number of ranks, in this process."""
+    folder = Path(tempfile.mkdtemp(dir=place))
+    try:
+        return World(ranks, folder).measure()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_a_process(ranks: int, place: str | None) -> Figures:
+    """Measure one number of ranks in a process of its own: the memory of another one is not in its
+    figures."""
+    command = [sys.executable, __file__, "--one", str(ranks), *(["--dir", place] if place else [])]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    figures: Figures = json.loads(result.stdout)
+    return figures
+
+
+def table(rows: Sequence[Figures]) -> Iterator[str]:
+    """Yield a line for each figure: a column for each number of ranks."""
+    yield f"{'ranks':<28}" + "".join(f"{row['ranks']:>12,.0f}" for row in rows)
+    for name in rows[-1]:
+        if name != "ranks":
+            scale: Callable[[float], str] = _milliseconds if "seconds" in name else "{:,.0f}".format
+            cells = (scale(row[name]) if name in row else "-" for row in rows)
+            title = name.replace("_seconds", "_ms")
+            yield f"{title:<28}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.2f}"
+
+
+def plot(rows: Sequence[Figures], path: str) -> None:
+    """Draw all times, bytes and files over the number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(13, 6))
+    kinds = (("seconds", "CPU time of one process, s"), ("bytes", "bytes; files of a version"))
+    for axis, (kind, label) in zip(axes, kinds, strict=True):
+        for name in rows[-1]:
+            if kind in name or (kind == "bytes" and "files" in name):
+                points = [(row["ranks"], row[name]) for row in rows if row.get(name)]
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", label=name.replace("_", " "))
+        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="few ranks, a few seconds")
+    parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="numbers of ranks")
+    parser.add_argument("--dir", help="folder for the versions; default: the temporary one")
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--plot", help="write a picture to this file")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure_world(options.one, options.dir)))
+        return
+    worlds = TOY_WORLDS if options.toy else map(int, options.worlds.split(","))
+    run = measure_world if options.toy else in_a_process
+    rows = [run(ranks, options.dir) for ranks in worlds]
+    print("\n".join(table(rows)))
+    if options.json:
+        place = Path(options.dir or tempfile.gettempdir())
+        content = {"run": description(place), "rows": rows}
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Votes by a tree of node leaders give the group's minimum, with ranks that are late or gone."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+from tierckpt.coordination.ballots import leader_tree as module
+from tierckpt.coordination.ballots import vote_exchange
+from tierckpt.coordination.ballots.leader_tree import LeaderTree, leader_tree
+from tierckpt.coordination.ballots.vote_exchange import (
+    OWN_WIDTH,
+    GroupBallots,
+    RankGoneError,
+    ballots_for,
+)
+from tierckpt.group import Node
+from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+
+T = TypeVar("T")
+WIDTH = 4
+
+
+def nodes_of(shape: Sequence[int]) -> list[str]:
+    """Return every rank's node, for nodes of so many ranks."""
+    return [str(node) for node, ranks in enumerate(shape) for _ in range(ranks)]
+
+
+def in_tree(shape: Sequence[int], program: Callable[[ThreadGroup, LeaderTree], T]) -> list[T]:
+    """Return the result of `program` on each rank; all close when all are done."""
+    hosts = nodes_of(shape)
+
+    def whole(group: ThreadGroup) -> T:
+        tree = leader_tree(group, Node.of(hosts[group.rank], hosts), WIDTH)
+        assert tree is not None
+        found = program(group, tree)
+        group.barrier()
+        tree.close()
+        return found
+
+    return run_ranks(len(hosts), whole)
+
+
+def votes_at(turn: int, ranks: int) -> list[list[int]]:
+    """Return all ranks' votes of a turn."""
+    draw = random.Random(turn)
+    return [[draw.randrange(-(1 << 62), 1 << 62) for _ in range(WIDTH)] for _ in range(ranks)]
+
+
+def minimum(votes: list[list[int]]) -> list[int]:
+    """Return the least number of each column."""
+    return [*map(min, *votes)] if votes[1:] else votes[0]
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two children a node: a tree of some levels with few nodes."""
+    monkeypatch.setattr(module, "FAN_OUT", 2)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1, 2), (1,) * 9, (2,) * 7])
+def test_the_minimum_of_every_turn(shape: tuple[int, ...]) -> None:
+    turns = 3 * vote_exchange.TURNS
+
+    def program(group: ThreadGroup, tree: LeaderTree) -> list[list[int]]:
+        found = []
+        for turn in range(turns):
+            if (group.rank + turn) % 5 == 0:
+                time.sleep(0.002)
+            found.append(tree.all_reduce_min(votes_at(turn, group.size)[group.rank]).wait())
+        return found
+
+    expected = [minimum(votes_at(turn, sum(shape))) for turn in range(turns)]
+    for found in in_tree(shape, program):
+        assert found == expected
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("late", [0, 1, 5])
+def test_nothing_is_known_before_the_last_rank_has_voted(late: int) -> None:
+    """The late one is the root, another rank of its node, or a rank far from it."""
+
+    def program(group: ThreadGroup, tree: LeaderTree) -> tuple[bool, list[int]]:
+        mine = [group.rank + 1] * WIDTH
+        pending = None if group.rank == late else tree.all_reduce_min(mine)
+        group.barrier()
+        early = pending is not None and pending.done()
+        group.barrier()
+        pending = pending or tree.all_reduce_min(mine)
+        return early, pending.wait()
+
+    assert in_tree((2, 2, 1, 1, 2), program) == [(False, [1] * WIDTH)] * 8
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("gone", range(7))
+def test_a_rank_that_is_gone_keeps_nobody_and_results_before_it_stay(gone: int) -> None:
+    """Leaders of every level, and ranks that lead nothing."""
+
+    def program(group: ThreadGroup, tree: LeaderTree) -> tuple[list[int], str]:
+        first = tree.all_reduce_min([group.rank] * WIDTH)
+        if group.rank == gone:
+            tree.close()
+            return [], ""
+        second = tree.all_reduce_min([7] * WIDTH)
+        with pytest.raises(RankGoneError) as error:
+            second.wait()
+        assert second.done()
+        return first.wait(), str(error.value)
+
+    for rank, (first, why) in enumerate(in_tree((2, 1, 1, 2, 1), program)):
+        if rank != gone:
+            assert first == [0] * WIDTH
+            assert why == f"rank {gone} was gone before it reached this boundary"
+
+
+def test_other_threads_may_wait_too() -> None:
+    def program(group: ThreadGroup, tree: LeaderTree) -> list[list[int]]:
+        found: list[list[int]] = []
+        pending = tree.all_reduce_min([group.rank] * WIDTH)
+        threads = [threading.Thread(target=lambda: found.append(pending.wait())) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    assert in_tree((2, 2), program) == [[[0] * WIDTH] * 3] * 4
+
+
+def test_a_vote_of_a_thousand_turns_leaves_no_descriptor() -> None:
+    before = _descriptors()
+    in_tree((2, 2), lambda group, tree: [tree.all_reduce_min([0] * WIDTH).wait() for _ in range(9)])
+    assert _descriptors() == before
+    assert not [t for t in threading.enumerate() if t.name == "tierckpt-votes"]
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("fault", ["listen", "connect", "page"])
+def test_where_a_leader_cannot_be_reached_all_vote_by_the_group(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = nodes_of((2, 2))
+    plain = getattr(
+        module, name := {"listen": "_listen", "connect": "_connect"}.get(fault, "_join")
+    )
+    failed = threading.Event()
+
+    def broken(*args: Any) -> Any:
+        if not failed.is_set():
+            failed.set()
+            return (None, None) if fault == "listen" else None
+        return plain(*args)
+
+    monkeypatch.setattr(module, name, broken)
+    monkeypatch.setattr(module, "MEETING_SECONDS", 0.5)
+    before = _descriptors()
+
+    def whole(group: ThreadGroup) -> bool:
+        return leader_tree(group, Node.of(hosts[group.rank], hosts), WIDTH) is None
+
+    assert run_ranks(4, whole) == [True] * 4
+    assert failed.is_set()
+    assert _descriptors() == before
+
+
+def test_a_ring_that_cannot_have_a_tree_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vote_exchange, "TREE_RANKS", 2)
+    monkeypatch.setattr(module, "_listen", lambda *_: (None, None))
+
+    def whole(group: Any) -> str:
+        group.is_ring = True
+        return ballots_for(group, Node.of(str(group.rank), ["0", "1"]), WIDTH).problem
+
+    (said, same) = run_ranks(2, whole)
+    assert said == same
+    assert "set peer_interface" in said
+
+
+def test_a_ring_of_many_ranks_on_several_nodes_votes_by_a_tree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vote_exchange, "TREE_RANKS", 4)
+    hosts = nodes_of((2, 2))
+
+    def whole(group: Any) -> tuple[bool, bool, list[int], list[tuple[int, ...]]]:
+        node = Node.of(hosts[group.rank], hosts)
+        plain = ballots_for(group, node, WIDTH)
+        group.is_ring = True
+        box = ballots_for(group, node, WIDTH)
+        assert isinstance(plain, GroupBallots)
+        assert isinstance(box, GroupBallots)
+        for _ in range(group.rank):  # as a rank whose iteration was cut short
+            box.all_reduce_min([0] * WIDTH)
+        box.even_out()
+        cast = box.all_reduce_min([group.rank] * WIDTH, [group.rank] * OWN_WIDTH)
+        found = cast.wait(), cast.rows()
+        group.barrier()
+        box.close()
+        return plain.tree is None, box.tree is not None, *found
+
+    for no_tree, tree, least, rows in run_ranks(4, whole):
+        assert no_tree
+        assert tree
+        assert least == [0] * WIDTH
+        assert rows == [(rank,) * OWN_WIDTH for rank in range(4)]
