@@ -10,6 +10,7 @@ from typing import Any
 import ddp_ckpt
 from tierckpt.errors import RestoreError
 from tierckpt.halt.signals import Signals
+from tierckpt.integrations.early_end import end_if_interrupted
 from tierckpt.integrations.kept_gradients import KeptGradients
 from tierckpt.integrations.notices import Notices
 from tierckpt.settings import Arguments
@@ -133,12 +134,13 @@ class Fit:
         self._loop.min_epochs, self._loop.epoch_loop.min_steps = 0, None
 
     def finish(self) -> None:
-        """Close after the training. Collective."""
+        """Close after the training. Collective. Raises SystemExit as `end_if_interrupted`."""
         self._detach()
         self.take_signals()
         if not self.checkpointer.closed:
             self.checkpointer.close()
         self._mend_handlers()
+        end_if_interrupted(self.checkpointer)
 
     def leave(self, error: BaseException | None) -> None:
         """Let go after an exception: versions stay for a restart. Not collective."""

@@ -133,6 +133,14 @@ def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
     )
 
 
+def test_after_a_signal_the_job_ends_with_the_status_of_the_setting(make_job: MakeJob) -> None:
+    job = make_job({"halt_exit_status": 75}, ranks=1)
+    first, again = job.start(signal="backward:0:4"), job.start()
+    assert first.of_kind("exited") == [{"kind": "exited", "status": 75}], first.output()
+    assert first.lines()[-2] == {"kind": "trained"}  # the Trainer's end, not the script's
+    assert again.ended(), again.output()
+
+
 def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:

@@ -87,6 +87,9 @@ class Recorder(transformers.TrainerCallback):
         self.journal.write("epoch end", epoch=state.epoch, random=random_state())
         self.journal.reach("epoch end", state.global_step)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.journal.write("trained")
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.journal.reach("begin", state.global_step)
 
@@ -181,6 +184,9 @@ def train(scenario: Scenario) -> None:
     try:
         trainer = make_trainer(scenario, arguments, journal)
         result = trainer.train(**scenario.train)
+    except SystemExit as end:
+        journal.write("exited", status=end.code)
+        raise
     except Exception as error:
         journal.write("raised", error=type(error).__name__, text=str(error))
         raise
