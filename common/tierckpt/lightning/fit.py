@@ -19,6 +19,7 @@ from tierckpt.state import rng
 from . import hook_states
 from .loop_hooks import LoopHooks
 from .package import check
+from .slurm import requeue_if_announced
 from .trainer_state import TrainerState, scaler_of
 from .training_data import TrainingData
 
@@ -140,6 +141,7 @@ class Fit:
         if not self.checkpointer.closed:
             self.checkpointer.close()
         self._mend_handlers()
+        requeue_if_announced(self._trainer, self.checkpointer)
         end_if_interrupted(self.checkpointer)
 
     def leave(self, error: BaseException | None) -> None:

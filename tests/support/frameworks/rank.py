@@ -36,7 +36,7 @@ class Journal:
         here = f"{point}:{self.rank}:{step}"
         for order, number in (
             (self.scenario.kill, signal.SIGKILL),
-            (self.scenario.signal, signal.SIGTERM),
+            (self.scenario.signal, signal.Signals[self.scenario.sent]),
         ):
             mark = Path(self.scenario.folder) / f"fired {order.replace(':', ' ')}"
             if order == here and not mark.exists():
