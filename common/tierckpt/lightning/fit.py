@@ -50,7 +50,7 @@ class Fit:
         self._say = Notices()
         check(trainer, self._say)
         self._trainer, self._loop, self._monitor = trainer, trainer.fit_loop, monitor
-        self._data = TrainingData(trainer, self._say)
+        self._data = TrainingData(trainer)
         self._state = TrainerState(trainer, self._data)
         self.checkpointer = _attached(trainer, self._state, settings)
         self._say.attach(self.checkpointer)

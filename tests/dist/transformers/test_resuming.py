@@ -218,7 +218,7 @@ def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:
     persistent = {"dataloader_persistent_workers": True, "max_steps": 2}
     run = make_job(workers=1, arguments=persistent).start()
     assert run.ended(), run.output()
-    assert "set it to False for an exact restart" in run.output()
+    assert "set persistent_workers=False" in run.output()
 
 
 def test_a_job_may_start_from_a_checkpoint_of_the_trainers(make_job: MakeJob) -> None:
