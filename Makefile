@@ -21,7 +21,7 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/saturated.py benchmarks/boundary.py benchmarks/attach.py benchmarks/stepcost.py \
 	benchmarks/manyranks.py benchmarks/ballots.py
 
-.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench chaos suites clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench chaos suites oldest-frameworks clean
 
 help:
 	@echo 'make demo        train a small classifier on two ranks, kill one, and compare the loss curves'
@@ -36,6 +36,7 @@ help:
 	@echo 'make bench       run the benchmarks at toy size'
 	@echo 'make chaos       random faults for CHAOS_SECONDS (600), with CHAOS_SEED (0), under CHAOS_LAUNCHER (ddp or horovod)'
 	@echo "make suites      torch's and Horovod's own tests, with checkpoints; see CONTRIBUTING.md"
+	@echo 'make oldest-frameworks  tests of the oldest supported Lightning, Accelerate and Transformers'
 	@echo 'make venv        make only the environment (.venv), which the other targets make and reuse'
 	@echo 'make horovod     build Horovod for the torch in .venv, once (minutes); with MPI if there is an MPI compiler'
 	@echo 'make clean       remove build products and caches; .venv stays'
@@ -134,6 +135,10 @@ chaos: $(READY)
 suites: horovod
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps expecttest
 	PYTHONPATH=.:common $(PY) -m tests.suites $(SUITES)
+
+# Needs the network once: the environments stay in build/oldest-frameworks.
+oldest-frameworks: $(READY)
+	PYTHONPATH=.:common $(PY) -m tests.oldest_frameworks
 
 clean:
 	rm -rf build dist *.egg-info common/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

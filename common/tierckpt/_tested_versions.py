@@ -9,7 +9,7 @@ import re
 
 ACCELERATE = ("Accelerate", "1.0", "1.15")
 LIGHTNING = ("Lightning", "2.4", "2.6")
-TRANSFORMERS = ("Transformers", "5.24", "5.24")
+TRANSFORMERS = ("Transformers", "5.3", "5.24")
 PACKAGES = {
     "lightning": LIGHTNING,
     "pytorch-lightning": LIGHTNING,

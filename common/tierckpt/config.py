@@ -208,7 +208,8 @@ class Config:
     halt_exit_status: int = 0
     """Exit status of a script that never calls `should_exit()` and is ended because its processes,
     its node or its allocation end. Some schedulers start a job again only after another status than
-    0. A `tierckpt halt` always ends such a script with 0."""
+    0. A `tierckpt halt` always ends such a script with 0. In Lightning and Transformers a status
+    other than 0 ends the process in place of `fit()` or `train()` returning; else they return."""
     health: str = "off"
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start."""

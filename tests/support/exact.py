@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,16 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(
         n for n in one.keys() | other.keys() if n not in one or n not in other or one[n] != other[n]
     )
+
+
+def digest_of_tensors(tensors: Iterable[torch.Tensor | None]) -> str:
+    """Of their bytes alone; None is left out."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            flat = tensor.detach().reshape(-1).contiguous()
+            found.update(flat.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def digest(value: Any) -> str:

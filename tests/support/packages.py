@@ -63,12 +63,16 @@ class Environment:
         shared = Path(xxhash.__file__).parents[1]
         (self.site / "requirements.pth").write_text(f"{shared}\n")
 
-    def install(self, *what: str | Path, **environment: str) -> str:
-        """pip install; returns its output."""
+    def install(
+        self, *what: str | Path, missing_requirements: bool = False, **environment: str
+    ) -> str:
+        """pip install; returns its output. `missing_requirements`: also requirements that this
+        Python does not have, or has in another version."""
         command = [sys.executable, "-m", "pip", "--python", str(self.python), "install"]
-        command += ["--disable-pip-version-check", "--no-build-isolation", "--no-cache-dir"]
-        # The checkout is installed in this Python, and is no reason to install nothing.
-        command += ["--no-deps", "--ignore-installed"]
+        command += ["--disable-pip-version-check", "--no-build-isolation"]
+        if not missing_requirements:
+            # The checkout is installed in this Python, and is no reason to install nothing.
+            command += ["--no-cache-dir", "--no-deps", "--ignore-installed"]
         return run([*command, *map(str, what)], environment=environment)
 
     def run(self, *command: str | Path, cwd: Path, **environment: str) -> str:

@@ -21,6 +21,7 @@ from tests.support.packages import (
     build_wheel,
     compiler,
 )
+from tierckpt._tested_versions import PACKAGES as TESTED
 from tierckpt.storage.local.store import LocalStore
 
 # Import package -> where it lies in the repository.
@@ -93,6 +94,20 @@ def test_the_metadata_names_licence_and_extras(wheel: Path, metadata: Message) -
     extras |= {"compression", "encryption", "accelerate", "lightning", "transformers"}
     extras |= {"prometheus", "opentelemetry", "tensorboard", "wandb", "mlflow"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
+
+
+def test_extras_and_pages_of_frameworks_name_the_tested_versions(metadata: Message) -> None:
+    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    for package in ("accelerate", "lightning", "transformers"):
+        name, oldest, newest = TESTED[package]
+        (need,) = [
+            each
+            for each in needs
+            if each.name == package and each.marker and each.marker.evaluate({"extra": package})
+        ]
+        assert str(need.specifier) == f">={oldest}"
+        page = (ROOT / "docs" / f"{package}.md").read_text()
+        assert f"Versions: {name} {oldest} to {newest}" in page
 
 
 def test_a_plain_install_needs_little(metadata: Message) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -31,11 +30,6 @@ OTHER_LOADERS = (
     "v{version} has no place in the data for these loaders: another job took it, or one with other "
     "loaders in resume(). Give the same loaders; or call ckpt.restore() in place of "
     "ckpt.resume(loader), and choose the data yourself"
-)
-PERSISTENT = (
-    "persistent_workers=True: the random numbers that samples draw in such workers go on from "
-    "epoch to epoch, and no checkpoint has them: a resumed run draws others. If samples draw any "
-    "(augmentation), set persistent_workers=False for an exact restart; else ignore this"
 )
 
 
@@ -82,8 +76,6 @@ class Checkpointer(ddp_ckpt.Checkpointer):
         self._resumed = True
         for number, each in enumerate(resumed):
             self.register(f"loader{number}", each, per_rank=True)
-            if getattr(each, "persistent_workers", False):
-                Handle(self).notice(PERSISTENT, logging.WARNING)
         restored = self.restore()
         placed = all(each.saved_step for each in resumed)
         if restored.version and not placed and not restored.imported:  # those start fresh

@@ -46,6 +46,7 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
             raise ConfigError(UNPREPARED.format(kind=type(loader).__name__))
         self._prepared: Any = loader
         self._samplers = samplers_of(loader)
+        self._order = order_batch_of(loader)
         super().__init__(Passes(loader, _Pass), generators=_generators_of(loader))
         self._begun_at = 0
         """The loader's `iteration` in the newest pass."""
@@ -88,7 +89,7 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
         ranks = self._accelerator.num_processes
         total = getattr(self._prepared, "total_batch_size", None) or 0
         accumulation = self._accelerator.gradient_accumulation_steps
-        return StepSize(ranks, total // ranks, accumulation, order_batch_of(self._prepared))
+        return StepSize(ranks, total // ranks, accumulation, self._order)
 
     def fit(self, version: int) -> None:
         """Convert the restored place to this job's ranks and batches. Raises RestoreError if a step

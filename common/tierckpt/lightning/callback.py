@@ -19,6 +19,11 @@ else:
 
 logger = logging.getLogger("tierckpt")
 
+NO_FIT = (
+    "checkpointer of a TierCheckpoint in a process in which fit() has not started. With the "
+    "strategies ddp_spawn and ddp_fork only the processes that Lightning starts have one"
+)
+
 
 class TierCheckpoint(Callback):  # type: ignore[misc]
     """Takes checkpoints of a fit after each optimizer step, and restores the newest one when a fit
@@ -59,7 +64,7 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
     def checkpointer(self) -> Checkpointer:
         """The checkpointer of the current fit. Raises TierckptError before the first one starts."""
         if self._fit is None:
-            raise TierckptError("checkpointer of a TierCheckpoint before fit() has started")
+            raise TierckptError(NO_FIT)
         return self._fit.checkpointer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

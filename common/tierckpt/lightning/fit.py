@@ -10,6 +10,7 @@ from typing import Any
 import ddp_ckpt
 from tierckpt.errors import RestoreError
 from tierckpt.halt.signals import Signals
+from tierckpt.integrations.early_end import end_if_interrupted
 from tierckpt.integrations.kept_gradients import KeptGradients
 from tierckpt.integrations.notices import Notices
 from tierckpt.settings import Arguments
@@ -18,6 +19,7 @@ from tierckpt.state import rng
 from . import hook_states
 from .loop_hooks import LoopHooks
 from .package import check
+from .slurm import requeue_if_announced
 from .trainer_state import TrainerState, scaler_of
 from .training_data import TrainingData
 
@@ -48,7 +50,7 @@ class Fit:
         self._say = Notices()
         check(trainer, self._say)
         self._trainer, self._loop, self._monitor = trainer, trainer.fit_loop, monitor
-        self._data = TrainingData(trainer, self._say)
+        self._data = TrainingData(trainer)
         self._state = TrainerState(trainer, self._data)
         self.checkpointer = _attached(trainer, self._state, settings)
         self._say.attach(self.checkpointer)
@@ -133,12 +135,14 @@ class Fit:
         self._loop.min_epochs, self._loop.epoch_loop.min_steps = 0, None
 
     def finish(self) -> None:
-        """Close after the training. Collective."""
+        """Close after the training. Collective. Raises SystemExit as `end_if_interrupted`."""
         self._detach()
         self.take_signals()
         if not self.checkpointer.closed:
             self.checkpointer.close()
         self._mend_handlers()
+        requeue_if_announced(self._trainer, self.checkpointer)
+        end_if_interrupted(self.checkpointer)
 
     def leave(self, error: BaseException | None) -> None:
         """Let go after an exception: versions stay for a restart. Not collective."""

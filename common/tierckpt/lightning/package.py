@@ -34,6 +34,7 @@ PRIVATE = (
     "fit_loop._data_fetcher",
     "fit_loop._data_source.dataloader",
     "fit_loop._last_train_dl_reload_epoch",
+    "_accelerator_connector.cluster_environment",
     "_checkpoint_connector._loaded_checkpoint",
     "_logger_connector._callback_metrics",
     "_logger_connector._current_fx",

@@ -85,9 +85,7 @@ class TrainerState:
             },
             "broadcasts_buffers": getattr(trainer.strategy.model, DDP_FLAG, True),
             "should_stop": trainer.should_stop,
-            "batch": self._data.batch,
-            "order": self._data.order,
-            "is_distributed": self._data.is_distributed,
+            **self._data.facts._asdict(),
             "ranks": trainer.world_size,
             "accumulate": trainer.accumulate_grad_batches,
             "reloaded": _whole(loop._last_train_dl_reload_epoch),
@@ -144,7 +142,7 @@ class TrainerState:
 
     def check_loaders(self) -> None:
         """Raise RestoreError if the loaders are not those for which the place was converted."""
-        data, want = self._data, self._batch
+        data, want = self._data.facts, self._batch
         if self.is_of_other_ranks and not (data.is_distributed and data.batch == want):
             raise RestoreError(OTHER_LOADER.format(has=data.batch or "?", want=want))
         if want and data.batch and data.batch != want:

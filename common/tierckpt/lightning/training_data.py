@@ -8,33 +8,36 @@ these states, after the samplers have received the epoch's number, and skips the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from tierckpt.integrations.frameworks import Say
 from tierckpt.integrations.other_ranks import PlaceOfAnyRanks, order_batch_of
 from tierckpt.resumable_loader import generators_of, samplers_of
 from tierckpt.state.extras import Generator
 
 from .package import part
 
-PERSISTENT = (
-    "persistent_workers=True: the random numbers that samples draw in such workers go on from "
-    "epoch to epoch, and no checkpoint has them: a resumed run draws others. If samples draw any "
-    "(augmentation), set persistent_workers=False for an exact restart; else ignore this"
-)
+
+class LoaderFacts(NamedTuple):
+    """Facts of the training loaders; a place can be converted to other numbers of ranks or other
+    batches only if there is one loader."""
+
+    batch: int = 0
+    """The samples of a batch of this rank; 0 if they are unknown, or there are several loaders."""
+    order: int = 0
+    """See `order_batch_of`."""
+    is_distributed: bool = False
+    """Whether a `DistributedSampler` decides the order, which is that of all ranks then."""
 
 
 class TrainingData:
     """The training loaders of one Trainer. Training thread."""
 
-    def __init__(self, trainer: Any, say: Say) -> None:
+    def __init__(self, trainer: Any) -> None:
         """Adopt the loaders that the fit loop requests from now on."""
-        self._say = say
         self._loop, self._package = trainer.fit_loop, part(trainer, "utilities.combined_loader")
         self._source = self._loop._data_source
         self._request = self._source.dataloader
@@ -42,6 +45,9 @@ class TrainingData:
         """True until a resumed pass can begin: Lightning makes an iterator, of which it knows only
         the length then, before it sets the samplers' epoch."""
         self._source.dataloader = self._adopted
+        self._known: list[Any] = []
+        """The loaders of `_facts`."""
+        self._facts = LoaderFacts()
 
     def close(self) -> None:
         """Leave later loaders as they are."""
@@ -60,27 +66,12 @@ class TrainingData:
                     set_epoch(epoch)
 
     @property
-    def _loaders(self) -> list[Any]:
-        return list(getattr(self._loop._combined_loader, "flattened", ()))
-
-    @property
-    def batch(self) -> int:
-        """The samples of a batch of this rank; 0 if they are unknown, or there are several
-        loaders."""
-        loaders = self._loaders
-        return (getattr(loaders[0], "batch_size", 0) or 0) if len(loaders) == 1 else 0
-
-    @property
-    def order(self) -> int:
-        """See `order_batch_of`."""
-        loaders = self._loaders
-        return order_batch_of(loaders[0]) if len(loaders) == 1 else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether a `DistributedSampler` decides the order, which is that of all ranks then."""
-        found = [each for loader in self._loaders for each in samplers_of(loader)]
-        return any(isinstance(each, DistributedSampler) for each in found)
+    def facts(self) -> LoaderFacts:
+        """Facts of the loop's loaders: samplers are searched once for each set of loaders."""
+        loaders = list(getattr(self._loop._combined_loader, "flattened", ()))
+        if loaders != self._known:
+            self._known, self._facts = loaders, _facts_of(loaders)
+        return self._facts
 
     def resume(self, state: dict[str, Any], taken: int, factor: Fraction) -> None:
         """Begin the pass at the saved place. The global generators must be as the restore has set
@@ -103,9 +94,17 @@ class TrainingData:
         if not hasattr(combined, "made_resumable"):
             combined.__class__ = _resumable(type(combined))
         combined.waits, combined.resumable = lambda: self.waits, None
-        if any(getattr(each, "persistent_workers", False) for each in combined.flattened):
-            self._say(PERSISTENT, logging.WARNING)
         return combined
+
+
+def _facts_of(loaders: Sequence[Any]) -> LoaderFacts:
+    samplers = [each for loader in loaders for each in samplers_of(loader)]
+    is_distributed = any(isinstance(each, DistributedSampler) for each in samplers)
+    if len(loaders) != 1:
+        return LoaderFacts(is_distributed=is_distributed)
+    (loader,) = loaders
+    batch = getattr(loader, "batch_size", 0) or 0
+    return LoaderFacts(batch, order_batch_of(loader), is_distributed)
 
 
 _classes: dict[Any, type] = {}

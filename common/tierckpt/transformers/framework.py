@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,24 +44,16 @@ STREAM = (
     "on. Use a data set with indices (__getitem__ and __len__); datasets.load_dataset without "
     "streaming=True makes one"
 )
-PERSISTENT = (
-    "dataloader_persistent_workers=True: the random numbers that samples draw in such workers go "
-    "on from epoch to epoch, and no checkpoint has them: a resumed run draws others. If samples "
-    "draw any (augmentation), set it to False for an exact restart; else ignore this"
-)
 
 
 def check(trainer: Any, say: Say) -> None:
-    """Warn of an untested version, and of persistent workers. Raises ConfigError for a version
-    without the private names, and UnsupportedStateError for a job that cannot be resumed
-    exactly."""
+    """Warn of an untested version. Raises ConfigError for one without the private names, and
+    UnsupportedStateError for a job that cannot be resumed exactly."""
     TRANSFORMERS.require(transformers.__version__, trainer, PRIVATE)
     TRANSFORMERS.require(transformers.__version__, transformers.trainer, ["skip_first_batches"])
     TRANSFORMERS.warn_if_unknown(transformers.__version__, say)
     for refusal in _refusals(trainer):
         raise UnsupportedStateError(refusal)
-    if trainer.args.dataloader_persistent_workers:
-        say(PERSISTENT, logging.WARNING)
 
 
 def _refusals(trainer: Any) -> Iterator[str]:

@@ -10,6 +10,7 @@ import transformers
 
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.errors import TierckptError
+from tierckpt.integrations.early_end import end_if_interrupted
 from tierckpt.settings import Arguments
 
 from .fit import Fit
@@ -51,10 +52,13 @@ class TierTrainerMixin:
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._tier_fit = None
         try:
-            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+            result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             self._leave_fit(error)
             raise
+        if self._tier_fit is not None:
+            end_if_interrupted(self._tier_fit.checkpointer)
+        return result
 
     def _leave_fit(self, error: BaseException) -> None:
         if self._tier_fit is not None:

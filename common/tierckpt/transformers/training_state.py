@@ -39,7 +39,7 @@ class TrainingState:
     thread."""
 
     def __init__(self, trainer: Any, loader: Any) -> None:
-        self._trainer, self._loader = trainer, loader
+        self._trainer, self._order = trainer, order_batch_of(loader)
         self.loaded: dict[str, Any] | None = None
         """The restored state; None if nothing was restored."""
         self.epoch_is_over = False
@@ -142,7 +142,7 @@ class TrainingState:
         batch, accumulation = (getattr(args, name) for name in SIZES)
         if self._trainer.accelerator.split_batches:
             batch //= ranks
-        return StepSize(ranks, batch, accumulation, order_batch_of(self._loader))
+        return StepSize(ranks, batch, accumulation, self._order)
 
     @property
     def saved_step_size(self) -> StepSize:

@@ -103,8 +103,10 @@ def test_with_the_variable_set_an_unchanged_script_has_checkpoints(
 ) -> None:
     scenario = replace(make_job(ranks=1, package=package).scenario, settings=None)
     variables = {**installed, "TIERCKPT_PATH": str(tmp_path / "own")}
+    variables["TIERCKPT_HALT_EXIT_STATUS"] = "75"
     scenario = replace(scenario, signal="backward:0:8")
-    assert launch([PYTHON, str(SCRIPT)], scenario, variables).returncode == 0
+    assert launch([PYTHON, str(SCRIPT)], scenario, variables).returncode == 75
+    assert Run(scenario).lines()[-1]["kind"] == "trained"  # the Trainer's end, not the script's
     again = replace(scenario, run=1)
     done = launch([PYTHON, str(SCRIPT)], again, variables)
     assert done.returncode == 0, done.stderr

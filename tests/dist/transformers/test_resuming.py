@@ -133,6 +133,14 @@ def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
     )
 
 
+def test_after_a_signal_the_job_ends_with_the_status_of_the_setting(make_job: MakeJob) -> None:
+    job = make_job({"halt_exit_status": 75}, ranks=1)
+    first, again = job.start(signal="backward:0:4"), job.start()
+    assert first.of_kind("exited") == [{"kind": "exited", "status": 75}], first.output()
+    assert first.lines()[-2] == {"kind": "trained"}  # the Trainer's end, not the script's
+    assert again.ended(), again.output()
+
+
 def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
@@ -210,7 +218,7 @@ def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:
     persistent = {"dataloader_persistent_workers": True, "max_steps": 2}
     run = make_job(workers=1, arguments=persistent).start()
     assert run.ended(), run.output()
-    assert "set it to False for an exact restart" in run.output()
+    assert "set persistent_workers=False" in run.output()
 
 
 def test_a_job_may_start_from_a_checkpoint_of_the_trainers(make_job: MakeJob) -> None:

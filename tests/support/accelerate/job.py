@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from tests.support.accelerate.scenario import Scenario
-from tests.support.frameworks.rank import Journal, be_forked, digest, random_state
+from tests.support.frameworks.rank import Journal, be_forked, digest, random_state, with_lora
 from tests.support.frameworks.scenario import VARIABLE
 from tierckpt.accelerate import attach
 
@@ -107,8 +107,11 @@ class Training:
         if scenario.half:
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
         set_seed(scenario.seed)
-        models = [net() for _ in range(min(scenario.optimizers, 2))]
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
+        models: list[Any] = [net() for _ in range(min(scenario.optimizers, 2))]
+        if scenario.lora:
+            models = [with_lora(each, ["0", "4"]) for each in models]
+        trained = [[p for p in each.parameters() if p.requires_grad] for each in models]
+        optimizers = [torch.optim.AdamW(each, lr=0.01) for each in trained]
         schedules = [torch.optim.lr_scheduler.StepLR(each, 3, 0.9) for each in optimizers]
         self.models = [accelerator.prepare(each) for each in models]
         self.optimizers = [accelerator.prepare(each) for each in optimizers]

@@ -18,6 +18,8 @@ class Scenario(scenario.Scenario):
     accumulation: int = 1
     optimizers: int = 1
     """2: two models with an optimizer each; 3: the second one accumulates by hand."""
+    lora: bool = False
+    """Trains adapters of PEFT only."""
     half: bool = False
     """A GradScaler, whose first steps overflow."""
     sets_epoch: bool = False

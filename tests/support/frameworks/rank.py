@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.support.exact import digest_of_tensors as digest
 from tests.support.frameworks.scenario import Scenario
 
 
@@ -36,7 +36,7 @@ class Journal:
         here = f"{point}:{self.rank}:{step}"
         for order, number in (
             (self.scenario.kill, signal.SIGKILL),
-            (self.scenario.signal, signal.SIGTERM),
+            (self.scenario.signal, signal.Signals[self.scenario.sent]),
         ):
             mark = Path(self.scenario.folder) / f"fired {order.replace(':', ' ')}"
             if order == here and not mark.exists():
@@ -46,13 +46,12 @@ class Journal:
                 os.kill(os.getpid(), number)
 
 
-def digest(tensors: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        if tensor is not None:
-            flat = tensor.detach().reshape(-1).contiguous()
-            found.update(flat.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+def with_lora(model: Any, layers: list[str], **options: Any) -> Any:
+    """The model with trained adapters of PEFT, in which everything else is frozen."""
+    import peft
+
+    config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=layers, **options)
+    return peft.get_peft_model(model, config)
 
 
 def random_state() -> str:
@@ -72,4 +71,4 @@ def be_forked(work: Callable[[], Any]) -> None:
     os._exit(status)
 
 
-__all__ = ["Journal", "be_forked", "digest", "random_state"]
+__all__ = ["Journal", "be_forked", "digest", "random_state", "with_lora"]

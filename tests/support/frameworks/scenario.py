@@ -19,7 +19,8 @@ class Scenario:
     kill: str = ""
     """`POINT:RANK:STEP`: this rank kills itself there, by SIGKILL, after so many steps."""
     signal: str = ""
-    """The same: the rank sends itself SIGTERM."""
+    """The same: the rank sends itself `sent`."""
+    sent: str = "SIGTERM"
     error: bool = False
     """True: at both, it raises an exception instead."""
     ranks: int = 2

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from tests.support.frameworks.rank import with_lora
+
 WIDTH, CLASSES, SAMPLES = 8, 3, 48
 
 
@@ -88,6 +90,8 @@ def make_model(base: Any, kind: str, workers: int, data: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.body = net()
+            if kind == "LoRA":
+                self.body = with_lora(self.body, ["0", "4"])
             if kind == "compiled":
                 self.body.compile(backend="aot_eager")
             self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
@@ -114,7 +118,8 @@ def make_model(base: Any, kind: str, workers: int, data: str) -> Any:
             self.log("val_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            trained = [each for each in self.parameters() if each.requires_grad]
+            optimizer = torch.optim.AdamW(trained, lr=0.01)
             if kind == "cycle":
                 cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=40)
                 return [optimizer], [{"scheduler": cycle, "interval": "step"}]

@@ -7,14 +7,12 @@ learning rates after each step; output goes to a file of the rank.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import random
 import runpy
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +21,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_steps
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 
+from tests.support.exact import digest_of_tensors as digest
+
 VARIABLE = "RECIPE"
 """A JSON object: `folder` for the records, `run`, a number, `kill`, the rank and the number of its
 steps after which it kills itself, and `averages`, names of classes of averaged weights."""
-
-
-def digest(tensors: Iterable[Any]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        if tensor is not None:
-            flat = tensor.detach().reshape(-1).contiguous()
-            found.update(flat.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 class Recorder:

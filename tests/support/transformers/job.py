@@ -13,7 +13,7 @@ import transformers
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Seq2SeqTrainer, Trainer
 
-from tests.support.frameworks.rank import Journal, be_forked, digest, random_state
+from tests.support.frameworks.rank import Journal, be_forked, digest, random_state, with_lora
 from tests.support.frameworks.scenario import VARIABLE
 from tests.support.transformers.scenario import Scenario
 from tierckpt.transformers import TierTrainerMixin
@@ -87,6 +87,9 @@ class Recorder(transformers.TrainerCallback):
         self.journal.write("epoch end", epoch=state.epoch, random=random_state())
         self.journal.reach("epoch end", state.global_step)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.journal.write("trained")
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.journal.reach("begin", state.global_step)
 
@@ -111,16 +114,6 @@ class Recorded:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
 
-def with_lora(model: Any) -> Any:
-    """The model with trained adapters of PEFT, in which everything else is frozen."""
-    import peft
-
-    return peft.get_peft_model(
-        model,
-        peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True),
-    )
-
-
 def make_trainer(scenario: Scenario, arguments: Any, journal: Journal) -> Any:
     base = {"trainer": Trainer, "seq2seq": Seq2SeqTrainer}[scenario.kind]
     bases: tuple[Any, ...] = (Recorded, base)
@@ -143,7 +136,7 @@ def make_trainer(scenario: Scenario, arguments: Any, journal: Journal) -> Any:
     torch.manual_seed(3)
     model: Any = GPT2LMHeadModel(config)
     if scenario.lora:
-        model = with_lora(model)
+        model = with_lora(model, ["c_attn"], fan_in_fan_out=True)
     trainer = type("Job", bases, {"journal": journal})(
         model,
         arguments,
@@ -181,6 +174,9 @@ def train(scenario: Scenario) -> None:
     try:
         trainer = make_trainer(scenario, arguments, journal)
         result = trainer.train(**scenario.train)
+    except SystemExit as end:
+        journal.write("exited", status=end.code)
+        raise
     except Exception as error:
         journal.write("raised", error=type(error).__name__, text=str(error))
         raise

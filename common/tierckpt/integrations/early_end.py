@@ -1,0 +1,21 @@
+"""The end of the process after a framework's training was interrupted.
+
+A framework ends its training by itself, and its script goes on as after a whole training: it
+evaluates, exports, and ends with status 0. A scheduler that looks at the status then takes the job
+for done. `halt_exit_status` is for such jobs, as for plain loops that never call `should_exit()`.
+"""
+
+from __future__ import annotations
+
+from tierckpt.checkpointer.checkpointer import Checkpointer
+
+
+def end_if_interrupted(checkpointer: Checkpointer) -> None:
+    """Raise SystemExit(`halt_exit_status`) if that is set, and the job is to be started again; the
+    same on all ranks. Called last in a training, after the checkpointer is closed."""
+    status = checkpointer.config.halt_exit_status
+    if status and checkpointer.interrupted:
+        raise SystemExit(status)
+
+
+__all__ = ["end_if_interrupted"]
