@@ -15,7 +15,15 @@ from types import MappingProxyType
 from tierckpt.erasure.codes import Code, Segment
 from tierckpt.erasure.exchange_plan import plan_rebuild
 from tierckpt.errors import RestoreError
-from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
+from tierckpt.format.ids import (
+    NO_RUN,
+    Key,
+    Lineage,
+    ParityKey,
+    ShardKey,
+    VersionId,
+    newest_first,
+)
 
 from .copies import EVERYWHERE, Found, FoundParity, Location
 from .levels import PEER, RANK, Level
@@ -99,6 +107,8 @@ def plan_restore(
     unreachable: Unreachable = frozenset(),
     nodes: Sequence[str] = (),
     avoid: Container[VersionId] = (),
+    began: tuple[int, int] = NO_RUN,
+    abandoned: bool = False,
 ) -> RestorePlan | None:
     """Plan the newest version that can be read or rebuilt, each shard from its cheapest place.
 
@@ -106,8 +116,10 @@ def plan_restore(
     choice to that number. `readers` read the same copies again. No rank reads a copy that is
     `unreachable` to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the
     node of every rank; without it each rank is on a node of its own. `avoid` are versions that must
-    not be chosen. Returns None when there is no such version. Same inputs give the same plan: every
-    rank calls this.
+    not be chosen. `began` is the last rollback's entry in the lineage (see `core.rollback`); it
+    does not restrict `version`. With `abandoned`, a `version` that is in nobody's past counts as
+    well, after all others. Returns None when there is no such version. Same inputs give the same
+    plan: every rank calls this.
     """
     nodes = nodes or [str(rank) for rank in range(len(inventories))]
     sight = _Sight(len(inventories), readers, unreachable)
@@ -122,7 +134,10 @@ def plan_restore(
     lineages.update({p.key.id: p.facts.lineage for each in parities for p in each})
     runs = {(run_id, k.id, k.shards) for run_id, k in seen}
     runs |= {(p.facts.run_id, p.key.id, p.key.shards) for each in parities for p in each}
-    for id_ in newest_first(lineages.items()):
+    line = newest_first(lineages.items(), began if version is None else NO_RUN)
+    if abandoned and version is not None:
+        line += sorted(lineages.keys() - {*line}, reverse=True)
+    for id_ in line:
         if (version is not None and id_.version != version) or id_ in avoid:
             continue
         for run_id, shards in sorted({(run_id, n) for run_id, i, n in runs if i == id_}):
