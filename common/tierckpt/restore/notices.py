@@ -78,7 +78,8 @@ class RestoreNotices:
         elif not asked:
             other = (
                 f"{clean} is the newest that is not. To take that: restore(version={clean.version})"
-                ', or on_drift="stop" (TIERCKPT_ON_DRIFT=stop)'
+                f", `{rollback_command(self._config.directory, clean.version)}` before the next "
+                'start, or on_drift="stop" (TIERCKPT_ON_DRIFT=stop)'
             )
         else:
             other = f"it was asked for; {clean} is the newest that is not"
@@ -115,8 +116,8 @@ class RestoreNotices:
         wanted = self._config.rollback_to
         self.of_all(
             f"rollback_to is {wanted}: an earlier run has gone back to v{wanted}, and the newest "
-            f"version since then is {found}. To go back again: tierckpt rollback "
-            f"{shlex.quote(self._config.directory)} {wanted}",
+            f"version since then is {found}. To go back again: "
+            f"{rollback_command(self._config.directory, wanted)}",
             logging.INFO,
         )
 
@@ -276,7 +277,12 @@ def wish(request: RollbackRequest, version: int) -> str:
     """The origin of a request to go back, for messages."""
     if request.where == SETTING:
         return f"the setting {SETTING} (TIERCKPT_{SETTING.upper()}={version})"
-    return f"`tierckpt rollback {shlex.quote(request.where)} {version}`"
+    return f"`{rollback_command(request.where, version)}`"
+
+
+def rollback_command(where: str, version: int) -> str:
+    """The command that asks to go back."""
+    return f"tierckpt rollback {shlex.quote(where)} {version}"
 
 
 def undo(request: RollbackRequest) -> str:
