@@ -157,6 +157,9 @@ class Config:
     slots: int = 0
     """Slots per rank; 0: two, or three with a GPU. Two are always safe; with a third, a version can
     be taken to memory while another one is still being written to disk or drained."""
+    rollback_to: int = 0
+    """Go back to this version at the next restore, once: later restarts take the newest version
+    since then (see `tierckpt rollback`). 0: take the newest version."""
     when_busy: str = "skip"
     """If a checkpoint is due and no slot is free: `skip` it, or `wait` for one. If a persistent
     level is slow: keep the newest waiting version, or `wait` for the level."""
@@ -245,6 +248,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check the values. Raises ConfigError."""
+        _at_least("rollback_to", self.rollback_to, 0)
         _one_of("when_busy", self.when_busy, ("skip", "wait"))
         _one_of("on_drift", self.on_drift, ("warn", "stop"))
         _at_least("replica_check_steps", self.replica_check_steps, 0)

@@ -23,6 +23,7 @@ class Settings(TypedDict, total=False):
     job_id: str
     shm_dir: AnyPath
     slots: int
+    rollback_to: int
     when_busy: str
     release: str
     boundary: str

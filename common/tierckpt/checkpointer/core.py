@@ -114,7 +114,7 @@ class CheckpointerCore(abc.ABC):
     _parted: VersionId | None = None
     """The value of `Agreement.parted` that was reported last."""
     _went_back = False
-    """`restore(version=...)` went back to an older version than the newest one."""
+    """The last restore chose an older version than the newest one."""
 
     def __init__(
         self,
@@ -469,8 +469,8 @@ class CheckpointerCore(abc.ABC):
             result = loaded.result
             self._go_on_from(loaded.manifest.facts.lineage, result)
             all_finished(attempt, self.group)
-            chosen = version is not None or bool(restore_session.passed_over)
-            self._went_back = chosen and restore_session.has_newer(attempt)
+            self._went_back = restore_session.went_back(attempt)
+            restore_session.settle_rollback(attempt)
             self._state.drop_gradients()  # left by an interrupted iteration
             books = (self._agreement, self._pool, self._reports)
             if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):

@@ -8,6 +8,7 @@ persistent level.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 
@@ -88,10 +89,12 @@ class Tiers:
 
     def open(self) -> None:
         """Find the agent, if there is one; `meet` starts it otherwise. If nodes are to meet, all of
-        them would wait there for its start, so it is started now, while a restore runs."""
+        them would wait there for its start, so it is started now, at its low priority: its start
+        costs some 0.1 s of CPU, while a restore needs the cores."""
         if self.peers.slow_coding and self._group.rank == 0:
             self._reports.notice(self.peers.slow_coding, logging.WARNING)
-        self._have_agent(self.agent.start if self.peers.groups else self.agent.find)
+        early = functools.partial(self.agent.start, yields=True)
+        self._have_agent(early if self.peers.groups else self.agent.find)
 
     def _have_agent(self, have: Callable[[bool], None]) -> None:
         if self._config.uses(LOCAL):

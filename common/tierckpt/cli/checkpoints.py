@@ -70,6 +70,9 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         console.print(text, soft_wrap=True)
     for text in there.beside:
         console.print(text, soft_wrap=True)
+    if (request := there.request) is not None:
+        text = f"the next start goes back to v{request.version}, as {request.where} asks"
+        console.print(f"{text} (tierckpt rollback)", soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
     for reason in dict.fromkeys(row.suspect for row in rows if row.suspect):
@@ -123,7 +126,7 @@ def _notes(row: Row) -> list[str]:
     elif row.elsewhere:
         notes.append("not seen by a restart from here")
     elif not row.is_past:
-        notes.append("abandoned: a later run restarted from an older version")
+        notes.append("abandoned: the job went back to an older version")
     elif not row.restartable:
         notes.append("not complete")
     if row.missing and row.there:
@@ -207,7 +210,7 @@ def _not_complete(there: Survey, version: int | None, lost: Iterable[ShardKey]) 
     """Yield a sentence about undamaged versions of which other nodes have shards."""
     ids = {copy.key.id for copy in there.copies} - {key.id for key in lost}
     wanted = [id_ for id_ in sorted(ids) if version in (None, id_.version)]
-    parts = [id_ for id_ in wanted if there.plan(id_.version) is None]
+    parts = [id_ for id_ in wanted if there.plan(id_.version, abandoned=True) is None]
     if parts:
         yield (
             f"not complete here, and not damaged: {some(parts, MOST_SHOWN)}. Give the paths of all "

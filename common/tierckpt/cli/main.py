@@ -382,6 +382,31 @@ def _run_pin(args: argparse.Namespace, console: Console) -> None:
     console.print(f"{args.path}: {args.action}ned {', '.join(marked)}", soft_wrap=True)
 
 
+def rollback(commands: Subparsers) -> None:
+    """`tierckpt rollback PATH VERSION`."""
+    parser = commands.add_parser(
+        "rollback",
+        help="go back to an older version at the next start",
+        description="The next start of the job takes VERSION, and trains on from there. Restarts "
+        "after that take the newest version since then, never one that was given up. Nothing is "
+        "deleted: later versions can be read until retention removes them, when newer versions "
+        "of the next run are complete. PATH is a job's path on one of its nodes, or its "
+        "persistent_path (its client gets the options in TIERCKPT_PERSISTENT_STORAGE_OPTIONS). A "
+        "running job goes on until it ends.",
+    )
+    parser.add_argument("path", type=place, metavar="PATH")
+    parser.add_argument("version", type=number, nargs="?", metavar="VERSION")
+    text = "take back a request that no start has carried out"
+    parser.add_argument("--cancel", action="store_true", help=text)
+    parser.set_defaults(run=_rollback)
+
+
+def _rollback(args: argparse.Namespace, console: Console) -> None:
+    from . import rollback as command
+
+    command.rollback(args, console)
+
+
 def takeover(commands: Subparsers) -> None:
     """`tierckpt takeover PATH`."""
     parser = commands.add_parser(
@@ -432,7 +457,7 @@ RUN = "run"
 GROUPS: dict[str, tuple[Callable[[Any], None], ...]] = {
     "run a script": (run, prove),
     "look at a job": (watch, list_, verify, diff, goodput, interval, trace),
-    "control a job": (halt, pin, unpin, takeover),
+    "control a job": (halt, rollback, pin, unpin, takeover),
     "exchange checkpoints with other tools": (import_, export),
     "examine a machine": (doctor, health),
 }

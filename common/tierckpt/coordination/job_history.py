@@ -27,7 +27,15 @@ from tierckpt.core.copies import (
 )
 from tierckpt.core.levels import AGENT, LOCAL, MEMORY
 from tierckpt.core.restore_plan import newest_whole, plan_restore
-from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, on_lineage
+from tierckpt.core.rollback import (
+    Rollback,
+    RollbackRequest,
+    check_alike,
+    merged,
+    of_setting,
+    pending,
+)
+from tierckpt.format.ids import NO_RUN, Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
 from tierckpt.storage.inventory import nothing_seen, take_inventory
 from tierckpt.storage.local.store import LocalStore
@@ -92,6 +100,10 @@ class JobHistory:
         """Data of `problems` that a newer tierckpt wrote."""
         self.unseen: list[str] = []
         """Places that no rank could look at, in words."""
+        self.rollback: Rollback | None = None
+        """The last record of a run that went back."""
+        self._requests: tuple[RollbackRequest, ...] = ()
+        """Requests to go back, found in the same places."""
         self._config, self._group, self._job = config, group, job
         self._store, self._host = store, host
         self._former_nodes = former_nodes
@@ -147,7 +159,32 @@ class JobHistory:
         self.nameless = _lines(p for p in problems if _is_seal(p))
         self.newer = _lines(p for p in problems if p.newer)
         self.unseen = _lines(p for i in different for p in i.unseen)
+        records = [record for i in different for record in i.rollbacks]
+        self.rollback = merged([*records, *([self.rollback] if self.rollback else [])])
+        self._requests = tuple(request for i in different for request in i.requests)
         self._next_generation = 1 + max(i.generation for i in different)
+
+    def rollback_requests(self) -> tuple[RollbackRequest, ...]:
+        """Return the requests to go back that no run has carried out; the first one counts. Raises
+        RestoreError if they contradict each other."""
+        by_setting = of_setting(self._config.rollback_to)
+        wishes = [*self._requests, *([by_setting] if by_setting else [])]
+        left = pending(wishes, self.rollback)
+        check_alike(left)
+        return left
+
+    def went_back(self, requests: Iterable[RollbackRequest]) -> Rollback:
+        """Record that this run, which has begun, has carried out these requests. The caller stores
+        the record."""
+        earlier = self.rollback.honoured if self.rollback else ()
+        honoured = (*earlier, *(each.name for each in requests))
+        self.rollback = Rollback(*self._began, honoured)
+        return self.rollback
+
+    @property
+    def began_last(self) -> tuple[int, int]:
+        """The entry in the lineage of the last run that went back."""
+        return self.rollback.entry if self.rollback else NO_RUN
 
     def _gather(self, group: Group | ErrorBarrier, own: Inventory) -> Sequence[Inventory]:
         """Gather every rank's inventory, and those of former nodes' agents."""
@@ -217,7 +254,8 @@ class JobHistory:
     def newest(self, level: str = "", limit: VersionId | None = None) -> VersionId | None:
         """Return the newest complete version that was found, on one level if that is named; None
         if it is newer than `limit`."""
-        newest = newest_whole(self._copies(level))
+        began = NO_RUN if limit is None else self.began_last
+        newest = newest_whole(self._copies(level), began)
         return newest if newest and (limit is None or newest <= limit) else None
 
     def newer_suspects(self, than: VersionId) -> list[VersionId]:
@@ -225,7 +263,7 @@ class JobHistory:
         newest first."""
         if not self.suspects:
             return []
-        plan = plan_restore(self.found, parities=self.parities)
+        plan = plan_restore(self.found, parities=self.parities, began=self.began_last)
         if plan is None or plan.id not in self.suspects:
             return []
         seen = {f.key.id for f in self._copies()} | {plan.id}

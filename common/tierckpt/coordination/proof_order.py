@@ -97,6 +97,7 @@ def redirected(config: Config) -> Config:
         config,
         path=scratch,
         job_id="",
+        rollback_to=0,
         when_busy="wait",
         agent="inline",
         health="off",

@@ -11,6 +11,7 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 
 from .levels import FAR
+from .rollback import Rollback, RollbackRequest
 
 EVERYWHERE = "*"
 """Host of a location that every node can read."""
@@ -105,6 +106,10 @@ class Inventory:
     """Pins on this node's local level."""
     suspects: tuple[tuple[VersionId, str], ...] = ()
     """Versions that are marked as suspect on this node, with the text of the mark."""
+    requests: tuple[RollbackRequest, ...] = ()
+    """Requests to go back, on this node and on the persistent level."""
+    rollbacks: tuple[Rollback, ...] = ()
+    """Records of runs that went back, in the same places."""
 
     def plus(self, others: Iterable[Inventory]) -> Inventory:
         """Return this inventory together with the inventories of other nodes."""

@@ -17,7 +17,15 @@ from typing import TypeVar
 from tierckpt.erasure.codes import Code, Segment
 from tierckpt.erasure.exchange_plan import plan_rebuild
 from tierckpt.errors import RestoreError
-from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
+from tierckpt.format.ids import (
+    NO_RUN,
+    Key,
+    Lineage,
+    ParityKey,
+    ShardKey,
+    VersionId,
+    newest_first,
+)
 
 from .copies import EVERYWHERE, Found, FoundParity, Location, distinct
 from .levels import PEER, RANK, Level
@@ -101,6 +109,8 @@ def plan_restore(
     unreachable: Unreachable = frozenset(),
     nodes: Sequence[str] = (),
     avoid: Container[VersionId] = (),
+    began: tuple[int, int] = NO_RUN,
+    abandoned: bool = False,
 ) -> RestorePlan | None:
     """Plan the newest version that can be read or rebuilt, each shard from its cheapest place.
 
@@ -108,14 +118,19 @@ def plan_restore(
     choice to that number. `readers` read the same copies again. No rank reads a copy that is
     `unreachable` to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the
     node of every rank; without it each rank is on a node of its own. `avoid` are versions that must
-    not be chosen. Returns None when there is no such version. Same inputs give the same plan: every
-    rank calls this.
+    not be chosen. `began` is the last rollback's entry in the lineage (see `core.rollback`); it
+    does not restrict `version`. With `abandoned`, a `version` that is in nobody's past counts as
+    well, after all others. Returns None when there is no such version. Same inputs give the same
+    plan: every rank calls this.
     """
     nodes = nodes or [str(rank) for rank in range(len(inventories))]
     sight = _Sight(len(inventories), readers, unreachable)
     found, made = _by_version(inventories), _by_version(parities)
     lineages = {id_: items[0][0].facts.lineage for (id_, *_), items in (found | made).items()}
-    for id_ in newest_first(lineages.items()):
+    line = newest_first(lineages.items(), began if version is None else NO_RUN)
+    if abandoned and version is not None:
+        line += sorted(lineages.keys() - {*line}, reverse=True)
+    for id_ in line:
         if (version is not None and id_.version != version) or id_ in avoid:
             continue
         for run_id, shards in sorted({(r, n) for i, r, n in (*found, *made) if i == id_}):
@@ -131,11 +146,11 @@ def plan_restore(
     return None
 
 
-def newest_whole(found: Iterable[Found]) -> VersionId | None:
+def newest_whole(found: Iterable[Found], began: tuple[int, int] = NO_RUN) -> VersionId | None:
     """Return the newest version of which every shard was found, all of one run; None without any.
 
     The version that `plan_restore` chooses from copies that no rank failed to read, without the
-    rebuilds and the work of assigning readers.
+    rebuilds and the work of assigning readers. `began`: as there.
     """
     lineages: dict[VersionId, Lineage] = {}
     there: dict[tuple[VersionId, str, int], set[int]] = {}
@@ -143,7 +158,7 @@ def newest_whole(found: Iterable[Found]) -> VersionId | None:
         lineages[f.key.id] = f.facts.lineage
         there.setdefault((f.key.id, f.facts.run_id, f.key.shards), set()).add(f.key.shard)
     whole = {id_ for (id_, _, shards), seen in there.items() if len(seen) == shards}
-    return next((id_ for id_ in newest_first(lineages.items()) if id_ in whole), None)
+    return next((id_ for id_ in newest_first(lineages.items(), began) if id_ in whole), None)
 
 
 C = TypeVar("C", bound=Found | FoundParity)

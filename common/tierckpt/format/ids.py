@@ -19,6 +19,10 @@ Lineage = tuple[tuple[int, int], ...]
 """(generation, version it started from) of a generation and all its ancestors, oldest first."""
 
 
+NO_RUN = (0, 0)
+"""An entry in a lineage that is older than every version."""
+
+
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
@@ -108,12 +112,20 @@ def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
     return all(id_.version <= base for gen, base in lineage if gen > id_.generation)
 
 
-def newest_first(found: Iterable[tuple[VersionId, Lineage]]) -> list[VersionId]:
-    """Order versions for a restart, newest first; only those in the newest one's past."""
+def newest_first(
+    found: Iterable[tuple[VersionId, Lineage]], began: tuple[int, int] = NO_RUN
+) -> list[VersionId]:
+    """Order versions for a restart, newest first; only those in the newest one's past.
+
+    `began` is the entry in the lineage of a run that may have left no version yet. If it is newer
+    than all versions, only those in its past count.
+    """
     known = dict(found)
     if not known:
         return []
     lineage = known[max(known)]
+    if began[0] > max(known).generation:
+        lineage = (*lineage, began)
     return sorted((i for i in known if on_lineage(i, lineage)), reverse=True)
 
 

@@ -112,7 +112,7 @@ def _facts(
     there: Survey,
     iteration: int | None,
 ) -> VersionFacts:
-    generation = 1 + max((copy.key.id.generation for copy in there.copies), default=0)
+    generation = 1 + there.generation
     steps = foreign.count_steps()
     at = foreign.iteration if iteration is None else iteration
     at = (steps or 0) if at is None else at

@@ -78,6 +78,8 @@ def rows_of(there: Survey) -> list[Row]:
     own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
     lineages = {copy.key.id: copy.facts.lineage for copy in own}
     past = lineages[max(lineages)] if lineages else ()
+    if past and there.begins_at[0] > past[-1][0]:
+        past = (*past, there.begins_at)
     taken = there.plan()
     rows = dict(_counted(there))
     for (id_, run_id, _, level), row in rows.items():

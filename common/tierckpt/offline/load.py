@@ -122,7 +122,9 @@ def _load(
     leave_out_memory(there)
     if version is None:
         refuse_newer(there)
-    candidates = Candidates([there.found], [there.parities])
+    if version is None and there.request is not None:
+        version = there.request.version
+    candidates = Candidates([there.found], [there.parities], began=there.began_last, abandoned=True)
     context = RestoreContext(ErrorBarrier(SingleGroup()), bar, there.open_far)
     attempt = find(context, candidates, version)
     if attempt is None:

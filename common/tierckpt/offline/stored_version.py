@@ -234,7 +234,8 @@ def open_version(
     leave_out_memory(there)
     if version is None:
         refuse_newer(there)
-    plan = there.plan(version)
+        version = there.request.version if there.request else None
+    plan = there.plan(version, abandoned=True)
     if plan is None:
         raise RestoreError(nothing(path, version, there, ()))
     found = None
@@ -260,7 +261,7 @@ def _lazily(path: str, plan: RestorePlan, there: Survey, on_read: OnRead) -> Sto
 
 
 def _verified(path: Where, version: int | None, there: Survey, on_read: OnRead) -> StoredVersion:
-    candidates = Candidates([there.found], [there.parities])
+    candidates = Candidates([there.found], [there.parities], began=there.began_last, abandoned=True)
     context = RestoreContext(ErrorBarrier(SingleGroup()), open_store=there.open_far)
     attempt = find(context, candidates, version)
     if attempt is None:

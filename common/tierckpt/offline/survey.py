@@ -22,8 +22,9 @@ from tierckpt._text import directory_of, is_url
 from tierckpt.config import PersistentConfig, load_config
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
-from tierckpt.errors import ConfigError
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.core.rollback import Rollback, RollbackRequest, merged, pending
+from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.inventory import (
     look_at_local,
@@ -38,6 +39,7 @@ from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, is_default_id, job_id_of
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.persistent.pins import PersistentPins
+from tierckpt.storage.rollbacks import RollbackFiles
 from tierckpt.storage.suspects import SuspectMarks
 
 Where = str | os.PathLike[str]
@@ -67,6 +69,10 @@ class Survey:
     """Level, generation and version."""
     suspects: dict[VersionId, str] = field(default_factory=dict)
     """By marks on local disks and in memory."""
+    requests: list[RollbackRequest] = field(default_factory=list)
+    """Requests to go back (`tierckpt rollback`)."""
+    rollbacks: list[Rollback] = field(default_factory=list)
+    """Records of runs that went back."""
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
     """Jobs with a live trainer on this machine."""
@@ -86,10 +92,46 @@ class Survey:
         """Open the persistent store at this place."""
         return self.open_store(place.where)
 
-    def plan(self, version: int | None = None) -> RestorePlan | None:
-        """The plan of a restart that sees the same files."""
+    def plan(self, version: int | None = None, abandoned: bool = False) -> RestorePlan | None:
+        """The plan of a restart that sees the same files, or of a `restore(version=...)`. For
+        `abandoned` see `plan_restore`."""
         found = [each for each in self.found if not self.is_elsewhere(each.place)]
-        return plan_restore([found], version=version, parities=[self.parities])
+        if version is None and (request := self.request) is not None:
+            version = request.version
+        return plan_restore(
+            [found],
+            version=version,
+            parities=[self.parities],
+            began=self.began_last,
+            abandoned=abandoned,
+        )
+
+    @property
+    def request(self) -> RollbackRequest | None:
+        """The request that the next restart carries out, if there is one."""
+        return next(iter(pending(self.requests, self.record)), None)
+
+    @property
+    def record(self) -> Rollback | None:
+        """The record of the last run that went back."""
+        return merged(self.rollbacks)
+
+    @property
+    def began_last(self) -> tuple[int, int]:
+        """The entry in the lineage of the last run that went back."""
+        return self.record.entry if self.record else NO_RUN
+
+    @property
+    def begins_at(self) -> tuple[int, int]:
+        """The entry in the lineage of the next run if there is a request, else of the last run that
+        went back."""
+        request = self.request
+        return (self.generation + 1, request.version) if request else self.began_last
+
+    @property
+    def generation(self) -> int:
+        """The newest generation seen; 0 without any."""
+        return max([0, self.began_last[0], *(copy.key.id.generation for copy in self.copies)])
 
     def is_elsewhere(self, place: Location) -> bool:
         """Whether this is memory that no restart from these places sees."""
@@ -263,10 +305,18 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
         pins = LocalPins(folder).pinned()
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
         there.suspects |= SuspectMarks(folder).all()
+    try:
+        requests, records = RollbackFiles(folder).all()
+    except (OSError, TierckptError) as error:
+        there.problems.append(Problem.of(place, error))
+    else:
+        there.requests += requests
+        there.rollbacks += records
 
 
 def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
-    look_at_persistent(config, there.found, there.problems, there.unseen)
+    rollbacks = there.requests, there.rollbacks
+    look_at_persistent(config, there.found, there.problems, there.unseen, *rollbacks)
     with suppress(Exception), closing(there.open_store(config.path)) as store:
         pins = [name.id for name in PersistentPins(store).pinned()]
         there.pinned |= {("persistent", id_.generation, id_.version) for id_ in pins}

@@ -31,6 +31,8 @@ class Departure:
     """Both values, if they are short."""
     of: int = 0
     """Number of all names."""
+    objects: frozenset[str] = frozenset()
+    """All objects in `extra` and `extra_per_rank`, whether they differ or not."""
 
 
 class IncomparableError(Exception):
@@ -89,7 +91,15 @@ def _at(version: int, one: Mapping[int, State], other: Mapping[int, State]) -> D
                 values.setdefault(whole, pair)
     if not names:
         return None
-    return Departure(version, tuple(in_order(names)), tuple(sorted(ranks)), values, len(count))
+    objects = {object_of(name) for name in count if part_of(name) in ("extra", "extra_per_rank")}
+    return Departure(
+        version,
+        tuple(in_order(names)),
+        tuple(sorted(ranks)),
+        values,
+        len(count),
+        frozenset(objects),
+    )
 
 
 def common_versions(runs: Mapping[int, RankRun], above: int, upto: int) -> list[int]:
@@ -136,6 +146,9 @@ def cause(found: Departure) -> str:
     """The usual cause of a resumed run's first difference, and what to do about it."""
     parts = {part_of(name) for name in found.names}
     trained = parts & {"model", "buffer", ""}
+    uses_accelerate = "extra/accelerator" in found.objects
+    if uses_accelerate and LOADER not in found.objects and (trained or "rng" in parts):
+        return NOT_RESUMED_LOADER
     if streams := [name.removeprefix("rng/") for name in found.names if part_of(name) == "rng"]:
         return _of_streams(streams)
     if "options" in parts and not parts & {"model", "buffer"}:
@@ -206,6 +219,13 @@ def object_of(name: str) -> str:
     return "/".join(name.split("/")[:2])
 
 
+LOADER = "extra_per_rank/loader0"
+"""The first loader that `tierckpt.accelerate` resumes."""
+NOT_RESUMED_LOADER = (
+    "The loop used other data: its loader was not resumed. In place of restore(): data = "
+    "ckpt.resume(loader), with all loaders that the training takes batches from. Iterate over "
+    "data, and begin at data.epoch"
+)
 COUNTS = (
     "the loop counts batches, from 0 after a restart in the middle of an epoch, and computes with "
     "the count (a rate, the decay of an average): for i, batch in enumerate(data, data.start), "

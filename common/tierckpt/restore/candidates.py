@@ -11,7 +11,7 @@ from typing import TypeVar
 from tierckpt.core.copies import Found, FoundParity, Location, distinct
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.errors import RestoreError
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 
 from .shard_reader import Failure, FaultScope
 
@@ -33,10 +33,13 @@ class Candidates:
         parities: Sequence[Sequence[FoundParity]] = (),
         nodes: Sequence[str] = (),
         on_reject: Callable[[str], None] = lambda text: None,
+        began: tuple[int, int] = NO_RUN,
+        abandoned: bool = False,
     ) -> None:
         """`found` and `parities` are those of every rank. `nodes` has the node name of every rank;
         without it each rank counts as a node of its own. `on_reject` receives the reason for each
-        rejected copy."""
+        rejected copy. `began` and `abandoned`: see `plan_restore`."""
+        self._began, self._abandoned = began, abandoned
         self.found, self.parities, self._nodes = found, parities, nodes
         self._on_reject = on_reject
         self.rejected: list[str] = []
@@ -71,6 +74,8 @@ class Candidates:
             frozenset(self._unreachable),
             self._nodes,
             avoid,
+            self._began,
+            self._abandoned,
         )
         if self._undecodable and (plan is None or plan.id not in self._undecodable):
             newest = max(self._undecodable)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tierckpt._host import host_name
-from tierckpt._text import size_text
+from tierckpt._text import size_text, some
 from tierckpt.config import Config
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
+from tierckpt.core.rollback import SETTING, Rollback, RollbackRequest
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 from tierckpt.restored import Restored
@@ -21,6 +22,7 @@ from tierckpt.storage.local.sibling_nodes import MOST_FOLDERS, siblings_of, word
 from tierckpt.storage.memory import job_directory
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
+from tierckpt.storage.rollbacks import RollbackFiles
 
 FEW_FOLDERS = 16
 """Limit of other nodes that are looked into if rank 0 looks into several."""
@@ -76,7 +78,8 @@ class RestoreNotices:
         elif not asked:
             other = (
                 f"{clean} is the newest that is not. To take that: restore(version={clean.version})"
-                ', or on_drift="stop" (TIERCKPT_ON_DRIFT=stop)'
+                f", `{rollback_command(self._config.directory, clean.version)}` before the next "
+                'start, or on_drift="stop" (TIERCKPT_ON_DRIFT=stop)'
             )
         else:
             other = f"it was asked for; {clean} is the newest that is not"
@@ -85,6 +88,57 @@ class RestoreNotices:
             f"({difference}); {other}",
             logging.WARNING,
         )
+
+    def rolled_back(
+        self, record: Rollback, request: RollbackRequest, newer: Sequence[VersionId]
+    ) -> None:
+        """Store the record of this run, which went back, at all places of this rank; and report the
+        versions that it gave up."""
+        rank, hosts = self._group.rank, self._history.nodes
+        if hosts.index(hosts[rank]) == rank:  # the node's first rank
+            self._store_record(self._config.directory, record)
+        if rank == 0 and self._config.persistent.path:
+            self._store_record(self._config.persistent.path, record)
+        wanted, numbers = record.version, dict.fromkeys(f"v{id_.version}" for id_ in newer)
+        them = f"{some([*numbers], MOST_SAID)} of earlier runs" if newer else "no newer version"
+        kept = (
+            ". They can be read and exported until retention removes them, when newer versions of "
+            "this run are complete; `tierckpt pin` keeps one"
+        )
+        self.of_all(
+            f"the job went back to v{wanted}, as {wish(request, wanted)} asks. No restart takes "
+            f"{them} any more{kept if newer else ''}",
+            logging.WARNING,
+        )
+
+    def rolled_back_before(self, found: VersionId) -> None:
+        """Report a setting that an earlier run has honoured."""
+        wanted = self._config.rollback_to
+        self.of_all(
+            f"rollback_to is {wanted}: an earlier run has gone back to v{wanted}, and the newest "
+            f"version since then is {found}. To go back again: "
+            f"{rollback_command(self._config.directory, wanted)}",
+            logging.INFO,
+        )
+
+    def _store_record(self, place: str, record: Rollback) -> None:
+        persistent = self._config.persistent
+        try:
+            if place != persistent.path:
+                RollbackFiles(place).store(record)
+                return
+            few = RetryPolicy(tries=3)
+            made = PersistentStore(persistent.path, retry=few, **persistent.options())
+            with contextlib.closing(made) as store:
+                store.create()
+                RollbackFiles(store).store(record)
+        except Exception as error:  # a client's own errors, too
+            self._reports.notice(
+                f"the rollback to v{record.version} could not be noted in {place}: {error}. If "
+                "this run ends before it has a version, a restart that sees no other place goes "
+                "on from a newer version, or goes back again",
+                logging.WARNING,
+            )
 
     def directory_emptied(self, id_: VersionId) -> None:
         """Report that the disk has nothing any more: the directory may have been removed for a
@@ -219,6 +273,25 @@ class RestoreNotices:
         )
 
 
+def wish(request: RollbackRequest, version: int) -> str:
+    """The origin of a request to go back, for messages."""
+    if request.where == SETTING:
+        return f"the setting {SETTING} (TIERCKPT_{SETTING.upper()}={version})"
+    return f"`{rollback_command(request.where, version)}`"
+
+
+def rollback_command(where: str, version: int) -> str:
+    """The command that asks to go back."""
+    return f"tierckpt rollback {shlex.quote(where)} {version}"
+
+
+def undo(request: RollbackRequest) -> str:
+    """The way to take a request back."""
+    if request.where == SETTING:
+        return f"unset TIERCKPT_{SETTING.upper()}, or remove {SETTING} from the settings"
+    return f"tierckpt rollback {shlex.quote(request.where)} --cancel"
+
+
 def _newest_in(job: JobDirectory) -> VersionId | None:
     """The newest readable version in that folder."""
     with contextlib.suppress(OSError):
@@ -226,4 +299,4 @@ def _newest_in(job: JobDirectory) -> VersionId | None:
     return None
 
 
-__all__ = ["RestoreNotices"]
+__all__ = ["RestoreNotices", "undo", "wish"]

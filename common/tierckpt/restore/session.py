@@ -29,6 +29,7 @@ from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.copies import Location, distinct
+from tierckpt.core.rollback import RollbackRequest, nearest
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
@@ -37,12 +38,15 @@ from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.persistent import PersistentStore
 
 from .candidates import Candidates, RankFailures
-from .notices import MOST_SAID, RestoreNotices
+from .notices import MOST_SAID, RestoreNotices, undo, wish
 from .progress import Progress
 from .shard_image import FarStore
 from .tensor_fill import TensorPreallocator
 from .verification import RestoreContext, SpillPolicy, find
 from .verified_version import LoadedVersion, VerifiedVersion, load
+
+MOST_TRIED = 32
+"""Limit of versions that are planned for an error message."""
 
 
 class RestoreSession:
@@ -70,6 +74,8 @@ class RestoreSession:
         self._begin_seconds = begin_seconds
         self._version: int | None = None
         """The version that was asked for."""
+        self._requests: tuple[RollbackRequest, ...] = ()
+        """Requests to go back, which this restore carries out."""
         self.passed_over: list[VersionId] = []
         """Suspect versions newer than the restored one, newest first."""
         self._reported: set[str] = set()
@@ -81,7 +87,11 @@ class RestoreSession:
             self._inventory_seconds = time.perf_counter() - begin_seconds
             self._new = TensorPreallocator(state)
             self._candidates = Candidates(
-                history.found, history.parities, history.nodes, self._notices.rejected
+                history.found,
+                history.parities,
+                history.nodes,
+                self._notices.rejected,
+                history.began_last,
             )
             spill = SpillPolicy(Path(config.directory), _live_bytes(state))
             self._context = RestoreContext(
@@ -102,9 +112,11 @@ class RestoreSession:
         fresh; if there is data of a newer format and `version` does not ask for an older one; and
         if one rank fails by itself.
         """
-        self._version = version
         with contextlib.ExitStack() as on_failure:
             with self._error_barrier, _garbage.paused():
+                if version is None and (requests := self._history.rollback_requests()):
+                    self._requests, version = requests, requests[0].version
+                self._version = version
                 found = self._find(on_failure)
                 id_ = found.plan.id if found else None
                 if version is None:
@@ -185,10 +197,28 @@ class RestoreSession:
         self._history.forget()
         return result
 
-    def has_newer(self, found: VerifiedVersion) -> bool:
-        """True if a newer version was found anywhere; the same on all ranks."""
-        seen = (each.key.id for held in distinct(self._history.found) for each in held)
-        return any(id_ > found.plan.id for id_ in seen)
+    def went_back(self, found: VerifiedVersion) -> bool:
+        """True if an older version than the newest one was chosen: asked for, or because newer ones
+        are suspect, or were given up by a rollback. The same on all ranks."""
+        chosen = self._version is not None or self.passed_over or self._is_past_rollback(found)
+        return bool(chosen) and bool(self._newer_than(found.plan.id))
+
+    def settle_rollback(self, found: VerifiedVersion) -> None:
+        """Store that the run, which has begun, carried out the requests to go back; and report it.
+        Not collective: the run has no version before all ranks have come here."""
+        if self._requests:
+            record = self._history.went_back(self._requests)
+            self._notices.rolled_back(record, self._requests[0], self._newer_than(found.plan.id))
+        elif self._version is None and self._config.rollback_to:
+            self._notices.rolled_back_before(found.plan.id)
+
+    def _newer_than(self, id_: VersionId) -> list[VersionId]:
+        seen = {each.key.id for held in distinct(self._history.found) for each in held}
+        return sorted(each for each in seen if each > id_)
+
+    def _is_past_rollback(self, found: VerifiedVersion) -> bool:
+        """True if a run went back and was killed before it had a version."""
+        return self._history.began_last[0] > found.plan.id.generation
 
     # --- judgements, between the steps ---------------------------------------------------------
 
@@ -264,6 +294,9 @@ class RestoreSession:
     def _report_loss(self, found: VersionId) -> None:
         """Warn if the restored version is much older than one that was once complete."""
         lost = self._history.once_complete()
+        generation, version = self._history.began_last
+        if generation > found.generation and found.version == version:
+            return  # it went back on purpose
         if lost is not None and lost > found and lost not in self.passed_over:
             self._notices.of_all(
                 f"going back to {found}, although {lost} was complete once: "
@@ -277,9 +310,15 @@ class RestoreSession:
         unseen = some([*self._history.unseen, *self._history.nameless], between="; ")
         if (version := self._version) is not None:
             hidden = f"; some locations could not be read: {unseen}" if unseen else ""
-            raise RestoreError(
-                f"no complete, sound v{version} was found on any level{hidden}", self._versions()
-            )
+            text = f"no complete, sound v{version} was found on any level{hidden}"
+            if self._requests:
+                by = wish(self._requests[0], version)
+                raise RestoreError(
+                    f"{text}, and {by} asks to go back to it. Nothing was changed",
+                    f"{self._versions(version)}. Ask for one of these, or take the request back: "
+                    f"{undo(self._requests[0])}",
+                )
+            raise RestoreError(text, self._versions(version))
         if live_version > 0:
             raise RestoreError(
                 f"nothing sound was found on any level; the live state stays at v{live_version}"
@@ -307,11 +346,15 @@ class RestoreSession:
             )
         self._history.begin_afresh()
 
-    def _versions(self) -> str:
+    def _versions(self, wanted: int) -> str:
+        """The nearest versions that a restore could take."""
         found = {f.key.id.version for each in distinct(self._history.found) for f in each}
-        names = some([f"v{version}" for version in sorted(found, reverse=True)], MOST_SAID)
-        there = f"There are {names}" if names else "There are no versions"
-        return f"{there}; tierckpt list {self._config.directory} shows which are complete"
+        found |= {p.key.id.version for each in distinct(self._history.parities) for p in each}
+        near = nearest(wanted, found, MOST_TRIED)
+        complete = [version for version in near if self._candidates.plan(version) is not None]
+        names = ", ".join(f"v{version}" for version in nearest(wanted, complete))
+        there = f"The nearest complete ones are {names}" if names else "No version is complete"
+        return f"{there}; tierckpt list {self._config.directory} shows all"
 
     def _remaining_shards(self) -> str:
         shards = "; ".join(self._history.remains(self._candidates.left_out)) or "none"

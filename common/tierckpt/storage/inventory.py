@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tierckpt.config import PersistentConfig
 from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
+from tierckpt.core.rollback import Rollback, RollbackRequest
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
@@ -19,6 +20,7 @@ from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 
 from .persistent import PersistentStore
+from .rollbacks import RollbackFiles
 from .suspects import SuspectMarks, persistent_suspects
 
 
@@ -35,6 +37,8 @@ def take_inventory(
     parities: list[FoundParity] = []
     pins: tuple[Pin, ...] = ()
     suspects = dict[VersionId, str]()
+    requests: list[RollbackRequest] = []
+    rollbacks: list[Rollback] = []
     with _noting_errors(Location("memory", host, str(job.path)), unseen):
         look_at_memory(job, host, found, problems, unseen)
         suspects |= SuspectMarks(job.path).all()
@@ -46,21 +50,31 @@ def take_inventory(
         parities = look_at_parities(store, disk, problems, unseen)
         pins = LocalPins(store.directory).pins()
         suspects |= SuspectMarks(store.directory).all()
+    with _noting_errors(disk, unseen):
+        _add(RollbackFiles(store.directory), requests, rollbacks)
     if persistent is not None and persistent.path:
         with _noting_errors(Location("persistent", EVERYWHERE, persistent.path), unseen):
-            look_at_persistent(persistent, found, problems, unseen)
+            look_at_persistent(persistent, found, problems, unseen, requests, rollbacks)
     there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
     return Inventory(
         tuple(found),
         tuple(problems),
         tuple(unseen),
-        max((key.id.generation for key in there), default=0),
+        max([0, *(key.id.generation for key in there), *(each.generation for each in rollbacks)]),
         host,
         secrets.token_hex(24),
         tuple(parities),
         pins,
         tuple(suspects.items()),
+        tuple(requests),
+        tuple(rollbacks),
     )
+
+
+def _add(files: RollbackFiles, requests: list[RollbackRequest], rollbacks: list[Rollback]) -> None:
+    more_requests, more_rollbacks = files.all()
+    requests += more_requests
+    rollbacks += more_rollbacks
 
 
 def nothing_seen(host: str, error: Exception) -> Inventory:
@@ -164,8 +178,11 @@ def look_at_persistent(
     found: list[Found],
     problems: list[Problem],
     unseen: list[Problem],
+    requests: list[RollbackRequest],
+    rollbacks: list[Rollback],
 ) -> None:
-    """Add the versions of the persistent level. A manifest there means that all shards exist."""
+    """Add the versions of the persistent level, and its requests and records of rollbacks. A
+    manifest there means that all shards exist."""
     place = Location("persistent", EVERYWHERE, persistent.path)
     root = Path(persistent.path)
     try:
@@ -186,6 +203,7 @@ def look_at_persistent(
         return
     try:
         suspects = persistent_suspects(store)
+        _add(RollbackFiles(store), requests, rollbacks)
         for name in store.versions():
             keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))
             try:

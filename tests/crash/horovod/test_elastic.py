@@ -375,6 +375,26 @@ def test_commits_of_one_process(tmp_path: Path, shm_dir: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_rollback_is_made_once_and_never_by_a_restore_of_the_script(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    """One process, killed four times; from the second start on the variable is set."""
+    wish = {"TIERCKPT_ROLLBACK_TO": "3", "TIERCKPT_AGENT_LINGER_SECONDS": "0"}
+    for batches, more, begun in ((6, {}, 0), (0, wish, 3), (2, wish, 3), (1, wish, 5)):
+        done = subprocess.run(
+            [
+                *(PYTHON, "-m", "tests.support.crash.elastic_rollback"),
+                *(str(tmp_path), str(shm_dir), str(batches)),
+            ],
+            cwd=ROOT,
+            env={**quiet_environment(), **more},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert f"begun {begun}, restored {begun + batches}\n" in done.stdout, done.stderr
+
+
 # --- details -------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
-from tests.support.frameworks.killed_job import goes_on_exactly, goes_on_with_the_same_samples
+from tests.support.frameworks.killed_job import (
+    goes_back_once,
+    goes_on_exactly,
+    goes_on_with_the_same_samples,
+)
 from tierckpt._tested_versions import numbers
 
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -78,6 +82,13 @@ def test_a_killed_job_goes_on_exactly(
     if name == "stateful loader with workers":
         skip_without_stateful_workers()
     goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario))
+
+
+def test_a_rollback_by_the_environment_is_made_once(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    job = make_job({"local_every_steps": 1, "local_keep_last": 99, "when_busy": "wait"})
+    goes_back_once(job, ("backward:1:11", "backward:0:8"), 3, undisturbed())
 
 
 def test_checkpoints_leave_the_training_unchanged(

@@ -11,6 +11,7 @@ from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.jobs import Run
 from tests.support.frameworks.killed_job import (
     ends_by_a_signal_and_goes_on,
+    goes_back_once,
     goes_on_after_an_error,
     goes_on_exactly,
     goes_on_with_the_same_samples,
@@ -103,6 +104,13 @@ def test_a_killed_job_goes_on_exactly(
 ) -> None:
     kills, scenario = CASES[name]
     goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="begin")
+
+
+def test_a_rollback_by_the_environment_is_made_once(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    job = make_job({"local_every_steps": 1, "local_keep_last": 99, "when_busy": "wait"})
+    goes_back_once(job, ("backward:1:11", "backward:0:8"), 3, undisturbed())
 
 
 def test_checkpoints_leave_the_training_unchanged(

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.agent import connection_states, process, protocol
+from tierckpt.agent import connection, connection_states, process, protocol
 from tierckpt.agent import server as agent
 from tierckpt.agent.address import AgentFiles
 from tierckpt.agent.client import AgentClient, AgentSettings
@@ -669,18 +669,29 @@ def test_how_far_it_gives_way_on_the_cpu_is_the_jobs_to_say(tmp_path: Path, shm_
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 3, 19)
 
 
-def test_it_gives_way_before_it_has_begun(node: Any) -> None:
-    """While its interpreter starts and imports, at the same time as a restore."""
+@pytest.mark.parametrize("yields", [True, False])
+def test_it_gives_way_before_it_has_begun_at_the_same_time_as_a_restore(
+    yields: bool, node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At other times not: the first version for the disk, and its slot, wait for the agent."""
     client = AgentClient(*node(0))
+    made = subprocess.Popen
+
+    def stopped(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        process = made(*arguments, **more)
+        process.send_signal(signal.SIGSTOP)
+        return process
+
+    monkeypatch.setattr(connection.subprocess, "Popen", stopped)
     with client._lock:
-        client._connection._start_process()
+        client._connection.start(True, yields)
     starting = client._connection._process
     assert starting is not None
-    starting.send_signal(signal.SIGSTOP)
-    found = os.getpriority(os.PRIO_PROCESS, starting.pid)
+    mine, found = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, starting.pid))
     starting.send_signal(signal.SIGCONT)
-    assert found == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    assert found == (min(mine + 10, 19) if yields else mine)
     assert reach(client) == starting.pid
+    assert os.getpriority(os.PRIO_PROCESS, starting.pid) == min(mine + 10, 19)
     client.close()
     until(lambda: not alive(starting.pid))
 

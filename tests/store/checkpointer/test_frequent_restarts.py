@@ -85,5 +85,6 @@ def test_the_age_of_a_level_counts_training_and_not_the_time_between_runs(
     limit = VersionId(1, 5)
     lives = object.__new__(JobHistory)
     lives.found = [[found("memory", 5, 100.0), found("local", *on_level)]]
+    lives.rollback = None
     assert lives.age_seconds(lives.newest("local", limit), limit) == age
     assert lives.age_seconds(lives.newest("persistent", limit), limit) == float("inf")

@@ -44,6 +44,23 @@ def goes_on_after_an_error(job: Job, point: str, plain: Run) -> None:
     assert all(again.place_in(plain, rank) > 0 for rank in range(2))
 
 
+def goes_back_once(job: Job, kills: tuple[str, str], version: int, plain: Run) -> None:
+    """Kill the job; go back to `version` by the environment, and kill it again; assert that the
+    next start, in the same environment, goes on from where the second run was."""
+    assert not job.start(kills[0]).ended()
+    environment = {"TIERCKPT_ROLLBACK_TO": str(version)}
+    back = job.start(kills[1], environment)
+    assert job.fired(kills[1]), back.output()
+    again = job.start("", environment)
+    assert again.ended(), again.output()
+    first = [run.of_kind("step")[0]["number"] for run in (back, again)]
+    last = back.of_kind("step")[-1]["number"]
+    assert first[0] == version + 1, back.output()
+    assert version + 1 < first[1] <= last + 1, again.output()
+    for rank in range(2):
+        assert 0 < back.place_in(plain, rank) < again.place_in(plain, rank)
+
+
 def goes_on_with_the_same_samples(killed: Run, other: Run, whole: Run, steps_an_epoch: int) -> None:
     """Assert that `other`, with another number of ranks than the job that was killed, trains on the
     samples that `whole` has in the same steps. The last step of an epoch may be filled up with

@@ -207,6 +207,14 @@ def test_the_usual_causes_are_named(names: tuple[str, ...], said: str) -> None:
     assert said in cause(Departure(3, names, (0,)))
 
 
+def test_a_loader_of_accelerate_that_was_not_resumed_is_the_usual_cause() -> None:
+    objects = frozenset(["extra/accelerator", "extra_per_rank/loader0"])
+    for names in (("model/w",), ("model/w", "rng/torch")):
+        bare = Departure(3, names, (0,), objects=objects - {"extra_per_rank/loader0"})
+        assert "data = ckpt.resume(loader)" in cause(bare)
+        assert "ckpt.resume" not in cause(Departure(3, names, (0,), objects=objects))
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 

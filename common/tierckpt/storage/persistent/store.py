@@ -270,6 +270,18 @@ class PersistentStore:
         """Mark a version, whether it exists yet or not."""
         self._put(name.stem + SUSPECT, text)
 
+    def note(self, name: str) -> bytes:
+        """Content of a small file at the root; FileNotFoundError without it."""
+        return self.backend.read(name)
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """Write a small file at the root, in place of an earlier one."""
+        self._put(name, content)
+
+    def remove_note(self, name: str) -> None:
+        """Remove a small file at the root, if it is there."""
+        self.backend.delete(name)
+
     def incomplete(self) -> list[VersionName]:
         """Versions whose writing or removal began and that do not exist."""
         names = self.backend.sizes()

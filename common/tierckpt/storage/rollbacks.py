@@ -1,0 +1,128 @@
+"""Rollback files: the request that `tierckpt rollback` leaves at a place, and the record of a run
+that went back (see `core.rollback`).
+
+Both lie in the directory of a node's local level, or at the root of the persistent level. They are
+two files with one writer each, so that a run that stores its record never overwrites a newer
+request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from tierckpt.core.rollback import Rollback, RollbackRequest
+from tierckpt.errors import FormatError
+from tierckpt.format.checksummed_json import check_head, checked, head_of, with_check
+from tierckpt.storage.files import durable
+
+from .persistent import PersistentStore
+
+REQUEST, RECORD = "rollback-request.json", "rollback.json"
+KIND = "rollback"
+
+Rollbacks = tuple[tuple[RollbackRequest, ...], tuple[Rollback, ...]]
+"""Requests and records of one place; at most one of each."""
+
+
+class RollbackFiles:
+    """The two files of one directory, or of a persistent level. One thread. Methods raise OSError
+    and PersistentError; those that read also CorruptShardError and FormatError."""
+
+    def __init__(self, place: str | os.PathLike[str] | PersistentStore) -> None:
+        """A directory, or a store, which stays the caller's."""
+        self._place = place if isinstance(place, PersistentStore) else Path(place)
+
+    @property
+    def where(self) -> str:
+        """The place, for messages."""
+        return self._place.url if isinstance(self._place, PersistentStore) else str(self._place)
+
+    def all(self) -> Rollbacks:
+        """The request and the record, as far as they exist."""
+        request, record = self.request(), self.record()
+        return (request,) if request else (), (record,) if record else ()
+
+    def request(self) -> RollbackRequest | None:
+        """The request that `ask` wrote; None without one."""
+        values = self._read(REQUEST)
+        if values is None:
+            return None
+        try:
+            return RollbackRequest(int(values["version"]), str(values["name"]), self.where)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{self.where}/{REQUEST} is no request: {error!r}") from error
+
+    def record(self) -> Rollback | None:
+        """The record that `store` wrote; None without one."""
+        values = self._read(RECORD)
+        if values is None:
+            return None
+        try:
+            honoured = tuple(map(str, values["honoured"]))
+            return Rollback(int(values["generation"]), int(values["version"]), honoured)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{self.where}/{RECORD} is no record: {error!r}") from error
+
+    def ask(self, request: RollbackRequest) -> None:
+        """Write a request, in place of an earlier one; durable at return."""
+        self._write(REQUEST, {"version": request.version, "name": request.name})
+
+    def cancel(self) -> None:
+        """Remove the request, if there is one."""
+        if isinstance(self._place, PersistentStore):
+            self._place.remove_note(REQUEST)
+        else:
+            durable.remove(self._place / REQUEST)
+
+    def store(self, record: Rollback) -> None:
+        """Write the record of a run, durable at return; then remove the request if the record has
+        its name."""
+        values = {"generation": record.generation, "version": record.version}
+        self._write(RECORD, {**values, "honoured": record.honoured})
+        request = self.request()
+        if request is not None and request.name in record.honoured:
+            self.cancel()
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            if isinstance(self._place, PersistentStore):
+                data = self._place.note(name)
+            else:
+                with durable.open_plain(self._place / name) as file:
+                    data = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            values = json.loads(checked(data, f"file {name}"))
+            check_head(values, KIND, f"file {name}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{self.where}/{name} cannot be read: {error!r}") from error
+        return dict(values)
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        data = with_check(json.dumps({**head_of(KIND), **values}).encode())
+        if isinstance(self._place, PersistentStore):
+            self._place.put_note(name, data)
+            return
+        temp = self._place / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
+        try:
+            with temp.open("wb") as file:
+                durable.share(file.fileno(), self._place)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temp.replace(self._place / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temp.unlink(missing_ok=True)
+            raise
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+            durable.sync(self._place)
+
+
+__all__ = ["RollbackFiles", "Rollbacks"]
