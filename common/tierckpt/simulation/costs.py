@@ -1,12 +1,14 @@
 """Costs: durations, bytes and files of a version, by level, from bandwidths. Pure.
 
 A version has S bytes on N nodes. Its shards are of equal size, S / N on each node. After a restart
-all ranks need all S bytes, so each node receives them once, whatever the source.
+each node receives the state that it needs once, whatever the source: all S bytes in a data-parallel
+job.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierckpt.erasure.groups import Scheme
@@ -89,7 +91,7 @@ def write_seconds(scenario: Scenario, level: Level) -> float:
 def restore_seconds(scenario: Scenario, level: Level) -> float:
     """Reading a version, and bringing it to all nodes."""
     job, bandwidth = scenario.job, scenario.bandwidth
-    shard, everyone = job.state_bytes / job.nodes, job.state_bytes / bandwidth.network_bytes
+    shard, everyone = job.state_bytes / job.nodes, job.needed_bytes / bandwidth.network_bytes
     if level.name == "memory":
         return everyone
     if level.name == "local":
@@ -118,6 +120,16 @@ def protect_seconds(scenario: Scenario, level: Level) -> float:
     shard = scenario.job.state_bytes / scenario.job.nodes
     written, _ = _parity_bytes(level, shard)
     return write_seconds(scenario, level) + (shard + written) / scenario.bandwidth.disk_bytes
+
+
+def exposed_seconds(scenario: Scenario, costs: Mapping[str, LevelCosts]) -> float:
+    """Time from the loss of a node until its shards are protected again, if no other failure comes
+    in between; 0 without a peer level."""
+    restart, level = scenario.restart, scenario.level("peer")
+    if level is None:
+        return 0.0
+    parts = restart.notice_seconds + restart.node_seconds + restart.start_seconds
+    return parts + costs["peer"].restore_seconds + protect_seconds(scenario, level)
 
 
 def _parity_bytes(level: Level, shard_bytes: float) -> tuple[float, float]:

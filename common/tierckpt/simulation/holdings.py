@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from .schedule import Rung, Schedule
 from .shared_store import SharedStore
 
-UNTOUCHED = {"process": ("memory", "local", "peer", "persistent"), "reboot": ("local", "peer")}
-"""Levels whose versions, and writes under way, survive a failure. Persistent versions always do."""
+WRITES_GO_ON = {"process": ("local", "peer", "persistent")}
+"""Levels whose agents complete a write after such a failure. A copy to memory ends with its
+process."""
 
 
 class Holdings:
@@ -24,12 +25,12 @@ class Holdings:
         """Add the versions of a run that began at `begin`, and was at `position` when it failed."""
         for rung in self._schedule.rungs:
             found, started = self._newest(rung, begin, from_position, position)
-            if found * self._schedule.step_seconds and self._is_new(found, from_position):
+            if found and self._is_new(found, from_position):
                 self.newest[rung.name] = max(found, self.newest.get(rung.name, 0))
                 self._pending.pop(rung.name, None)
             if started > found and self._is_new(started, from_position):
                 wall = begin + self._schedule.position(started) - from_position
-                if rung.name in UNTOUCHED.get(kind, ()):
+                if rung.name in WRITES_GO_ON.get(kind, ()):
                     self._pending[rung.name] = wall, started
 
     def _is_new(self, version: int, from_position: float) -> bool:
@@ -75,8 +76,11 @@ class Holdings:
     def best(self) -> tuple[str, int]:
         """The level that a restart reads, and the version: the newest one, from the cheapest level.
         `scratch` and 0 if there is none."""
-        found = [(-version, number, rung.name) for number, rung in enumerate(self._schedule.rungs)
-                 if (version := self.newest.get(rung.name, 0))]
+        found = [
+            (-version, number, rung.name)
+            for number, rung in enumerate(self._schedule.rungs)
+            if (version := self.newest.get(rung.name, 0))
+        ]
         if not found:
             return "scratch", 0
         version, _, level = min(found)

@@ -62,8 +62,11 @@ SURVIVORS = {
 """Levels that still have a version after a failure; peer, if enough members of each group live."""
 
 
-def level_rates(scenario: Scenario) -> dict[str, float]:
-    """Failures a second that need each level in use. The last level takes what none survives."""
+def level_rates(scenario: Scenario, beyond_per_second: float) -> dict[str, float]:
+    """Failures a second that need each level in use. The last level takes what none survives.
+
+    beyond_per_second: those that exceed the redundancy of the peer level.
+    """
     names = [level.name for level in scenario.levels]
     found = dict.fromkeys(names, 0.0)
     peer = scenario.level("peer")
@@ -73,13 +76,17 @@ def level_rates(scenario: Scenario) -> dict[str, float]:
             alive = [name for name in alive if name != "peer"]
         if names:
             found[alive[0] if alive else names[-1]] += rate
+    if "peer" in found and names[-1] != "peer":
+        found[names[-1]] += beyond_per_second
     return found
 
 
-def plan_of(scenario: Scenario, costs: Mapping[str, LevelCosts]) -> Plan:
+def plan_of(
+    scenario: Scenario, costs: Mapping[str, LevelCosts], beyond_per_second: float = 0.0
+) -> Plan:
     """Intervals as the scenario says, each a multiple of the one before it, and none shorter than
     the time that a version takes to be complete."""
-    step_seconds, rates = scenario.job.step_seconds, level_rates(scenario)
+    step_seconds, rates = scenario.job.step_seconds, level_rates(scenario, beyond_per_second)
     own = [level for level in scenario.levels if level.name != "peer"]
     models = [_model(level, scenario, costs, rates) for level in own]
     best = optimum(models, step_seconds)
@@ -91,7 +98,7 @@ def plan_of(scenario: Scenario, costs: Mapping[str, LevelCosts]) -> Plan:
         cost = costs[level.name]
         unit = rungs[-1].every_steps if rungs else 1
         steps = math.ceil(steps / unit) * unit
-        least = _least_steps(level, cost, step_seconds)
+        least = _least_steps(cost, step_seconds)
         if steps < least:
             fitting = math.ceil(least / unit) * unit
             notes.append(
@@ -121,7 +128,7 @@ def _steps(ratio: float) -> int:
     return MOST_STEPS if ratio >= MOST_STEPS else max(1, math.ceil(ratio - 1e-9))
 
 
-def _least_steps(level: Level, cost: LevelCosts, step_seconds: float) -> int:
+def _least_steps(cost: LevelCosts, step_seconds: float) -> int:
     """One version at a time: the next one is not begun before this one is complete."""
     own = cost.flush_seconds or cost.latency_seconds
     return max(1, math.ceil(own / step_seconds - 1e-9))
@@ -145,7 +152,6 @@ def _chosen(
 ) -> list[float]:
     """Seconds between versions of every level."""
     step_seconds = scenario.job.step_seconds
-    # An unknown rate: the budget is spent, as a job with automatic intervals does.
     held = within_budget(models, best, scenario.overhead_budget, least_seconds=step_seconds)
     found = []
     for level, model, free, budgeted in zip(own, models, best, held, strict=True):

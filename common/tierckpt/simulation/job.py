@@ -28,8 +28,8 @@ KINDS = ("process", "reboot", "node", "rack")
 
 @dataclass
 class Outcome:
-    """One course of the job. `seconds` by phase: start, training, noticed, nodes, restart, and
-    `load LEVEL`."""
+    """One course of the job. `seconds` by phase: start, training, noticed, nodes, restart,
+    `load LEVEL`; recovery, where it is a constant."""
 
     wall_seconds: float = 0.0
     position_seconds: float = 0.0
@@ -205,6 +205,7 @@ class SimulatedJob:
         """From a failure to the first step after it."""
         env, restart, constant = self._env, self._scenario.restart, self._scenario.constant
         if constant is not None:
+            self._enter("recovery")
             yield env.timeout(constant.recovery_seconds)
             yield from self._find_nodes()
             self._outcome.sources["constant"] += 1

@@ -60,9 +60,7 @@ def code_survives(code: Code, lost: tuple[int, ...]) -> bool:
     return True
 
 
-def losses_per_second(
-    redundancy: Redundancy, nodes: int, node_rate: float, window_seconds: float
-) -> float:
+def losses_per_second(redundancy: Redundancy, node_rate: float, window_seconds: float) -> float:
     """Rate at which failures exceed the redundancy, to first order.
 
     Each node is lost `node_rate` times a second. It is unprotected for `window_seconds`, and each

@@ -14,8 +14,8 @@ from statistics import NormalDist, fmean, stdev
 
 from tierckpt.errors import ConfigError
 
-from .costs import LevelCosts, costs_of, protect_seconds
-from .intervals import Plan, plan_of
+from .costs import LevelCosts, costs_of, exposed_seconds, protect_seconds
+from .intervals import Plan, kind_rates, plan_of
 from .job import Outcome, SimulatedJob
 from .redundancy import Redundancy, losses_per_second
 from .scenario import Scenario
@@ -109,26 +109,23 @@ class Study:
 
     @property
     def expected_losses(self) -> float | None:
-        """Expected number of failures beyond the redundancy in the simulated wall time, by the
+        """Expected number of losses beyond the redundancy in the simulated wall time, by the
         formula; None without a peer level."""
         if self.redundancy is None:
             return None
-        from .intervals import kind_rates
-
-        job = self.scenario.job
-        rate = kind_rates(job, self.scenario.failures)["node"] / job.nodes
         wall = fmean(o.wall_seconds for o in self.outcomes)
-        return wall * losses_per_second(self.redundancy, job.nodes, rate, self.window_seconds)
+        return wall * _beyond_per_second(self.scenario, self.costs, self.redundancy)
 
-    @property
-    def window_seconds(self) -> float:
-        """Time for which a lost node's shards are not protected, without a second failure."""
-        restart, level = self.scenario.restart, self.scenario.level("peer")
-        if level is None:
-            return 0.0
-        parts = restart.notice_seconds + restart.node_seconds + restart.start_seconds
-        load = self.costs["peer"].restore_seconds
-        return parts + load + protect_seconds(self.scenario, level)
+
+def _beyond_per_second(
+    scenario: Scenario, costs: dict[str, LevelCosts], redundancy: Redundancy | None
+) -> float:
+    """Rate of losses of nodes that exceed the redundancy."""
+    if redundancy is None:
+        return 0.0
+    job = scenario.job
+    rate = kind_rates(job, scenario.failures)["node"] / job.nodes
+    return losses_per_second(redundancy, rate, exposed_seconds(scenario, costs))
 
 
 def simulate(scenario: Scenario) -> Study:
@@ -143,7 +140,7 @@ def simulate(scenario: Scenario) -> Study:
     redundancy = None if peer is None else Redundancy(scenario.job, peer)
     costs = costs_of(scenario)
     if scenario.constant is None:
-        plan = plan_of(scenario, costs)
+        plan = plan_of(scenario, costs, _beyond_per_second(scenario, costs, redundancy))
     else:
         plan = Plan(Schedule(scenario.job.step_seconds, ()), {}, {}, ())
     protect = 0.0 if peer is None else protect_seconds(scenario, peer)

@@ -28,6 +28,8 @@ class Job:
     step_seconds: float = 1.0
     state_bytes: float = 1e9
     """Parameters and optimizer state, one copy."""
+    node_state_bytes: float | None = None
+    """The part of it that one node needs to train; None: all of it, as in data-parallel jobs."""
     length_seconds: float = 30 * 86400.0
     """Wall time to simulate. The simulation ends before it when `work` is done."""
     work_seconds: float = NEVER
@@ -40,6 +42,11 @@ class Job:
     @property
     def racks(self) -> int:
         return math.ceil(self.nodes / self.nodes_per_rack)
+
+    @property
+    def needed_bytes(self) -> float:
+        """State that one node needs."""
+        return self.state_bytes if self.node_state_bytes is None else self.node_state_bytes
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,7 @@ def _problems(scenario: Scenario) -> Iterator[str]:
             f"{given[0].removesuffix('_seconds')} would add to it; give one or the other"
         )
     if scenario.nodes.bad_share and math.isinf(failures.node_every_seconds):
-        yield "[nodes] bad_share needs [failures] node_every, the time between failures of a good node"
+        yield "[nodes] bad_share needs [failures] node_every, the time for a good node"
     if scenario.constant is not None and scenario.levels:
         yield "[constant] replaces all levels; remove it, or the [levels]"
     if scenario.constant is None:
@@ -216,7 +223,7 @@ def _finite(table: object, name: str) -> bool:
 def _level_problems(scenario: Scenario) -> Iterator[str]:
     if not scenario.levels:
         yield (
-            "no level takes versions; give for example [levels.persistent] with every = \"10m\", or "
+            'no level takes versions; give for example [levels.persistent] with every = "10m", or '
             "[constant] with the time of a recovery"
         )
     for level in scenario.levels:
@@ -225,12 +232,12 @@ def _level_problems(scenario: Scenario) -> Iterator[str]:
             yield f"{where} has two intervals; give either every_steps or every"
         if level.name == "peer":
             if level.has_interval:
-                yield f"{where} has an interval, but takes all versions of the local level; remove it"
+                yield f"{where} has an interval, but takes the local level's versions; remove it"
             if scenario.level("local") is None:
                 yield f"{where} protects the versions of the local level; add [levels.local]"
         elif not level.has_interval:
             yield (
-                f"{where} has no interval; give every_steps = 100, every = \"10m\", or every = one "
+                f'{where} has no interval; give every_steps = 100, every = "10m", or every = one '
                 f"of {', '.join(POLICIES)}"
             )
 
@@ -257,11 +264,12 @@ def _bad_numbers(scenario: Scenario) -> Iterator[str]:
             if math.isnan(value) or value < 0:
                 yield f"{where}{name} is {value:g}; it must not be negative"
             elif value == 0 and (each.name in _POSITIVE or is_rate):
-                hint = "; for no failures leave it out, or write \"inf\"" if is_rate else ""
+                hint = '; for no failures leave it out, or write "inf"' if is_rate else ""
                 yield f"{where}{name} is 0; it must be more{hint}"
             elif each.name in _SHARES and value > 1:
                 yield f"{where}{name} is {value:g}; it is a share, from 0 to 1"
     if not 0 < scenario.overhead_budget < 1:
         yield f"overhead_budget is {scenario.overhead_budget:g}; it is a share between 0 and 1"
     if scenario.nodes.bad_factor < 1:
-        yield f"[nodes] bad_factor is {scenario.nodes.bad_factor:g}; bad nodes fail 1 or more times as often"
+        factor = scenario.nodes.bad_factor
+        yield f"[nodes] bad_factor is {factor:g}; it must be 1 or more"

@@ -145,12 +145,14 @@ def _arguments(kind: type, value: object, where: str) -> Tree:
     """The arguments of a dataclass from a table of the file."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} is not a table")
-    keys = {each.name.removesuffix("_seconds").removesuffix("_bytes"): each.name
-            for each in fields(kind)}
+    keys = {
+        each.name.removesuffix("_seconds").removesuffix("_bytes"): each.name
+        for each in fields(kind)
+    }
     if kind is Level:
         del keys["name"], keys["policy"]
     if kind is Constant and "recovery" not in value:
-        raise ConfigError("[constant] has no recovery; give recovery = \"20m\"")
+        raise ConfigError('[constant] has no recovery; give recovery = "20m"')
     found: Tree = {}
     for key, each in value.items():
         if key not in keys:

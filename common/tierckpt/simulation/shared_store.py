@@ -18,7 +18,7 @@ KEPT = 64
 
 
 class SharedStore:
-    """Speed of the store, relative to its bandwidth: 1, less while it is slow, 0 while it is out."""
+    """The store's speed, relative to its bandwidth: 1, less while it is slow, 0 while it is out."""
 
     def __init__(self, env: simpy.Environment, failures: Failures, chance: Random) -> None:
         self._env, self._chance = env, chance
@@ -70,5 +70,3 @@ class SharedStore:
         self._history = [*self._history[-KEPT:], (self._env.now, speed)]
         changed, self._changed = self._changed, self._env.event()
         changed.succeed()
-
-
