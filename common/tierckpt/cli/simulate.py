@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from .columns import print_columns
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tierckpt._event_files import Record
     from tierckpt.simulation.replicas import Estimate, Study
     from tierckpt.simulation.scenario import Scenario
 
@@ -121,14 +123,16 @@ def from_events(places: list[Path]) -> dict[str, Any]:
     from .interval import observe, read
 
     files = event_files(places)
-    seen = observe(*read(files))
+    events, notes = read(files)
+    seen = observe(events, notes)
     job = account(*read_records(files))
     tree: dict[str, Any] = {"job": {"ranks": max(run.world for run in job.runs)}}
     if seen.step_seconds:
         tree["job"]["step"] = seen.step_seconds
     tree["levels"] = {}
     for name, level in seen.levels.items():
-        tree["levels"][name] = {"cost": level.cost_seconds}
+        every = _usual_steps(events, name)
+        tree["levels"][name] = {"cost": level.cost_seconds, "every_steps": every}
         if level.latency_seconds:
             tree["levels"][name]["write"] = level.latency_seconds
     restarts = [run.seconds for run in job.runs if run.after_failure]
@@ -142,6 +146,14 @@ def from_events(places: list[Path]) -> dict[str, Any]:
         for level in tree["levels"].values():
             level["restore"] = load
     return tree
+
+
+def _usual_steps(events: Sequence[Record], level: str) -> int:
+    """Median number of steps between two versions of a level; 1 if none shows it."""
+    name = "sealed" if level == "memory" else "committed"
+    found = {e["version"] for e in events if (e["name"], e["level"]) == (name, level)}
+    gaps = [after - before for before, after in pairwise(sorted(found))]
+    return max(1, round(median(gaps))) if gaps else 1
 
 
 # --- output --------------------------------------------------------------------------------------
@@ -245,7 +257,7 @@ def _conclusions(study: Study) -> list[str]:
 
 def _beside_each_other(studies: Mapping[str, Study]) -> list[tuple[str, ...]]:
     """One line for each study."""
-    lines = [SHOWN_BESIDE_EACH_OTHER]
+    lines: list[tuple[str, ...]] = [SHOWN_BESIDE_EACH_OTHER]
     for name, study in studies.items():
         shares = study.phase_shares
         restarts = math.fsum(

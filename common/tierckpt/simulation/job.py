@@ -86,6 +86,7 @@ class SimulatedJob:
 
         job = self._env.process(self._life())
         self._env.process(self._fail(job))
+        self._env.process(self._fail_again(job))
         length = self._scenario.job.length_seconds
         ended: simpy.Event = job
         if length < math.inf:
@@ -114,10 +115,8 @@ class SimulatedJob:
     def _fail(self, job: simpy.Process) -> Steps:
         """All failures of all ranks, nodes and racks, as one Poisson process. Its rate is that of
         the beginning, with the most bad nodes; the others are thinned out."""
-        factors = {"node": self._scenario.nodes.bad_factor}
+        factors = {"node": self._machines.most_failure_factor}
         bounds = {kind: rate * factors.get(kind, 1.0) for kind, rate in self._rates.items()}
-        if not self._scenario.nodes.bad_share:
-            bounds = dict(self._rates)
         total = sum(bounds.values())
         kinds, weights = list(bounds), list(bounds.values())
         while total and job.is_alive:
@@ -131,6 +130,15 @@ class SimulatedJob:
             if self._phase != "training" and not self._scenario.failures.during_restart:
                 continue
             job.interrupt(kind)
+
+    def _fail_again(self, job: simpy.Process) -> Steps:
+        """The failures whose times are given."""
+        for at in sorted(self._scenario.failures.at_seconds):
+            yield self._env.timeout(at - self._env.now)
+            if not job.is_alive:
+                return
+            if self._phase == "training" or self._scenario.failures.during_restart:
+                job.interrupt("process")
 
     def _damage(self, kind: str) -> None:
         """Take away what a failure takes."""
@@ -171,7 +179,7 @@ class SimulatedJob:
         while True:
             try:
                 if interrupted is None:
-                    yield self._env.timeout(self._scenario.restart.start_seconds)
+                    yield self._env.timeout(self._first_start_seconds())
                 else:
                     yield from self._restart()
                 interrupted = None
@@ -191,6 +199,11 @@ class SimulatedJob:
                     self._only_processes = True
                 self._damage(kind)
                 interrupted = failure
+
+    def _first_start_seconds(self) -> float:
+        restart = self._scenario.restart
+        first = restart.first_start_seconds
+        return restart.start_seconds if first is None else first
 
     def _end_position(self) -> float:
         """Where the work is done; far away if only the wall time ends the job."""

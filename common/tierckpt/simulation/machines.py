@@ -29,12 +29,17 @@ class Machines:
         self.bad_in_job = round(nodes * settings.bad_share)
         self.bad_spares = round(spares * settings.bad_share)
         self.spares = spares
-        self.waits = 0
+        all_bad = self.bad_in_job + self.bad_spares
+        self.most_failure_factor = self._factor(min(all_bad, nodes))
+        """Largest possible value of `node_failure_factor`: no good node gets bad."""
 
     @property
     def node_failure_factor(self) -> float:
         """Failures of all nodes in the job, relative to as many good ones."""
-        return 1 + self.bad_in_job / self.in_job * (self._settings.bad_factor - 1)
+        return self._factor(self.bad_in_job)
+
+    def _factor(self, bad: int) -> float:
+        return 1 + bad / self.in_job * (self._settings.bad_factor - 1)
 
     def lose(self, count: int) -> None:
         """Take failed nodes out of the job, and begin their repair."""
@@ -51,7 +56,6 @@ class Machines:
         if self.without_limit:
             return
         while self.spares < count:
-            self.waits += 1
             yield self._returned
         for _ in range(count):
             takes_bad = self._chance.random() * self.spares < self.bad_spares

@@ -43,7 +43,7 @@ class Estimate:
 
 def student(freedom: int) -> float:
     """The factor for 95 % confidence, by its expansion (Abramowitz and Stegun, 26.7.5); 2 % too
-    small for 2 degrees of freedom, exact to 0.1 % from 5 on."""
+    small for 2 degrees of freedom, exact to 0.2 % from 5 on."""
     if freedom == 1:
         return 12.706
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)

@@ -18,7 +18,7 @@ def document(study: Study) -> dict[str, Any]:
     walls = [outcome.wall_seconds for outcome in outcomes]
     failures = [float(sum(outcome.failures.values())) for outcome in outcomes]
     every = [wall / max(1.0, count) for wall, count in zip(walls, failures, strict=True)]
-    return _plain(
+    found: dict[str, Any] = _plain(
         {
             "simulated": True,
             "scenario": asdict(study.scenario),
@@ -40,6 +40,7 @@ def document(study: Study) -> dict[str, Any]:
             "notes": list(study.plan.notes),
         }
     )
+    return found
 
 
 def sources(study: Study) -> dict[str, dict[str, float]]:

@@ -71,6 +71,8 @@ class Failures:
     store_slow_every_seconds: float = NEVER
     store_slow_seconds: float = 3600.0
     store_slow_factor: float = 10.0
+    at_seconds: tuple[float, ...] = ()
+    """Failures of processes at these times, besides the random ones: those of a real job, again."""
     during_restart: bool = True
     """Failures also hit a job that is restarting."""
 
@@ -118,6 +120,8 @@ class Restart:
     warm_start_seconds: float | None = None
     """The same after the failure of a process only, if a process with all imports is waiting
     (`tierckpt run`). None: as `start_seconds`."""
+    first_start_seconds: float | None = None
+    """The start of the job. None: as `start_seconds`."""
     node_seconds: float = 0.0
     """Until a spare node has taken the place of a lost one."""
 

@@ -7,6 +7,7 @@ on the command line replace those of the file, and these replace those measured 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -124,7 +125,23 @@ def _build(tree: Mapping[str, Any]) -> Scenario:
             given[key] = _convert(Scenario, key, value, "")
         else:
             _refuse(key, "", (*TABLES, "levels", *TOP))
-    return Scenario(**given)
+    scenario = Scenario(**given)
+    _check_given(tree.get("job", {}), scenario.levels)
+    return scenario
+
+
+def _check_given(job: Mapping[str, Any], levels: Iterable[Level]) -> None:
+    """Refuse levels without the figures that their costs follow from."""
+    for level in levels:
+        if "step" not in job:
+            raise ConfigError('[job] has no step; give its duration, such as step = "1.5s"')
+        named = {"write": level.write_seconds, "restore": level.restore_seconds}
+        unknown = [name for name, seconds in named.items() if seconds is None]
+        if unknown and "state" not in job:
+            raise ConfigError(
+                f"[levels.{level.name}] has no {' and no '.join(unknown)}, and [job] no state to "
+                'compute it from; give state = "14GB", the size of one copy'
+            )
 
 
 def _levels(value: object) -> tuple[Level, ...]:
@@ -178,6 +195,8 @@ def _convert(kind: type, name: str, value: object, where: str) -> object:
     shown = name.removesuffix("_seconds").removesuffix("_bytes")
     wanted = typing.get_type_hints(kind)[name]
     try:
+        if name == "at_seconds":
+            return _times(value)
         if name.endswith("_seconds"):
             return _every(value) if name == "every_seconds" else seconds_of(value)
         if name.endswith("_bytes"):
@@ -193,6 +212,15 @@ def _convert(kind: type, name: str, value: object, where: str) -> object:
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         raise ConfigError(f"{where}{shown} is {value!r}; give {words[wanted]}")
     return value
+
+
+def _times(value: object) -> tuple[float, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{value!r} is not a list of times; write for example ['90m', '3h']")
+    found = tuple(seconds_of(each) for each in value)
+    if found and not 0 <= min(found) <= max(found) < math.inf:
+        raise ConfigError(f"{value!r} has a time that is negative or infinite")
+    return found
 
 
 def _every(value: object) -> float:
