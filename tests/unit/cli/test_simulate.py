@@ -14,7 +14,6 @@ from tests.support.event_stream import EventStream
 from tierckpt.cli.main import main
 from tierckpt.simulation.examples import EXAMPLES
 
-
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -111,8 +110,17 @@ def test_costs_of_a_jobs_own_events(tmp_path: Path, capsys: pytest.CaptureFixtur
         stream.progress(49, 11, begun=10, run="two")
         stream.progress(71, 20)
         stream.closed(72, 20, 1.0)
-    line = ("--events", tmp_path / "events", "--set", "job.state=201MB", "--json")
-    found = json.loads(said(capsys, *line, "--set", "levels.local.cost=20ms"))
+    line = (
+        "--events",
+        tmp_path / "events",
+        "--set",
+        "job.state=201MB",
+        "--json",
+        "--replicas",
+        "2",
+    )
+    short = ("--set", "job.length=4h")
+    found = json.loads(said(capsys, *line, *short, "--set", "levels.local.cost=20ms"))
     given = found["scenario"]
     assert (given["job"]["ranks"], given["job"]["step_seconds"]) == (2, pytest.approx(2.0))
     memory, local = given["levels"]

@@ -12,7 +12,7 @@ import pytest
 
 from tierckpt.simulation.examples import EXAMPLES
 from tierckpt.simulation.replicas import Estimate, Study, simulate
-from tierckpt.simulation.scenario import Constant, Failures, Job, Restart, Scenario
+from tierckpt.simulation.scenario import Scenario
 from tierckpt.simulation.scenario_file import merge, scenario_of
 
 HOUR, DAY = 3600.0, 86400.0
@@ -31,28 +31,14 @@ def example(name: str, **changes: Any) -> Scenario:
 # --- LightCheck's figures 5a and 5b ---------------------------------------------------------------
 
 
-def hours(point: Any, during_restart: bool, error: float = 0.004) -> Estimate:
-    """The point's training, simulated, with enough replicas for this standard error."""
-    replicas = 1
-    if point.mtbf_hours < math.inf:
-        failures = (point.recovery_seconds / (HOUR * point.mtbf_hours) / error) ** 2
-        replicas = max(3, math.ceil(failures * point.mtbf_hours / point.undisturbed_hours))
-    study = simulate(
-        Scenario(
-            job=Job(length_seconds=math.inf, work_seconds=HOUR * point.undisturbed_hours),
-            failures=Failures(
-                job_every_seconds=HOUR * point.mtbf_hours, during_restart=during_restart
-            ),
-            restart=Restart(start_seconds=0.0),
-            constant=Constant(point.recovery_seconds, point.overhead_share),
-            replicas=replicas,
-        )
-    )
-    assert all(outcome.done for outcome in study.outcomes)
-    return study.estimate(outcome.wall_seconds / HOUR for outcome in study.outcomes)
+@pytest.fixture
+def hours(benchmark_module: Callable[[str], Any]) -> Callable[..., Estimate]:
+    """Simulate a point."""
+    found: Callable[..., Estimate] = benchmark_module("lib.scale.checks").hours
+    return found
 
 
-def test_lightchecks_hours_come_out(published: Any) -> None:
+def test_lightchecks_hours_come_out(published: Any, hours: Any) -> None:
     """Their formula is T (1 + overhead) (1 + recovery / MTBF): failures count only while the job
     trains."""
     points = published.lightcheck()
@@ -63,7 +49,9 @@ def test_lightchecks_hours_come_out(published: Any) -> None:
         assert found == pytest.approx(point.hours, rel=0.01 + rounding), point
 
 
-def test_with_failures_during_restarts_the_hours_agree_from_an_hour_on(published: Any) -> None:
+def test_with_failures_during_restarts_the_hours_agree_from_an_hour_on(
+    published: Any, hours: Any
+) -> None:
     for point in published.lightcheck():
         if point.mtbf_hours >= 1:
             found = hours(point, during_restart=True, error=0.001)
@@ -71,9 +59,11 @@ def test_with_failures_during_restarts_the_hours_agree_from_an_hour_on(published
             assert found.mean == pytest.approx(point.hours, rel=slack), point
 
 
-def test_at_ten_minutes_failures_of_restarts_make_the_difference(published: Any) -> None:
-    """A recovery of 517 s that failures hit as well takes M (exp(R / M) - 1): the total is longer by
-    exp(R / M) / (1 + R / M), 27 % at 10 minutes, and 1 % at an hour."""
+def test_at_ten_minutes_failures_of_restarts_make_the_difference(
+    published: Any, hours: Any
+) -> None:
+    """A recovery of 517 s that failures hit as well takes M (exp(R / M) - 1): the total is longer
+    by exp(R / M) / (1 + R / M), 27 % at 10 minutes, and 1 % at an hour."""
     (point,) = [
         p
         for p in published.lightcheck()

@@ -95,7 +95,7 @@ def test_costs_that_follow_from_nothing_are_refused() -> None:
     levels = {"persistent": {"every": "10m"}}
     with pytest.raises(ConfigError, match=r"\[job\] has no step"):
         scenario_of({"levels": levels}, "job.toml")
-    with pytest.raises(ConfigError, match="has no write and no restore, and .* no state"):
+    with pytest.raises(ConfigError, match=r"has no write and no restore, and .* no state"):
         scenario_of({"job": {"step": 1}, "levels": levels}, "job.toml")
     known = {"persistent": {"every": "10m", "write": "9s", "restore": "1m"}}
     assert scenario_of({"job": {"step": 1}, "levels": known}, "job.toml")
