@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     Steps = Generator[simpy.Event, Any, None]
 
+ROUNDING_SECONDS = 1e-5
+"""Less than this is not waited for: after years of seconds the clock cannot show 1e-9."""
 KEPT = 64
 """Changes of the speed that are remembered, for flushes that began before them."""
 
@@ -38,7 +40,7 @@ class SharedStore:
 
     def transfer(self, seconds: float) -> Steps:
         """Wait as long as a transfer takes that needs `seconds` at full speed."""
-        while seconds > 1e-9:
+        while seconds > ROUNDING_SECONDS:
             speed, began, changed = self.speed, self._env.now, self._changed
             if speed:
                 yield self._env.timeout(seconds / speed) | changed
@@ -52,7 +54,7 @@ class SharedStore:
         for number, (since, speed) in enumerate(self._history):
             ends = [*self._history[number + 1 : number + 2], (now, 0.0)][0][0]
             done += max(0.0, min(ends, now) - max(since, began)) * speed
-        return done >= seconds - 1e-9
+        return done >= seconds - ROUNDING_SECONDS
 
     def _life(self) -> Steps:
         out, slow = self._rates

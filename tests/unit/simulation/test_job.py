@@ -185,3 +185,14 @@ def test_confidence_intervals() -> None:
         assert student(freedom) == pytest.approx(factor, rel=0.02 if freedom < 5 else 0.002)
     assert Estimate.of([1.0, 2.0, 3.0, 4.0]).mean == 2.5
     assert math.isnan(Estimate.of([1.0]).error)
+
+
+def test_transfers_end_however_late_it_is() -> None:
+    """In ten years of seconds the clock has a resolution of 6e-8."""
+    job = Job(ranks=16, length_seconds=3650 * DAY, step_seconds=1.0)
+    level = replace(STORE, every_steps=3600, restore_seconds=8.123456789)
+    outcome = course(scenario(level, job=job, failures=Failures(job_every_seconds=DAY)))
+    assert outcome.sources["persistent"] > 3000
+    assert outcome.seconds["load persistent"] == pytest.approx(
+        8.1234567 * outcome.sources["persistent"], rel=0.001
+    )
