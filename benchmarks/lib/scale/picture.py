@@ -7,7 +7,8 @@ from typing import Any
 
 from lib.scale.jobs import WAYS
 
-COLOURS = ("tab:gray", "tab:blue", "tab:orange")
+COLOURS = ("tab:gray", "tab:blue", "tab:green", "tab:orange")
+STYLES = ("s--", "x-", "v:", "o-")
 
 
 def plot(path: Path, document: dict[str, Any]) -> str:
@@ -32,13 +33,13 @@ def plot(path: Path, document: dict[str, Any]) -> str:
 
 
 def _goodput(axis: Any, rows: list[dict[str, Any]]) -> None:
-    for way, colour in zip(WAYS, COLOURS, strict=True):
+    for way, colour, style in zip(WAYS, COLOURS, STYLES, strict=True):
         own = [row for row in rows if row["way"] == way]
         axis.errorbar(
             [row["ranks"] for row in own],
             [100 * row["goodput"] for row in own],
             [100 * row["goodput_error"] for row in own],
-            fmt="o-",
+            fmt=style,
             color=colour,
             label=way,
         )
