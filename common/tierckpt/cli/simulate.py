@@ -184,12 +184,15 @@ def _percent(share: Estimate, digits: int = 2) -> str:
 
 
 def _phase_lines(study: Study) -> list[tuple[str, ...]]:
-    lines: list[tuple[str, ...]] = [("time", "share")]
+    from tierckpt.simulation.units import time_text
+
+    wall = study.estimate(o.wall_seconds for o in study.outcomes).mean
+    lines: list[tuple[str, ...]] = [("time", "share", "in all")]
     for name, share in study.phase_shares.items():
         if share.mean > 0:
             level = name.removeprefix("load ")
             title = PHASES.get(name, f"restore from {level}" if level != name else name)
-            lines.append((title, _percent(share)))
+            lines.append((title, _percent(share), time_text(wall * share.mean)))
     return lines
 
 

@@ -20,8 +20,8 @@ from tierckpt.core.tuning.interval_model import (
 )
 
 from .costs import LevelCosts
+from .course.schedule import Rung, Schedule
 from .scenario import Failures, Job, Level, Scenario
-from .schedule import Rung, Schedule
 from .units import time_text
 
 MOST_STEPS = 10**12

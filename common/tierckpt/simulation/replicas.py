@@ -15,11 +15,11 @@ from statistics import NormalDist, fmean, stdev
 from tierckpt.errors import ConfigError
 
 from .costs import LevelCosts, costs_of, exposed_seconds, protect_seconds
+from .course.job import Outcome, SimulatedJob
+from .course.schedule import Schedule
 from .intervals import Plan, kind_rates, plan_of
-from .job import Outcome, SimulatedJob
 from .redundancy import Redundancy, losses_per_second
 from .scenario import Scenario
-from .schedule import Schedule
 
 CONFIDENCE = 0.95
 

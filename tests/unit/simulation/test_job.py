@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tierckpt.core.tuning.interval_model import daly_seconds
-from tierckpt.simulation.job import Outcome
+from tierckpt.simulation.course.job import Outcome
 from tierckpt.simulation.replicas import Estimate, simulate, student, with_best_intervals
 from tierckpt.simulation.report import document
 from tierckpt.simulation.scenario import Failures, Job, Level, Nodes, Restart, Scenario

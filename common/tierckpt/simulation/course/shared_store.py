@@ -6,7 +6,7 @@ from collections.abc import Generator
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from .scenario import Failures
+from tierckpt.simulation.scenario import Failures
 
 if TYPE_CHECKING:
     import simpy

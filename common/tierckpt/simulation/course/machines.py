@@ -7,7 +7,7 @@ from collections.abc import Generator
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from .scenario import Nodes
+from tierckpt.simulation.scenario import Nodes
 
 if TYPE_CHECKING:
     import simpy

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from .costs import LevelCosts
+from tierckpt.simulation.costs import LevelCosts
+from tierckpt.simulation.intervals import kind_rates
+from tierckpt.simulation.redundancy import Redundancy
+from tierckpt.simulation.scenario import Scenario
+
 from .holdings import Holdings
-from .intervals import kind_rates
 from .machines import Machines
-from .redundancy import Redundancy
-from .scenario import Scenario
 from .schedule import Schedule
 from .shared_store import SharedStore
 
