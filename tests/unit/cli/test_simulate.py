@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ import pytest
 from tests.support.event_stream import EventStream
 from tierckpt.cli.main import main
 from tierckpt.simulation.examples import EXAMPLES
+from tierckpt.simulation.scenario import Level
+from tierckpt.simulation.scenario_file import TABLES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,6 +50,24 @@ def test_the_example_runs(job: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "Simulated goodput 99." in out
     assert "(3 replicas, seed 1, 95 % confidence)" in out
     assert said(capsys, job, "--replicas", "3") == out
+
+
+def test_the_page_has_the_real_output(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job.parent)
+    page = (ROOT / "docs" / "simulate.md").read_text()
+    shown = page.split("$ tierckpt simulate job.toml\n")[1].split("```")[0]
+    assert shown == said(capsys, "job.toml")
+
+
+def test_every_key_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "simulate.md").read_text()
+    table = page.split("## The scenario")[1].split("## The model")[0]
+    named = set(re.findall(r"`([a-z_]+)`", table))
+    for kind in (*TABLES.values(), Level):
+        keys = {each.name.removesuffix("_seconds").removesuffix("_bytes") for each in fields(kind)}
+        assert keys - {"name", "policy"} <= named, kind
 
 
 def test_json_and_values_from_the_command_line(
