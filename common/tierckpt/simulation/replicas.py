@@ -20,8 +20,11 @@ from .course.schedule import Schedule
 from .intervals import Plan, kind_rates, plan_of
 from .redundancy import Redundancy, losses_per_second
 from .scenario import Scenario
+from .units import time_text
 
 CONFIDENCE = 0.95
+MOST_FAILURES = 10_000_000
+"""More take ten minutes or so."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ def simulate(scenario: Scenario) -> Study:
         raise ConfigError(
             "the simulator needs SimPy, which is not installed: pip install 'tierckpt[simulate]'"
         ) from error
+    _check_size(scenario)
     peer = scenario.level("peer")
     redundancy = None if peer is None else Redundancy(scenario.job, peer)
     costs = costs_of(scenario)
@@ -152,6 +156,20 @@ def simulate(scenario: Scenario) -> Study:
         )
         outcomes.append(job.run())
     return Study(scenario, plan, costs, tuple(outcomes), redundancy)
+
+
+def _check_size(scenario: Scenario) -> None:
+    """Refuse a scenario that would take long, such as one with wrong units."""
+    rate = math.fsum(kind_rates(scenario.job, scenario.failures).values())
+    rate *= 1 + scenario.nodes.bad_share * (scenario.nodes.bad_factor - 1)
+    seconds = min(scenario.job.length_seconds, scenario.job.work_seconds)
+    count = rate * seconds * scenario.replicas
+    if count > MOST_FAILURES:
+        raise ConfigError(
+            f"some {count:.1e} failures would be simulated, one every {time_text(1 / rate)} in "
+            f"{time_text(seconds)}, {scenario.replicas} times; give a shorter length, fewer "
+            f"replicas, or rarer failures ({MOST_FAILURES:.0e} are possible)"
+        )
 
 
 def with_best_intervals(scenario: Scenario) -> Scenario:
