@@ -243,7 +243,9 @@ def _conclusions(study: Study) -> list[str]:
         f"Simulated goodput {_percent(study.goodput)} in {time_text(walls.mean)} on "
         f"{scenario.job.ranks:,} ranks ({scenario.replicas} replicas, seed {scenario.seed}, 95 % "
         "confidence).",
-        f"{failures.mean:.1f}{error} failures, one every {often}.",
+        f"{failures.mean:.1f}{error} failures, one every {often}."
+        if failures.mean
+        else 'No failures: give their rates in [failures], such as node_every = "1y".',
     ]
     if not math.isinf(scenario.job.work_seconds) and not all(o.done for o in outcomes):
         undone = sum(not o.done for o in outcomes)

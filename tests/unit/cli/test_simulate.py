@@ -154,6 +154,16 @@ def test_costs_of_a_jobs_own_events(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert 0.3 < found["goodput"]["mean"] < 0.9
 
 
+def test_without_rates_there_are_no_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[job]\nstep = 1\nstate = "1GB"\n[levels.memory]\nevery_steps = 1\n')
+    out = said(capsys, path, "--replicas", "1")
+    assert "No failures: give their rates in [failures], such as node_every" in out
+    assert "Simulated goodput 100.00 % in 30 d" in out
+
+
 def test_best_intervals_are_simulated_too(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, job, "--best", "--replicas", "2")
     assert f"{job}, best intervals:" in out
