@@ -92,7 +92,7 @@ def test_the_metadata_names_licence_and_extras(wheel: Path, metadata: Message) -
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
     extras = {"dev", "demo", "docs", "bench", "horovod", "mpi", "plot", "rs", "s3", "s3-tests"}
     extras |= {"compression", "encryption", "accelerate", "lightning", "transformers"}
-    extras |= {"prometheus", "opentelemetry", "tensorboard", "wandb", "mlflow"}
+    extras |= {"prometheus", "opentelemetry", "tensorboard", "wandb", "mlflow", "simulate"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 

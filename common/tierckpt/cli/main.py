@@ -275,6 +275,42 @@ def _interchange(args: argparse.Namespace, console: Console) -> None:
     getattr(command, args.action)(args, console)
 
 
+def simulate(commands: Subparsers) -> None:
+    """`tierckpt simulate SCENARIO`."""
+    parser = commands.add_parser(
+        "simulate",
+        help="simulate a job under failures: goodput, lost work, traffic, best intervals",
+        description="Simulates a job that fails and restarts, from a scenario in a TOML file "
+        "(`tierckpt simulate --example > job.toml` writes one to start from). Options replace "
+        "values of the file, and these replace values measured from events. Needs the extra "
+        "[simulate].",
+    )
+    parser.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO", help="a TOML file")
+    text = "print an example, and end: %(choices)s (default: %(const)s)"
+    names = ("cluster", "llama3", "torch-save", "spot", "constant")
+    parser.add_argument("--example", nargs="?", const=names[0], choices=names, help=text)
+    text = "measure costs, restarts and the failure rate from a job's events_dir"
+    parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="EVENTS", help=text)
+    text = "set a value of the scenario, such as job.ranks=1024; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "simulate each value, and print a line for each: job.ranks=64,1024,16384"
+    parser.add_argument("--vary", metavar="NAME=VALUES", help=text)
+    text = "simulate also with the best interval of each level, by the formula"
+    parser.add_argument("--best", action="store_true", help=text)
+    parser.add_argument("--replicas", type=int, metavar="N", help="number of repetitions")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of all random numbers")
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    text = "write a picture: a bar of time for each simulated job (needs matplotlib)"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(args: argparse.Namespace, console: Console) -> None:
+    from . import simulate as command
+
+    command.simulate(args, console)
+
+
 def _add_places(parser: argparse.ArgumentParser, action: str) -> None:
     parser.add_argument("path", type=place, nargs="+", metavar="PATH")
     parser.set_defaults(run=_offline, action=action)
@@ -456,8 +492,9 @@ def run(commands: Subparsers) -> None:
 RUN = "run"
 GROUPS: dict[str, tuple[Callable[[Any], None], ...]] = {
     "run a script": (run, prove),
-    "look at a job": (watch, list_, verify, diff, goodput, interval, trace),
+    "look at a job": (watch, list_, verify, diff, goodput, trace),
     "control a job": (halt, rollback, pin, unpin, takeover),
+    "plan a job": (interval, simulate),
     "exchange checkpoints with other tools": (import_, export),
     "examine a machine": (doctor, health),
 }

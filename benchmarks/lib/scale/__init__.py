@@ -1,0 +1,1 @@
+"""Helpers of scale.py: simulated jobs, and the simulator beside measured ones."""
