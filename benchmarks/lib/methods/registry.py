@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from lib.methods.alternatives import PEERS
+from lib.methods.checkfreq import CheckFreq
 from lib.methods.horovod import HOROVODS
 from lib.methods.method import Method
 from lib.methods.ours import OURS
 
 METHODS: dict[str, dict[str, type[Method]]] = {
-    "torchrun": {each.name: each for each in (Method, *PEERS, *OURS)},
+    "torchrun": {each.name: each for each in (Method, *PEERS, CheckFreq, *OURS)},
     "horovod": {each.name: each for each in (Method, *HOROVODS)},
 }
 TUNED_PEER = "dcp-tuned"  # the reference of the slowdown target

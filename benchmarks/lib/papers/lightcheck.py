@@ -1,0 +1,251 @@
+"""The tables of LightCheck (ICCD 2023): how often can a job take checkpoints at 5 % overhead?
+
+For each model and method: `cost`, the time that a checkpoint adds to the training; the fewest
+iterations between checkpoints at which that is at most 5 %; the overhead there. One team of
+processes at a time, so that the largest model fits into memory; its plain steps before and after
+the steps with checkpoints are the comparison, so a drift of the machine cancels out.
+`resumption` measures the recovery, and compares the curve of a resumed job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lib import figures
+from lib.files import SHARED_MEMORY, temporary
+from lib.limits import Limits
+from lib.methods.checkfreq import tuned_interval
+from lib.methods.method import Setting
+from lib.methods.registry import METHODS
+from lib.models import OF_PAPERS
+from lib.papers.models import MODELS
+from lib.papers.results import Row
+from lib.papers.resumption import Resumption
+from lib.progress import say
+from lib.training.teams import Team, TeamError, measure_visit
+
+BUDGET = 0.05
+"""LightCheck's: the overhead that is allowed."""
+WORLD = 2
+MOST_STEPS = 12
+"""Steps with checkpoints in a visit at most, where a found interval is measured."""
+LEAST_STEPS = 6
+"""Steps with checkpoints in a visit at least."""
+SAMPLE_BYTES = 256 << 20
+"""Bytes of the bare copy and write at most."""
+
+
+def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Measure the chosen models and methods; yields the rows of one model after another."""
+    for name in options.models:
+        missing = MODELS[name].missing()
+        if missing:
+            say(f"{name}: {missing}")
+            continue
+        with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
+            for method in options.methods:
+                say(f"{name}: {method}")
+                yield [_row(options, name, method, folder / method, memory)]
+
+
+def _row(options: argparse.Namespace, name: str, method: str, folder: Path, memory: Path) -> Row:
+    model = MODELS[name]
+    row: Row = {
+        "model": name,
+        "title": model.title,
+        "method": method,
+        "method_title": METHODS["torchrun"][method].title,
+        "batch": model.shape,
+        "world": WORLD,
+        "simulated": False,
+        "status": "ok",
+    }
+    folder.mkdir()
+    try:
+        if "frequency" in options.parts:
+            row |= _frequency(options, name, method, folder, memory)
+    except TeamError as error:
+        return {**row, "status": f"failed: {error}"}
+    if "recovery" in options.parts:
+        row |= _recovery(name, method, folder, memory, row)
+    return row
+
+
+# --- how often, and at which overhead -------------------------------------------------------------
+
+
+class Frequency:
+    """One method's team, and its visits at several intervals."""
+
+    def __init__(self, team: Team, rounds: int) -> None:
+        self.team, self.rounds = team, rounds
+        self.step = 0.0
+        """Seconds of a plain step, of the last measurement."""
+
+    def at(self, every: int, rounds: int | None = None) -> Row:
+        """Measure checkpoints at this interval: cost in seconds, and overhead as a fraction."""
+        steps = max(2, LEAST_STEPS // every) * every
+        visits = [
+            measure_visit(self.team, self.team, steps, every) for _ in range(rounds or self.rounds)
+        ]
+        plain = [median(_plain(visit)) for visit in visits]
+        costs = [
+            median(figures.cycles(visit["checkpoints"], every)) - every * step
+            for visit, step in zip(visits, plain, strict=True)
+        ]
+        merged = [each for visit in visits for each in figures.merge(visit["checkpoints"])]
+        ratios = [cost / (every * step) for cost, step in zip(costs, plain, strict=True)]
+        self.step = median(plain)
+        return {
+            "every": every,
+            "step_seconds": self.step,
+            "cost_seconds": median(costs),
+            "overhead": median(ratios),
+            "overhead_range": [min(ratios), max(ratios)],
+            "due": len(merged),
+            "taken": sum("durable" in each for each in merged),
+            "durable_seconds": _median(each.get("durable") for each in merged),
+            "phases": _phases(merged),
+            "others_cores": median(figures.noise(visit) for visit in visits),
+        }
+
+
+def _plain(visit: dict[str, Any]) -> list[float]:
+    return figures.cycles(visit["before"], 1) + figures.cycles(visit["after"], 1)
+
+
+def _median(values: Any) -> float | None:
+    found = [value for value in values if value is not None]
+    return median(found) if found else None
+
+
+def _phases(merged: list[dict[str, Any]]) -> dict[str, float]:
+    names = sorted({name for each in merged for name in each["phases"]})
+    return {
+        name: median(each["phases"][name] for each in merged if name in each["phases"])
+        for name in names
+    }
+
+
+def _frequency(
+    options: argparse.Namespace, name: str, method: str, folder: Path, memory: Path
+) -> Row:
+    setting = Setting(
+        method=method,
+        launcher="torchrun",
+        world=WORLD,
+        model=OF_PAPERS + name,
+        batch=MODELS[name].batch,
+        every=1,
+        device="cpu",
+        backend="gloo",
+        directory=str(folder),
+        memory=str(memory),
+    )
+    team = Team(setting, options.timeout, folder.with_suffix(".log"))
+    try:
+        state_bytes = team.ready()
+        team.command("keep_freed")
+        team.command("attach")
+        found = shortest(Frequency(team, options.rounds), method)
+    finally:
+        team.begin_close()
+        team.end_close()
+    bounds = _bounds(state_bytes, folder, found["step_seconds"])
+    return {"state_bytes": state_bytes, **found, **bounds}
+
+
+def shortest(frequency: Frequency, method: str) -> Row:
+    """Find the fewest iterations between checkpoints at which the overhead is in the budget.
+
+    Starts at every iteration. Where checkpoints are skipped, or wait for the previous one, the
+    next try is the interval in which one is finished. `measured`: the overhead was measured at
+    that interval, and not computed from the cost of a checkpoint at another one.
+    """
+    frequency.at(1, rounds=1)  # warms up buffers, files and page tables
+    tried = [frequency.at(1)]
+    first = tried[0]
+    if first["overhead"] > BUDGET or first["taken"] < first["due"]:
+        alone = max(2, min(MOST_STEPS // 2, _until_done(first, method)))
+        tried.append(frequency.at(alone))
+        found = iterations(tried[-1], method)
+        if alone != found <= MOST_STEPS // 2:
+            tried.append(frequency.at(found))
+    last = tried[-1]
+    needed = iterations(last, method)
+    same = needed <= last["every"] and last["overhead"] <= BUDGET
+    chosen = last["every"] if same else max(needed, last["every"] + 1)
+    overhead = last["overhead"] if same else last["cost_seconds"] / (chosen * last["step_seconds"])
+    return {
+        "iterations": chosen,
+        "overhead": overhead,
+        "overhead_range": last["overhead_range"] if same else None,
+        "measured": same,
+        "step_seconds": last["step_seconds"],
+        "cost_seconds": last["cost_seconds"],
+        "durable_seconds": last["durable_seconds"],
+        "tried": tried,
+    }
+
+
+def _until_done(tried: Row, method: str) -> int:
+    """Steps until a checkpoint is finished, so that the next one need not wait."""
+    seconds = tried["durable_seconds"]
+    return math.ceil(seconds / tried["step_seconds"]) + 1 if seconds else MOST_STEPS // 2
+
+
+def iterations(tried: Row, method: str) -> int:
+    """The fewest iterations at which a checkpoint of this cost is within the budget."""
+    step = tried["step_seconds"]
+    least = max(1, math.ceil(tried["cost_seconds"] / (BUDGET * step)))
+    if tried["taken"] < tried["due"]:
+        least = max(least, tried["every"] + 1)
+    if method == "checkfreq" and tried["phases"]:
+        own = tried["phases"]
+        least = max(least, tuned_interval(own["snapshot"], own["persist"], step, 0.0, BUDGET))
+    return least
+
+
+def _bounds(state_bytes: int, folder: Path, step: float) -> Row:
+    """What the hardware allows: a rank's share of the copy, and the write of all, over a step."""
+    limits = Limits(min(state_bytes, SAMPLE_BYTES), folder, "cpu", WORLD)
+    limits.once()
+    samples = [limits.once() for _ in range(3)]
+    copy = limits.nbytes / median(each["copy"].wall_s for each in samples)
+    write = limits.nbytes / median(each["write_recycled"].wall_s for each in samples)
+    limits.path.unlink()
+    return {
+        "copy_bytes_per_second": copy,
+        "write_bytes_per_second": write,
+        "copy_of_step": state_bytes / WORLD / copy / step,
+        "write_of_step": state_bytes / write / step,
+    }
+
+
+# --- recovery, and the curve after it -------------------------------------------------------------
+
+RESUMED = {
+    "ours-memory": "ours",
+    "ours-local": "ours-disk",
+    "checkfreq": "checkfreq",
+    "torch-save": "torch-save",
+}
+"""The method of a killed job, see `lib.goodput.methods`."""
+
+
+def _recovery(name: str, method: str, folder: Path, memory: Path, row: Row) -> Row:
+    """Kill a job, and compare it with one that was not killed."""
+    job = Resumption(name, MODELS[name], RESUMED[method], folder / "resumed", memory / "resumed")
+    found = job.run(lose_memory=method == "ours-local")
+    if "iterations" in row:
+        # A failure comes at any moment: half of an interval is lost on average.
+        found["lost_seconds"] = row["iterations"] / 2 * row["step_seconds"]
+    return found
+
+
+__all__ = ["measure"]

@@ -1,0 +1,153 @@
+"""The tables of LightCheck from rows and published values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lib.papers.page import table
+from lib.papers.results import Row
+
+OURS = ("ours-memory", "ours-local")
+BASELINES = ("checkfreq", "torch-save")
+SHORT = {
+    "ours-memory": "**memory**",
+    "ours-local": "**local disk**",
+    "checkfreq": "CheckFreq",
+    "torch-save": "`torch.save`",
+}
+
+
+def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
+    """Paragraphs and tables."""
+    by = {(row["model"], row["method"]): row for row in rows}
+    names = list(dict.fromkeys([*published["models"], *(row["model"] for row in rows)]))
+    models = [name for name in names if any((name, m) in by for m in SHORT)]
+    parts = [
+        "DDP over gloo, two ranks, one thread each; the size of a step and its ratio to the bytes "
+        "decide. *Copy* and *write* are the bare copy of a rank's share, and the bare write of "
+        "the whole state, as a share of a step: where the copy is well below 1, a checkpoint at "
+        "every iteration is possible, and to the disk where the write is.",
+        table([_HEAD_MODELS, *(_model(by, name, published) for name in models)]),
+        "Iterations between checkpoints at an overhead of at most 5 %, and the overhead there in "
+        "percent. In parentheses: computed from the measured cost of a checkpoint, not measured "
+        "at that interval. A negative overhead is noise. "
+        "*LightCheck*: its best of three variants in memory, and on disk.",
+        table([_HEAD, *(_frequency(by, name, published) for name in models)]),
+    ]
+    resumed = [name for name in models if any("back_seconds" in r for r in _of(by, name))]
+    if resumed:
+        parts += [
+            "Recovery, in seconds: from the SIGKILL of a rank to the end of the next step (of "
+            "it the load), and with half an interval of lost iterations. Ranks are forked from a "
+            "process that has imported torch; all processes of the job start again. Theirs "
+            "grow with the interval, so lost iterations are in them.",
+            table([_HEAD_RECOVERY, *(_recovery(by, name, published) for name in resumed)]),
+            "The curve after the restart, compared with a job that was not killed: the largest "
+            "difference of the loss (of the norm of the gradients). 0 is equality bit for bit. "
+            "Models with dropout differ without the random streams, and BatchNorm's statistics "
+            "where they are copied during a forward pass.",
+            table([_HEAD_CURVE, *(_curve(by, name) for name in resumed)]),
+        ]
+    failed = [row for row in rows if row.get("status", "ok") != "ok"]
+    parts += [
+        f"- {row['title']}, {row['method_title']}: {row['status'].splitlines()[-1]}"
+        for row in failed
+    ]
+    return parts
+
+
+_HEAD_MODELS = ["model", "batch a rank", "MB: here", "there", "step, s", "copy", "write"]
+_HEAD = [
+    "model",
+    *(f"{SHORT[method]}" for method in (*OURS, *BASELINES)),
+    "LightCheck",
+    "its disk",
+    "CheckFreq there",
+    "`torch.save` there",
+]
+_HEAD_RECOVERY = [
+    "model",
+    *(SHORT[method] for method in (*OURS, *BASELINES)),
+    "LightCheck",
+    "CheckFreq there",
+    "`torch.save` there",
+]
+_HEAD_CURVE = ["model", *(SHORT[method] for method in (*OURS, *BASELINES))]
+
+
+def _of(by: dict[tuple[str, str], Row], name: str) -> list[Row]:
+    return [by[name, method] for method in SHORT if (name, method) in by]
+
+
+def _model(by: dict[tuple[str, str], Row], name: str, published: dict[str, Any]) -> list[str]:
+    rows = [row for row in _of(by, name) if "state_bytes" in row]
+    first = _of(by, name)[0]
+    theirs = published["models"].get(name, {})
+    if not rows:
+        return [first["title"], first["batch"], "-", f"{theirs.get('megabytes', '-')}", *"---"]
+
+    def middle(key: str) -> float:
+        values = sorted(row[key] for row in rows)
+        return float(values[len(values) // 2])
+
+    return [
+        first["title"],
+        first["batch"],
+        f"{rows[0]['state_bytes'] / 1e6:,.0f}",
+        f"{theirs['megabytes']:,}" if theirs else "-",
+        f"{middle('step_seconds'):.2f}",
+        f"{middle('copy_of_step'):.3f}",
+        f"{middle('write_of_step'):.2f}",
+    ]
+
+
+def _frequency(by: dict[tuple[str, str], Row], name: str, published: dict[str, Any]) -> list[str]:
+    theirs = published["models"].get(name)
+    cells = [_of(by, name)[0]["title"]]
+    for method in (*OURS, *BASELINES):
+        row = by.get((name, method), {})
+        if "iterations" not in row:
+            cells.append("-")
+            continue
+        text = f"{row['iterations']:,} at {100 * row['overhead']:.1f}"
+        text = text if row["measured"] else f"({text})"
+        cells.append(f"**{text}**" if method in OURS else text)
+    return [*cells, *(_published(theirs) if theirs else "----")]
+
+
+def _published(theirs: dict[str, Any]) -> list[str]:
+    pairs = list(zip(theirs["iterations"], theirs["overhead"], strict=True))
+    best = min(pairs[:3])
+    return [f"{count:,} at {percent:g}" for count, percent in (best, *pairs[3:])]
+
+
+def _recovery(by: dict[tuple[str, str], Row], name: str, published: dict[str, Any]) -> list[str]:
+    cells = [_of(by, name)[0]["title"]]
+    for method in (*OURS, *BASELINES):
+        row = by.get((name, method), {})
+        if "back_seconds" not in row:
+            cells.append("-")
+            continue
+        lost = row.get("lost_seconds")
+        total = f", {row['back_seconds'] + lost:.1f}" if lost is not None else ""
+        cells.append(f"{row['back_seconds']:.1f} ({row['load_seconds']:.2f}){total}")
+    theirs = published["models"].get(name)
+    return (
+        [*cells, *(f"{seconds:g}" for seconds in theirs["recovery"])]
+        if theirs
+        else [
+            *cells,
+            *"---",
+        ]
+    )
+
+
+def _curve(by: dict[tuple[str, str], Row], name: str) -> list[str]:
+    cells = [_of(by, name)[0]["title"]]
+    for method in (*OURS, *BASELINES):
+        row = by.get((name, method), {})
+        if "loss_difference" not in row:
+            cells.append("-")
+            continue
+        cells.append(f"{row['loss_difference']:.3g} ({row['gradient_difference']:.3g})")
+    return cells
