@@ -34,6 +34,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="a small size, for a check of the code")
     parser.add_argument("--models", help="some of the models, separated by commas")
     parser.add_argument("--methods", help="some of the methods, separated by commas")
+    parser.add_argument("--launchers", help="torchrun, horovod, or both, separated by a comma")
+    parser.add_argument("--worlds", help="numbers of ranks, separated by commas")
+    parser.add_argument("--sizes", help="MiB of a node's shard, separated by commas")
     parser.add_argument("--parts", help="some of the parts of a table, separated by commas")
     parser.add_argument("--rounds", type=int, help="visits to each method; default 3, toy 1")
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
@@ -42,6 +45,8 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if not (options.name or options.list or options.write):
         parser.error(f"name a paper ({', '.join(PAPERS)} or all), or give --list or --write")
+    if options.name == "all" and options.json:
+        parser.error("--json is the file of one paper: name that instead of all")
     options.rounds = options.rounds or (1 if options.toy else 3)
     options.dir = options.dir or machine.scratch_parent()
     for name in [options.name] if options.name in PAPERS else []:

@@ -14,28 +14,23 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from lib import figures
 from lib.files import SHARED_MEMORY, temporary
 from lib.limits import Limits
 from lib.methods.checkfreq import tuned_interval
-from lib.methods.method import Setting
 from lib.methods.registry import METHODS
-from lib.models import OF_PAPERS
+from lib.papers.frequency import Frequency, attached
 from lib.papers.models import MODELS
 from lib.papers.results import Row
 from lib.papers.resumption import Resumption
 from lib.progress import say
-from lib.training.teams import Team, TeamError, measure_visit
+from lib.training.teams import TeamError
 
 BUDGET = 0.05
 """LightCheck's: the overhead that is allowed."""
 WORLD = 2
 MOST_STEPS = 12
 """Steps with checkpoints in a visit at most, where a found interval is measured."""
-LEAST_STEPS = 6
-"""Steps with checkpoints in a visit at least."""
 SAMPLE_BYTES = 256 << 20
 """Bytes of the bare copy and write at most."""
 
@@ -79,85 +74,17 @@ def _row(options: argparse.Namespace, name: str, method: str, folder: Path, memo
 # --- how often, and at which overhead -------------------------------------------------------------
 
 
-class Frequency:
-    """One method's team, and its visits at several intervals."""
-
-    def __init__(self, team: Team, rounds: int) -> None:
-        self.team, self.rounds = team, rounds
-        self.step = 0.0
-        """Seconds of a plain step, of the last measurement."""
-
-    def at(self, every: int, rounds: int | None = None) -> Row:
-        """Measure checkpoints at this interval: cost in seconds, and overhead as a fraction."""
-        steps = max(2, LEAST_STEPS // every) * every
-        visits = [
-            measure_visit(self.team, self.team, steps, every) for _ in range(rounds or self.rounds)
-        ]
-        plain = [median(_plain(visit)) for visit in visits]
-        costs = [
-            median(figures.cycles(visit["checkpoints"], every)) - every * step
-            for visit, step in zip(visits, plain, strict=True)
-        ]
-        merged = [each for visit in visits for each in figures.merge(visit["checkpoints"])]
-        ratios = [cost / (every * step) for cost, step in zip(costs, plain, strict=True)]
-        self.step = median(plain)
-        return {
-            "every": every,
-            "step_seconds": self.step,
-            "cost_seconds": median(costs),
-            "overhead": median(ratios),
-            "overhead_range": [min(ratios), max(ratios)],
-            "due": len(merged),
-            "taken": sum("durable" in each for each in merged),
-            "durable_seconds": _median(each.get("durable") for each in merged),
-            "phases": _phases(merged),
-            "others_cores": median(figures.noise(visit) for visit in visits),
-        }
-
-
-def _plain(visit: dict[str, Any]) -> list[float]:
-    return figures.cycles(visit["before"], 1) + figures.cycles(visit["after"], 1)
-
-
-def _median(values: Any) -> float | None:
-    found = [value for value in values if value is not None]
-    return median(found) if found else None
-
-
-def _phases(merged: list[dict[str, Any]]) -> dict[str, float]:
-    names = sorted({name for each in merged for name in each["phases"]})
-    return {
-        name: median(each["phases"][name] for each in merged if name in each["phases"])
-        for name in names
-    }
-
-
 def _frequency(
     options: argparse.Namespace, name: str, method: str, folder: Path, memory: Path
 ) -> Row:
-    setting = Setting(
-        method=method,
-        launcher="torchrun",
-        world=WORLD,
-        model=OF_PAPERS + name,
-        batch=MODELS[name].batch,
-        every=1,
-        device="cpu",
-        backend="gloo",
-        directory=str(folder),
-        memory=str(memory),
-    )
-    team = Team(setting, options.timeout, folder.with_suffix(".log"))
-    try:
-        state_bytes = team.ready()
-        team.command("keep_freed")
-        team.command("attach")
+    places = (folder, memory)
+    with attached(method, "torchrun", name, WORLD, places, options.timeout) as (team, state_bytes):
         found = shortest(Frequency(team, options.rounds), method)
-    finally:
-        team.begin_close()
-        team.end_close()
-    bounds = _bounds(state_bytes, folder, found["step_seconds"])
-    return {"state_bytes": state_bytes, **found, **bounds}
+    return {
+        "state_bytes": state_bytes,
+        **found,
+        **bounds(state_bytes, folder, found["step_seconds"]),
+    }
 
 
 def shortest(frequency: Frequency, method: str) -> Row:
@@ -211,7 +138,7 @@ def iterations(tried: Row, method: str) -> int:
     return least
 
 
-def _bounds(state_bytes: int, folder: Path, step: float) -> Row:
+def bounds(state_bytes: int, folder: Path, step: float) -> Row:
     """What the hardware allows: a rank's share of the copy, and the write of all, over a step."""
     limits = Limits(min(state_bytes, SAMPLE_BYTES), folder, "cpu", WORLD)
     limits.once()

@@ -114,6 +114,84 @@ def tokens(length: int, vocabulary: int) -> Callable[[int, torch.Generator], Bat
     return sample
 
 
+NT3_INPUTS = 60_483
+
+
+def nt3(inputs: int = NT3_INPUTS) -> nn.Module:
+    """CANDLE's NT3, a classifier of gene expressions: 155 million parameters, most of them in the
+    first dense layer."""
+    outputs = (inputs - 19 - 9) // 10 * 128
+    return nn.Sequential(
+        *(nn.Conv1d(1, 128, 20), nn.ReLU(), nn.MaxPool1d(1)),
+        *(nn.Conv1d(128, 128, 10), nn.ReLU(), nn.MaxPool1d(10), nn.Flatten()),
+        *(nn.Linear(outputs, 200), nn.ReLU(), nn.Dropout(0.1)),
+        *(nn.Linear(200, 20), nn.ReLU(), nn.Dropout(0.1), nn.Linear(20, 2)),
+    )
+
+
+def genes(inputs: int) -> Callable[[int, torch.Generator], Batch]:
+    """Random expressions of genes, of two classes of tissue."""
+
+    def sample(batch: int, chance: torch.Generator) -> Batch:
+        values = torch.randn(batch, 1, inputs, generator=chance)
+        return values, torch.randint(2, (batch,), generator=chance)
+
+    return sample
+
+
+def plain_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """NT3's optimizer, which keeps no state."""
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+class Edsr(nn.Module):
+    """EDSR (Lim et al., 2017): residual blocks without BatchNorm, and a pixel shuffle.
+
+    The baseline has 16 blocks of 64 features, for images of twice the size.
+    """
+
+    def __init__(self, blocks: int = 16, features: int = 64) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(3, features, 3, padding=1)
+        self.body = nn.ModuleList(_edsr_block(features) for _ in range(blocks))
+        self.last = nn.Conv2d(features, features, 3, padding=1)
+        self.tail = nn.Sequential(
+            nn.Conv2d(features, 4 * features, 3, padding=1),
+            nn.PixelShuffle(2),
+            nn.Conv2d(features, 3, 3, padding=1),
+        )
+
+    def forward(self, small: Tensor) -> Tensor:
+        head = features = self.head(small)
+        for block in self.body:
+            features = features + block(features)
+        large: Tensor = self.tail(head + self.last(features))
+        return large
+
+
+def _edsr_block(features: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(features, features, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(features, features, 3, padding=1),
+    )
+
+
+def pairs(side: int) -> Callable[[int, torch.Generator], Batch]:
+    """Random images, and the same at half the size."""
+
+    def sample(batch: int, chance: torch.Generator) -> Batch:
+        large = torch.rand(batch, 3, 2 * side, 2 * side, generator=chance)
+        return functional.avg_pool2d(large, 2), large
+
+    return sample
+
+
+def absolute(wrapped: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """EDSR's loss, L1."""
+    return functional.l1_loss(wrapped(inputs), targets)
+
+
 def toy() -> nn.Module:
     """A classifier with BatchNorm and dropout, 0.3 million parameters."""
     return nn.Sequential(
@@ -147,6 +225,13 @@ def _language(title: str, name: str, config: str, vocabulary: int) -> PaperModel
 
 MODELS: dict[str, PaperModel] = {
     "toy-cnn": PaperModel("toy", toy, images(16, 10), 16, "16 x 3 x 16 x 16"),
+    "nt3": PaperModel("NT3", nt3, genes(NT3_INPUTS), 1, "1 x 60,483", plain_sgd),
+    "nt3-toy": PaperModel("NT3, short", lambda: nt3(600), genes(600), 4, "4 x 600", plain_sgd),
+    "edsr": PaperModel("EDSR 16 x 64", Edsr, pairs(24), 1, "1 x 3 x 24 x 24", adam, absolute),
+    "edsr-toy": PaperModel(
+        "EDSR 2 x 8", lambda: Edsr(2, 8), pairs(8), 1, "1 x 3 x 8 x 8", adam, absolute
+    ),
+    "resnet50": _vision("ResNet-50", "resnet50", 64, 1),
     "resnet18": _vision("ResNet-18", "resnet18", 224, 4),
     "vgg16": _vision("VGG-16", "vgg16", 224, 1),
     "inception-v3": _vision("Inception-V3", "inception_v3", 299, 2, init_weights=False),

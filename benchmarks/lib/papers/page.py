@@ -33,9 +33,8 @@ def listing() -> str:
     known = published()
     lines = []
     for name, paper in PAPERS.items():
-        how = "simulated" if paper.simulated else "measured"
         lines += [f"{name}: {known[name]['title']}", f"    {paper.makes}"]
-        lines += [f"    {how}; {paper.lasts}", ""]
+        lines += [f"    {paper.how}; {paper.lasts}", ""]
     return "\n".join(lines).rstrip()
 
 

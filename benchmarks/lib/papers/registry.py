@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lib.papers.results import Row
@@ -18,7 +18,7 @@ class Paper:
 
     makes: the tables. lasts: duration of the full size on two cores. choices: options of the
     command that choose a part, with all values. toy: their values at toy size. key: the names that
-    identify a row.
+    identify a row. how: measured or simulated.
     """
 
     module: str
@@ -27,8 +27,7 @@ class Paper:
     choices: Mapping[str, Sequence[str]]
     toy: Mapping[str, Sequence[str]]
     key: Sequence[str]
-    simulated: bool = False
-    notes: Sequence[str] = field(default_factory=tuple)
+    how: str = "measured"
 
     def measure(self) -> Measure:
         """The function that yields finished rows."""
@@ -56,5 +55,50 @@ PAPERS: dict[str, Paper] = {
         },
         {"models": ("toy-cnn",), "methods": ("ours-memory",)},
         ("model", "method"),
+    ),
+    "candle": Paper(
+        "candle",
+        "allreduces by message size, gaps between weight updates, share of copies hidden in them; "
+        "duration of a checkpoint and overhead over workers; NT3 and ResNet-18 under Horovod",
+        "about 3 minutes a model and number of workers",
+        {
+            "models": ("nt3", "resnet18"),
+            "methods": ("ours-memory", "ours-local", "torch-save"),
+            "parts": ("timeline", "workers"),
+            "worlds": ("1", "2", "4"),
+        },
+        {"models": ("nt3-toy",), "parts": ("timeline",)},
+        ("model", "part", "method", "world"),
+    ),
+    "scr-exa": Paper(
+        "scr_exa",
+        "overhead of one checkpoint an epoch over ranks, root checkpointing beside ours; restarts; "
+        "ResNet-50 and EDSR under DDP and Horovod",
+        "about a minute a model, launcher, number of ranks and method",
+        {
+            "models": ("resnet50", "edsr"),
+            "launchers": ("torchrun", "horovod"),
+            "methods": ("root-shared", "ours-memory", "ours-local", "ours-flushed"),
+            "parts": ("epochs", "restarts"),
+            "worlds": ("1", "2", "4", "8"),
+        },
+        {
+            "models": ("edsr-toy",),
+            "launchers": ("torchrun",),
+            "methods": ("ours-flushed",),
+            "parts": ("epochs",),
+            "worlds": ("2",),
+        },
+        ("model", "part", "launcher", "world", "method"),
+        "measured; the bandwidth of the shared file system is simulated",
+    ),
+    "dpu": Paper(
+        "dpu",
+        "overlap of redundancy (partner, xor, rs) with computing by message size, and the total "
+        "time with the agent and inline",
+        "about 2 minutes a size",
+        {"methods": ("partner", "xor", "rs"), "sizes": ("1", "4", "16", "64")},
+        {"methods": ("partner",), "sizes": ("1",)},
+        ("method", "message_bytes"),
     ),
 }
