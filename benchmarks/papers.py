@@ -1,7 +1,7 @@
 """Makes the tables of the papers that Tierckpt answers to again, with ours beside theirs.
 
     python benchmarks/papers.py --list
-    python benchmarks/papers.py lightcheck --toy
+    python benchmarks/papers.py --toy                        # all, in half a minute
     python benchmarks/papers.py lightcheck --models resnet18,vgg16
     python benchmarks/papers.py --write                      # docs/papers.md from the results
 
@@ -43,6 +43,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="the results file, instead of the usual one")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
     options = parser.parse_args()
+    if options.toy and not options.name:
+        options.name = "all"
     if not (options.name or options.list or options.write):
         parser.error(f"name a paper ({', '.join(PAPERS)} or all), or give --list or --write")
     if options.name == "all" and options.json:

@@ -48,6 +48,8 @@ def text() -> str:
         about = published()[name]
         parts += [f"## {about['title']}", _context(name, document, about)]
         parts += paper.section()(document["rows"], about)
+        if paper.picture:
+            parts.append(f"![{about['title']}]({paper.picture})")
     return "\n\n".join(parts) + "\n"
 
 
@@ -57,8 +59,12 @@ def terminal(name: str, rows: list[results.Row]) -> str:
 
 
 def write() -> None:
-    """Write the page."""
+    """Write the page and its pictures."""
     PAGE.write_text(text())
+    for name, paper in PAPERS.items():
+        rows = results.read(results.path_of(name))["rows"]
+        if rows and paper.picture:
+            paper.draw()(rows, published()[name], PAGE.parent / paper.picture)
 
 
 def _context(name: str, document: dict[str, Any], about: dict[str, Any]) -> str:

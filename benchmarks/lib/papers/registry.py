@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lib.papers.results import Row
@@ -18,7 +19,7 @@ class Paper:
 
     makes: the tables. lasts: duration of the full size on two cores. choices: options of the
     command that choose a part, with all values. toy: their values at toy size. key: the names that
-    identify a row. how: measured or simulated.
+    identify a row. how: measured or simulated. picture: its file in docs, if there is one.
     """
 
     module: str
@@ -28,6 +29,7 @@ class Paper:
     toy: Mapping[str, Sequence[str]]
     key: Sequence[str]
     how: str = "measured"
+    picture: str = ""
 
     def measure(self) -> Measure:
         """The function that yields finished rows."""
@@ -39,6 +41,12 @@ class Paper:
         published values."""
         found: Callable[[list[Row], dict[str, Any]], list[str]]
         found = importlib.import_module(f"lib.papers.{self.module}_page").section
+        return found
+
+    def draw(self) -> Callable[[list[Row], dict[str, Any], Path], None]:
+        """The function that draws the picture from rows and the published values to a file."""
+        found: Callable[[list[Row], dict[str, Any], Path], None]
+        found = importlib.import_module(f"lib.papers.{self.module}_picture").draw
         return found
 
 
@@ -55,6 +63,7 @@ PAPERS: dict[str, Paper] = {
         },
         {"models": ("toy-cnn",), "methods": ("ours-memory",)},
         ("model", "method"),
+        picture="papers-lightcheck.png",
     ),
     "candle": Paper(
         "candle",
