@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", help="numbers of ranks, separated by commas")
     parser.add_argument("--sizes", help="MiB of a node's shard, separated by commas")
     parser.add_argument("--parts", help="some of the parts of a table, separated by commas")
-    parser.add_argument("--rounds", type=int, help="visits to each method; default 3, toy 1")
+    parser.add_argument("--rounds", type=int, help="visits to each method; default 2, toy 1")
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
     parser.add_argument("--json", type=Path, help="the results file, instead of the usual one")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"name a paper ({', '.join(PAPERS)} or all), or give --list or --write")
     if options.name == "all" and options.json:
         parser.error("--json is the file of one paper: name that instead of all")
-    options.rounds = options.rounds or (1 if options.toy else 3)
+    options.rounds = options.rounds or (1 if options.toy else 2)
     options.dir = options.dir or machine.scratch_parent()
     for name in [options.name] if options.name in PAPERS else []:
         paper = PAPERS[name]

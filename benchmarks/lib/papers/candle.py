@@ -74,7 +74,7 @@ def _row(options: argparse.Namespace, name: str, world: int, method: str) -> Row
         try:
             with attached(method, "horovod", name, world, places, options.timeout) as (team, size):
                 frequency = Frequency(team, options.rounds)
-                frequency.at(1, rounds=1)
+                frequency.at(1, rounds=1, checkpoints=2)
                 return {**row, "state_bytes": size, **frequency.at(1)}
         except TeamError as error:
             return {**row, "status": f"failed: {error}"}

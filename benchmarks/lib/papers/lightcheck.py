@@ -94,7 +94,7 @@ def shortest(frequency: Frequency, method: str) -> Row:
     next try is the interval in which one is finished. `measured`: the overhead was measured at
     that interval, and not computed from the cost of a checkpoint at another one.
     """
-    frequency.at(1, rounds=1)  # warms up buffers, files and page tables
+    frequency.at(1, rounds=1, checkpoints=2)  # warms up buffers, files and page tables
     tried = [frequency.at(1)]
     first = tried[0]
     if first["overhead"] > BUDGET or first["taken"] < first["due"]:

@@ -29,6 +29,8 @@ STEPS, KILLED_AT, EVERY = 8, 6, 2
 """Steps of the job; the step after which rank 1 kills itself; the interval of those that are no
 level in memory."""
 WORLD = 2
+_UNDISTURBED: dict[str, list[dict[str, Any]]] = {}
+"""Journals of jobs without a kill, by model: the same for all methods."""
 
 
 class ResumptionError(RuntimeError):
@@ -66,7 +68,8 @@ class Resumption:
         every = 1 if self.method == "ours" else EVERY
         plain = Order("nothing", 1, 0, self.folder / "plain", self.memory / "plain")
         killed = Order(self.method, every, KILLED_AT, self.folder / "job", self.memory / "job")
-        undisturbed = self._job(plain)
+        if self.name not in _UNDISTURBED:
+            _UNDISTURBED[self.name] = self._job(plain)
         self._job(killed)
         if lose_memory:
             shutil.rmtree(killed.memory)
@@ -74,7 +77,7 @@ class Resumption:
         self._job(replace(killed, killed_at=0))
         resumed = _journal(killed)
         shutil.rmtree(killed.memory)
-        return _figures(undisturbed, resumed)
+        return _figures(_UNDISTURBED[self.name], resumed)
 
     def _job(self, order: Order) -> list[dict[str, Any]]:
         """Run to the end, or to the kill; return the journal of rank 0."""

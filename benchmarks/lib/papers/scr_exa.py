@@ -74,7 +74,7 @@ def _epochs(options: argparse.Namespace, name: str, launcher: str, world: int, m
         try:
             with attached(method, launcher, name, world, places, options.timeout) as (team, size):
                 frequency = Frequency(team, options.rounds)
-                frequency.at(1, rounds=1)
+                frequency.at(1, rounds=1, checkpoints=2)
                 return {**row, "state_bytes": size, **frequency.at(EPOCH, checkpoints=epochs)}
         except TeamError as error:
             return {**row, "status": f"failed: {error}"}
