@@ -90,6 +90,7 @@ class Frequency:
                 block_seconds(visit["checkpoints"]) / (steps * step) - 1
                 for visit, step in zip(visits, means, strict=True)
             ),
+            "cpu_share": median(figures.direct_cpu_share(visit) for visit in visits),
             "due": len(merged),
             "taken": sum("durable" in each for each in merged),
             "durable_seconds": _median(each.get("durable") for each in merged),

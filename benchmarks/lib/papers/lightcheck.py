@@ -116,6 +116,7 @@ def shortest(frequency: Frequency, method: str) -> Row:
         "step_seconds": last["step_seconds"],
         "cost_seconds": last["cost_seconds"],
         "durable_seconds": last["durable_seconds"],
+        "cpu_share": last["cpu_share"],
         "tried": tried,
     }
 

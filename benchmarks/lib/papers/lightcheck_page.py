@@ -33,6 +33,11 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
         "at that interval. A negative overhead is noise. "
         "*LightCheck*: its best of three variants in memory, and on disk.",
         table([_HEAD, *(_frequency(by, name, published) for name in models)]),
+        "Medians of visits on a machine that other work shares: in parentheses the range of the "
+        "overhead, then the CPU time of a checkpoint, of all processes and beyond the training's "
+        "main threads, as a share of that of a step. The training uses all cores here, so this "
+        "CPU time is the least that a checkpoint costs; where a GPU computes, it is not felt.",
+        table([_HEAD_COST, *(_cost(by, name) for name in models)]),
     ]
     resumed = [name for name in models if any("back_seconds" in r for r in _of(by, name))]
     if resumed:
@@ -65,6 +70,7 @@ _HEAD = [
     "CheckFreq there",
     "`torch.save` there",
 ]
+_HEAD_COST = ["model", *(SHORT[method] for method in (*OURS, *BASELINES))]
 _HEAD_RECOVERY = [
     "model",
     *(SHORT[method] for method in (*OURS, *BASELINES)),
@@ -119,6 +125,21 @@ def _published(theirs: dict[str, Any]) -> list[str]:
     pairs = list(zip(theirs["iterations"], theirs["overhead"], strict=True))
     best = min(pairs[:3])
     return [f"{count:,} at {percent:g}" for count, percent in (best, *pairs[3:])]
+
+
+def _cost(by: dict[tuple[str, str], Row], name: str) -> list[str]:
+    cells = [_of(by, name)[0]["title"]]
+    for method in (*OURS, *BASELINES):
+        row = by.get((name, method), {})
+        if "tried" not in row:
+            cells.append("-")
+            continue
+        last = row["tried"][-1]
+        low, high = (100 * share for share in last["overhead_range"])
+        share = last.get("cpu_share")
+        cpu = f", {100 * share:.1f}" if share is not None else ""
+        cells.append(f"every {last['every']}: ({low:.1f} to {high:.1f}){cpu}")
+    return cells
 
 
 def _recovery(by: dict[tuple[str, str], Row], name: str, published: dict[str, Any]) -> list[str]:
