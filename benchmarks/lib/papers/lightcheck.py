@@ -22,7 +22,7 @@ from lib.methods.registry import METHODS
 from lib.papers.frequency import Frequency, attached
 from lib.papers.models import MODELS
 from lib.papers.results import Row
-from lib.papers.resumption import Resumption
+from lib.papers.resumption import Resumption, ResumptionError
 from lib.progress import say
 from lib.training.teams import TeamError
 
@@ -42,33 +42,32 @@ def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
         if missing:
             say(f"{name}: {missing}")
             continue
-        with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-            for method in options.methods:
-                say(f"{name}: {method}")
-                yield [_row(options, name, method, folder / method, memory)]
+        for method in options.methods:
+            for part in options.parts:
+                say(f"{name}: {method}, {part}")
+                yield [_row(options, name, method, part)]
 
 
-def _row(options: argparse.Namespace, name: str, method: str, folder: Path, memory: Path) -> Row:
+def _row(options: argparse.Namespace, name: str, method: str, part: str) -> Row:
     model = MODELS[name]
     row: Row = {
         "model": name,
         "title": model.title,
         "method": method,
         "method_title": METHODS["torchrun"][method].title,
+        "part": part,
         "batch": model.shape,
         "world": WORLD,
         "simulated": False,
         "status": "ok",
     }
-    folder.mkdir()
-    try:
-        if "frequency" in options.parts:
-            row |= _frequency(options, name, method, folder, memory)
-    except TeamError as error:
-        return {**row, "status": f"failed: {error}"}
-    if "recovery" in options.parts:
-        row |= _recovery(name, method, folder, memory, row)
-    return row
+    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
+        try:
+            if part == "recovery":
+                return {**row, **_recovery(name, method, folder, memory)}
+            return {**row, **_frequency(options, name, method, folder, memory)}
+        except (TeamError, ResumptionError) as error:
+            return {**row, "status": f"failed: {error}"}
 
 
 # --- how often, and at which overhead -------------------------------------------------------------
@@ -77,7 +76,9 @@ def _row(options: argparse.Namespace, name: str, method: str, folder: Path, memo
 def _frequency(
     options: argparse.Namespace, name: str, method: str, folder: Path, memory: Path
 ) -> Row:
-    places = (folder, memory)
+    files = folder / "files"
+    files.mkdir()
+    places = (files, memory)
     with attached(method, "torchrun", name, WORLD, places, options.timeout) as (team, state_bytes):
         found = shortest(Frequency(team, options.rounds), method)
     return {
@@ -166,14 +167,10 @@ RESUMED = {
 """The method of a killed job, see `lib.goodput.methods`."""
 
 
-def _recovery(name: str, method: str, folder: Path, memory: Path, row: Row) -> Row:
+def _recovery(name: str, method: str, folder: Path, memory: Path) -> Row:
     """Kill a job, and compare it with one that was not killed."""
     job = Resumption(name, MODELS[name], RESUMED[method], folder / "resumed", memory / "resumed")
-    found = job.run(lose_memory=method == "ours-local")
-    if "iterations" in row:
-        # A failure comes at any moment: half of an interval is lost on average.
-        found["lost_seconds"] = row["iterations"] / 2 * row["step_seconds"]
-    return found
+    return job.run(lose_memory=method == "ours-local")
 
 
 __all__ = ["measure"]

@@ -19,7 +19,10 @@ SHORT = {
 
 def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
     """Paragraphs and tables."""
-    by = {(row["model"], row["method"]): row for row in rows}
+    by: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = row["model"], row["method"]
+        by[key] = {**by.get(key, {}), **row}
     names = list(dict.fromkeys([*published["models"], *(row["model"] for row in rows)]))
     models = [name for name in names if any((name, m) in by for m in SHORT)]
     parts = [
@@ -149,8 +152,10 @@ def _recovery(by: dict[tuple[str, str], Row], name: str, published: dict[str, An
         if "back_seconds" not in row:
             cells.append("-")
             continue
-        lost = row.get("lost_seconds")
-        total = f", {row['back_seconds'] + lost:.1f}" if lost is not None else ""
+        total = ""
+        if "iterations" in row:  # a failure comes at any moment: half of an interval is lost
+            lost = row["iterations"] / 2 * row["step_seconds"]
+            total = f", {row['back_seconds'] + lost:.1f}"
         cells.append(f"{row['back_seconds']:.1f} ({row['load_seconds']:.2f}){total}")
     theirs = published["models"].get(name)
     return (

@@ -62,7 +62,7 @@ PAPERS: dict[str, Paper] = {
             "parts": ("frequency", "recovery"),
         },
         {"models": ("toy-cnn",), "methods": ("ours-memory",)},
-        ("model", "method"),
+        ("model", "method", "part"),
         picture="papers-lightcheck.png",
     ),
     "candle": Paper(
