@@ -29,6 +29,8 @@ STEPS, KILLED_AT, EVERY = 8, 6, 2
 """Steps of the job; the step after which rank 1 kills itself; the interval of those that are no
 level in memory."""
 WORLD = 2
+LINGER_SECONDS = 10
+"""An agent survives the restart, and ends soon after the job."""
 _UNDISTURBED: dict[str, list[dict[str, Any]]] = {}
 """Journals of jobs without a kill, by model: the same for all methods."""
 
@@ -109,6 +111,7 @@ class Resumption:
 
     def _train(self, order: Order, rank: int) -> None:
         torch.set_num_threads(1)
+        os.environ["TIERCKPT_AGENT_LINGER_SECONDS"] = str(LINGER_SECONDS)
         meeting = f"file://{order.folder}/meeting"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
         torch.manual_seed(100 + rank)
