@@ -29,8 +29,10 @@ from lib.training.teams import TeamError
 BUDGET = 0.05
 """LightCheck's: the overhead that is allowed."""
 WORLD = 2
-MOST_STEPS = 12
-"""Steps with checkpoints in a visit at most, where a found interval is measured."""
+MOST_EVERY = 6
+"""The longest interval that is measured; longer ones are computed."""
+FIRST = {"torch-save": 3, "checkfreq": 3}
+"""The first interval that is measured, if it is not 1."""
 SAMPLE_BYTES = 256 << 20
 """Bytes of the bare copy and write at most."""
 
@@ -91,18 +93,20 @@ def _frequency(
 def shortest(frequency: Frequency, method: str) -> Row:
     """Find the fewest iterations between checkpoints at which the overhead is in the budget.
 
-    Starts at every iteration. Where checkpoints are skipped, or wait for the previous one, the
-    next try is the interval in which one is finished. `measured`: the overhead was measured at
-    that interval, and not computed from the cost of a checkpoint at another one.
+    Ours starts at every iteration, the others at an interval that shows their cost. Where
+    checkpoints are skipped, or wait for the previous one, or cost more than the budget, the next
+    try is the interval in which one is finished. `measured`: the overhead was measured at that
+    interval, and not computed from the cost of a checkpoint at another one.
     """
+    every = FIRST.get(method, 1)
     frequency.at(1, rounds=1, checkpoints=2)  # warms up buffers, files and page tables
-    tried = [frequency.at(1)]
-    first = tried[0]
-    if first["overhead"] > BUDGET or first["taken"] < first["due"]:
-        alone = max(2, min(MOST_STEPS // 2, _until_done(first, method)))
+    tried = [frequency.at(every)]
+    alone = min(MOST_EVERY, _until_done(tried[0]))
+    crowded = tried[0]["taken"] < tried[0]["due"] or tried[0]["overhead"] > BUDGET
+    if method != "torch-save" and crowded and alone > every:
         tried.append(frequency.at(alone))
         found = iterations(tried[-1], method)
-        if alone != found <= MOST_STEPS // 2:
+        if alone < found <= MOST_EVERY:
             tried.append(frequency.at(found))
     last = tried[-1]
     needed = iterations(last, method)
@@ -122,10 +126,10 @@ def shortest(frequency: Frequency, method: str) -> Row:
     }
 
 
-def _until_done(tried: Row, method: str) -> int:
+def _until_done(tried: Row) -> int:
     """Steps until a checkpoint is finished, so that the next one need not wait."""
     seconds = tried["durable_seconds"]
-    return math.ceil(seconds / tried["step_seconds"]) + 1 if seconds else MOST_STEPS // 2
+    return math.ceil(seconds / tried["step_seconds"]) + 1 if seconds else MOST_EVERY
 
 
 def iterations(tried: Row, method: str) -> int:
