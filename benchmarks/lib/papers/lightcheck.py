@@ -110,8 +110,9 @@ def shortest(frequency: Frequency, method: str) -> Row:
             tried.append(frequency.at(found))
     last = tried[-1]
     needed = iterations(last, method)
-    same = needed <= last["every"] and last["overhead"] <= BUDGET
-    chosen = last["every"] if same else max(needed, last["every"] + 1)
+    least = needed if len(tried) == 1 else max(needed, last["every"])  # shorter ones were tried
+    same = least == last["every"] and last["overhead"] <= BUDGET
+    chosen = least if same or least != last["every"] else least + 1
     overhead = last["overhead"] if same else last["cost_seconds"] / (chosen * last["step_seconds"])
     return {
         "iterations": chosen,
