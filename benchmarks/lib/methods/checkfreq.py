@@ -49,6 +49,7 @@ class CheckFreq(FolderMethod):
         if not due:
             return
         if self._daemon is None:
+            self.details[version] = {"snapshot": 0.0, "persist": 0.0}
             self.finished(version)
             return
         self.drain()  # at most one checkpoint in flight

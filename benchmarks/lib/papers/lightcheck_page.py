@@ -19,6 +19,7 @@ SHORT = {
 
 def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
     """Paragraphs and tables."""
+    back = [row.get("load", 0.0) for row in rows if "back_seconds" in row]
     by: dict[tuple[str, str], Row] = {}
     for row in rows:
         key = row["model"], row["method"]
@@ -47,8 +48,9 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
         parts += [
             "Recovery, in seconds: from the SIGKILL of a rank to the end of the next step (of "
             "it the load), and with half an interval of lost iterations. Ranks are forked from a "
-            "process that has imported torch; all processes of the job start again. Theirs "
-            "grow with the interval, so lost iterations are in them.",
+            "process that has imported torch; all processes of the job start again. Other work "
+            f"shared the two cores: load averages were {min(back):.0f} to {max(back):.0f}, so these "
+            "are upper limits. Theirs grow with the interval, so lost iterations are in them.",
             table([_HEAD_RECOVERY, *(_recovery(by, name, published) for name in resumed)]),
             "The curve after the restart, compared with a job that was not killed: the largest "
             "difference of the loss (of the norm of the gradients). 0 is equality bit for bit. "

@@ -47,7 +47,9 @@ def text() -> str:
             continue
         about = published()[name]
         parts += [f"## {about['title']}", _context(name, document, about)]
-        parts += paper.section()(document["rows"], about)
+        runs = document["runs"]
+        rows = [{**row, "load": runs[row["run"]]["load_average"][0]} for row in document["rows"]]
+        parts += paper.section()(rows, about)
         if paper.picture:
             parts.append(f"![{about['title']}]({paper.picture})")
     return "\n\n".join(parts) + "\n"
