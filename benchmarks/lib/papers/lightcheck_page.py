@@ -49,8 +49,8 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
             "Recovery, in seconds: from the SIGKILL of a rank to the end of the next step (of "
             "it the load), and with half an interval of lost iterations. Ranks are forked from a "
             "process that has imported torch; all processes of the job start again. Other work "
-            f"shared the two cores: load averages were {min(back):.0f} to {max(back):.0f}, so these "
-            "are upper limits. Theirs grow with the interval, so lost iterations are in them.",
+            f"shared the two cores: load averages were {min(back):.0f} to {max(back):.0f}, so "
+            "these are upper limits. Theirs grow with the interval: lost iterations are in them.",
             table([_HEAD_RECOVERY, *(_recovery(by, name, published) for name in resumed)]),
             "The curve after the restart, compared with a job that was not killed: the largest "
             "difference of the loss (of the norm of the gradients). 0 is equality bit for bit. "
