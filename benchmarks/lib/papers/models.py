@@ -7,8 +7,10 @@ restart do not depend on them. Batches and image sizes are those that a CPU step
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,29 +68,34 @@ class PaperModel:
 
 
 def torchvision(name: str, **arguments: Any) -> nn.Module:
-    """A model of torchvision.
-
-    Its wheels from PyPI are for CUDA. Without CUDA its library cannot be loaded, and the package
-    fails on import because two operators are then undeclared. Models do not use these.
-    """
-    if not hasattr(torch.ops.torchvision, "nms"):
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _LIBRARIES.append(library)
+    """A model of torchvision."""
+    _declare()
     model: nn.Module = getattr(importlib.import_module("torchvision.models"), name)(**arguments)
     return model
 
 
-_LIBRARIES: list[torch.library.Library] = []
-"""Declarations end with their library."""
-
-
 def transformers(name: str, config: str) -> nn.Module:
     """A model of transformers from its default configuration, without a download."""
+    _declare()  # it imports torchvision where that is installed
     library = importlib.import_module("transformers")
     model: nn.Module = getattr(library, name)(getattr(library, config)())
     return model.train()
+
+
+@cache
+def _declare() -> torch.library.Library | None:
+    """Declare two operators of torchvision, so that it can be imported without its library.
+
+    Its wheels from PyPI are for CUDA. Without CUDA their library cannot be loaded, and the import
+    fails because these operators are undeclared. Models do not use them. The declarations end
+    with the result.
+    """
+    if importlib.util.find_spec("torchvision") is None or torch.version.cuda is not None:
+        return None
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
 
 
 def images(side: int, classes: int = 1000) -> Callable[[int, torch.Generator], Batch]:
