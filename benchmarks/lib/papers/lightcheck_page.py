@@ -37,10 +37,12 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
         "at that interval. A negative overhead is noise. "
         "*LightCheck*: its best of three variants in memory, and on disk.",
         table([_HEAD, *(_frequency(by, name, published) for name in models)]),
-        "Medians of visits on a machine that other work shares: in parentheses the range of the "
-        "overhead, then the CPU time of a checkpoint, of all processes and beyond the training's "
-        "main threads, as a share of that of a step. The training uses all cores here, so this "
-        "CPU time is the least that a checkpoint costs; where a GPU computes, it is not felt.",
+        _verdict(by, models),
+        "What was measured last, in percent: the interval and its overhead (with the range, if "
+        "there was more than one visit); the CPU time of a checkpoint, of all processes and "
+        "beyond the training's main threads, as a share of that of a step; and the cores that "
+        "other work took at the same time, which is the noise. The training uses all cores, so "
+        "this CPU time is what a checkpoint costs at least; where a GPU computes, it is not felt.",
         table([_HEAD_COST, *(_cost(by, name) for name in models)]),
     ]
     resumed = [name for name in models if any("back_seconds" in r for r in _of(by, name))]
@@ -64,6 +66,19 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
         for row in failed
     ]
     return parts
+
+
+def _verdict(by: dict[tuple[str, str], Row], models: list[str]) -> str:
+    """The goal, and the models that meet it."""
+    found = [by[name, "ours-memory"] for name in models if (name, "ours-memory") in by]
+    found = [row for row in found if "iterations" in row]
+    met = [row["title"] for row in found if row["iterations"] == 1]
+    missed = [row["title"] for row in found if row["iterations"] > 1]
+    return (
+        "Goal: a checkpoint to memory at every iteration, at 1 % or less where the copy fits into "
+        f"the step. At 5 % or less it is met by {', '.join(met) or 'none'}"
+        + (f"; **missed by {', '.join(missed)}**." if missed else ".")
+    )
 
 
 _HEAD_MODELS = ["model", "batch a rank", "MB: here", "there", "step, s", "copy", "write"]
@@ -141,9 +156,11 @@ def _cost(by: dict[tuple[str, str], Row], name: str) -> list[str]:
             continue
         last = row["tried"][-1]
         low, high = (100 * share for share in last["overhead_range"])
-        share = last.get("cpu_share")
-        cpu = f", {100 * share:.1f}" if share is not None else ""
-        cells.append(f"every {last['every']}: ({low:.1f} to {high:.1f}){cpu}")
+        spread = f" ({low:.1f} to {high:.1f})" if low < high else ""
+        cells.append(
+            f"every {last['every']}: {100 * last['overhead']:.1f}{spread}, "
+            f"CPU {100 * last['cpu_share']:.1f}, others {last['others_cores']:.1f}"
+        )
     return cells
 
 
