@@ -56,7 +56,8 @@ def arguments() -> argparse.Namespace:
     options.steps = options.steps or (20 if toy else 40)
     options.rounds = options.rounds or (1 if toy else 3)
     known = [name for name in RESUMABLE if name != "nothing"]
-    here = [name for name in known if RESUMABLE[name].missing() is None]
+    usual = [name for name in known if RESUMABLE[name].usual]
+    here = [name for name in usual if RESUMABLE[name].missing() is None]
     options.methods = options.methods.split(",") if options.methods else here
     unknown = [name for name in options.methods if name not in known]
     if unknown:

@@ -64,8 +64,9 @@ class Bench:
         rate = options.link_mbit * 1e6 / 8
         self.nodes = stack.enter_context(closing(Nodes(count, self.nbytes, place, rate)))
         self.team = self._team(Method.name, stack)
-        self.ours = self._team(OursLevels.name, stack)
-        self.ours.command("attach")
+        if TOGETHER in options.levels:
+            self.ours = self._team(OursLevels.name, stack)
+            self.ours.command("attach")
         self.rows = {level: self._row(level) for level in levels}
         self.all_levels = AllLevels(options.every)
         self._cadence: dict[Level, Cadence] = {}

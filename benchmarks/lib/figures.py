@@ -157,6 +157,16 @@ def cycles(block: dict[str, Any], every: int) -> list[float]:
     return [end - start for start, end in pairwise(marks)]
 
 
+def direct_cpu_share(visit: dict[str, Any]) -> float:
+    """CPU seconds of a checkpoint as a share of those of a plain step.
+
+    Without the main threads of the trainers, except inside the method: unlike wall time, it does
+    not change with the load of the machine by others.
+    """
+    extra = extra_per_checkpoint(visit, _direct_cpu, UNTIMED_STEPS)
+    return extra / plain_step(visit, _cpu, UNTIMED_STEPS)
+
+
 def _wall(block: dict[str, Any]) -> float:
     ranks = block["ranks"]
     return float(max(rank["ends"][-1] for rank in ranks) - min(rank["start"] for rank in ranks))

@@ -6,17 +6,23 @@ Every model computes its own loss from a random batch that stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Adam, with two moments for each parameter."""
+    return torch.optim.Adam(parameters, lr=1e-4)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its batch and the loss.
+    """A model, its batch, the loss and the optimizer.
 
     model: on the device, not wrapped yet.
     loss: forward pass of a (wrapped) model over the fixed batch, to a scalar.
@@ -24,6 +30,7 @@ class Workload:
 
     model: nn.Module
     loss: Callable[[nn.Module], Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adam
 
 
 def linear_stack(layers: int, width: int) -> nn.Module:
@@ -88,6 +95,8 @@ class Transformer(nn.Module):
 def build(name: str, batch: int, device: torch.device) -> Workload:
     """Make the named model with a fixed random batch of `batch` samples on `device`."""
     torch.manual_seed(1234)  # the same weights on every rank and in every run
+    if name.startswith(OF_PAPERS):
+        return _of_papers(name.removeprefix(OF_PAPERS), batch, device)
     maker, sample = _MODELS[name]
     model = maker().to(device)
     inputs, targets = (part.to(device) for part in sample(batch))
@@ -99,6 +108,17 @@ def build(name: str, batch: int, device: torch.device) -> Workload:
         return functional.cross_entropy(out.flatten(0, -2), targets.flatten())
 
     return Workload(model, loss)
+
+
+def _of_papers(name: str, batch: int, device: torch.device) -> Workload:
+    """A model of papers.py: these may need torchvision or transformers."""
+    from lib.papers.models import MODELS
+
+    found = MODELS[name]
+    inputs = [part.to(device) for part in found.sample(batch, torch.Generator().manual_seed(1))]
+    return Workload(
+        found.make().to(device), lambda wrapped: found.loss(wrapped, *inputs), found.optimizer
+    )
 
 
 def _vectors(width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
@@ -127,6 +147,8 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, 
 }
 
 NAMES = tuple(_MODELS)
+OF_PAPERS = "papers."
+"""The beginning of the names of models in `lib.papers.models`."""
 
 # Samples a rank; on one thread of a 2.5 GHz core the CPU models then take 150-800 ms a step.
 BATCHES = {"linear": 96, "toy": 64, "resnet18": 8, "gpt2": 8, "bert-large": 8}

@@ -16,6 +16,7 @@ import torch
 import ddp_ckpt
 from lib.launchers import SHIM
 from lib.methods.alternatives import DcpThread, TorchSave, raw_state
+from lib.methods.checkfreq import CheckFreq
 from lib.methods.method import Job, Method
 
 KEEP = 2  # versions; older ones are removed, or the disk would be full after some minutes
@@ -39,19 +40,25 @@ class RootSave(Nothing, TorchSave):
 
     def resume(self, job: Job, every: int) -> int:
         self.setup(job)
-        found = sorted(path for path in job.directory.glob("v*") if not path.suffix)
-        if not found:
-            return 0
-        state = torch.load(found[-1], mmap=True)
-        job.module.load_state_dict(state["model"])
-        job.optimizer.load_state_dict(state["optimizer"])
-        return version_of(found[-1])
+        return load_newest(job)
 
     def boundary(self, version: int, due: bool) -> None:
         super().boundary(version, due)
-        if due and self.job.rank == 0:
-            for old in sorted(self.job.directory.glob("v*"))[:-KEEP]:
-                old.unlink()
+        if due:
+            remove_old(self.job)
+
+
+class CheckFreqSave(Nothing, CheckFreq):
+    """CheckFreq's two phases; on a resume every rank reads the newest file."""
+
+    def resume(self, job: Job, every: int) -> int:
+        self.setup(job)
+        return load_newest(job)
+
+    def boundary(self, version: int, due: bool) -> None:
+        super().boundary(version, due)
+        if due:
+            remove_old(self.job)
 
 
 class DcpAsync(Nothing, DcpThread):
@@ -98,9 +105,13 @@ class Ours(Nothing):
             shm_dir=str(job.memory),
             boundary="explicit",
             on_event=self._receive,
-            memory_every_steps=every,
+            **self.settings(every),
         )
         return int(self.checkpointer.restore())
+
+    def settings(self, every: int) -> dict[str, Any]:
+        """The intervals of the levels."""
+        return {"memory_every_steps": every}
 
     def _receive(self, event: Any) -> None:
         if event.name == "sealed":
@@ -111,6 +122,17 @@ class Ours(Nothing):
 
     def stall_seconds(self) -> list[float]:
         return self.waits
+
+
+class OursDisk(Ours):
+    """Tierckpt: to local disk at the interval."""
+
+    name = "ours-disk"
+    title = "ours, local disk"
+    usual = False
+
+    def settings(self, every: int) -> dict[str, Any]:
+        return {"memory_every_steps": 0, "local_every_steps": every, "local_every_seconds": 0}
 
 
 class OursTorchrun(Ours):
@@ -145,6 +167,28 @@ def elastic_missing() -> str | None:
     return None
 
 
+def load_newest(job: Job) -> int:
+    """Load the newest file of torch.save; return its version, or 0 if there is none."""
+    found = _files(job)
+    if not found:
+        return 0
+    state = torch.load(found[-1], mmap=True)
+    job.module.load_state_dict(state["model"])
+    job.optimizer.load_state_dict(state["optimizer"])
+    return version_of(found[-1])
+
+
+def remove_old(job: Job) -> None:
+    """Rank 0 removes all but the newest files of torch.save."""
+    if job.rank == 0:
+        for old in _files(job)[:-KEEP]:
+            old.unlink()
+
+
+def _files(job: Job) -> list[Path]:
+    return sorted(path for path in job.directory.glob("v*") if not path.suffix)
+
+
 def version_of(path: Path) -> int:
     """The version of a checkpoint named v<version>."""
     return int(path.name[1:])
@@ -153,9 +197,11 @@ def version_of(path: Path) -> int:
 RESUMABLE: dict[str, type[Nothing]] = {
     "nothing": Nothing,
     "torch-save": RootSave,
+    "checkfreq": CheckFreqSave,
     "dcp-thread": DcpAsync,
     "hvd-elastic": HorovodElastic,
     "ours": Ours,
+    "ours-disk": OursDisk,
     "ours-torchrun": OursTorchrun,
     "ours-run": OursRun,
 }

@@ -134,11 +134,11 @@ class Team:
         last = self.log.read_text(errors="replace").strip().splitlines()[-20:]
         return TeamError("\n".join(["a rank died; the last lines of the log:", *last]))
 
-    def block(self, steps: int, checkpoints: bool) -> dict[str, Any]:
+    def block(self, steps: int, checkpoints: bool, every: int | None = None) -> dict[str, Any]:
         """Measure one block: the timings of the ranks, the CPU seconds of the family, and the cores
-        that the rest of the machine used."""
+        that the rest of the machine used. `every` replaces the setting's interval."""
         start, busy, cpu = time.perf_counter(), machine_busy_seconds(), self.family.cpu_seconds()
-        ranks = self.command("block", steps=steps, checkpoints=checkpoints)
+        ranks = self.command("block", steps=steps, checkpoints=checkpoints, every=every)
         cpu = self.family.cpu_seconds() - cpu
         others = (machine_busy_seconds() - busy - cpu) / (time.perf_counter() - start)
         return {"ranks": ranks, "cpu_s": cpu, "steps": steps, "others": max(others, 0.0)}
@@ -199,14 +199,14 @@ def measure_memory(team: Team, every: int) -> dict[str, Any]:
     return {"plain": plain, "checkpoints": checkpoints}
 
 
-def measure_visit(team: Team, plain: Team, steps: int) -> dict[str, Any]:
+def measure_visit(team: Team, plain: Team, steps: int, every: int | None = None) -> dict[str, Any]:
     """Measure plain steps, checkpoints, plain steps: a steady drift of the machine cancels out.
 
     plain: the team for the plain blocks: `team`, or another one if being attached has a cost.
     """
     visit = {
         "before": plain.block(steps // 2, checkpoints=False),
-        "checkpoints": team.block(steps, checkpoints=True),
+        "checkpoints": team.block(steps, checkpoints=True, every=every),
         "after": plain.block(steps - steps // 2, checkpoints=False),
     }
     team.command("sweep")

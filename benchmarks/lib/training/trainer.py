@@ -45,7 +45,7 @@ class Trainer:
         self.ranks = LAUNCHERS[setting.launcher](setting.backend)
         check_world(self.ranks, setting.world)
         self.workload = models.build(setting.model, setting.batch, self.device)
-        optimizer = torch.optim.Adam(self.workload.model.parameters(), lr=1e-4)
+        optimizer = self.workload.optimizer(self.workload.model.parameters())
         self.model, self.optimizer = self.ranks.distribute(self.workload.model, optimizer)
         # The base class takes no checkpoints: blocks before `attach` are training alone.
         self.method: Method = Method()
@@ -118,16 +118,17 @@ class Trainer:
         if self._cuda():
             torch.cuda.current_stream().synchronize()
 
-    def block(self, steps: int, checkpoints: bool) -> dict[str, Any]:
+    def block(self, steps: int, checkpoints: bool, every: int | None = None) -> dict[str, Any]:
         """One warm-up step, `steps` timed ones, one to settle, and a drain.
 
         The settling step lets a method that copies during the *next* step finish its last
-        checkpoint; it is part of a plain block, too, so that CPU-seconds compare.
+        checkpoint; it is part of a plain block, too, so that CPU-seconds compare. `every` replaces
+        the setting's interval.
         """
         self.calls, self.call_cpu_s = {}, 0.0
         # The work at boundaries is part of the cost of a method, also where no checkpoint is due,
         # and not of plain training.
-        self.marking = checkpoints
+        self.marking, every = checkpoints, every or self.setting.every
         main_cpu = time.thread_time()
         if self._cuda():
             torch.cuda.reset_peak_memory_stats()
@@ -137,7 +138,7 @@ class Trainer:
         start = time.perf_counter()
         ends = []
         for index in range(steps):
-            self.iterate(due=checkpoints and index % self.setting.every == 0)
+            self.iterate(due=checkpoints and index % every == 0)
             ends.append(time.perf_counter())
         self.synchronize()
         ends[-1] = time.perf_counter()

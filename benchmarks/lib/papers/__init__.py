@@ -1,0 +1,1 @@
+"""The counterparts of published tables that papers.py makes."""

@@ -1,0 +1,116 @@
+"""A method's checkpoints at several intervals: the cost of each, and the overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lib import figures
+from lib.levels.figures import block_seconds
+from lib.methods.method import Setting
+from lib.models import OF_PAPERS
+from lib.papers.models import MODELS
+from lib.papers.results import Row
+from lib.training.teams import Team, measure_visit
+
+LEAST_STEPS = 6
+"""Steps with checkpoints in a visit at least."""
+
+
+@contextmanager
+def attached(
+    method: str, launcher: str, name: str, world: int, places: tuple[Path, Path], timeout: float
+) -> Iterator[tuple[Team, int]]:
+    """Start a team whose ranks train a model of the papers, and attach a method.
+
+    Yields the team and the bytes of the state; ends the team. places: an existing folder on the
+    disk, and one in shared memory with a short path.
+    """
+    folder, memory = places
+    setting = Setting(
+        method=method,
+        launcher=launcher,
+        world=world,
+        model=OF_PAPERS + name,
+        batch=MODELS[name].batch,
+        every=1,
+        device="cpu",
+        backend="gloo",
+        directory=str(folder),
+        memory=str(memory),
+    )
+    team = Team(setting, timeout, folder.with_suffix(".log"))
+    try:
+        state_bytes = team.ready()
+        team.command("keep_freed")
+        team.command("attach")
+        yield team, state_bytes
+    finally:
+        team.begin_close()
+        team.end_close()
+
+
+class Frequency:
+    """One method's team, and its visits at several intervals."""
+
+    def __init__(self, team: Team, rounds: int) -> None:
+        self.team, self.rounds = team, rounds
+        self.step = 0.0
+        """Seconds of a plain step, of the last measurement."""
+
+    def at(self, every: int, rounds: int | None = None, checkpoints: int | None = None) -> Row:
+        """Measure checkpoints at this interval: cost in seconds, and overhead as a fraction.
+
+        `overhead` is that of the median checkpoint. `total_overhead` counts all of them, and
+        whatever single ones cost; it is noisier.
+        """
+        steps = (checkpoints or max(2, LEAST_STEPS // every)) * every
+        visits = [
+            measure_visit(self.team, self.team, steps, every) for _ in range(rounds or self.rounds)
+        ]
+        plain = [median(_plain(visit)) for visit in visits]
+        means = [figures.plain_step(visit, block_seconds) for visit in visits]
+        costs = [
+            median(figures.cycles(visit["checkpoints"], every)) - every * step
+            for visit, step in zip(visits, plain, strict=True)
+        ]
+        merged = [each for visit in visits for each in figures.merge(visit["checkpoints"])]
+        ratios = [cost / (every * step) for cost, step in zip(costs, plain, strict=True)]
+        self.step = median(plain)
+        return {
+            "every": every,
+            "step_seconds": self.step,
+            "cost_seconds": median(costs),
+            "overhead": median(ratios),
+            "overhead_range": [min(ratios), max(ratios)],
+            "total_overhead": median(
+                block_seconds(visit["checkpoints"]) / (steps * step) - 1
+                for visit, step in zip(visits, means, strict=True)
+            ),
+            "cpu_share": median(figures.direct_cpu_share(visit) for visit in visits),
+            "due": len(merged),
+            "taken": sum("durable" in each for each in merged),
+            "durable_seconds": _median(each.get("durable") for each in merged),
+            "phases": _phases(merged),
+            "others_cores": median(figures.noise(visit) for visit in visits),
+        }
+
+
+def _plain(visit: dict[str, Any]) -> list[float]:
+    return figures.cycles(visit["before"], 1) + figures.cycles(visit["after"], 1)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return median(found) if found else None
+
+
+def _phases(merged: list[dict[str, Any]]) -> dict[str, float]:
+    names = sorted({name for each in merged for name in each["phases"]})
+    return {
+        name: median(each["phases"][name] for each in merged if name in each["phases"])
+        for name in names
+    }
