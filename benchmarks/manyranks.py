@@ -144,16 +144,20 @@ class World:
             alone: list[Sequence[Found]] = [everywhere, *[()] * (ranks - 1)]
             plan(name, 900, alone, nodes=[f"node{rank // 8}" for rank in range(ranks)])
         limit = VersionId(3, MEMORY[-1])
-        _, cost = measure(
-            lambda: (
-                [history.newest(level, limit) for level in ("", "memory", "local", "persistent")],
-                history.newest_clean(limit, "local"),
-                history.once_complete(),
-                history.incomplete(),
-                history.metrics(),
-                history.remains(),
+        with _garbage.paused():
+            _, cost = measure(
+                lambda: (
+                    [
+                        history.newest(level, limit)
+                        for level in ("", "memory", "local", "persistent")
+                    ],
+                    history.newest_clean(limit, "local"),
+                    history.once_complete(),
+                    history.incomplete(),
+                    history.metrics(),
+                    history.remains(),
+                )
             )
-        )
         self._note("history", seconds=cost.seconds)
 
     def _persistent_copies(self) -> tuple[Found, ...]:

@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable
 
+from tierckpt import _garbage
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.former_nodes import FormerNodes
@@ -128,6 +129,11 @@ class Tiers:
 
     def go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """Start a run from the version that the live state equals. Collective."""
+        with _garbage.paused():  # the history of many ranks is many objects
+            self._learn_from_history(lineage, result)
+        self.meet()
+
+    def _learn_from_history(self, lineage: Lineage, result: Restored) -> None:
         self.history.go_on_from(lineage, result.version)
         id_ = VersionId(result.generation, result.version)
         self._pin_as_elsewhere(id_)
@@ -145,7 +151,6 @@ class Tiers:
         self._agreement.restart(safe, self.history.incomplete(), ages_seconds)
         self.promotion.restart()
         self.promotion.spared.restart(self.history.newest_clean(id_, LOCAL))
-        self.meet()
 
     def _pin_as_elsewhere(self, id_: VersionId) -> None:
         """Pin a version on this node that is pinned on some other node. A node that gets the

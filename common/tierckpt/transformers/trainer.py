@@ -56,9 +56,12 @@ class TierTrainerMixin:
         except BaseException as error:
             self._leave_fit(error)
             raise
+        self._end_if_interrupted()
+        return result
+
+    def _end_if_interrupted(self) -> None:
         if self._tier_fit is not None:
             end_if_interrupted(self._tier_fit.checkpointer)
-        return result
 
     def _leave_fit(self, error: BaseException) -> None:
         if self._tier_fit is not None:
