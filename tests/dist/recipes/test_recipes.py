@@ -40,10 +40,11 @@ def test_a_script_with_the_lines_of_the_page_goes_on_exactly(
             pytest.skip(f"{recipe.repository} needs {package}")
     if recipe.horovod:
         launchable(HOROVODRUN)
-    plain = RecipeJob(recipe, clones, tmp_path / "plain", "", shm_dir)
+    lines = diffs.blocks_of(PAGE)[recipe.repository]
+    before = lines if recipe.own_state else ""
+    plain = RecipeJob(recipe, clones, tmp_path / "plain", before, shm_dir)
     plain.start()
     assert plain.is_done(), plain.output()
-    lines = diffs.blocks_of(PAGE)[recipe.repository]
     for kill in recipe.kills:
         ours = RecipeJob(recipe, clones, tmp_path / f"killed{kill}", lines, shm_dir)
         goes_on_exactly(ours, plain, recipe, kill)

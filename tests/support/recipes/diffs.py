@@ -32,6 +32,14 @@ def blocks_of(page: Path) -> dict[str, str]:
     return found
 
 
+def of_file(diff: str, folder: Path) -> str:
+    """The parts of a diff for files that are in `folder`: a page may have several scripts of one
+    repository."""
+    parts = re.split(r"^(?=--- )", diff, flags=re.MULTILINE)
+    names = [part.removeprefix("--- ").partition("\n")[0].strip() for part in parts]
+    return "".join(p for p, name in zip(parts, names, strict=True) if (folder / name).is_file())
+
+
 def apply(diff: str, folder: Path) -> None:
     """Change the files in `folder`, which has the repositories. Raises NotFoundError."""
     for part in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]:
@@ -77,4 +85,4 @@ def _is(line: str, wanted: str) -> bool:
     return line.rstrip() == wanted.rstrip()
 
 
-__all__ = ["NotFoundError", "apply", "blocks_of", "changed"]
+__all__ = ["NotFoundError", "apply", "blocks_of", "changed", "of_file"]

@@ -51,6 +51,9 @@ class Recipe:
     """Classes of averaged weights."""
     ranks: int = 2
     horovod: bool = False
+    own_state: bool = False
+    """Whether the page's lines replace a state of Horovod's, which makes steps of its own: the
+    undisturbed run has them, too."""
     setup_steps: int = 0
     """Steps that the script makes before it trains."""
     kills: tuple[int, ...] = (6, 8)
@@ -77,7 +80,7 @@ class RecipeJob:
         self.cwd = (self.work / recipe.script).parent
         recipe.data(self.cwd)
         diffs.apply(recipe.machine, folder)
-        diffs.apply(diff or recipe.undisturbed, folder)
+        diffs.apply(diffs.of_file(diff or recipe.undisturbed, self.work.parent), folder)
 
     def command(self) -> list[str]:
         """The command that starts all ranks."""

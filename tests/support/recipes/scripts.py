@@ -182,6 +182,22 @@ HOROVOD = Recipe(
 )
 
 
+HOROVOD_ELASTIC = Recipe(
+    "horovod",
+    "examples/elastic/pytorch/pytorch_mnist_elastic.py",
+    (
+        *("--batch-size", "6", "--epochs", "3", "--no-cuda", "--log-interval", "1"),
+        *("--data-dir", "data"),
+    ),
+    metrics=r"(Train Epoch.*|Test set.*)",
+    data=digits,
+    needs=("torchvision", "filelock"),
+    horovod=True,
+    own_state=True,
+    kills=(7, 10),
+)
+
+
 def pairs(folder: Path) -> None:
     """Random images in two sizes, in the folders of DIV2K."""
     from PIL import Image
@@ -211,6 +227,8 @@ EDSR = Recipe(
     ranks=1,
 )
 
-RECIPES = {recipe.repository: recipe for recipe in (NANOGPT, TIMM, IMAGENET, VISION, HOROVOD, EDSR)}
+RECIPES = {
+    recipe.repository: recipe for recipe in (NANOGPT, TIMM, IMAGENET, VISION, HOROVOD, EDSR)
+} | {"horovod elastic": HOROVOD_ELASTIC}
 
 __all__ = ["RECIPES"]
