@@ -9,6 +9,7 @@ from typing import Any
 
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
+from tierckpt.proof import WALL_CLOCK
 
 from . import safetensors_file, torch_file
 from .foreign_state import (
@@ -18,6 +19,7 @@ from .foreign_state import (
     schedulers_in,
     without_wrappers,
 )
+from .log_history import entries_of
 
 OPTIMIZER, SCHEDULER, SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 TRAINER_STATE, PICKLED = "trainer_state.json", "pytorch_model.bin"
@@ -136,7 +138,7 @@ def _trainer_state(saved: Saved, own: Mapping[str, Any] | None) -> dict[str, Any
         **numbers["intervals"],
         "max_steps": numbers["max_steps"],
         "train_batch_size": numbers["step"]["batch"],
-        "log_history": [json.loads(line) for line in own["history"].splitlines()],
+        "log_history": entries_of(own["history"], own[WALL_CLOCK]),
         "stateful_callbacks": {**several, **CONTROL},
     }
 

@@ -5,3 +5,6 @@ folder, each rank records the contents of every version (`recorder`, `records`),
 is killed where the order says. `runs` starts such jobs, `verdict` compares the records, and
 `coverage` reports the behaviour that the compared steps did not exercise.
 """
+
+WALL_CLOCK = "wall clock"
+"""Key of a value in an object's state that is not compared: times, which differ from run to run."""

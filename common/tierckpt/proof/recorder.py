@@ -22,7 +22,7 @@ from tierckpt.state import tree_codec
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import Slot
 
-from . import loader_passes
+from . import WALL_CLOCK, loader_passes
 from .records import Writer
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Recorder(Callbacks):
 
 
 def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
-    """Names and fingerprints of all values in a sealed shard."""
+    """Names and fingerprints of all values in a sealed shard, except times."""
     header = decode_header(view[: manifest.header_bytes])
     found: dict[str, str] = {}
     for piece in header.pieces:
@@ -124,7 +124,11 @@ def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
         found[piece.spec.name + part] = f"{piece.spec.dtype}{list(piece.spec.shape)} #{data}"
     low = header.tree_offset
     small = tree_codec.decode(bytes(view[low : low + manifest.rank_state_bytes]))
-    found |= {name: fingerprint(leaf) for name, leaf in leaves_of(small).items()}
+    found |= {
+        name: fingerprint(leaf)
+        for name, leaf in leaves_of(small).items()
+        if not name.endswith(f"/{WALL_CLOCK}")
+    }
     metric = manifest.facts.metric
     return found if metric is None else {**found, "metric": fingerprint(metric)}
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tierckpt.integrations.other_ranks import StepSize, order_batch_of
+from tierckpt.interchange.log_history import entries_of, lines_of, plain
+from tierckpt.proof import WALL_CLOCK
 
 PROGRESS = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
@@ -47,9 +49,9 @@ class TrainingState:
         self.grad_norm: Any = None
         self.learning_rate: Any = None
         """What the newest step logs; also logged at the end of its epoch."""
-        self._history, self._known = "", 0
+        self._history, self._times, self._known = "", "", 0
         self._last: list[Any] = []
-        """The log history as text, its length, and its last entry."""
+        """The log history as text (see `log_history`), its length, and its last entry."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state as text and tensors: a version packs values one by one."""
@@ -68,8 +70,8 @@ class TrainingState:
             "grad_norm": None if isinstance(norm, torch.Tensor) else norm,
         }
         return {
-            "numbers": json.dumps(numbers, default=_plain),
-            "history": self._text_of_history(),
+            "numbers": json.dumps(numbers, default=plain),
+            **self._text_of_history(),
             "loss": loss.detach().clone(),
             "grad_norm": norm.detach().clone() if isinstance(norm, torch.Tensor) else None,
         }
@@ -94,8 +96,7 @@ class TrainingState:
         assert self.loaded is not None
         trainer = self._trainer
         vars(trainer.state).update(self.loaded["state"])
-        lines = self.loaded["history"].splitlines()
-        trainer.state.log_history = [json.loads(line) for line in lines]
+        trainer.state.log_history = entries_of(self.loaded["history"], self.loaded[WALL_CLOCK])
         self.epoch_is_over = self.loaded["epoch_is_over"]
         saved = list(self.loaded["callbacks"])
         for callback in _exportable(trainer):
@@ -150,20 +151,16 @@ class TrainingState:
         assert self.loaded is not None
         return StepSize(**self.loaded["step"])
 
-    def _text_of_history(self) -> str:
-        """The log history, a line of JSON for each entry. Only new entries are converted: a long
-        training has thousands."""
+    def _text_of_history(self) -> dict[str, str]:
+        """The log history and its times. Only new entries are converted: a long training has
+        thousands."""
         history = self._trainer.state.log_history
         known = self._known if history[: self._known][-1:] == self._last else 0
-        new = "".join(json.dumps(each, default=_plain) + "\n" for each in history[known:])
+        new, times = lines_of(history[known:])
         self._history = self._history + new if known else new
+        self._times = self._times + times if known else times
         self._known, self._last = len(history), history[-1:]
-        return self._history
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy's or torch's as one of Python's."""
-    return value.item() if hasattr(value, "item") else str(value)
+        return {"history": self._history, WALL_CLOCK: self._times}
 
 
 def _exportable(trainer: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -24,13 +25,18 @@ HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", *LO)
 
 
 def prove(
-    command: tuple[str, ...], folder: Path, shm_dir: Path, *options: str, status: int = 0
+    command: tuple[str, ...],
+    folder: Path,
+    shm_dir: Path,
+    *options: str,
+    status: int = 0,
+    **variables: str,
 ) -> str:
     """Its output; it exits with `status`."""
     line = [PYTHON, "-m", "tierckpt", "prove", "--steps", "3", *options, "--", *command]
     own = {"TIERCKPT_SHM_DIR": str(shm_dir), "TMPDIR": str(folder)}
     own["XDG_CACHE_HOME"] = str(folder / "cache")
-    environment = {**os.environ, **THROUGHOUT, **own}
+    environment = {**os.environ, **THROUGHOUT, **own, **variables}
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
     logs = [f"{log}:\n{log.read_text()}" for log in folder.rglob("log")]
     assert done.returncode == status, "\n".join([done.stdout, done.stderr, *logs])
@@ -86,6 +92,21 @@ def test_a_script_that_uses_accelerate(
     options = ("--kill-after", "7", "--steps", "7", "--dir", str(tmp_path / "proof"))
     assert said in prove(command, tmp_path, shm_dir, *options, status=status)
     assert end_survivors(tmp_path / "proof" / "killed") == 0
+
+
+@on_demand("a minute each")
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_scripts_of_frameworks(framework: str, tmp_path: Path, shm_dir: Path) -> None:
+    """The script gives its path to the integration; both runs have others."""
+    pytest.importorskip(framework, exc_type=ImportError)
+    (tmp_path / "job").mkdir()
+    settings = {"path": str(tmp_path / "job" / "ckpts")}
+    scenario = json.dumps({"folder": str(tmp_path / "job"), "settings": settings})
+    script = str(ROOT / "tests" / "support" / framework / "job.py")
+    command = (PYTHON, *TORCHRUN, "-m", "tierckpt.run", script)
+    out = prove(command, tmp_path, shm_dir, FRAMEWORK_SCENARIO=scenario)
+    assert "exact: killed with SIGKILL at step 5, resumed from " in out
+    assert [*(tmp_path / "job").glob("ckpts")] == []
 
 
 @on_demand("half a minute; a job that is started again after a kill is in tests/store, too")
