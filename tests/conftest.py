@@ -13,6 +13,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import threading
 import time
 import uuid
@@ -67,6 +68,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(tier_of(item))
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
+
+
+def pytest_configure() -> None:
+    """A shell has SIGINT ignored in what it starts in the background, and nohup SIGHUP. Children
+    would inherit that, and tests send both."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

@@ -53,7 +53,6 @@ def serve(listener: socket.socket) -> NoReturn:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     clients: dict[int, socket.socket] = {}
     while True:
         ready, _, _ = select.select([0, awake, listener], [], [])
