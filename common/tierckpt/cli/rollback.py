@@ -18,6 +18,8 @@ from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.rollbacks import RollbackFiles
 
+from .halt import was_job_here
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -43,11 +45,24 @@ def _files(path: str) -> Iterator[RollbackFiles]:
     if not is_url(path):
         if not Path(path).is_dir():
             raise ConfigError(f"{path} is not a directory; give a job's path or persistent_path")
+        if not was_job_here(path):
+            raise ConfigError(_not_here(path))
         yield RollbackFiles(path)
         return
     there = load_config().persistent.at(path)
     with closing(PersistentStore(there.path, **there.options())) as store:
         yield RollbackFiles(store)
+
+
+def _not_here(path: str) -> str:
+    """The reason why no start reads a request in this directory."""
+    inside = [str(each) for each in survey(path).directories if str(each) != path]
+    if not inside:
+        return f"no job has written to {path}; give a job's path or persistent_path"
+    return (
+        f"no start looks for a request in {path} itself: jobs have their versions in "
+        f"{some(inside, MOST_SHOWN)}. Give the one of the job's node; one of several nodes is enough"
+    )
 
 
 def _cancel(args: argparse.Namespace, files: RollbackFiles) -> list[str]:
@@ -112,6 +127,11 @@ def _result(path: str, there: Survey, wanted: int, complete: bool) -> Iterator[s
             "the job runs now, and goes on until it ends: tierckpt halt "
             f"{shlex.quote(path)} --now ends it"
         )
+        if wanted not in {version for *_, version in there.pinned}:
+            yield (
+                f"until then its retention may remove v{wanted}, and the next start would fail: "
+                f"tierckpt pin {shlex.quote(path)} {wanted} keeps it on disk"
+            )
     yield f"to take this back before that start: tierckpt rollback {shlex.quote(path)} --cancel"
 
 
