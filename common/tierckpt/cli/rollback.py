@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tierckpt._text import is_url, some
 from tierckpt.config import load_config
 from tierckpt.core.rollback import RollbackRequest, nearest, pending
-from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.errors import ConfigError, CorruptShardError, FormatError, RestoreError
 from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.rollbacks import RollbackFiles
@@ -66,9 +66,13 @@ def _not_here(path: str) -> str:
 
 
 def _cancel(args: argparse.Namespace, files: RollbackFiles) -> list[str]:
+    try:
+        request = files.request()
+    except (CorruptShardError, FormatError) as error:
+        files.cancel()
+        return [f"{args.path}: the request, which was damaged, is removed ({error})"]
     there = survey(args.path)
     open_ = {each.name for each in pending(there.requests, there.record)}
-    request = files.request()
     files.cancel()
     if request is not None and request.name in open_:
         return [f"{args.path}: the request to go back to v{request.version} is taken back"]

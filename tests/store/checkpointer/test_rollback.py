@@ -154,3 +154,24 @@ def test_a_running_job_may_remove_the_version(places: dict[str, Any]) -> None:
         assert main(["pin", path, "6"]) == 0
         assert "the job runs now" in (told := asked())
         assert "keeps it on disk" not in told
+
+
+def test_a_damaged_request_hides_neither_the_record_nor_versions(
+    places: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, far = places["path"], Path(places["persistent_path"])
+    with TinyJob(**places) as job:
+        job.run(STEPS)
+    with TinyJob(seed=99, rollback_to=6, **places) as job:
+        assert job.restore() == 6
+        job.checkpointer.abandon()
+    for place in (path, far):
+        place.joinpath("rollback-request.json").write_text("{}")
+    assert latest([path, far]).version == 6  # type: ignore[union-attr]
+    shutil.rmtree(path)
+    with TinyJob(seed=99, **places) as job:
+        assert job.restore() == 6, "by the record and the versions of the persistent level"
+        assert any("rollback-request.json is truncated" in e.message for e in job.events)
+    assert main(["rollback", str(far), "--cancel"]) == 0
+    assert "the request, which was damaged, is removed" in capsys.readouterr().out
+    assert not far.joinpath("rollback-request.json").exists()
