@@ -121,6 +121,20 @@ def test_a_rank_that_is_gone_keeps_nobody_and_results_before_it_stay(gone: int) 
             assert why == f"rank {gone} was gone before it reached this boundary"
 
 
+def test_a_vote_whose_rank_was_interrupted_before_it_woke_the_leader_counts() -> None:
+    def program(group: ThreadGroup, tree: LeaderTree) -> list[int]:
+        if group.rank == 1:
+            group.barrier()
+            tree._node.all_reduce_min([-1] * WIDTH)
+            return []
+        pending = tree.all_reduce_min([group.rank] * WIDTH)
+        assert not pending.done(), "it looks once, and finds a vote missing"
+        group.barrier()
+        return pending.wait()
+
+    assert in_tree((2, 1), program) == [[-1] * WIDTH, [], [-1] * WIDTH]
+
+
 def test_other_threads_may_wait_too() -> None:
     def program(group: ThreadGroup, tree: LeaderTree) -> list[list[int]]:
         found: list[list[int]] = []

@@ -23,6 +23,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ SEND_SECONDS = 30.0
 """Longest time for a message of a few hundred bytes; then the neighbour counts as gone."""
 LAST_SECONDS = 1.0
 """Longest time that a leader which closes waits for results of turns that it has voted in."""
+LOOK_AGAIN_SECONDS = 1.0
+"""Longest time until a leader sees a vote whose rank did not wake it: an interrupt (a signal's
+handler that raises) came between the two."""
 _RESULT, _BROKEN = 0, 1
 _NEVER = 1 << 62
 
@@ -215,7 +219,8 @@ class _PendingResult:
 
 
 class _Link:
-    """A connection to a neighbour in the tree, which carries frames of one size."""
+    """A connection to a neighbour in the tree, which carries frames of one size. A forked child (a
+    DataLoader's worker) closes its copy: the connection ends with this process."""
 
     def __init__(self, end: socket.socket, frame: struct.Struct, rank: int) -> None:
         """Own `end`. `rank`: the neighbour."""
@@ -223,6 +228,7 @@ class _Link:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.end, self.rank = end, rank
         self._frame, self._received = frame, bytearray()
+        _links.add(self)
 
     def send(self, kind: int, turn: int, values: Sequence[int]) -> None:
         """Send a frame. Raises OSError."""
@@ -256,6 +262,17 @@ class _Link:
             del self._received[:size]
             found.append((kind, turn, values))
         return found if data or found else None
+
+
+_links: weakref.WeakSet[_Link] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for link in [*_links]:
+        link.end.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Leader:
@@ -299,7 +316,7 @@ class _Leader:
             for fd in self._tree.process_fds():
                 self._selector.register(fd, selectors.EVENT_READ, None)
             while not (self._over or self._delivered + 1 >= self._broken_from):
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(LOOK_AGAIN_SECONDS):
                     self._hear(key)
                 self._send_up()
         except Exception:  # also a turn that does not fit: no result comes from here any more
