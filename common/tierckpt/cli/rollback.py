@@ -61,7 +61,8 @@ def _not_here(path: str) -> str:
         return f"no job has written to {path}; give a job's path or persistent_path"
     return (
         f"no start looks for a request in {path} itself: jobs have their versions in "
-        f"{some(inside, MOST_SHOWN)}. Give the one of the job's node; one of several nodes is enough"
+        f"{some(inside, MOST_SHOWN)}. Give the one of the job's node; of several nodes, one is "
+        "enough"
     )
 
 
