@@ -134,9 +134,10 @@ class RestoreNotices:
                 RollbackFiles(store).store(record)
         except Exception as error:  # a client's own errors, too
             self._reports.notice(
-                f"the rollback to v{record.version} could not be noted in {place}: {error}. If "
-                "this run ends before it has a version, a restart that sees no other place goes "
-                "on from a newer version, or goes back again",
+                f"the rollback to v{record.version} could not be noted in {place}: {error}. A "
+                "restart that sees no other place goes back once more while the request is still "
+                "there: remove it. Without it, and before this run has a version, it goes on from "
+                "a newer version",
                 logging.WARNING,
             )
 

@@ -174,7 +174,8 @@ def _check_size(scenario: Scenario) -> None:
         raise ConfigError(
             f"some {count:.1e} failures would be simulated (those of the store count), one every "
             f"{time_text(1 / rate)} in {time_text(seconds)}, {scenario.replicas} times; give "
-            f"a shorter length, fewer replicas, or rarer failures ({MOST_FAILURES:.0e} are possible)"
+            f"a shorter length, fewer replicas, or rarer failures ({MOST_FAILURES:.0e} are "
+            "possible)"
         )
 
 
