@@ -6,7 +6,7 @@ import argparse
 import secrets
 import shlex
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from tierckpt._text import is_url, some
 from tierckpt.config import load_config
 from tierckpt.core.rollback import RollbackRequest, nearest, pending
 from tierckpt.errors import ConfigError, CorruptShardError, FormatError, RestoreError
+from tierckpt.halt import request_file
 from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.rollbacks import RollbackFiles
@@ -127,17 +128,30 @@ def _result(path: str, there: Survey, wanted: int, complete: bool) -> Iterator[s
             "now; retention does when newer versions of that run are complete. To keep one: "
             f"tierckpt pin {shlex.quote(path)} VERSION"
         )
-    if there.living:
+    halted = _is_to_halt(path)
+    if there.living and not halted:
         yield (
             "the job runs now, and goes on until it ends: tierckpt halt "
-            f"{shlex.quote(path)} --now ends it"
+            f"{shlex.quote(path)} --now ends it (--clear before the next start)"
         )
-        if wanted not in {version for *_, version in there.pinned}:
-            yield (
-                f"until then its retention may remove v{wanted}, and the next start would fail: "
-                f"tierckpt pin {shlex.quote(path)} {wanted} keeps it on disk"
-            )
+    if halted:
+        yield (
+            "a request to halt is there, at which the next start would end as well: tierckpt halt "
+            f"{shlex.quote(path)} --clear, when the job has ended"
+        )
+    if there.living and wanted not in {version for *_, version in there.pinned}:
+        yield (
+            f"until the job ends, its retention may remove v{wanted}, and the next start would "
+            f"fail: tierckpt pin {shlex.quote(path)} {wanted} keeps it on disk"
+        )
     yield f"to take this back before that start: tierckpt rollback {shlex.quote(path)} --cancel"
+
+
+def _is_to_halt(path: str) -> bool:
+    """Whether there is a halt request, which stays until it is cleared."""
+    with suppress(OSError, FormatError):
+        return not is_url(path) and request_file.read(path) is not None
+    return False
 
 
 __all__ = ["rollback"]

@@ -152,8 +152,10 @@ def test_a_running_job_may_remove_the_version(places: dict[str, Any]) -> None:
         job.run(STEPS)
         assert f"tierckpt pin {path} 6 keeps it on disk" in asked()
         assert main(["pin", path, "6"]) == 0
-        assert "the job runs now" in (told := asked())
+        assert "--now ends it (--clear before the next start)" in (told := asked())
         assert "keeps it on disk" not in told
+    assert main(["halt", path, "--now"]) == 0
+    assert "a request to halt is there, at which the next start would end" in asked()
 
 
 def test_a_damaged_request_hides_neither_the_record_nor_versions(
