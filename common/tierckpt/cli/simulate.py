@@ -239,9 +239,10 @@ def _conclusions(study: Study) -> list[str]:
     failures = study.estimate(float(sum(o.failures.values())) for o in outcomes)
     error = "" if math.isnan(failures.error) else f" ± {failures.error:.1f}"
     often = time_text(walls.mean / failures.mean) if failures.mean else "never"
+    ranks = "1 rank" if scenario.job.ranks == 1 else f"{scenario.job.ranks:,} ranks"
     lines = [
         f"Simulated goodput {_percent(study.goodput)} in {time_text(walls.mean)} on "
-        f"{scenario.job.ranks:,} ranks ({counted(scenario.replicas, 'replica')}, seed "
+        f"{ranks} ({counted(scenario.replicas, 'replica')}, seed "
         f"{scenario.seed}, 95 % confidence).",
         f"{failures.mean:.1f}{error} failures, one every {often}."
         if failures.mean

@@ -57,6 +57,9 @@ def test_later_values_win() -> None:
     (level,) = scenario.levels
     assert scenario.job.ranks == 64
     assert (level.every_steps, level.every_seconds) == (5, 0.0), "one interval replaces the other"
+    measured = {"failures": {"job_every": "3h", "node_share": 0.5}}
+    failures = scenario_of(merge(SMALL, measured, {"failures": {"node_every": "3d"}}), "").failures
+    assert (failures.job_every_seconds, failures.node_every_seconds) == (math.inf, 3 * 86400)
     text = scenario_of(merge(SMALL, assignments(["job.state=5TB", "job.step=2s"])), "")
     assert (text.job.state_bytes, text.job.step_seconds) == (5e12, 2.0)
 
