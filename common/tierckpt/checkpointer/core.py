@@ -49,6 +49,7 @@ from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
+from tierckpt.restore.rollback_records import keep_record
 from tierckpt.restore.session import RestoreSession
 from tierckpt.restore.verified_version import all_finished
 from tierckpt.restored import Restored
@@ -497,6 +498,7 @@ class CheckpointerCore(abc.ABC):
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
         live.iteration_counts = self._iterations.counts
         self._go_on_from(lineage, live)
+        keep_record(self.config, self.group, self._history, self._reports)  # on a new node
         self._history.forget()
 
     # --- a version on demand --------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.core.rollback import Rollback, RollbackRequest
-from tierckpt.errors import FormatError, TierckptError
+from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.checksummed_json import check_head, checked, head_of, with_check
 from tierckpt.storage.files import durable
 
@@ -90,10 +90,18 @@ class RollbackFiles:
             durable.remove(self._place / REQUEST)
 
     def store(self, record: Rollback) -> None:
-        """Write the record of a run, durable at return; then remove the request if the record has
-        its name."""
+        """Write the record of a run, unless it is there, durable at return; then remove the request
+        if the record has its name. A damaged one is replaced."""
+        with contextlib.suppress(CorruptShardError, FormatError):
+            there = self.record()
+            if there is not None and (there == record or there.entry > record.entry):
+                self._remove_honoured(record)
+                return
         values = {"generation": record.generation, "version": record.version}
         self._write(RECORD, {**values, "honoured": record.honoured})
+        self._remove_honoured(record)
+
+    def _remove_honoured(self, record: Rollback) -> None:
         request = self.request()
         if request is not None and request.name in record.honoured:
             self.cancel()
