@@ -27,6 +27,7 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.vote_exchange import ballots_for
 from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.rollback_records import keep_record
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, Level
@@ -49,7 +50,6 @@ from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.rollback_records import keep_record
 from tierckpt.restore.session import RestoreSession
 from tierckpt.restore.verified_version import all_finished
 from tierckpt.restored import Restored

@@ -28,6 +28,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.rollback_records import keep_record
 from tierckpt.core.copies import Location, distinct
 from tierckpt.core.rollback import RollbackRequest, nearest
 from tierckpt.errors import RestoreError
@@ -40,7 +41,6 @@ from tierckpt.storage.persistent import PersistentStore
 from .candidates import Candidates, RankFailures
 from .notices import MOST_SAID, RestoreNotices, undo, wish
 from .progress import Progress
-from .rollback_records import keep_record
 from .shard_image import FarStore
 from .tensor_fill import TensorPreallocator
 from .verification import RestoreContext, SpillPolicy, find

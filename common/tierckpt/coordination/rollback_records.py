@@ -10,12 +10,13 @@ import contextlib
 import logging
 
 from tierckpt.config import Config
-from tierckpt.coordination.job_history import JobHistory
-from tierckpt.coordination.reports import Reports
 from tierckpt.core.rollback import Rollback
 from tierckpt.group import Group
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 from tierckpt.storage.rollbacks import RollbackFiles
+
+from .job_history import JobHistory
+from .reports import Reports
 
 
 def keep_record(config: Config, group: Group, history: JobHistory, reports: Reports) -> None:
