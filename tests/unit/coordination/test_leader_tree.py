@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -154,6 +155,19 @@ def test_a_vote_of_a_thousand_turns_leaves_no_descriptor() -> None:
     in_tree((2, 2), lambda group, tree: [tree.all_reduce_min([0] * WIDTH).wait() for _ in range(9)])
     assert _descriptors() == before
     assert not [t for t in threading.enumerate() if t.name == "tierckpt-votes"]
+
+
+def test_silent_connections_are_probed() -> None:
+    """An evaluation has no votes for long; firewalls forget silent connections."""
+
+    def program(group: ThreadGroup, tree: LeaderTree) -> list[tuple[int, int]]:
+        assert tree.leader is not None
+        ends = [link.end for link in tree.leader.links]
+        alive = [end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for end in ends]
+        idle = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) for end in ends]
+        return [*zip(alive, idle, strict=True)]
+
+    assert in_tree((1, 1), program) == [[(1, 60)]] * 2
 
 
 def _descriptors() -> int:

@@ -55,6 +55,10 @@ MEETING_SECONDS = 30.0
 """Longest time to connect to the parent and to accept the children."""
 SEND_SECONDS = 30.0
 """Longest time for a message of a few hundred bytes; then the neighbour counts as gone."""
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 20}
+"""Seconds without a message until the kernel sends a probe, between probes, and probes that may
+fail. A firewall forgets connections that are silent for some minutes, as in an evaluation; a
+machine that stands still for some minutes is not gone."""
 LAST_SECONDS = 1.0
 """Longest time that a leader which closes waits for results of turns that it has voted in."""
 LOOK_AGAIN_SECONDS = 1.0
@@ -226,6 +230,9 @@ class _Link:
         """Own `end`. `rank`: the neighbour."""
         end.settimeout(SEND_SECONDS)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            end.setsockopt(socket.IPPROTO_TCP, option, value)
         self.end, self.rank = end, rank
         self._frame, self._received = frame, bytearray()
         _links.add(self)
@@ -284,6 +291,7 @@ class _Leader:
         """Own `wake_fd`, the reading end of the pipe, and the links."""
         self._tree, self._wake_fd = tree, wake_fd
         self._parent, self._children = parent, list(children)
+        self.links = [*filter(None, [parent]), *children]
         self._turn = 1
         """The next turn to send up."""
         self._cast: Votes = tree.no_votes()
@@ -308,10 +316,9 @@ class _Leader:
         self._thread.join()
 
     def _run(self) -> None:
-        links = [*filter(None, [self._parent]), *self._children]
         try:
             self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
-            for link in links:
+            for link in self.links:
                 self._selector.register(link.end, selectors.EVENT_READ, link)
             for fd in self._tree.process_fds():
                 self._selector.register(fd, selectors.EVENT_READ, None)
@@ -325,7 +332,7 @@ class _Leader:
             with contextlib.suppress(Exception):
                 self._break(self._delivered + 1, self._tree.leader_rank)
             self._selector.close()
-            for link in links:
+            for link in self.links:
                 link.close()
             os.close(self._wake_fd)
 
@@ -384,7 +391,7 @@ class _Leader:
             return
         self._broken_from = turn
         self._tree.write_broken(turn, rank)
-        for link in (*filter(None, [self._parent]), *self._children):
+        for link in self.links:
             self._send(link, _BROKEN, turn, [rank, *[0] * (self._tree.width - 1)])
 
     def _send(self, link: _Link, kind: int, turn: int, values: Sequence[int]) -> None:
