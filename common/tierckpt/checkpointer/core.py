@@ -27,6 +27,7 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.vote_exchange import ballots_for
 from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.rollback_records import keep_record
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, Level
@@ -497,6 +498,7 @@ class CheckpointerCore(abc.ABC):
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
         live.iteration_counts = self._iterations.counts
         self._go_on_from(lineage, live)
+        keep_record(self.config, self.group, self._history, self._reports)  # on a new node
         self._history.forget()
 
     # --- a version on demand --------------------------------------------------------------------

@@ -289,8 +289,10 @@ def simulate(commands: Subparsers) -> None:
     text = "print an example, and end: %(choices)s (default: %(const)s)"
     names = ("cluster", "llama3", "torch-save", "spot", "constant")
     parser.add_argument("--example", nargs="?", const=names[0], choices=names, help=text)
-    text = "measure costs, restarts and the failure rate from a job's events_dir"
-    parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="EVENTS", help=text)
+    text = "measure costs, restarts and the failure rate from a job's events_dir; may be repeated"
+    parser.add_argument(
+        "--events", type=Path, action="append", default=[], metavar="EVENTS", help=text
+    )
     text = "set a value of the scenario, such as job.ranks=1024; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "simulate each value, and print a line for each: job.ranks=64,1024,16384"

@@ -6,17 +6,20 @@ import argparse
 import secrets
 import shlex
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import is_url, some
 from tierckpt.config import load_config
 from tierckpt.core.rollback import RollbackRequest, nearest, pending
-from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.errors import ConfigError, CorruptShardError, FormatError, RestoreError
+from tierckpt.halt import request_file
 from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.rollbacks import RollbackFiles
+
+from .halt import was_job_here
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,6 +46,8 @@ def _files(path: str) -> Iterator[RollbackFiles]:
     if not is_url(path):
         if not Path(path).is_dir():
             raise ConfigError(f"{path} is not a directory; give a job's path or persistent_path")
+        if not was_job_here(path):
+            raise ConfigError(_not_here(path))
         yield RollbackFiles(path)
         return
     there = load_config().persistent.at(path)
@@ -50,10 +55,26 @@ def _files(path: str) -> Iterator[RollbackFiles]:
         yield RollbackFiles(store)
 
 
+def _not_here(path: str) -> str:
+    """The reason why no start reads a request in this directory."""
+    inside = [str(each) for each in survey(path).directories if str(each) != path]
+    if not inside:
+        return f"no job has written to {path}; give a job's path or persistent_path"
+    return (
+        f"no start looks for a request in {path} itself: jobs have their versions in "
+        f"{some(inside, MOST_SHOWN)}. Give the one of the job's node; of several nodes, one is "
+        "enough"
+    )
+
+
 def _cancel(args: argparse.Namespace, files: RollbackFiles) -> list[str]:
+    try:
+        request = files.request()
+    except (CorruptShardError, FormatError) as error:
+        files.cancel()
+        return [f"{args.path}: the request, which was damaged, is removed ({error})"]
     there = survey(args.path)
     open_ = {each.name for each in pending(there.requests, there.record)}
-    request = files.request()
     files.cancel()
     if request is not None and request.name in open_:
         return [f"{args.path}: the request to go back to v{request.version} is taken back"]
@@ -107,12 +128,30 @@ def _result(path: str, there: Survey, wanted: int, complete: bool) -> Iterator[s
             "now; retention does when newer versions of that run are complete. To keep one: "
             f"tierckpt pin {shlex.quote(path)} VERSION"
         )
-    if there.living:
+    halted = _is_to_halt(path)
+    if there.living and not halted:
         yield (
             "the job runs now, and goes on until it ends: tierckpt halt "
-            f"{shlex.quote(path)} --now ends it"
+            f"{shlex.quote(path)} --now ends it (--clear before the next start)"
+        )
+    if halted:
+        yield (
+            "a request to halt is there, at which the next start would end as well: tierckpt halt "
+            f"{shlex.quote(path)} --clear, when the job has ended"
+        )
+    if there.living and wanted not in {version for *_, version in there.pinned}:
+        yield (
+            f"until the job ends, its retention may remove v{wanted}, and the next start would "
+            f"fail: tierckpt pin {shlex.quote(path)} {wanted} keeps it on disk"
         )
     yield f"to take this back before that start: tierckpt rollback {shlex.quote(path)} --cancel"
+
+
+def _is_to_halt(path: str) -> bool:
+    """Whether there is a halt request, which stays until it is cleared."""
+    with suppress(OSError, FormatError):
+        return not is_url(path) and request_file.read(path) is not None
+    return False
 
 
 __all__ = ["rollback"]

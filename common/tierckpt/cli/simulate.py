@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from tierckpt._text import size_text
+from tierckpt._text import counted, size_text
 from tierckpt.errors import ConfigError
 
 from .columns import print_columns
@@ -239,10 +239,11 @@ def _conclusions(study: Study) -> list[str]:
     failures = study.estimate(float(sum(o.failures.values())) for o in outcomes)
     error = "" if math.isnan(failures.error) else f" ± {failures.error:.1f}"
     often = time_text(walls.mean / failures.mean) if failures.mean else "never"
+    ranks = "1 rank" if scenario.job.ranks == 1 else f"{scenario.job.ranks:,} ranks"
     lines = [
         f"Simulated goodput {_percent(study.goodput)} in {time_text(walls.mean)} on "
-        f"{scenario.job.ranks:,} ranks ({scenario.replicas} replicas, seed {scenario.seed}, 95 % "
-        "confidence).",
+        f"{ranks} ({counted(scenario.replicas, 'replica')}, seed "
+        f"{scenario.seed}, 95 % confidence).",
         f"{failures.mean:.1f}{error} failures, one every {often}."
         if failures.mean
         else 'No failures: give their rates in [failures], such as node_every = "1y".',

@@ -104,6 +104,8 @@ class JobHistory:
         """The last record of a run that went back."""
         self._requests: tuple[RollbackRequest, ...] = ()
         """Requests to go back, found in the same places."""
+        self._records_here: tuple[Rollback, ...] = ()
+        """Records that this rank found at its own places."""
         self._config, self._group, self._job = config, group, job
         self._store, self._host = store, host
         self._former_nodes = former_nodes
@@ -160,6 +162,7 @@ class JobHistory:
         self.newer = _lines(p for p in problems if p.newer)
         self.unseen = _lines(p for i in different for p in i.unseen)
         records = [record for i in different for record in i.rollbacks]
+        self._records_here = inventories[self._group.rank].rollbacks
         self.rollback = merged([*records, *([self.rollback] if self.rollback else [])])
         self._requests = tuple(request for i in different for request in i.requests)
         self._next_generation = 1 + max(i.generation for i in different)
@@ -180,6 +183,12 @@ class JobHistory:
         honoured = (*earlier, *(each.name for each in requests))
         self.rollback = Rollback(*self._began, honoured)
         return self.rollback
+
+    def keeps_record(self, places: int) -> bool:
+        """True if that many places of this rank have the last record, and no request it names."""
+        here = self._records_here
+        stale = self.rollback and {each.name for each in self._requests} & {*self.rollback.honoured}
+        return not stale and [*here] == [self.rollback] * places
 
     @property
     def began_last(self) -> tuple[int, int]:

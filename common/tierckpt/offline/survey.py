@@ -23,7 +23,7 @@ from tierckpt.config import PersistentConfig, load_config
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.core.rollback import Rollback, RollbackRequest, merged, pending
-from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.errors import ConfigError
 from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.inventory import (
@@ -31,6 +31,7 @@ from tierckpt.storage.inventory import (
     look_at_memory,
     look_at_parities,
     look_at_persistent,
+    look_at_rollbacks,
 )
 from tierckpt.storage.local.directory_claim import memory_folders
 from tierckpt.storage.local.pins import LocalPins
@@ -305,13 +306,9 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
         pins = LocalPins(folder).pinned()
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
         there.suspects |= SuspectMarks(folder).all()
-    try:
-        requests, records = RollbackFiles(folder).all()
-    except (OSError, TierckptError) as error:
-        there.problems.append(Problem.of(place, error))
-    else:
-        there.requests += requests
-        there.rollbacks += records
+    files = RollbackFiles(folder)
+    troubles = there.problems, there.unseen
+    look_at_rollbacks(files, place, there.requests, there.rollbacks, *troubles)
 
 
 def _look_at_shared(config: PersistentConfig, there: Survey) -> None:

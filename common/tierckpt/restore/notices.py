@@ -22,7 +22,6 @@ from tierckpt.storage.local.sibling_nodes import MOST_FOLDERS, siblings_of, word
 from tierckpt.storage.memory import job_directory
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
-from tierckpt.storage.rollbacks import RollbackFiles
 
 FEW_FOLDERS = 16
 """Limit of other nodes that are looked into if rank 0 looks into several."""
@@ -92,13 +91,7 @@ class RestoreNotices:
     def rolled_back(
         self, record: Rollback, request: RollbackRequest, newer: Sequence[VersionId]
     ) -> None:
-        """Store the record of this run, which went back, at all places of this rank; and report the
-        versions that it gave up."""
-        rank, hosts = self._group.rank, self._history.nodes
-        if hosts.index(hosts[rank]) == rank:  # the node's first rank
-            self._store_record(self._config.directory, record)
-        if rank == 0 and self._config.persistent.path:
-            self._store_record(self._config.persistent.path, record)
+        """Report that this run went back, and the versions that it gave up."""
         wanted, numbers = record.version, dict.fromkeys(f"v{id_.version}" for id_ in newer)
         them = f"{some([*numbers], MOST_SAID)} of earlier runs" if newer else "no newer version"
         kept = (
@@ -120,25 +113,6 @@ class RestoreNotices:
             f"{rollback_command(self._config.directory, wanted)}",
             logging.INFO,
         )
-
-    def _store_record(self, place: str, record: Rollback) -> None:
-        persistent = self._config.persistent
-        try:
-            if place != persistent.path:
-                RollbackFiles(place).store(record)
-                return
-            few = RetryPolicy(tries=3)
-            made = PersistentStore(persistent.path, retry=few, **persistent.options())
-            with contextlib.closing(made) as store:
-                store.create()
-                RollbackFiles(store).store(record)
-        except Exception as error:  # a client's own errors, too
-            self._reports.notice(
-                f"the rollback to v{record.version} could not be noted in {place}: {error}. If "
-                "this run ends before it has a version, a restart that sees no other place goes "
-                "on from a newer version, or goes back again",
-                logging.WARNING,
-            )
 
     def directory_emptied(self, id_: VersionId) -> None:
         """Report that the disk has nothing any more: the directory may have been removed for a

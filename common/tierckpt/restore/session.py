@@ -28,6 +28,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.rollback_records import keep_record
 from tierckpt.core.copies import Location, distinct
 from tierckpt.core.rollback import RollbackRequest, nearest
 from tierckpt.errors import RestoreError
@@ -71,6 +72,7 @@ class RestoreSession:
         """Take the inventory of all levels: collective. `begin_seconds` is when `restore()` was
         called, by `time.perf_counter()`. `elsewhere`: see `NodeResources.left_elsewhere`."""
         self._config, self._state, self._history, self._reports = config, state, history, reports
+        self._group = group
         self._begin_seconds = begin_seconds
         self._version: int | None = None
         """The version that was asked for."""
@@ -204,12 +206,17 @@ class RestoreSession:
         return bool(chosen) and bool(self._newer_than(found.plan.id))
 
     def settle_rollback(self, found: VerifiedVersion) -> None:
-        """Store that the run, which has begun, carried out the requests to go back; and report it.
-        Not collective: the run has no version before all ranks have come here."""
+        """Store that the run, which has begun, carried out the requests to go back, and report it;
+        store the record of an earlier run where it is missing. Not collective: the run has no
+        version before all ranks have come here."""
+        places = self._config, self._group, self._history, self._reports
         if self._requests:
             record = self._history.went_back(self._requests)
+            keep_record(*places)
             self._notices.rolled_back(record, self._requests[0], self._newer_than(found.plan.id))
-        elif self._version is None and self._config.rollback_to:
+            return
+        keep_record(*places)
+        if self._version is None and self._config.rollback_to:
             self._notices.rolled_back_before(found.plan.id)
 
     def _newer_than(self, id_: VersionId) -> list[VersionId]:

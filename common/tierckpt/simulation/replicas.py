@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from statistics import NormalDist, fmean, stdev
 
+from tierckpt._text import counted
 from tierckpt.errors import ConfigError
 
 from .costs import LevelCosts, costs_of, exposed_seconds, protect_seconds
@@ -141,7 +142,11 @@ def simulate(scenario: Scenario) -> Study:
         ) from error
     _check_size(scenario)
     peer = scenario.level("peer")
-    redundancy = None if peer is None else Redundancy(scenario.job, peer)
+    try:
+        redundancy = None if peer is None else Redundancy(scenario.job, peer)
+    except ConfigError as error:
+        ranks = f"[job] {counted(scenario.job.ranks, 'rank')}, {scenario.job.ranks_per_node} a node"
+        raise ConfigError(f"[levels.peer] does not fit {ranks}: {error}") from error
     costs = costs_of(scenario)
     if scenario.constant is None:
         plan = plan_of(scenario, costs, _beyond_per_second(scenario, costs, redundancy))
@@ -162,14 +167,24 @@ def _check_size(scenario: Scenario) -> None:
     """Refuse a scenario that would take long, such as one with wrong units."""
     rate = math.fsum(kind_rates(scenario.job, scenario.failures).values())
     rate *= 1 + scenario.nodes.bad_share * (scenario.nodes.bad_factor - 1)
+    rate += _store_changes_per_second(scenario)
     seconds = min(scenario.job.length_seconds, scenario.job.work_seconds)
     count = rate * seconds * scenario.replicas
     if count > MOST_FAILURES:
         raise ConfigError(
-            f"some {count:.1e} failures would be simulated, one every {time_text(1 / rate)} in "
-            f"{time_text(seconds)}, {scenario.replicas} times; give a shorter length, fewer "
-            f"replicas, or rarer failures ({MOST_FAILURES:.0e} are possible)"
+            f"some {count:.1e} failures would be simulated (those of the store count), one every "
+            f"{time_text(1 / rate)} in {time_text(seconds)}, {scenario.replicas} times; give "
+            f"a shorter length, fewer replicas, or rarer failures ({MOST_FAILURES:.0e} are "
+            "possible)"
         )
+
+
+def _store_changes_per_second(scenario: Scenario) -> float:
+    """The rate at which the store gets slow or goes out: it does neither while it is either."""
+    failures = scenario.failures
+    out, slow = 1 / failures.store_out_every_seconds, 1 / failures.store_slow_every_seconds
+    lasting = out * failures.store_out_seconds + slow * failures.store_slow_seconds
+    return (out + slow) / (1 + lasting)
 
 
 def with_best_intervals(scenario: Scenario) -> Scenario:

@@ -84,7 +84,7 @@ class Nodes:
     spares: float = math.inf
     """Nodes that wait for a lost one; infinite: always enough."""
     repair_seconds: float = 86400.0
-    """Mean time until a lost node is a spare."""
+    """Mean time until a lost node is a spare. Infinite: it never is one."""
     bad_share: float = 0.0
     """Share of nodes that fail `bad_factor` times as often."""
     bad_factor: float = 1.0
@@ -202,6 +202,11 @@ def _problems(scenario: Scenario) -> Iterator[str]:
     job, failures = scenario.job, scenario.failures
     if math.isinf(job.length_seconds) and math.isinf(job.work_seconds):
         yield "[job] has neither a length nor work: the simulation would not end; give length"
+    if math.isinf(job.length_seconds) and _may_lack_nodes(scenario.nodes):
+        yield (
+            "[nodes] repair never ends, so the job may wait for a node without end; give [job] "
+            "length"
+        )
     own = (f.name for f in fields(failures) if f.name.split("_")[0] in _UNITS)
     given = [name for name in own if name.endswith("_every_seconds") and _finite(failures, name)]
     if not math.isinf(failures.job_every_seconds) and given:
@@ -215,6 +220,10 @@ def _problems(scenario: Scenario) -> Iterator[str]:
         yield "[constant] replaces all levels; remove it, or the [levels]"
     if scenario.constant is None:
         yield from _level_problems(scenario)
+
+
+def _may_lack_nodes(nodes: Nodes) -> bool:
+    return math.isinf(nodes.repair_seconds) and not math.isinf(nodes.spares)
 
 
 _UNITS = ("process", "reboot", "node", "rack")
@@ -249,6 +258,7 @@ def _level_problems(scenario: Scenario) -> Iterator[str]:
 _POSITIVE = {"ranks", "ranks_per_node", "nodes_per_rack", "step_seconds", "length_seconds"}
 _POSITIVE |= {"work_seconds", "replicas", "disk_bytes", "network_bytes", "store_bytes"}
 _POSITIVE |= {"coding_bytes", "store_opens", "store_slow_factor", "bad_factor", "shards_per_file"}
+_ENDLESS = {"length_seconds", "work_seconds", "every_seconds", "repair_seconds"}
 _SHARES = {"node_share", "bad_share", "repair_cures"}
 
 
@@ -265,15 +275,21 @@ def _bad_numbers(scenario: Scenario) -> Iterator[str]:
                 continue
             name = each.name.removesuffix("_seconds").removesuffix("_bytes")
             is_rate = each.name.endswith("_every_seconds")
+            is_time = each.name.endswith("_seconds")
             if math.isnan(value) or value < 0:
                 yield f"{where}{name} is {value:g}; it must not be negative"
             elif value == 0 and (each.name in _POSITIVE or is_rate):
                 hint = '; for no failures leave it out, or write "inf"' if is_rate else ""
                 yield f"{where}{name} is 0; it must be more{hint}"
+            elif math.isinf(value) and is_time and not (is_rate or each.name in _ENDLESS):
+                yield f"{where}{name} is infinite; give a time that ends"
             elif each.name in _SHARES and value > 1:
                 yield f"{where}{name} is {value:g}; it is a share, from 0 to 1"
     if not 0 < scenario.overhead_budget < 1:
         yield f"overhead_budget is {scenario.overhead_budget:g}; it is a share between 0 and 1"
+    spares = scenario.nodes.spares
+    if not (math.isinf(spares) or spares == int(spares)):
+        yield f"[nodes] spares is {spares:g}; give a whole number"
     if scenario.nodes.bad_factor < 1:
         factor = scenario.nodes.bad_factor
         yield f"[nodes] bad_factor is {factor:g}; it must be 1 or more"

@@ -45,6 +45,11 @@ CHOICES = {
     "readers": ("shards", "nodes", "ranks"),
     "domain": ("node", "rack"),
 }
+RIVALS = (
+    ({"every"}, {"every_steps"}),
+    ({"job_every", "node_share"}, {"process_every", "reboot_every", "node_every", "rack_every"}),
+)
+"""Keys of one table that replace each other: the interval of a level, and the rates of failures."""
 
 Tree = dict[str, Any]
 
@@ -64,8 +69,7 @@ def read(path: Path) -> Tree:
 
 
 def merge(*trees: Mapping[str, Any]) -> Tree:
-    """The tables with the values of all; later ones win. An interval of one kind replaces one of
-    the other."""
+    """The tables with the values of all; later ones win, also over their rivals (see RIVALS)."""
     merged: Tree = {}
     for tree in trees:
         for key, value in tree.items():
@@ -73,12 +77,18 @@ def merge(*trees: Mapping[str, Any]) -> Tree:
                 before = merged.get(key, {})
                 if not isinstance(before, Mapping):
                     raise ConfigError(f"{key} is a value and a table; it can be one of them")
-                if {"every", "every_steps"} & value.keys():
-                    before = {k: v for k, v in before.items() if k not in ("every", "every_steps")}
-                merged[key] = merge(before, value)
+                merged[key] = merge(_without_rivals(before, value), value)
             else:
                 merged[key] = value
     return merged
+
+
+def _without_rivals(before: Mapping[str, Any], value: Mapping[str, Any]) -> Tree:
+    replaced: set[str] = set()
+    for ones, others in RIVALS:
+        replaced |= others if ones & value.keys() else set()
+        replaced |= ones if others & value.keys() else set()
+    return {key: each for key, each in before.items() if key not in replaced}
 
 
 def assignments(texts: Iterable[str]) -> Tree:

@@ -19,7 +19,7 @@ NUMBER = r"\s*([-+]?\d*\.?\d+(?:e[-+]?\d+)?)\s*([A-Za-z]*)\s*"
 def seconds_of(value: object) -> float:
     """A time in seconds: a number, or text such as 20ms, 1.5s, 3m, 8h, 2d, 1y, inf. Raises
     ConfigError with the forms that are valid."""
-    if value == "inf":
+    if value in ("inf", math.inf):
         return math.inf
     found = _quantity(value, SECONDS, "s")
     if found is None:

@@ -50,8 +50,8 @@ def take_inventory(
         parities = look_at_parities(store, disk, problems, unseen)
         pins = LocalPins(store.directory).pins()
         suspects |= SuspectMarks(store.directory).all()
-    with _noting_errors(disk, unseen):
-        _add(RollbackFiles(store.directory), requests, rollbacks)
+    more = requests, rollbacks, problems, unseen
+    look_at_rollbacks(RollbackFiles(store.directory), disk, *more)
     if persistent is not None and persistent.path:
         with _noting_errors(Location("persistent", EVERYWHERE, persistent.path), unseen):
             look_at_persistent(persistent, found, problems, unseen, requests, rollbacks)
@@ -71,10 +71,20 @@ def take_inventory(
     )
 
 
-def _add(files: RollbackFiles, requests: list[RollbackRequest], rollbacks: list[Rollback]) -> None:
-    more_requests, more_rollbacks = files.all()
+def look_at_rollbacks(
+    files: RollbackFiles,
+    place: Location,
+    requests: list[RollbackRequest],
+    rollbacks: list[Rollback],
+    problems: list[Problem],
+    unseen: list[Problem],
+) -> None:
+    """Add the request and the record of one place. Those that cannot be used hide no version."""
+    more_requests, more_rollbacks, errors = files.all()
     requests += more_requests
     rollbacks += more_rollbacks
+    for error in errors:
+        (unseen if isinstance(error, OSError) else problems).append(Problem.of(place, error))
 
 
 def nothing_seen(host: str, error: Exception) -> Inventory:
@@ -203,7 +213,7 @@ def look_at_persistent(
         return
     try:
         suspects = persistent_suspects(store)
-        _add(RollbackFiles(store), requests, rollbacks)
+        look_at_rollbacks(RollbackFiles(store), place, requests, rollbacks, problems, unseen)
         for name in store.versions():
             keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))
             try:

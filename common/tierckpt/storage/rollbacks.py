@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.core.rollback import Rollback, RollbackRequest
-from tierckpt.errors import FormatError
+from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.checksummed_json import check_head, checked, head_of, with_check
 from tierckpt.storage.files import durable
 
@@ -25,8 +25,8 @@ from .persistent import PersistentStore
 REQUEST, RECORD = "rollback-request.json", "rollback.json"
 KIND = "rollback"
 
-Rollbacks = tuple[tuple[RollbackRequest, ...], tuple[Rollback, ...]]
-"""Requests and records of one place; at most one of each."""
+Rollbacks = tuple[tuple[RollbackRequest, ...], tuple[Rollback, ...], tuple[Exception, ...]]
+"""Requests and records of one place, at most one of each; and the errors of unreadable ones."""
 
 
 class RollbackFiles:
@@ -43,9 +43,19 @@ class RollbackFiles:
         return self._place.url if isinstance(self._place, PersistentStore) else str(self._place)
 
     def all(self) -> Rollbacks:
-        """The request and the record, as far as they exist."""
-        request, record = self.request(), self.record()
-        return (request,) if request else (), (record,) if record else ()
+        """The request and the record, as far as they exist and are readable. A damaged request
+        does not hide the record. Raises nothing but a client's own errors."""
+        errors: list[Exception] = []
+        request = record = None
+        try:
+            request = self.request()
+        except (OSError, TierckptError) as error:
+            errors.append(error)
+        try:
+            record = self.record()
+        except (OSError, TierckptError) as error:
+            errors.append(error)
+        return (request,) if request else (), (record,) if record else (), tuple(errors)
 
     def request(self) -> RollbackRequest | None:
         """The request that `ask` wrote; None without one."""
@@ -80,10 +90,18 @@ class RollbackFiles:
             durable.remove(self._place / REQUEST)
 
     def store(self, record: Rollback) -> None:
-        """Write the record of a run, durable at return; then remove the request if the record has
-        its name."""
+        """Write the record of a run, unless it is there, durable at return; then remove the request
+        if the record has its name. A damaged one is replaced."""
+        with contextlib.suppress(CorruptShardError, FormatError):
+            there = self.record()
+            if there is not None and (there == record or there.entry > record.entry):
+                self._remove_honoured(record)
+                return
         values = {"generation": record.generation, "version": record.version}
         self._write(RECORD, {**values, "honoured": record.honoured})
+        self._remove_honoured(record)
+
+    def _remove_honoured(self, record: Rollback) -> None:
         request = self.request()
         if request is not None and request.name in record.honoured:
             self.cancel()

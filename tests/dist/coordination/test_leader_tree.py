@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from typing import Any
@@ -15,6 +16,7 @@ from tierckpt.coordination.ballots.vote_exchange import RankGoneError
 from tierckpt.group import Node
 
 WIDTH, TURNS, LAST = 3, 40, 17
+PATIENCE_SECONDS = 20.0
 SHAPE = (2, 2, 1, 2, 1, 2)
 HOSTS = [str(node) for node, ranks in enumerate(SHAPE) for _ in range(ranks)]
 
@@ -72,6 +74,40 @@ def test_after_a_vote_of_a_killed_rank_all_that_comes_is_right(victim: int) -> N
             assert LAST <= len(found) <= LAST + 1
             assert found == [least(turn) for turn in range(len(found))]
             assert why.endswith("was gone before it reached this boundary")
+
+
+def voting_with_a_child(group: StarGroup, victim: int) -> tuple[list[list[int]], str]:
+    """As `voting`; `victim` has a forked child, as a DataLoader's worker, which outlives it."""
+    module.PATIENCE_SECONDS = PATIENCE_SECONDS
+    module.FAN_OUT = 2
+    tree = leader_tree(group, Node.of(HOSTS[group.rank], HOSTS), WIDTH)
+    assert tree is not None
+    child = os.fork() if group.rank == victim else 0
+    if group.rank == victim and not child:
+        while True:
+            signal.pause()
+    child = group.all_gather_object(child)[victim]
+    try:
+        found = [tree.all_reduce_min(vote(group.rank, 0)).wait()]
+        if group.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        tree.all_reduce_min(vote(group.rank, 1)).wait()
+    except (RankGoneError, TimeoutError) as error:
+        return found, str(error)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    return found, ""
+
+
+def test_a_forked_child_of_a_killed_leader_keeps_no_connection() -> None:
+    victim = HOSTS.index("2")  # alone on its node, so that only its connections show its end
+    for rank, each in enumerate(run_star(len(HOSTS), voting_with_a_child, victim)):
+        if rank != victim:
+            assert each.value == (
+                [least(0)],
+                f"rank {victim} was gone before it reached this boundary",
+            )
 
 
 def test_all_turns_without_a_fault() -> None:

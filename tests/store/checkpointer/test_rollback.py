@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,61 @@ def test_a_record_that_cannot_be_stored_is_reported(
         job.run(8)
     with TinyJob(seed=99, rollback_to=6, **places) as job:
         assert job.restore() == 8, "the persistent level has the record"
+
+
+def test_a_folder_above_the_nodes_is_refused(
+    places: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No start would look there, although `tierckpt list` shows the versions of all nodes."""
+    above = places["path"]
+    del places["persistent_path"]
+    with TinyJob(**{**places, "path": str(above / "{node}"), "node": "n1"}) as job:
+        job.run(STEPS)
+    for arguments in (["6"], ["--cancel"]):
+        assert main(["rollback", str(above), *arguments]) == 1
+        told = capsys.readouterr().err
+        assert f"jobs have their versions in {above / 'n1'}. Give the one" in told
+    above.joinpath("empty").mkdir()
+    assert main(["rollback", str(above / "empty"), "6"]) == 1
+    assert "no job has written to" in capsys.readouterr().err
+    assert not [*above.rglob("rollback-request.json")]
+    assert main(["rollback", str(above / "n1"), "6"]) == 0
+
+
+def test_a_running_job_may_remove_the_version(places: dict[str, Any]) -> None:
+    path = str(places["path"])
+    del places["persistent_path"]
+
+    def asked() -> str:
+        command = [sys.executable, "-m", "tierckpt", "rollback", path, "6"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with TinyJob(**places) as job:
+        job.run(STEPS)
+        assert f"tierckpt pin {path} 6 keeps it on disk" in asked()
+        assert main(["pin", path, "6"]) == 0
+        assert "--now ends it (--clear before the next start)" in (told := asked())
+        assert "keeps it on disk" not in told
+    assert main(["halt", path, "--now"]) == 0
+    assert "a request to halt is there, at which the next start would end" in asked()
+
+
+def test_a_damaged_request_hides_neither_the_record_nor_versions(
+    places: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, far = places["path"], Path(places["persistent_path"])
+    with TinyJob(**places) as job:
+        job.run(STEPS)
+    with TinyJob(seed=99, rollback_to=6, **places) as job:
+        assert job.restore() == 6
+        job.checkpointer.abandon()
+    for place in (path, far):
+        place.joinpath("rollback-request.json").write_text("{}")
+    assert latest([path, far]).version == 6  # type: ignore[union-attr]
+    shutil.rmtree(path)
+    with TinyJob(seed=99, **places) as job:
+        assert job.restore() == 6, "by the record and the versions of the persistent level"
+        assert any("rollback-request.json is truncated" in e.message for e in job.events)
+    assert main(["rollback", str(far), "--cancel"]) == 0
+    assert "the request, which was damaged, is removed" in capsys.readouterr().out
+    assert not far.joinpath("rollback-request.json").exists()

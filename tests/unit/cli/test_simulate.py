@@ -153,6 +153,14 @@ def test_costs_of_a_jobs_own_events(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert given["failures"]["job_every_seconds"] == pytest.approx(72.0)
     assert 0.3 < found["goodput"]["mean"] < 0.9
 
+    scenario = tmp_path / "job.toml"
+    scenario.write_text('[job]\nstate = "1GB"\nlength = "4h"\n[failures]\nnode_every = "1d"\n')
+    found = json.loads(said(capsys, "--events", tmp_path / "events", scenario, "--json"))
+    given = found["scenario"]
+    assert given["job"]["state_bytes"] == 1e9, "the file is no events"
+    assert given["failures"]["node_every_seconds"] == 86400
+    assert given["failures"]["job_every_seconds"] is None, "replaced by the file"
+
 
 def test_without_rates_there_are_no_failures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -180,7 +188,7 @@ def test_best_intervals_are_simulated_too(job: Path, capsys: pytest.CaptureFixtu
         (["JOB", "--vary", "job.ranks"], "write a name and values"),
         (["JOB", "--replicas", "-1"], "replicas is -1; it must not be negative"),
         (["JOB", "--set", "levels.peer.scheme='rs 40+2'"], "needs 42 failure domains per group"),
-        (["JOB", "--set", "failures.process_every=1s"], "failures would be simulated, one every"),
+        (["JOB", "--set", "failures.process_every=1s"], "failures would be simulated"),
         (["JOB", "--set", "levels.peer.scheme=raid"], "valid: none, partner"),
     ],
 )

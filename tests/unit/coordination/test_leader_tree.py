@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -121,6 +122,20 @@ def test_a_rank_that_is_gone_keeps_nobody_and_results_before_it_stay(gone: int) 
             assert why == f"rank {gone} was gone before it reached this boundary"
 
 
+def test_a_vote_whose_rank_was_interrupted_before_it_woke_the_leader_counts() -> None:
+    def program(group: ThreadGroup, tree: LeaderTree) -> list[int]:
+        if group.rank == 1:
+            group.barrier()
+            tree._node.all_reduce_min([-1] * WIDTH)
+            return []
+        pending = tree.all_reduce_min([group.rank] * WIDTH)
+        assert not pending.done(), "it looks once, and finds a vote missing"
+        group.barrier()
+        return pending.wait()
+
+    assert in_tree((2, 1), program) == [[-1] * WIDTH, [], [-1] * WIDTH]
+
+
 def test_other_threads_may_wait_too() -> None:
     def program(group: ThreadGroup, tree: LeaderTree) -> list[list[int]]:
         found: list[list[int]] = []
@@ -140,6 +155,19 @@ def test_a_vote_of_a_thousand_turns_leaves_no_descriptor() -> None:
     in_tree((2, 2), lambda group, tree: [tree.all_reduce_min([0] * WIDTH).wait() for _ in range(9)])
     assert _descriptors() == before
     assert not [t for t in threading.enumerate() if t.name == "tierckpt-votes"]
+
+
+def test_silent_connections_are_probed() -> None:
+    """An evaluation has no votes for long; firewalls forget silent connections."""
+
+    def program(group: ThreadGroup, tree: LeaderTree) -> list[tuple[int, int]]:
+        assert tree.leader is not None
+        ends = [link.end for link in tree.leader.links]
+        alive = [end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for end in ends]
+        idle = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) for end in ends]
+        return [*zip(alive, idle, strict=True)]
+
+    assert in_tree((1, 1), program) == [[(1, 60)]] * 2
 
 
 def _descriptors() -> int:

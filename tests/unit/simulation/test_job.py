@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tierckpt.core.tuning.interval_model import daly_seconds
+from tierckpt.errors import ConfigError
+from tierckpt.simulation.course import job as job_module
 from tierckpt.simulation.course.job import Outcome
 from tierckpt.simulation.replicas import Estimate, simulate, student, with_best_intervals
 from tierckpt.simulation.report import document
@@ -196,3 +198,27 @@ def test_transfers_end_however_late_it_is() -> None:
     assert outcome.seconds["load persistent"] == pytest.approx(
         8.1234567 * outcome.sources["persistent"], rel=0.001
     )
+
+
+def test_a_job_that_can_never_get_done_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of the wall time it would be simulated without end."""
+    monkeypatch.setattr(job_module, "MOST_WITHOUT_PROGRESS", 1000)
+    often = Failures(job_every_seconds=3.0)
+    endless = Job(ranks=16, step_seconds=1.0, length_seconds=math.inf, work_seconds=100.0)
+    with pytest.raises(ConfigError, match=r"1,001 failures in a row.*give \[job\] length"):
+        course(scenario(LOCAL, job=endless, failures=often))
+    limited = replace(endless, length_seconds=9000.0)
+    assert not course(scenario(LOCAL, job=limited, failures=often)).done
+
+
+def test_lost_nodes_that_are_never_repaired_use_up_the_spares() -> None:
+    lost = Failures(node_every_seconds=500.0)
+    outcome = course(scenario(STORE, failures=lost, nodes=Nodes(1, repair_seconds=math.inf)))
+    assert outcome.failures["node"] >= 2
+    assert outcome.seconds["nodes"] > 0.0, "it waits for a node until the end"
+
+
+def test_a_store_that_changes_too_often_is_refused() -> None:
+    fickle = Failures(store_slow_every_seconds=1e-6, store_slow_seconds=1e-6)
+    with pytest.raises(ConfigError, match="failures would be simulated"):
+        course(scenario(STORE, failures=fickle, job=Job(16, length_seconds=DAY)))

@@ -34,9 +34,11 @@ def test_every_example_is_a_scenario(name: str) -> None:
 
 
 def test_times_and_sizes() -> None:
-    assert [seconds_of(t) for t in ("20ms", "1.5s", "3m", "8h", "2d", "1y", 7, "inf")] == [
+    assert [
+        seconds_of(t) for t in ("20ms", "1.5s", "3m", "8h", "2d", "1y", 7, "inf", math.inf)
+    ] == [
         *(0.02, 1.5, 180, 28800, 172800, 365 * 86400, 7),
-        math.inf,
+        *(math.inf, math.inf),
     ]
     assert [bytes_of(t) for t in ("201MB", "1.5 GB", "64GiB", "5kB", 8)] == [
         *(201e6, 1.5e9, 64 * 2**30, 5000, 8),
@@ -55,6 +57,9 @@ def test_later_values_win() -> None:
     (level,) = scenario.levels
     assert scenario.job.ranks == 64
     assert (level.every_steps, level.every_seconds) == (5, 0.0), "one interval replaces the other"
+    measured = {"failures": {"job_every": "3h", "node_share": 0.5}}
+    failures = scenario_of(merge(SMALL, measured, {"failures": {"node_every": "3d"}}), "").failures
+    assert (failures.job_every_seconds, failures.node_every_seconds) == (math.inf, 3 * 86400)
     text = scenario_of(merge(SMALL, assignments(["job.state=5TB", "job.step=2s"])), "")
     assert (text.job.state_bytes, text.job.step_seconds) == (5e12, 2.0)
 
@@ -72,6 +77,11 @@ def test_later_values_win() -> None:
         ({"job": {"ranks": 0}}, "[job] ranks is 0; it must be more"),
         ({"job": {"ranks": 2.5}}, "[job] ranks is 2.5; give a whole number"),
         ({"job": {"length": "inf"}}, "the simulation would not end; give length"),
+        ({"job": {"step": math.inf}}, "[job] step is infinite; give a time that ends"),
+        ({"failures": {"store_out": "inf"}}, "[failures] store_out is infinite"),
+        ({"levels": {"persistent": {"write": "inf"}}}, "[levels.persistent] write is infinite"),
+        ({"job": {"length": "inf", "work": 9}, "nodes": {"spares": 1, "repair": "inf"}}, "length"),
+        ({"nodes": {"spares": 0.5}}, "[nodes] spares is 0.5; give a whole number"),
         ({"jobs": {}}, "there is an unknown key jobs; did you mean job?"),
         ({"levels": {"persistent": {"every_steps": 0, "every": 0}}}, "has no interval; give"),
         ({"levels": {"persistent": {"every": "dayly"}}}, "or one of young, daly, best, budget"),

@@ -23,6 +23,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,8 +55,15 @@ MEETING_SECONDS = 30.0
 """Longest time to connect to the parent and to accept the children."""
 SEND_SECONDS = 30.0
 """Longest time for a message of a few hundred bytes; then the neighbour counts as gone."""
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 20}
+"""Seconds without a message until the kernel sends a probe, between probes, and probes that may
+fail. A firewall forgets connections that are silent for some minutes, as in an evaluation; a
+machine that stands still for some minutes is not gone."""
 LAST_SECONDS = 1.0
 """Longest time that a leader which closes waits for results of turns that it has voted in."""
+LOOK_AGAIN_SECONDS = 1.0
+"""Longest time until a leader sees a vote whose rank did not wake it: an interrupt (a signal's
+handler that raises) came between the two."""
 _RESULT, _BROKEN = 0, 1
 _NEVER = 1 << 62
 
@@ -215,14 +223,19 @@ class _PendingResult:
 
 
 class _Link:
-    """A connection to a neighbour in the tree, which carries frames of one size."""
+    """A connection to a neighbour in the tree, which carries frames of one size. A forked child (a
+    DataLoader's worker) closes its copy: the connection ends with this process."""
 
     def __init__(self, end: socket.socket, frame: struct.Struct, rank: int) -> None:
         """Own `end`. `rank`: the neighbour."""
         end.settimeout(SEND_SECONDS)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            end.setsockopt(socket.IPPROTO_TCP, option, value)
         self.end, self.rank = end, rank
         self._frame, self._received = frame, bytearray()
+        _links.add(self)
 
     def send(self, kind: int, turn: int, values: Sequence[int]) -> None:
         """Send a frame. Raises OSError."""
@@ -258,6 +271,17 @@ class _Link:
         return found if data or found else None
 
 
+_links: weakref.WeakSet[_Link] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for link in [*_links]:
+        link.end.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class _Leader:
     """The thread of a node's first rank: receives, combines, sends, and writes to the page."""
 
@@ -267,6 +291,7 @@ class _Leader:
         """Own `wake_fd`, the reading end of the pipe, and the links."""
         self._tree, self._wake_fd = tree, wake_fd
         self._parent, self._children = parent, list(children)
+        self.links = [*filter(None, [parent]), *children]
         self._turn = 1
         """The next turn to send up."""
         self._cast: Votes = tree.no_votes()
@@ -291,15 +316,14 @@ class _Leader:
         self._thread.join()
 
     def _run(self) -> None:
-        links = [*filter(None, [self._parent]), *self._children]
         try:
             self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
-            for link in links:
+            for link in self.links:
                 self._selector.register(link.end, selectors.EVENT_READ, link)
             for fd in self._tree.process_fds():
                 self._selector.register(fd, selectors.EVENT_READ, None)
             while not (self._over or self._delivered + 1 >= self._broken_from):
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(LOOK_AGAIN_SECONDS):
                     self._hear(key)
                 self._send_up()
         except Exception:  # also a turn that does not fit: no result comes from here any more
@@ -308,7 +332,7 @@ class _Leader:
             with contextlib.suppress(Exception):
                 self._break(self._delivered + 1, self._tree.leader_rank)
             self._selector.close()
-            for link in links:
+            for link in self.links:
                 link.close()
             os.close(self._wake_fd)
 
@@ -367,7 +391,7 @@ class _Leader:
             return
         self._broken_from = turn
         self._tree.write_broken(turn, rank)
-        for link in (*filter(None, [self._parent]), *self._children):
+        for link in self.links:
             self._send(link, _BROKEN, turn, [rank, *[0] * (self._tree.width - 1)])
 
     def _send(self, link: _Link, kind: int, turn: int, values: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from tierckpt.errors import ConfigError
 from tierckpt.simulation.costs import LevelCosts
 from tierckpt.simulation.intervals import kind_rates
 from tierckpt.simulation.redundancy import Redundancy
@@ -24,7 +25,17 @@ if TYPE_CHECKING:
 
     Steps = Generator[simpy.Event, Any, None]
 
+MOST_WITHOUT_PROGRESS = 100_000
+"""Failures after which a job without a limit of its wall time, which got no further since, counts
+as one that never ends."""
+
 KINDS = ("process", "reboot", "node", "rack")
+
+NO_PROGRESS = (
+    "the job does not get done: {count:,} failures in a row, and no version after {done:.3g} s of "
+    "its training. Failures are too frequent for its restarts and intervals; give [job] length to "
+    "simulate that time nevertheless"
+)
 
 
 @dataclass
@@ -74,6 +85,8 @@ class SimulatedJob:
         """Where the training is, or where it resumes from."""
         self._reached = 0.0
         """Where it was when it failed."""
+        self._farthest, self._in_vain = 0.0, 0
+        """The farthest position that the training began from, and the failures since."""
         self._missing = 0
         self._exposed: set[int] = set()
         """Nodes whose shards only the other members of their groups have, until `_protected_at`."""
@@ -144,6 +157,10 @@ class SimulatedJob:
     def _damage(self, kind: str) -> None:
         """Take away what a failure takes."""
         self._outcome.failures[kind] += 1
+        self._in_vain += 1
+        endless = math.isinf(self._scenario.job.length_seconds)
+        if endless and self._in_vain > MOST_WITHOUT_PROGRESS:
+            raise ConfigError(NO_PROGRESS.format(count=self._in_vain, done=self._farthest))
         if kind == "process":
             return
         self._only_processes = False
@@ -186,6 +203,8 @@ class SimulatedJob:
                 interrupted = None
                 self._enter("training")
                 begin, start = self._env.now, self._position
+                if start > self._farthest:
+                    self._farthest, self._in_vain = start, 0
                 yield self._env.timeout(end - start)
                 self._enter("ended")
                 return

@@ -48,7 +48,8 @@ class Machines:
             good = self.in_job - self.bad_in_job
             is_bad = bool(self.bad_in_job) and self._chance.random() * (weight + good) < weight
             self.bad_in_job -= is_bad
-            if not self.without_limit or is_bad:
+            comes_back = not math.isinf(self._settings.repair_seconds)
+            if comes_back and (is_bad or not self.without_limit):
                 self._env.process(self._repair(is_bad))
 
     def replace(self, count: int) -> Generator[Any, Any, None]:
