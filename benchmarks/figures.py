@@ -27,7 +27,7 @@ def main() -> None:
     for report in check.reports():
         print(
             f"{report.page.path.relative_to(check.ROOT)}: {len(report.proved)} figures proved, "
-            f"{report.unproved.total()} without a results file, {len(report.problems)} problems"
+            f"{report.unproved} without a results file, {report.given} given, {len(report.problems)} problems"
         )
         for problem in report.problems:
             print(f"  {problem}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.claims.page import Figure, Page
+from lib.claims.page import Page
 from lib.claims.template import ClaimError, Found, find
 from lib.claims.values import evaluate, load, missing_context
 
@@ -21,13 +21,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 class Report:
     """The outcome for one page.
 
-    proved: figures with the value of a results file. unproved: figures by section that are listed
-    as such. problems: sentences about what is wrong, empty if the page is right.
+    proved: figures with the value of a results file. names: labels of rows. given: numbers that
+    nobody measured, such as targets and sizes. unproved: figures that no results file has. Both
+    are listed in the file of claims, by section. problems: sentences about what is wrong, empty if
+    the page is right.
     """
 
     page: Page
     proved: list[Found] = field(default_factory=list)
-    unproved: Counter[str] = field(default_factory=Counter)
+    names: list[Found] = field(default_factory=list)
+    given: int = 0
+    unproved: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -47,12 +51,13 @@ def check(path: Path, results: Path = RESULTS) -> Report:
         except ClaimError as error:
             report.problems.append(f"{name}, claim from {claim['results']}: {error}")
             continue
-        report.proved += found
+        report.proved += [each for each in found if each.value is not None]
+        report.names += [each for each in found if each.value is None]
         report.problems += [
             f"{name}: has {each.text} where {claim['results']} gives {each.expected} "
             f"({each.value:.6g})"
             for each in found
-            if not each.right
+            if each.value is not None and not each.right
         ]
     _check_files(document, results, report)
     _check_rest(document, name, report)
@@ -60,8 +65,12 @@ def check(path: Path, results: Path = RESULTS) -> Report:
 
 
 def figures_of(claim: dict[str, Any], page: Page, results: Path) -> list[Found]:
-    """The figures of one claim; a claim with `rows` has a line for each of them."""
-    fields = load(results / claim["results"])
+    """The figures of one claim, with a line for each of its `rows`.
+
+    `also` names further results files.
+    """
+    fields: dict[str, Any] = load(results / claim["results"])
+    fields |= {name: load(results / file) for name, file in claim.get("also", {}).items()}
     lines = []
     for row in claim.get("rows", [{}]):
         names: dict[str, Any] = {**fields, **row}
@@ -77,7 +86,8 @@ def figures_of(claim: dict[str, Any], page: Page, results: Path) -> list[Found]:
 def _check_files(document: dict[str, Any], results: Path, report: Report) -> None:
     """Command, commit and hardware are in every file, or it is known which of them is missing."""
     known = document.get("without_context", {})
-    used = {claim["results"] for claim in document.get("claim", [])}
+    claims = document.get("claim", [])
+    used = {name for each in claims for name in (each["results"], *each.get("also", {}).values())}
     for name in sorted(used | set(known)):
         missing = missing_context(load(results / name))
         if missing and name not in known:
@@ -88,29 +98,30 @@ def _check_files(document: dict[str, Any], results: Path, report: Report) -> Non
 
 def _check_rest(document: dict[str, Any], name: str, report: Report) -> None:
     """Figures that no claim covers are those that are listed, with a reason, no more or fewer."""
-    covered = {place for each in report.proved for place in range(each.start, each.end)}
-    rest: dict[str, list[Figure]] = {}
-    for figure in report.page.figures():
-        if figure.start not in covered:
-            rest.setdefault(figure.section, []).append(figure)
-    skipped = document.get("no_measurements", {})
-    listed: dict[str, Counter[str]] = {}
-    for entry in document.get("unproved", []):
-        listed.setdefault(entry["section"], Counter()).update(entry["figures"].split())
-    for section in {*rest, *listed, *skipped}:
-        found = Counter(figure.text for figure in rest.get(section, []))
-        if section in skipped:
-            if not found:
-                report.problems.append(f"{name}, {section}: has no numbers, so list it nowhere")
-            continue
-        known = listed.get(section, Counter())
-        report.unproved[section] += (found & known).total()
-        for what, extra in (
-            ("no results file proves", found - known),
-            ("listed as unproved, but proved or not there:", known - found),
-        ):
-            if extra:
-                report.problems.append(f"{name}, {section}: {what} {' '.join(extra.elements())}")
+    covered = {
+        place for each in [*report.proved, *report.names] for place in range(each.start, each.end)
+    }
+    rest = [figure for figure in report.page.figures() if figure.start not in covered]
+    given, unproved = _listed(document, "given"), _listed(document, "unproved")
+    report.given, report.unproved = given.total(), unproved.total()
+    found = Counter((figure.section, figure.text) for figure in rest)
+    for what, extra in (
+        ("no results file proves", found - given - unproved),
+        ("listed, but proved or not there:", given + unproved - found),
+    ):
+        for section in sorted({section for section, _ in extra}):
+            texts = [text for where, text in extra.elements() if where == section]
+            report.problems.append(f"{name}, {section}: {what} {' '.join(texts)}")
+
+
+def _listed(document: dict[str, Any], kind: str) -> Counter[tuple[str, str]]:
+    """Section and text of the figures on a list. The reason of an entry is for its readers."""
+    return Counter(
+        (entry["section"], text)
+        for entry in document.get(kind, [])
+        if entry["reason"]
+        for text in entry["figures"].split()
+    )
 
 
 def write(results: Path = RESULTS) -> list[str]:

@@ -12,7 +12,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 from lib.claims.page import NUMBER, Page
-from lib.claims.values import evaluate
+from lib.claims.values import PARTS, evaluate
 
 Line = tuple[str, dict[str, Any]]
 """A template, and the names that its expressions use."""
@@ -28,16 +28,21 @@ class ClaimError(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """A figure on the page with its value from the file; places are those of the plain text."""
+    """A figure on the page with its value from the file; places are those of the plain text.
+
+    A label of a row has no value. Numbers in it are names, such as "2 nodes".
+    """
 
     text: str
-    value: float
+    value: float | None
     start: int
     end: int
 
     @property
     def expected(self) -> str:
         """The value in the style of the page: decimals, sign, and commas for thousands."""
+        if self.value is None:
+            return self.text
         decimals = len(self.text.partition(".")[2])
         step = Decimal(1).scaleb(-decimals)
         rounded = Decimal(repr(float(self.value))).quantize(step, ROUND_HALF_UP)
@@ -50,6 +55,8 @@ class Found:
     @property
     def right(self) -> bool:
         """Whether the page has the rounded value."""
+        if self.value is None:
+            return True
         return float(self.text.replace(",", "")) == float(self.expected.replace(",", ""))
 
 
@@ -58,7 +65,8 @@ def find(lines: list[Line], page: Page) -> list[Found]:
 
     Raises ClaimError if there is no such place, with the first line that is missing, or several.
     """
-    patterns, values = [], []
+    patterns: list[str] = []
+    values: list[float | None] = []
     for template, names in lines:
         pattern, own = _pattern(template, names)
         patterns.append(pattern)
@@ -81,24 +89,27 @@ def _why(lines: list[Line], patterns: list[str], page: Page) -> str:
     return ""
 
 
-def _pattern(template: str, names: dict[str, Any]) -> tuple[str, list[float]]:
-    """A regular expression with a group for each figure, and the values of the figures."""
+def _pattern(template: str, names: dict[str, Any]) -> tuple[str, list[float | None]]:
+    """A regular expression, and the value of each of its groups: a figure, or None for a label."""
     pattern = ""
-    values: list[float] = []
-    for index, piece in enumerate(_PLACEHOLDER.split(template.strip().replace("**", ""))):
+    values: list[float | None] = []
+    for index, piece in enumerate(_PLACEHOLDER.split(template.strip())):
         if index % 2 == 0:
             pattern += _literal(piece)
             continue
+        if re.fullmatch(r"[\d.\s+*/-]+", piece):
+            raise ClaimError(f"{{{piece}}} names no value of the file")
         try:
             value = evaluate(piece, names)
         except Exception as error:
             raise ClaimError(f"{{{piece}}} has no value: {error}") from error
         if isinstance(value, str):
-            pattern += _literal(value)
+            pattern += f"({_literal(value)})"
+            values.append(None)
         elif value is None:
             pattern += "-"
         elif isinstance(value, dict):
-            parts = [value[name] for name in ("median", "low", "high") if name in value]
+            parts = [value[name] for name in PARTS if name in value]
             values += parts
             pattern += _RANGE if len(parts) == 2 else _SPREAD
         else:
@@ -108,4 +119,5 @@ def _pattern(template: str, names: dict[str, Any]) -> tuple[str, list[float]]:
 
 
 def _literal(text: str) -> str:
-    return r"\s+".join(re.escape(part) for part in re.split(r"\s+", text))
+    parts = re.split(r"\s+", text.replace("**", ""))
+    return r"\s+".join(re.escape(part) for part in parts)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+PARTS = ("median", "low", "high")
+"""Numbers of a spread, in the order of its text: median (low to high)."""
 
 CONTEXT = ("command", "commit", "date", "cpu", "cores")
 """What a results file records of each run, so that anybody can make it again."""
@@ -50,7 +55,7 @@ def one(rows: Iterable[Record], **wanted: Any) -> Record:
 def times(value: Any, factor: float) -> Any:
     """A number, or the median and the range of a spread, in another unit. None stays None."""
     if isinstance(value, dict):
-        return Record({name: factor * value[name] for name in ("median", "low", "high")})
+        return Record({name: factor * value[name] for name in value if name in PARTS})
     return None if value is None else factor * value
 
 
@@ -80,7 +85,12 @@ def sure(value: Any) -> Record:
     return Record(median=value["median"], low=low, high=high)
 
 
+def number(text: str, place: int = 0) -> float:
+    """One of the numbers in a sentence, such as the verdict on a target; the first is 0."""
+    return float(re.findall(r"-?\d+(?:\.\d+)?", text)[place])
+
+
 FUNCTIONS = {
     each.__name__: each
-    for each in (one, times, ms, percent, mid, span, sure, abs, len, max, min, range, round, sum)
+    for each in (one, times, ms, percent, mid, span, sure, number, median, len, max, min, sum)
 }
