@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.claims.page import Page
-from lib.claims.template import ClaimError, Found, find
+from lib.claims.template import ClaimError, Found, Line, find
 from lib.claims.values import evaluate, load, missing_context
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,22 +65,21 @@ def check(path: Path, results: Path = RESULTS) -> Report:
 
 
 def figures_of(claim: dict[str, Any], page: Page, results: Path) -> list[Found]:
-    """The figures of one claim, with a line for each of its `rows`.
+    """The figures of one claim, with a line for each of its `rows`."""
+    return find([line_of(claim, row, results) for row in claim.get("rows", [{}])], page)
 
-    `also` names further results files.
-    """
-    fields: dict[str, Any] = load(results / claim["results"])
-    fields |= {name: load(results / file) for name, file in claim.get("also", {}).items()}
-    lines = []
-    for row in claim.get("rows", [{}]):
-        names: dict[str, Any] = {**fields, **row}
-        for new, expression in claim.get("let", {}).items():
-            try:
-                names[new] = evaluate(expression, names)
-            except Exception as error:
-                raise ClaimError(f"{new} = {expression} has no value for {row}: {error}") from error
-        lines.append((row.get("text", claim.get("text")), names))
-    return find(lines, page)
+
+def line_of(claim: dict[str, Any], row: dict[str, Any], results: Path) -> Line:
+    """The template of a row, and the names that it uses. `also` names further results files."""
+    names: dict[str, Any] = load(results / claim["results"])
+    names |= {name: load(results / file) for name, file in claim.get("also", {}).items()}
+    names |= row
+    for new, expression in claim.get("let", {}).items():
+        try:
+            names[new] = evaluate(expression, names)
+        except Exception as error:
+            raise ClaimError(f"{new} = {expression} has no value for {row}: {error}") from error
+    return row.get("text", claim.get("text")), names
 
 
 def _check_files(document: dict[str, Any], results: Path, report: Report) -> None:
@@ -101,7 +100,12 @@ def _check_rest(document: dict[str, Any], name: str, report: Report) -> None:
     covered = {
         place for each in [*report.proved, *report.names] for place in range(each.start, each.end)
     }
-    rest = [figure for figure in report.page.figures() if figure.start not in covered]
+    chosen = document.get("sections")
+    rest = [
+        figure
+        for figure in report.page.figures()
+        if figure.start not in covered and (chosen is None or figure.section in chosen)
+    ]
     given, unproved = _listed(document, "given"), _listed(document, "unproved")
     report.given, report.unproved = given.total(), unproved.total()
     found = Counter((figure.section, figure.text) for figure in rest)

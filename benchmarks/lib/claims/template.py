@@ -67,8 +67,8 @@ def find(lines: list[Line], page: Page) -> list[Found]:
     """
     patterns: list[str] = []
     values: list[float | None] = []
-    for template, names in lines:
-        pattern, own = _pattern(template, names)
+    for line in lines:
+        pattern, own = pattern_of(line)
         patterns.append(pattern)
         values += own
     places = list(re.finditer(r"\s+".join(patterns), page.plain))
@@ -89,8 +89,9 @@ def _why(lines: list[Line], patterns: list[str], page: Page) -> str:
     return ""
 
 
-def _pattern(template: str, names: dict[str, Any]) -> tuple[str, list[float | None]]:
-    """A regular expression, and the value of each of its groups: a figure, or None for a label."""
+def pattern_of(line: Line) -> tuple[str, list[float | None]]:
+    """A regular expression for a template, and the values of its groups; None for a label."""
+    template, names = line
     pattern = ""
     values: list[float | None] = []
     for index, piece in enumerate(_PLACEHOLDER.split(template.strip())):

@@ -92,5 +92,5 @@ def number(text: str, place: int = 0) -> float:
 
 FUNCTIONS = {
     each.__name__: each
-    for each in (one, times, ms, percent, mid, span, sure, number, median, len, max, min, sum)
+    for each in (one, times, ms, percent, mid, span, sure, number, median, abs, len, max, min, sum)
 }
