@@ -22,7 +22,7 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/manyranks.py benchmarks/ballots.py benchmarks/scale.py \
 	benchmarks/papers.py
 
-.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench chaos suites oldest-frameworks clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench figures chaos suites oldest-frameworks clean
 
 help:
 	@echo 'make demo        train a small classifier on two ranks, kill one, and compare the loss curves'
@@ -35,6 +35,7 @@ help:
 	@echo 'make docs        build the documentation site (build/docs/html), without any warning'
 	@echo 'make coverage    run all tiers and list the lines that no test runs'
 	@echo 'make bench       run the benchmarks at toy size'
+	@echo 'make figures     measure the figures of the documents again, in 90 minutes (QUICK=1: in 10), and set both side by side'
 	@echo 'make chaos       random faults for CHAOS_SECONDS (600), with CHAOS_SEED (0), under CHAOS_LAUNCHER (ddp or horovod)'
 	@echo "make suites      torch's and Horovod's own tests, with checkpoints; see CONTRIBUTING.md"
 	@echo 'make oldest-frameworks  tests of the oldest supported Lightning, Accelerate and Transformers'
@@ -126,6 +127,10 @@ docs: $(READY)
 
 bench: $(READY)
 	@set -e; for script in $(BENCHMARKS); do echo "$$script --toy"; $(PY) $$script --toy; done
+
+# Needs an idle machine. New results are in build/figures; the documents stay as they are.
+figures: $(READY)
+	$(PY) benchmarks/figures.py --run $(if $(QUICK),--quick)
 
 CHAOS_SECONDS ?= 600
 CHAOS_SEED ?= 0

@@ -15,13 +15,17 @@ import argparse
 import os
 import tempfile
 import time
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_ckpt import TorchGroup
+from lib.files import SHARED_MEMORY, add_row, rows_of, write_json
+from lib.machine import description
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.vote_exchange import GroupBallots, ballots_for
@@ -95,7 +99,11 @@ def measure(rank: int, world: int, rounds: int, steps: int, folder: str) -> None
         everyone = one.group.all_gather_object(mine)
         longer, step, launched, waited = (1e3 * max(c) for c in zip(*everyone, strict=True))
         if rank == 0:
-            span = f"({1e3 * min(more):+.2f} to {1e3 * max(more):+.2f})"
+            low, high = 1e3 * min(more), 1e3 * max(more)
+            row: dict[str, Any] = {"ranks": world, "ballots": kind, "step_ms": step}
+            row |= {"longer_ms": {"median": longer, "low": low, "high": high}}
+            add_row(folder, row | {"cast_ms": launched, "read_ms": waited})
+            span = f"({low:+.2f} to {high:+.2f})"
             print(
                 f"{world:>5} {kind:>8} {step:>8.2f} {longer:>+8.3f} {span:>18} "
                 f"{launched:>9.3f} {waited:>8.3f}",
@@ -110,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
     parser.add_argument("--worlds", default="2,4", help="numbers of ranks, separated by commas")
+    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     rounds, steps = (3, 5) if options.toy else (42, 25)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -118,6 +127,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for world in map(int, options.worlds.split(",")):
             torch.multiprocessing.spawn(measure, (world, rounds, steps, folder), nprocs=world)
+        rows = rows_of(folder)
+    if options.json:
+        write_json(options.json, {"run": description(SHARED_MEMORY), "rows": rows})
 
 
 if __name__ == "__main__":

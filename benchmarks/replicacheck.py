@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
+from lib.files import SHARED_MEMORY, add_row, rows_of, write_json
+from lib.machine import description
 from lib.step_models import deep, mlp
 from tierckpt.replicas.digests import Look
 from tierckpt.replicas.monitor import ReplicaMonitor
@@ -124,6 +127,8 @@ def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
         1e3 * sum(column) / ranks for column in zip(*everyone, strict=True)
     )
     if rank == 0:
+        row = {"model": name, "ranks": ranks, "step_ms": step, "version_ms": version}
+        add_row(folder, {**row, "check_ms": inside, "paired_ms": more})
         print(
             f"{name:>6} {ranks:>5} {step:>9.2f} {version:>9.3f} {inside:>9.4f} "
             f"{100 * inside / version:>7.2f} % {more:>+9.3f}",
@@ -140,6 +145,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help=f"one of {', '.join(MODELS)}; default: all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     models = [options.model] if options.model else ["small"] if options.toy else [*MODELS]
     rounds = 2 if options.toy else options.rounds
@@ -147,14 +153,18 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms, means of the ranks' medians")
     print(f"of {rounds} rounds, CPU time")
     print(" model ranks      step   version     check of a version   paired")
+    rows = []
     for name in models:
         folder = tempfile.mkdtemp(dir="/dev/shm")
         try:
             os.mkdir(f"{folder}/shm")
             args = (options.ranks, name, rounds, folder)
             torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
+            rows += rows_of(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        write_json(options.json, {"run": description(SHARED_MEMORY), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -35,6 +36,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
+from lib.files import SHARED_MEMORY, add_row, rows_of, write_json
+from lib.machine import description
 from lib.step_models import cnn, deep, mlp
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.snapshot import copy_engine
@@ -168,23 +171,39 @@ def measure(
             found[versions].append(one.block(steps, versions))
         bare.append(one.bare_ms(steps))
     if rank == 0:
-        print(_line(name, one.nbytes, found[False], found[True], median(bare)), flush=True)
+        row = _row(name, one.nbytes, found[False], found[True], median(bare))
+        add_row(folder, row)
+        print(_line(row), flush=True)
     one.ckpt.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _line(name: str, nbytes: int, plain: list[Cost], versions: list[Cost], bare_ms: float) -> str:
+def _row(
+    name: str, nbytes: int, plain: list[Cost], versions: list[Cost], bare_ms: float
+) -> dict[str, Any]:
     pairs = list(zip(plain, versions, strict=True))
     walls = [v.wall - p.wall for p, v in pairs]
     low, _, high = quantiles(walls, n=4) if len(walls) > 1 else walls * 3
-    step, wall = median(p.wall for p in plain), median(walls)
-    cpu, main = median(v.cpu - p.cpu for p, v in pairs), median(v.main - p.main for p, v in pairs)
-    kept = "yes" if cpu <= ALLOWED_RATIO * bare_ms + ALLOWED_MS else "no"
+    return {
+        "model": name,
+        "rank_bytes": nbytes,
+        "step_ms": median(p.wall for p in plain),
+        "slower_ms": {"median": median(walls), "low": low, "high": high},
+        "cpu_ms": median(v.cpu - p.cpu for p, v in pairs),
+        "main_cpu_ms": median(v.main - p.main for p, v in pairs),
+        "bare_ms": bare_ms,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    step, cpu, bare = row["step_ms"], row["cpu_ms"], row["bare_ms"]
+    wall, low, high = row["slower_ms"].values()
+    kept = "yes" if cpu <= ALLOWED_RATIO * bare + ALLOWED_MS else "no"
     return (
-        f"{name:>5} {nbytes / 1e6:>6.1f} {step:>8.2f} {wall:>+8.2f} ({low:+.2f} to {high:+.2f}) "
-        f"{100 * wall / step:>6.1f} % {cpu:>8.2f} {main:>8.2f} {bare_ms:>8.2f} "
-        f"{cpu / bare_ms:>6.1f} {kept:>4}"
+        f"{row['model']:>5} {row['rank_bytes'] / 1e6:>6.1f} {step:>8.2f} {wall:>+8.2f} "
+        f"({low:+.2f} to {high:+.2f}) {100 * wall / step:>6.1f} % {cpu:>8.2f} "
+        f"{row['main_cpu_ms']:>8.2f} {bare:>8.2f} {cpu / bare:>6.1f} {kept:>4}"
     )
 
 
@@ -197,6 +216,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
     parser.add_argument("--sleep", type=float, default=0.0, help="idle seconds of each step")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     models = ["cnn"] if options.toy else options.models.split(",")
     rounds, steps = (2, 4) if options.toy else (options.rounds, options.steps)
@@ -209,14 +229,18 @@ def main() -> None:
     print(
         "model     MB     step   slower (quartiles)             CPU +   main +     bare  times  met"
     )
+    rows = []
     for name in models:
         folder = tempfile.mkdtemp(dir="/dev/shm")
         try:
             os.mkdir(f"{folder}/shm")
             args = (options, name, rounds, steps, folder)
             torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
+            rows += rows_of(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        write_json(options.json, {"run": description(SHARED_MEMORY), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+ROWS = "rows.jsonl"
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -30,6 +31,17 @@ def temporary(parent: Path) -> Iterator[Path]:
 def clean_up_when_terminated() -> None:
     """Turn SIGTERM into SystemExit on the main thread, so that `finally` blocks run."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+
+
+def add_row(folder: str, row: dict[str, Any]) -> None:
+    """Add a row of results; for the one rank that has them, as `rows_of` reads them elsewhere."""
+    with open(Path(folder, ROWS), "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def rows_of(folder: str) -> list[dict[str, Any]]:
+    """The rows that `add_row` has left."""
+    return [json.loads(line) for line in Path(folder, ROWS).read_text().splitlines()]
 
 
 def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
