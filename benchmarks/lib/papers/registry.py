@@ -110,4 +110,13 @@ PAPERS: dict[str, Paper] = {
         {"methods": ("partner",), "sizes": ("1",)},
         ("method", "message_bytes"),
     ),
+    "mlperf": Paper(
+        "mlperf",
+        "MLPerf Storage's checkpoint workload of an 8B model, by DLIO: ten writes and ten reads, "
+        "ours beside DLIO's own writer",
+        "about 2 minutes a writer; needs DLIO and mpirun",
+        {"methods": ("ours-local", "dlio-torch"), "worlds": ("8",)},
+        {"worlds": ("2",)},
+        ("method", "world"),
+    ),
 }

@@ -246,6 +246,38 @@ class TorchSnapshot(Way):
         return {"model": job.module, "optimizer": job.optimizer}
 
 
+class TorchCheckpointing(Way):
+    """Meta's torch_checkpointing: every rank wrote its replica, and reads it."""
+
+    title = "torch_checkpointing load"
+    module = "torch_checkpointing"
+
+    def _manager(self) -> Any:
+        library: Any = importlib.import_module(self.module)
+        storage: Any = importlib.import_module(f"{self.module}.storage.filesystem")
+        return library.CheckpointManager(
+            library.CheckpointManager.Config(
+                save=library.SyncCheckpointSaverConfig(),
+                storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False),
+            )
+        )
+
+    def leave(self, job: Job) -> None:
+        job.iterate()
+        manager = self._manager()
+        state = {"model": job.module.state_dict(), "optimizer": job.optimizer.state_dict()}
+        manager.save(str(job.root / "state"), state)
+        manager.close()
+
+    def restore(self, job: Job) -> dict[str, float]:
+        manager = self._manager()
+        live = {"model": dict(job.module.state_dict()), "optimizer": None}  # the model in place
+        found = manager.load(str(job.root / "state"), into=live)
+        job.optimizer.load_state_dict(found["optimizer"])
+        manager.close()
+        return {}
+
+
 WAYS: dict[str, type[Way]] = {
     "nothing": Way,
     "ours-memory": OursMemory,
@@ -255,6 +287,7 @@ WAYS: dict[str, type[Way]] = {
     "torch-load": TorchLoad,
     "dcp": Dcp,
     "torchsnapshot": TorchSnapshot,
+    "torch-checkpointing": TorchCheckpointing,
 }
 
 

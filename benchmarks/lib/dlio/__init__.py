@@ -1,0 +1,1 @@
+"""Checkpointing mechanisms for DLIO, the program behind MLPerf Storage's workloads."""

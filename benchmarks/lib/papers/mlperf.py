@@ -1,0 +1,141 @@
+"""MLPerf Storage's checkpoint workload, run by DLIO: ours beside DLIO's own writer.
+
+The layout is that of the 8B model under ZeRO-3, with every width a sixteenth; the number of layers
+and of ranks is the published one. A job of DLIO writes the checkpoints, another one reads them
+after its files were dropped from the page cache. DLIO takes the times; of each checkpoint the
+slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lib.files import temporary
+from lib.papers.results import Row
+from lib.progress import say
+from lib.restart.runs import evict
+
+MECHANISMS = {"ours-local": "Tierckpt", "dlio-torch": "TorchSave"}
+BENCHMARKS = Path(__file__).resolve().parents[2]
+CHECKPOINTS = 10
+PAUSE_SECONDS = 0.5
+"""Time between two checkpoints, for work that they leave to the background."""
+SCALED = {"hidden_size": 256, "ffn_hidden_size": 896, "vocab_size": 8016}
+TOY = {"hidden_size": 64, "ffn_hidden_size": 224, "vocab_size": 2004}
+
+
+def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Yield the row of one mechanism after another; none if DLIO cannot run here."""
+    if reason := missing():
+        say(f"mlperf: not measured: {reason}")
+        return
+    for world in map(int, options.worlds):
+        for method in options.methods:
+            say(f"{method}, {world} ranks")
+            with temporary(options.dir) as folder:
+                yield [_row(method, world, folder, options)]
+
+
+def missing() -> str | None:
+    """The reason why DLIO cannot run here, or None."""
+    if shutil.which("mpirun") is None:
+        return "mpirun is not installed"
+    found = importlib.util.find_spec("dlio_benchmark")
+    if found is None or not found.submodule_search_locations:
+        return "dlio_benchmark is not installed (benchmarks/README.md says how)"
+    base = Path(found.submodule_search_locations[0], "checkpointing", "base_checkpointing.py")
+    if "def load_checkpoint" not in base.read_text():
+        return "this dlio_benchmark is too old: it reads no checkpoints (see benchmarks/README.md)"
+    return None
+
+
+def _row(method: str, world: int, folder: Path, options: argparse.Namespace) -> Row:
+    count = 2 if options.toy else CHECKPOINTS
+    job = _Job(method, world, folder, options)
+    written = job.run("write", count)
+    evict(folder / "checkpoints")
+    read = job.run("read", count)
+    return {
+        "method": method,
+        "world": world,
+        "state_bytes": round(written["checkpoint_size_GB"] * (1 << 30)),
+        "layout": job.widths,
+        "write_seconds": written["seconds"],
+        "read_seconds": read["seconds"],
+        "simulated": False,
+        "status": "ok",
+    }
+
+
+class _Job:
+    """Runs of DLIO with one mechanism, in one folder."""
+
+    def __init__(self, method: str, world: int, folder: Path, options: argparse.Namespace) -> None:
+        self._mechanism, self._world, self._folder = MECHANISMS[method], world, folder
+        self._limit_seconds = options.timeout
+        self.widths = TOY if options.toy else SCALED
+
+    def run(self, kind: str, count: int) -> dict[str, object]:
+        """Write or read `count` checkpoints; returns the size of one in `checkpoint_size_GB`
+        (GiB), and the `seconds` of each on its slowest rank. Raises RuntimeError if DLIO fails."""
+        output = self._folder / kind
+        command = ["mpirun", "--oversubscribe", "-np", str(self._world)]
+        if os.geteuid() == 0:
+            command.insert(1, "--allow-run-as-root")
+        command += [sys.executable, "-m", "dlio_benchmark.main", *self._overrides(kind, count)]
+        path = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
+        job = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": path, "TIERCKPT_AGENT_LINGER_SECONDS": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            text, _ = job.communicate(timeout=self._limit_seconds)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGTERM)  # mpirun ends its ranks
+                job.communicate()
+        if job.returncode != 0:
+            raise RuntimeError(f"DLIO failed ({job.returncode}):\n{text[-3000:]}")
+        summary = json.loads((output / "summary.json").read_text())
+        return {
+            "checkpoint_size_GB": summary["metric"]["checkpoint_size_GB"],
+            "seconds": [self._slowest(output, kind, number + 1) for number in range(count)],
+        }
+
+    def _slowest(self, output: Path, kind: str, number: int) -> float:
+        name = {"write": "save_ckpt", "read": "load_ckpt"}[kind] + str(number)
+        files = (output / f"{rank}_per_epoch_stats.json" for rank in range(self._world))
+        return max(float(json.loads(file.read_text())["1"][name]["duration"]) for file in files)
+
+    def _overrides(self, kind: str, count: int) -> list[str]:
+        """Hydra's overrides of the workload."""
+        mechanism = f"lib.dlio.mechanisms.{self._mechanism}"
+        counts = {"num_checkpoints_write": 0, "num_checkpoints_read": 0}
+        counts[f"num_checkpoints_{kind}"] = count
+        checkpoint = {
+            "checkpoint_folder": self._folder / "checkpoints",
+            "checkpoint_mechanism_classname": mechanism,
+            "time_between_checkpoints": PAUSE_SECONDS,
+            **counts,
+        }
+        return [
+            "workload=llama_8b_zero3",
+            *(f"++workload.model.transformer.{key}={value}" for key, value in self.widths.items()),
+            *(f"++workload.checkpoint.{key}={value}" for key, value in checkpoint.items()),
+            f"++workload.output.folder={self._folder / kind}",
+            f"hydra.run.dir={self._folder / kind}",
+            "hydra.output_subdir=null",
+        ]
