@@ -14,6 +14,7 @@ import argparse
 import sys
 
 from lib.claims import check, measure
+from lib.files import clean_up_when_terminated
 
 
 def main() -> None:
@@ -43,6 +44,7 @@ def main() -> None:
 
 def run(quick: bool) -> None:
     """Measure, and print the new figures below those of the pages."""
+    clean_up_when_terminated()
     failed = measure.measure(quick)
     text = "\n".join(measure.comparison())
     (measure.FOLDER / "comparison.txt").write_text(text + "\n")
