@@ -222,7 +222,7 @@ class World:
         """The looks of rank 0, of every rank at its own shard, and of a user."""
         found: list[Found] = []
         level = PersistentConfig(path=str(place))
-        _, cost = measure(lambda: look_at_persistent(level, found, [], []))
+        _, cost = measure(lambda: look_at_persistent(level, found, [], [], [], []))
         assert len(found) == self.ranks
         self._note("rank0_inventory", seconds=cost.seconds, kept_bytes=cost.nbytes)
         known = facts(self.ranks, 900)
