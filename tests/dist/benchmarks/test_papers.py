@@ -24,7 +24,7 @@ def test_a_killed_job_resumes_from_a_persisted_snapshot(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(path.read_text())["rows"]
-    assert row["resumed_from"] in (2, 4), "the newest whose persist was finished"
+    assert row["resumed_from"] in (2, 4, 6), "the newest whose persist was finished"
     assert [step for step, _, _ in row["curve"]] == list(range(row["resumed_from"] + 1, 9))
     assert list(tmp_path.iterdir()) == [path]
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "papers" in name]
