@@ -145,8 +145,10 @@ def load(
     state.torn = True
     with torch.no_grad():
         version.visit(loader.load_window, loader.wants)
-        version.trouble = version.trouble or _finish(loader)
-    try:  # last: loading may have drawn random numbers
+    try:
+        with torch.no_grad():
+            version.trouble = version.trouble or _finish(loader)
+        # Last: loading may have drawn random numbers.
         notices += loader.notices
         if streams is not None:
             notices += rng.take_up(
