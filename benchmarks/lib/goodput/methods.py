@@ -35,8 +35,8 @@ class Nothing(Method):
         return []
 
 
-class RootSave(Nothing, TorchSave):
-    """torch.save on rank 0 with fsync, while all wait; on a resume every rank reads the file."""
+class _WholeFiles(Nothing):
+    """A file for each version; on a resume every rank reads the newest one."""
 
     def resume(self, job: Job, every: int) -> int:
         self.setup(job)
@@ -48,17 +48,12 @@ class RootSave(Nothing, TorchSave):
             remove_old(self.job)
 
 
-class CheckFreqSave(Nothing, CheckFreq):
-    """CheckFreq's two phases; on a resume every rank reads the newest file."""
+class RootSave(_WholeFiles, TorchSave):
+    """torch.save on rank 0 with fsync, while all wait."""
 
-    def resume(self, job: Job, every: int) -> int:
-        self.setup(job)
-        return load_newest(job)
 
-    def boundary(self, version: int, due: bool) -> None:
-        super().boundary(version, due)
-        if due:
-            remove_old(self.job)
+class CheckFreqSave(_WholeFiles, CheckFreq):
+    """CheckFreq's two phases."""
 
 
 class DcpAsync(Nothing, DcpThread):

@@ -19,7 +19,7 @@ from pathlib import Path
 from lib.files import SHARED_MEMORY, temporary
 from lib.methods.registry import METHODS
 from lib.papers.frequency import Frequency, attached
-from lib.papers.models import MODELS
+from lib.papers.models import MODELS, present
 from lib.papers.results import Row
 from lib.progress import say
 from lib.training.launchers import HorovodRanks
@@ -37,10 +37,7 @@ def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
     if missing:
         say(missing)
         return
-    for name in options.models:
-        if MODELS[name].missing():
-            say(f"{name}: {MODELS[name].missing()}")
-            continue
+    for name in present(options.models):
         if "timeline" in options.parts:
             say(f"{name}: timeline")
             yield [{**_about(name, "timeline", "ours-memory", TRACED_WORLD), **_timeline(name)}]

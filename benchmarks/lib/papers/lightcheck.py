@@ -20,7 +20,7 @@ from lib.limits import Limits
 from lib.methods.checkfreq import tuned_interval
 from lib.methods.registry import METHODS
 from lib.papers.frequency import Frequency, attached
-from lib.papers.models import MODELS
+from lib.papers.models import MODELS, present
 from lib.papers.results import Row
 from lib.papers.resumption import Resumption, ResumptionError
 from lib.progress import say
@@ -39,11 +39,7 @@ SAMPLE_BYTES = 256 << 20
 
 def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Measure the chosen models and methods; yields the rows of one model after another."""
-    for name in options.models:
-        missing = MODELS[name].missing()
-        if missing:
-            say(f"{name}: {missing}")
-            continue
+    for name in present(options.models):
         for method in options.methods:
             for part in options.parts:
                 say(f"{name}: {method}, {part}")

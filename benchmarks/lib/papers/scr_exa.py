@@ -15,7 +15,7 @@ from lib.files import SHARED_MEMORY, temporary
 from lib.methods.registry import METHODS
 from lib.methods.shared_store import BYTES_PER_SECOND, FLUSHED_OF
 from lib.papers.frequency import Frequency, attached
-from lib.papers.models import MODELS
+from lib.papers.models import MODELS, present
 from lib.papers.results import Row
 from lib.papers.resumption import Resumption
 from lib.progress import say
@@ -30,11 +30,7 @@ RESUMED = {"ours-disk": "ours, local disk", "torch-save": "torch.save, rank 0"}
 
 def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Yield finished rows."""
-    for name in options.models:
-        missing = MODELS[name].missing()
-        if missing:
-            say(f"{name}: {missing}")
-            continue
+    for name in present(options.models):
         for launcher in options.launchers if "epochs" in options.parts else ():
             if LAUNCHERS[launcher].missing():
                 say(f"{launcher}: {LAUNCHERS[launcher].missing()}")
