@@ -150,6 +150,7 @@ class LeaderTree:
 
     def lost_here(self, turn: int) -> list[int]:
         """Return the job's ranks on this node that have no vote of that turn and are gone."""
+        # Twice: a rank may vote and leave in between.
         gone = [place for place in self.missing_here(turn) if self._node.is_gone(place)]
         return [self._ranks[place] for place in self.missing_here(turn) if place in gone]
 
@@ -463,7 +464,7 @@ def _offer(
 
     page, where, ends, pipe, token = None, "", (-1, -1), "", secrets.token_bytes(TOKEN_BYTES)
     if is_leader:
-        nbytes = page_bytes(len(node.ranks), width) + (TURNS + 1) * row_bytes(width)
+        nbytes = _page_bytes(node, width)
         with contextlib.suppress(OSError, AttributeError):
             ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             unless_whole.callback(os.close, ends[0])
@@ -472,6 +473,11 @@ def _offer(
             page, where = make_page(nbytes, token, only_now)
     meeting = _Meeting(os.getpid(), where, pipe, token, socket.gethostname(), own_network())
     return page, ends, meeting
+
+
+def _page_bytes(node: Node, width: int) -> int:
+    """Return the size of a node's page: the votes, the results, and the row of a broken tree."""
+    return page_bytes(len(node.ranks), width) + (TURNS + 1) * row_bytes(width)
 
 
 def _listen(
@@ -506,7 +512,7 @@ def _join(
     """Return the node's page, the processes of its ranks, and the end of the pipe that wakes the
     leader; None if this rank cannot open one of them."""
     leader = gathered[node.first]
-    nbytes = page_bytes(len(node.ranks), width) + (TURNS + 1) * row_bytes(width)
+    nbytes = _page_bytes(node, width)
     page = page or map_page(leader.page, leader.token, nbytes)
     if page is None:
         return None
