@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -121,12 +121,17 @@ def newest_first(
     than all versions, only those in its past count.
     """
     known = dict(found)
-    if not known:
-        return []
-    lineage = known[max(known)]
-    if began[0] > max(known).generation:
-        lineage = (*lineage, began)
+    lineage = newest_lineage(known, began)
     return sorted((i for i in known if on_lineage(i, lineage)), reverse=True)
+
+
+def newest_lineage(known: Mapping[VersionId, Lineage], began: tuple[int, int] = NO_RUN) -> Lineage:
+    """Return the lineage of the newest version, continued by the run that `began` after it (see
+    `newest_first`); empty without versions."""
+    newest = max(known, default=None)
+    if newest is None:
+        return ()
+    return (*known[newest], began) if began[0] > newest.generation else known[newest]
 
 
 def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:

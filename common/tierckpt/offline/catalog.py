@@ -10,7 +10,7 @@ from typing import Any
 
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
 from tierckpt.core.levels import RANK
-from tierckpt.format.ids import ShardKey, VersionId, on_lineage
+from tierckpt.format.ids import ShardKey, VersionId, newest_lineage, on_lineage
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import read_seal
@@ -77,9 +77,7 @@ def rows_of(there: Survey) -> list[Row]:
     there = without_bare(there)
     own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
     lineages = {copy.key.id: copy.facts.lineage for copy in own}
-    past = lineages[max(lineages)] if lineages else ()
-    if past and there.begins_at[0] > past[-1][0]:
-        past = (*past, there.begins_at)
+    past = newest_lineage(lineages, there.begins_at)
     taken = there.plan()
     rows = dict(_counted(there))
     for (id_, run_id, _, level), row in rows.items():

@@ -119,12 +119,8 @@ def _load(
     """Load a version; returns None if its files changed while they were read."""
     there = survey(path)
     unseen = bool(there.unseen)
-    leave_out_memory(there)
-    if version is None:
-        refuse_newer(there)
-    if version is None and there.request is not None:
-        version = there.request.version
-    candidates = Candidates([there.found], [there.parities], began=there.began_last, abandoned=True)
+    version = version_to_read(there, version)
+    candidates = candidates_of(there)
     context = RestoreContext(ErrorBarrier(SingleGroup()), bar, there.open_far)
     attempt = find(context, candidates, version)
     if attempt is None:
@@ -136,6 +132,21 @@ def _load(
         saved.suspect = there.suspicion(attempt.plan.id)
         saved.unseen = unseen
         return saved if _unchanged(attempt, mapped) else None
+
+
+def version_to_read(there: Survey, version: int | None) -> int | None:
+    """Leave out what cannot be read from here. Return the version that is asked for, by `version`
+    or else by a request to go back; None for the newest. Raises RestoreError as `refuse_newer`."""
+    leave_out_memory(there)
+    if version is not None:
+        return version
+    refuse_newer(there)
+    return there.request.version if there.request else None
+
+
+def candidates_of(there: Survey) -> Candidates:
+    """Return the copies of a survey, for `find`. A version that was given up counts, too."""
+    return Candidates([there.found], [there.parities], began=there.began_last, abandoned=True)
 
 
 def refuse_newer(there: Survey) -> None:

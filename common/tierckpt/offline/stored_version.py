@@ -20,13 +20,12 @@ from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest, digest, digest_at
 from tierckpt.format.shard_file import ShardHeader
 from tierckpt.group import SingleGroup
-from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.shard_image import LOST, ShardImage, already_there, open_image
 from tierckpt.restore.shard_reader import check_header
 from tierckpt.restore.verification import RestoreContext, find
 from tierckpt.state import tree_codec as tree
 
-from .load import leave_out_memory, nothing, refuse_newer
+from .load import candidates_of, nothing, version_to_read
 from .survey import Survey, Where, survey
 
 KEPT_BLOCKS = 64
@@ -231,10 +230,7 @@ def open_version(
     ConfigError for an invalid path.
     """
     there = survey(path) if there is None else there
-    leave_out_memory(there)
-    if version is None:
-        refuse_newer(there)
-        version = there.request.version if there.request else None
+    version = version_to_read(there, version)
     plan = there.plan(version, abandoned=True)
     if plan is None:
         raise RestoreError(nothing(path, version, there, ()))
@@ -261,7 +257,7 @@ def _lazily(path: str, plan: RestorePlan, there: Survey, on_read: OnRead) -> Sto
 
 
 def _verified(path: Where, version: int | None, there: Survey, on_read: OnRead) -> StoredVersion:
-    candidates = Candidates([there.found], [there.parities], began=there.began_last, abandoned=True)
+    candidates = candidates_of(there)
     context = RestoreContext(ErrorBarrier(SingleGroup()), open_store=there.open_far)
     attempt = find(context, candidates, version)
     if attempt is None:
