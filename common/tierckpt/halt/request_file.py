@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from tierckpt.core.halt_conditions import HaltRequest
 from tierckpt.errors import ConfigError, FormatError
-from tierckpt.storage.files.durable import open_plain
+from tierckpt.storage.files.durable import open_plain, replacing
 
 FILE_NAME = "halt.json"
 END_VARIABLE = "SLURM_JOB_END_TIME"
@@ -43,15 +42,8 @@ def read(directory: str | os.PathLike[str]) -> HaltRequest | None:
 
 def write(directory: str | os.PathLike[str], request: HaltRequest) -> None:
     """Replace the request atomically. Raises OSError."""
-    folder = Path(directory)
-    temp = folder / f".{FILE_NAME}.{socket.gethostname()}.{os.getpid()}.tmp"
-    try:
+    with replacing(Path(directory) / FILE_NAME) as temp:
         temp.write_text(request.encode())
-        temp.replace(folder / FILE_NAME)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temp.unlink(missing_ok=True)
-        raise
 
 
 def clear(directory: str | os.PathLike[str]) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +126,11 @@ class RollbackFiles:
         if isinstance(self._place, PersistentStore):
             self._place.put_note(name, data)
             return
-        temp = self._place / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
-        try:
-            with temp.open("wb") as file:
-                durable.share(file.fileno(), self._place)
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temp.replace(self._place / name)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temp.unlink(missing_ok=True)
-            raise
+        with durable.replacing(self._place / name) as temp, temp.open("wb") as file:
+            durable.share(file.fileno(), self._place)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         with contextlib.suppress(OSError):  # some file systems cannot sync a folder
             durable.sync(self._place)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -97,6 +99,20 @@ def plain(fd: int, path: Path) -> int:
     os.close(fd)
     kind_name = "a directory" if stat.S_ISDIR(kind) else "no regular file"
     raise OSError(errno.EINVAL, f"{kind_name} instead of a file", str(path))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context with a new file's path beside `path`: at the end that file takes the place of `path`,
+    atomically; after an OSError it is removed. Not durable by itself. Raises OSError."""
+    temp = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        yield temp
+        temp.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temp.unlink(missing_ok=True)
+        raise
 
 
 def remove(path: Path) -> None:
