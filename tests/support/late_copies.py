@@ -32,9 +32,9 @@ def before_blocks(patch: pytest.MonkeyPatch, call: Callable[[int], object]) -> N
         call(block)
         return copy_block(self, plan, block, start)
 
-    def by_the_engine(self: Job, block: int) -> None:
+    def by_the_engine(self: Job, block: int) -> float:
         call(block)
-        copy_one(self, block)
+        return copy_one(self, block)
 
     patch.setattr(Binding, "copy_block", with_torch)
     patch.setattr(Job, "copy_one", by_the_engine)

@@ -34,7 +34,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define INTERFACE 3
+#define INTERFACE 4
 
 typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
 
@@ -176,21 +176,22 @@ static int64_t take_locked(job *j) {
     return queue_of(j)[j->taken++];
 }
 
-/* Copy a taken block; the lock is released meanwhile. */
-static void copy_locked(job *j, uint32_t number) {
+/* Copy a taken block; the lock is released meanwhile. Returns when it was copied. */
+static uint64_t copy_locked(job *j, uint32_t number) {
     uint64_t hash_ns, begin = now_ns();
     j->copying++;
     pthread_mutex_unlock(&j->lock);
     uint64_t digest = copy_block(j, &j->blocks[number], &hash_ns);
-    uint64_t spent_ns = now_ns() - begin;
+    uint64_t end = now_ns();
     j->digests[number] = htole64(digest);
     pthread_mutex_lock(&j->lock);
-    j->copy_ns += spent_ns - hash_ns;
+    j->copy_ns += end - begin - hash_ns;
     j->hash_ns += hash_ns;
     j->copying--;
     j->done++;
     if (j->done == j->taken && j->taken == j->released)
         wake_locked(j, j->done == j->count ? j->leavers + j->workers : j->leavers);
+    return end;
 }
 
 static int state_locked(const job *j) {
@@ -262,10 +263,12 @@ PUBLIC int64_t tierckpt_take(job *j) {
     return number;
 }
 
-PUBLIC void tierckpt_copy_one(job *j, uint32_t number) {
+/* Copy a taken block; returns when it was copied: before the last block, another thread may seal. */
+PUBLIC uint64_t tierckpt_copy_one(job *j, uint32_t number) {
     pthread_mutex_lock(&j->lock);
-    copy_locked(j, number);
+    uint64_t end = copy_locked(j, number);
     pthread_mutex_unlock(&j->lock);
+    return end;
 }
 
 /* Wait until a block may be taken (UNFINISHED), or as `run`. */

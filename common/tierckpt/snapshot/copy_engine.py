@@ -25,7 +25,7 @@ from tierckpt.format.manifest import DIGEST_BYTES
 VARIABLE = "TIERCKPT_COPY_ENGINE"
 """`torch` in this environment variable forbids the library."""
 
-INTERFACE = 3
+INTERFACE = 4
 """Number in the C file; a library with another one is not used."""
 
 HELP_BYTES = 256 * 1024 * 1024
@@ -86,7 +86,7 @@ class Engine:
         self.run = _function(library, "run", [pointer, number], ctypes.c_int)
         self.wait = _function(library, "wait", [pointer, number], ctypes.c_int)
         self.help = _function(library, "help", [pointer, number, number], ctypes.c_int)
-        self.copy_one = _function(library, "copy_one", [pointer, small])
+        self.copy_one = _function(library, "copy_one", [pointer, small], number)
         self.serve = _function(library, "serve", [pointer, number, number], ctypes.c_int)
         arrays = [pointer, pointer, pointer, small, pointer]
         self.enqueue = _function(
@@ -181,9 +181,10 @@ class Job:
         number = int(self._engine.take(self._at))
         return None if number < 0 else number
 
-    def copy_one(self, block: int) -> None:
-        """Copy a block that this thread took."""
-        self._engine.copy_one(self._at, block)
+    def copy_one(self, block: int) -> float:
+        """Copy a block that this thread took; returns when it was copied, in
+        `time.perf_counter()` seconds: Linux has one monotonic clock."""
+        return float(self._engine.copy_one(self._at, block)) / 1e9
 
     def abort(self) -> None:
         """Begin no block any more; all calls return after the block that they copy."""

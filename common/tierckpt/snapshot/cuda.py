@@ -390,10 +390,11 @@ class CudaSnapshot(Snapshot):
         begin = time.perf_counter()
         batch.arrived.synchronize()
         batch.sources.clear()
+        end = time.perf_counter()
         with self._changed:
-            self.clock.copy += time.perf_counter() - begin
+            self.clock.copy += end - begin
         if self.trace is not None:
-            self.trace.copied(self.facts.id.version, self.plan, batch.blocks, begin)
+            self.trace.copied(self.facts.id.version, self.plan, batch.blocks, begin, end)
         if len(batch.blocks) * BLOCK_BYTES > HASHED_ALONE_BYTES:
             # Raises RuntimeError while the interpreter shuts down: then the snapshot fails.
             self._hashing.append(self.lane.hashers.submit(self._hash, batch.blocks, binding))

@@ -202,8 +202,8 @@ class NativeSnapshot(Snapshot):
         while (block := self._job.take()) is not None:
             _faults.point("copy", version=self.facts.id.version, block=block)
             begin = time.perf_counter()
-            self._job.copy_one(block)
-            self._record_copy(block, begin)
+            end = self._job.copy_one(block)
+            self._record_copy(block, begin, end)
         return copied
 
     def _count(self) -> bool:

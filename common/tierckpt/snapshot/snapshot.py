@@ -377,10 +377,11 @@ class Snapshot:
         with self._lock:
             self._digests[block] = found
             self.clock.copy += middle - begin
-            self.clock.checksum += time.perf_counter() - middle
+            end = time.perf_counter()
+            self.clock.checksum += end - middle
             self._left -= 1
             last = self._left == 0
-        self._record_copy(block, begin)
+        self._record_copy(block, begin, end)
         if last:
             self._seal()
 
@@ -482,11 +483,14 @@ class Snapshot:
         self._binding.view[: len(self._header)] = self._header
         return b"".join((digest(self._header), *self._digests))
 
-    def _record_copy(self, block: int, begin_seconds: float) -> None:
+    def _record_copy(self, block: int, begin_seconds: float, end_seconds: float) -> None:
+        if self.trace is None:
+            return
+        version = self.facts.id.version
         if block >= len(self.plan.layout.blocks):
-            self._record("tree", begin_seconds)
-        elif self.trace is not None:
-            self.trace.copied(self.facts.id.version, self.plan, (block,), begin_seconds)
+            self.trace.span("tree", begin_seconds, end_seconds, version=version)
+        else:
+            self.trace.copied(version, self.plan, (block,), begin_seconds, end_seconds)
 
     def _record(self, kind: str, begin_seconds: float) -> None:
         """Record a span that ends now."""

@@ -117,10 +117,15 @@ class Trace:
         self._queue.append(lambda: self._line(kind, kind, row, begin_seconds, end_seconds, args))
 
     def copied(
-        self, version: int, plan: CopyPlan, blocks: Sequence[int], begin_seconds: float
+        self,
+        version: int,
+        plan: CopyPlan,
+        blocks: Sequence[int],
+        begin_seconds: float,
+        end_seconds: float,
     ) -> None:
-        """Record that blocks were copied and hashed, from `begin_seconds` until now."""
-        end_seconds, row = time.perf_counter(), self._row()
+        """Record that this thread copied and hashed blocks."""
+        row = self._row()
 
         def line() -> str:
             by_block = self._layers_of(plan)

@@ -107,10 +107,10 @@ def memory_in_pieces(lane: CpuLane, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = cuda.CudaSnapshot._runs
 
     def run_out(self: cuda.CudaSnapshot, blocks: list[int]) -> Iterator[Any]:
-        for index, each in enumerate(runs(self, blocks)):
-            if index and threading.get_ident() not in lane.feeding:
-                raise torch.cuda.OutOfMemoryError("no")
+        for each in runs(self, blocks):
             yield each
+            if threading.get_ident() not in lane.feeding:
+                raise torch.cuda.OutOfMemoryError("no")
 
     def has_none(*args: object) -> Any:
         raise torch.cuda.OutOfMemoryError("no")

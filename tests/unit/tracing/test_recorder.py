@@ -169,9 +169,9 @@ def test_closed_it_keeps_no_tensor_alive(recording: Recording) -> None:
     block = SimpleNamespace(parts=((0, 0, 1),), nbytes=8)
     plan: Any = Plan(layout=SimpleNamespace(pieces=[piece], blocks=[block]))
     alive = weakref.ref(plan)
-    recording.trace.copied(1, plan, (0,), 0.0)
+    recording.trace.copied(1, plan, (0,), 0.0, 0.0)
     recording.trace.boundary(1, 0.0)
-    recording.trace.copied(1, plan, (0,), 0.0)
+    recording.trace.copied(1, plan, (0,), 0.0, 0.0)
     recording.trace.close()
     del plan
     assert alive() is None
