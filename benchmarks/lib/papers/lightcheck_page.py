@@ -50,9 +50,8 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
         parts += [
             "Recovery, in seconds: from the SIGKILL of a rank to the end of the next step (of "
             "it the load), and with half an interval of lost iterations. Ranks are forked from a "
-            "process that has imported torch; all processes of the job start again. Other work "
-            f"shared the two cores: load averages were {min(back):.0f} to {max(back):.0f}, so "
-            "these are upper limits. Theirs grow with the interval: lost iterations are in them.",
+            "process that has imported torch; all processes of the job start again. "
+            f"{_others(max(back))}Theirs grow with the interval: lost iterations are in them.",
             table([_HEAD_RECOVERY, *(_recovery(by, name, published) for name in resumed)]),
             "The curve after the restart, compared with a job that was not killed: the largest "
             "difference of the loss (of the norm of the gradients). 0 is equality bit for bit. "
@@ -66,6 +65,16 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
         for row in failed
     ]
     return parts
+
+
+def _others(load_average: float) -> str:
+    """A sentence about other work on the machine, if there was some."""
+    if load_average < 1:
+        return ""
+    return (
+        f"Other work shared the two cores (load averages up to {load_average:.0f}), so these are "
+        "upper limits. "
+    )
 
 
 def _verdict(by: dict[tuple[str, str], Row], models: list[str]) -> str:
