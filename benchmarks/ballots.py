@@ -35,8 +35,9 @@ import torch.distributed as dist
 
 from ddp_ckpt import TorchGroup
 from lib.machine import description
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
 from tierckpt.coordination.ballots.leader_tree import leader_tree
-from tierckpt.coordination.ballots.vote_exchange import GroupBallots, SharedBallots, page_bytes
+from tierckpt.coordination.ballots.vote_exchange import SharedBallots, page_bytes
 from tierckpt.core.votes import VOTE_WIDTH, Vote
 from tierckpt.group import Node, SingleGroup
 

@@ -217,6 +217,7 @@ class CheckpointerCore(abc.ABC):
             self.config,
             lambda *safe: self._levels.promotion.local_safe(*safe),
             lambda: self._levels.promotion.retire(),
+            self._say_of_all,
         )
         undo.callback(self._agreement.close)
         self._reports = Reports(
@@ -224,6 +225,10 @@ class CheckpointerCore(abc.ABC):
         )
         if ballots.problem and self.group.rank == 0:
             self._reports.notice(ballots.problem, logging.INFO)
+
+    def _say_of_all(self, text: str) -> None:
+        """Warn of something that all ranks know."""
+        self._reports.notice(text, logging.DEBUG if self.group.rank else logging.WARNING)
 
     def _job(self) -> Job:
         """This rank's place in the job, for callbacks."""
