@@ -22,6 +22,8 @@ NETWORK_SECONDS = 20e-6
 CYCLE_SECONDS = 1e-3
 """Horovod looks for new reductions this often (its default)."""
 
+STEP_WAYS = {"tree": "page and tree", "ring": "gloo's ring", "mpi": "Horovod over MPI"}
+
 
 class Parts:
     """What ballots.py measured."""
@@ -99,4 +101,4 @@ def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
 
 
-__all__ = ["BALLOTS", "steps"]
+__all__ = ["BALLOTS", "STEP_WAYS", "steps"]
