@@ -28,7 +28,8 @@ from lib.files import SHARED_MEMORY, add_row, rows_of, write_json
 from lib.machine import description
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.vote_exchange import GroupBallots, ballots_for
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
+from tierckpt.coordination.ballots.vote_exchange import ballots_for
 from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Node

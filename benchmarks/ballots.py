@@ -6,16 +6,24 @@
 Each rank is a process that does nothing else. Two kinds of ballots take turns in the same
 processes: a reduction over gloo, which passes messages around a ring of all ranks, and the tree of
 node leaders. Ranks on one machine act as nodes of `--node-ranks` ranks. All of them share the
-cores, so the wall time is that of the CPU time of all messages; a cluster has the time of one
-message after the other, which the last columns give for `--message-us` a message.
+cores, so the wall time is that of the CPU time of all messages. The packets are those of the
+loopback device, with the acknowledgements.
+
+A cluster has the time of one message after the other. So the parts are measured, too: a frame of
+the tree between two processes, a ballot of two ranks on two nodes (two hops, with all the software
+of a leader), and a vote on the page of a node. scale.py computes ballots of up to 16,384 ranks from
+these.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import mmap
 import os
+import select
+import socket
+import struct
 import tempfile
 import time
 from pathlib import Path
@@ -27,26 +35,95 @@ import torch.distributed as dist
 
 from ddp_ckpt import TorchGroup
 from lib.machine import description
-from tierckpt.coordination.ballots.leader_tree import FAN_OUT, leader_tree
-from tierckpt.coordination.ballots.vote_exchange import GroupBallots
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
+from tierckpt.coordination.ballots.leader_tree import leader_tree
+from tierckpt.coordination.ballots.vote_exchange import SharedBallots, page_bytes
 from tierckpt.core.votes import VOTE_WIDTH, Vote
-from tierckpt.group import Node
+from tierckpt.group import Node, SingleGroup
 
 KINDS = ("gloo", "tree")
+FRAME = struct.Struct(f"<qq{VOTE_WIDTH + 2}q")
+"""A message of the tree."""
+ROUND_TRIPS, TURNS = 2000, 500
+QUIET_SECONDS = 0.3
 
 
-def ring_messages(ranks: int) -> int:
-    """Return the messages of a ring's reduction that are sent one after the other."""
-    return 2 * (ranks - 1)
+def loopback() -> tuple[int, int]:
+    """Return the packets and bytes that this machine has sent to itself."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        device, _, counts = line.partition(":")
+        if device.strip() == "lo":
+            received, packets = map(int, counts.split()[:2])
+            return packets, received
+    return 0, 0
 
 
-def tree_messages(nodes: int) -> int:
-    """Return the messages of a tree's reduction that are sent one after the other: each parent
-    receives those of its children one after the other."""
-    levels, most = 0, 1
-    while most < nodes:
-        levels, most = levels + 1, most * FAN_OUT + 1
-    return 2 * levels * min(FAN_OUT, max(1, nodes - 1))
+def message_seconds() -> float:
+    """Return the time of one frame between two processes that wait for it as a leader does: half
+    the median round trip."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        child = os.fork()
+        if not child:
+            with socket.create_connection(listener.getsockname()) as end:
+                _answer(end)
+            os._exit(0)
+        end, _ = listener.accept()
+    trips = []
+    with end:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(ROUND_TRIPS):
+            begin = time.perf_counter()
+            end.sendall(FRAME.pack(*range(VOTE_WIDTH + 4)))
+            select.select([end], [], [])
+            FRAME.unpack(end.recv(FRAME.size, socket.MSG_WAITALL))
+            trips.append(time.perf_counter() - begin)
+    os.waitpid(child, 0)
+    return median(trips) / 2
+
+
+def _answer(end: socket.socket) -> None:
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while select.select([end], [], []) and (frame := end.recv(FRAME.size, socket.MSG_WAITALL)):
+        end.sendall(FRAME.pack(*FRAME.unpack(frame)))
+
+
+class _NodeRank(SingleGroup):
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def page_seconds(ranks: int) -> float:
+    """Return the CPU time of one rank that casts a vote on the page of so many ranks, and reads
+    the result."""
+    nbytes = page_bytes(ranks, VOTE_WIDTH)
+    memory = os.memfd_create("page")
+    os.ftruncate(memory, nbytes)
+    parts = [
+        SharedBallots(mmap.mmap(memory, nbytes), _NodeRank(rank, ranks), VOTE_WIDTH, {})
+        for rank in range(ranks)
+    ]
+    begin = time.process_time()
+    for _ in range(TURNS):
+        for cast in [part.all_reduce_min(Vote().pack()) for part in parts]:
+            cast.wait()
+    used = time.process_time() - begin
+    for part in parts:
+        part.close()
+    os.close(memory)
+    return used / (TURNS * ranks)
+
+
+def traffic(group: TorchGroup, ballots: GroupBallots, count: int) -> tuple[float, float]:
+    """Return the packets and bytes of a ballot, of all ranks."""
+    group.barrier()
+    time.sleep(QUIET_SECONDS)  # the last messages of the barrier
+    before = loopback()
+    time.sleep(QUIET_SECONDS)
+    for _ in range(count):
+        ballots.all_reduce_min(Vote().pack()).wait()
+    time.sleep(QUIET_SECONDS)
+    packets, nbytes = (now - then for now, then in zip(loopback(), before, strict=True))
+    return packets / count, nbytes / count
 
 
 def run_rank(rank: int, options: dict[str, Any], world: int, folder: str) -> None:
@@ -72,6 +149,7 @@ def run_rank(rank: int, options: dict[str, Any], world: int, folder: str) -> Non
                 kinds[kind].all_reduce_min(Vote().pack()).wait()
             used = time.process_time() - cpu
             found[kind].append((time.perf_counter() - begin, used))
+    sent = {kind: traffic(group, kinds[kind], options["ballots"]) for kind in KINDS}
     everyone: list[Any] = group.all_gather_object(found)
     if rank == 0:
         figures: dict[str, Any] = {"ranks": world, "nodes": node.count}
@@ -81,6 +159,7 @@ def run_rank(rank: int, options: dict[str, Any], world: int, folder: str) -> Non
             cpu = median(sum(used for _, used in each) for each in rounds)
             figures[f"{kind}_seconds"] = seconds / options["ballots"]
             figures[f"{kind}_cpu_seconds"] = cpu / options["ballots"]
+            figures[f"{kind}_packets"], figures[f"{kind}_bytes"] = sent[kind]
         Path(folder, f"{world}.json").write_text(json.dumps(figures))
     group.barrier()
     kinds["tree"].close()
@@ -89,12 +168,35 @@ def run_rank(rank: int, options: dict[str, Any], world: int, folder: str) -> Non
     dist.destroy_process_group()
 
 
+def run(given: dict[str, Any], world: int) -> dict[str, Any]:
+    """Measure the ballots of so many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (given, world, folder)
+        torch.multiprocessing.start_processes(
+            run_rank, arguments, nprocs=world, start_method="fork"
+        )
+        row: dict[str, Any] = json.loads(Path(folder, f"{world}.json").read_text())
+    return row
+
+
+def parts(given: dict[str, Any]) -> dict[str, float]:
+    """Measure the parts of a ballot."""
+    two = run(given | {"node_ranks": 1}, 2)
+    return {
+        "frame_bytes": FRAME.size,
+        "vote_bytes": 8 * VOTE_WIDTH,
+        "message_seconds": message_seconds(),
+        "tree_hop_seconds": two["tree_seconds"] / 2,
+        "gloo_hop_seconds": two["gloo_seconds"] / 2,
+        "page_seconds": page_seconds(given["node_ranks"]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
     parser.add_argument("--worlds", default="8,16,32,64", help="numbers of ranks")
     parser.add_argument("--node-ranks", type=int, default=8, help="ranks of a node")
-    parser.add_argument("--message-us", type=float, default=25.0, help="of one message, modelled")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     worlds = [4] if options.toy else [int(world) for world in options.worlds.split(",")]
@@ -104,32 +206,26 @@ def main() -> None:
         "ballots": 5 if options.toy else 20,
     }
     os.environ["OMP_NUM_THREADS"] = "1"
+    measured = parts(given)
+    times = {name: value for name, value in measured.items() if name.endswith("_seconds")}
+    print("; ".join(f"{name[:-8]} {1e6 * value:.1f} us" for name, value in times.items()))
     print(
-        f"{os.cpu_count()} cores, torch {torch.__version__}; ms a ballot, and CPU ms of all ranks"
+        f"{os.cpu_count()} cores, torch {torch.__version__}; a ballot: ms, CPU ms of all ranks, "
+        "packets"
     )
-    print("ranks nodes     gloo      CPU     tree      CPU")
+    print("ranks nodes     gloo      CPU  packets     tree      CPU  packets")
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for world in worlds:
-            arguments = (given, world, folder)
-            torch.multiprocessing.start_processes(
-                run_rank, arguments, nprocs=world, start_method="fork"
-            )
-            row = json.loads(Path(folder, f"{world}.json").read_text())
-            names = [f"{kind}_{what}" for kind in KINDS for what in ("seconds", "cpu_seconds")]
-            cells = "".join(f"{1e3 * row[name]:>9.2f}" for name in names)
-            print(f"{world:>5} {row['nodes']:>5}{cells}", flush=True)
-            rows.append(row)
-    print(f"modelled, {options.message_us:g} us a message, nodes of eight: ms a ballot")
-    modelled = []
-    for ranks in (64, 1024, 4096, 16384):
-        ring = ring_messages(ranks) * options.message_us / 1e3
-        tree = tree_messages(math.ceil(ranks / 8)) * options.message_us / 1e3
-        print(f"{ranks:>6} gloo's ring {ring:>8.2f}   tree {tree:>6.2f}")
-        modelled.append({"ranks": ranks, "ring_ms": ring, "tree_ms": tree})
+    for world in worlds:
+        row = run(given, world)
+        cells = (
+            f"{1e3 * row[f'{kind}_seconds']:>9.2f}{1e3 * row[f'{kind}_cpu_seconds']:>9.2f}"
+            f"{row[f'{kind}_packets']:>9.0f}"
+            for kind in KINDS
+        )
+        print(f"{world:>5} {row['nodes']:>5}{''.join(cells)}", flush=True)
+        rows.append(row)
     if options.json:
-        content = {"run": description(Path(tempfile.gettempdir())), "rows": rows}
-        content["modelled"] = modelled
+        content = {"run": description(Path(tempfile.gettempdir())), "parts": measured, "rows": rows}
         Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -25,13 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from lib.machine import description
-from lib.many_ranks import (
+from lib.many_ranks.picture import Figures, plot, table
+from lib.many_ranks.stand_ins import (
     IMAGE_BYTES,
     LOCAL,
     MEMORY,
     NODE_RANKS,
+    CountedRequests,
     Node,
     OneOfMany,
+    SilentAgent,
     all_nodes,
     exchanged,
     facts,
@@ -39,10 +42,12 @@ from lib.many_ranks import (
     measure,
 )
 from tierckpt import _garbage
+from tierckpt.agent.protocol import packets_of
 from tierckpt.cli.main import main as tierckpt
 from tierckpt.config import PersistentConfig, load_config
 from tierckpt.coordination.job_history import JobHistory
-from tierckpt.coordination.settings_check import agree_on_settings
+from tierckpt.coordination.peer_setup import Groups, PeerSetup
+from tierckpt.coordination.settings_check import JobTopology, agree_on_settings
 from tierckpt.core.copies import Found
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.core.retention import RetentionPolicy, retirable
@@ -59,8 +64,6 @@ WORLDS = (2, 64, 1024, 4096, 16384)
 TOY_WORLDS = (2, 64)
 TENSORS = 1200
 """Tensors of a model of 1 billion parameters with Adam; each has 2.5 million elements."""
-
-Figures = dict[str, float]
 
 
 class World:
@@ -98,11 +101,36 @@ class World:
         _, cost = measure(lambda: agree_on_settings({}, None, group))
         seconds = cost.seconds - group.outside_seconds
         self._note("settings", seconds=seconds, received_bytes=group.received_bytes)
-        scheme = Scheme.parse("rs 4+2" if self.ranks >= 64 * 6 else "partner")
         if self.ranks > NODE_RANKS:
-            domains = [f"node{rank // NODE_RANKS}" for rank in range(self.ranks)]
-            _, cost = measure(lambda: plan_groups(domains, scheme))
+            scheme = Scheme.parse("rs 4+2" if self.ranks >= 64 * 6 else "partner")
+            domains = [f"node{rank // NODE_RANKS:05d}" for rank in range(self.ranks)]
+            groups, cost = measure(lambda: plan_groups(domains, scheme))
             self._note("groups", seconds=cost.seconds)
+            self._meeting(domains, groups)
+
+    def _meeting(self, hosts: Sequence[str], groups: Groups) -> None:
+        """The meeting of all nodes' agents at the start of a run."""
+
+        def others(turn: int, own: Any) -> Iterator[Any]:
+            address, trouble, network = own
+            for rank in range(1, self.ranks):
+                is_first = rank % NODE_RANKS == 0
+                where = replace(address, port=address.port + rank // NODE_RANKS)
+                yield where if is_first else None, trouble, network
+
+        group: Any = OneOfMany(self.ranks, others)
+        config = load_config({"path": "/tmp/none", "peer_redundancy": "partner"}, {})
+        agent: Any = SilentAgent()
+        nodes = JobTopology(tuple(hosts), tuple(hosts), tuple(hosts))
+        setup = PeerSetup(config, group, nodes, agent, groups)
+        run = "s" * 32, 3, ()
+        _, cost = measure(lambda: setup.meet(group, *run, lambda text: None))
+        assert setup.ready
+        seconds = cost.seconds - group.outside_seconds
+        self._note("meeting", seconds=seconds, received_bytes=group.received_bytes)
+        members = sum(len(each.hosts) - 1 for each in agent.introduced.parties)
+        nbytes = sum(map(len, packets_of(agent.introduced)))
+        self._note("agent", told_bytes=nbytes, links=members)
 
     def _look(self) -> JobHistory:
         """The inventory of a node, and the exchange of all inventories."""
@@ -193,16 +221,19 @@ class World:
         known = facts(self.ranks, 900)
         with closing(PersistentStore(str(place))) as store:
             store.create()
+            requests: Any = CountedRequests(store.backend)
+            store.backend = requests
             first = self._sources(0)
             _, cost = measure(lambda: store.flush(known, IMAGE_BYTES, first))
-            self._note("flush_first_node", seconds=cost.seconds)
+            self._note("flush_first_node", seconds=cost.seconds, requests=requests.take())
             nodes = -(-self.ranks // NODE_RANKS)
             for node in range(1, nodes - 1):
                 store.flush(known, IMAGE_BYTES, self._sources(node))
             if nodes > 1:
+                requests.take()
                 last = self._sources(nodes - 1)
                 _, cost = measure(lambda: store.flush(known, IMAGE_BYTES, last))
-            self._note("flush_last_node", seconds=cost.seconds)
+                self._note("flush_last_node", seconds=cost.seconds, requests=requests.take())
             assert store.exists(known.name)
             record = store.read_manifest(known.name).encode()
             _, cost = measure(lambda: VersionManifest.decode(record))
@@ -258,59 +289,6 @@ def in_a_process(ranks: int, place: str | None) -> Figures:
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: Figures = json.loads(result.stdout)
     return figures
-
-
-def table(rows: Sequence[Figures]) -> Iterator[str]:
-    """Yield a line for each figure: a column for each number of ranks."""
-    yield f"{'ranks':<28}" + "".join(f"{row['ranks']:>12,.0f}" for row in rows)
-    for name in rows[-1]:
-        if name != "ranks":
-            scale: Callable[[float], str] = _milliseconds if "seconds" in name else "{:,.0f}".format
-            cells = (scale(row[name]) if name in row else "-" for row in rows)
-            title = name.replace("_seconds", "_ms")
-            yield f"{title:<28}" + "".join(f"{cell:>12}" for cell in cells)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.2f}"
-
-
-PANELS: dict[str, tuple[str, ...]] = {
-    "restart: CPU time of one rank, s": (
-        *("inventories_seconds", "plan_memory_seconds", "plan_lost_node_seconds"),
-        *("plan_half_seconds", "history_seconds", "settings_seconds"),
-    ),
-    "a version: CPU time of one process, s": (
-        *("layout_seconds", "retention_seconds", "flush_first_node_seconds"),
-        *("flush_last_node_seconds", "open_shard_seconds", "retire_seconds"),
-    ),
-    "commands: CPU time, s": ("list_seconds", "verify_seconds"),
-    "bytes; files": (
-        *("inventories_received_bytes", "settings_received_bytes", "version_manifest_bytes"),
-        *("manifest_bytes", "vote_bytes", "version_files"),
-    ),
-}
-"""The main parts, by picture."""
-
-
-def plot(rows: Sequence[Figures], path: str) -> None:
-    """Draw times, bytes and files over the number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(13, 9))
-    for axis, (title, names) in zip(axes.flat, PANELS.items(), strict=True):
-        for name in names:
-            if points := [(row["ranks"], row[name]) for row in rows if row.get(name)]:
-                text = name.removesuffix("_seconds").replace("_", " ")
-                axis.plot(*zip(*points, strict=True), marker="o", label=text)
-        axis.set(xscale="log", yscale="log", xlabel="ranks", title=title)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from lib.report import align
 from lib.scale import checks, measured, studies
 from lib.scale.jobs import MEASURED, RANKS, WAYS
 from lib.scale.picture import plot
+from lib.scale.steps import BALLOTS, STEP_WAYS, steps
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -45,12 +46,14 @@ def main() -> None:
         **machine.description(Path.cwd()),
         "simulated": True,
         "costs_from": MEASURED.name,
+        "ballots_from": BALLOTS.name,
         "settings": {"days": options.days, "replicas": options.replicas, "toy": options.toy},
     }
     for name, study in (
         ("goodput", studies.goodput(options)),
         ("redundancy", studies.redundancy(options)),
         ("storm", studies.storm(options)),
+        ("steps", steps(options)),
         ("lightcheck", checks.lightcheck_rows(options.toy)),
         ("others", checks.others(options.toy)),
         ("measured", _measured_rows()),
@@ -90,6 +93,7 @@ def tables(document: dict[str, Any]) -> list[str]:
         *(_goodput_table(document["goodput"], factor) for factor in (1.0, 10.0)),
         _redundancy_table(document["redundancy"]),
         _storm_table(document["storm"]),
+        _steps_table(document["steps"]),
         _checks_table(document),
     ]
 
@@ -128,6 +132,17 @@ def _storm_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         lines.append((f"{row['ranks']:,}", *(f"{row[name]:.3g} s" for name in titles)))
     return f"until all ranks have the state again\n{align(lines)}"
+
+
+def _steps_table(rows: list[dict[str, Any]]) -> str:
+    lines: list[tuple[str, ...]] = [
+        ("ranks", *(f"{way}, ms" for way in STEP_WAYS.values()), *STEP_WAYS.values())
+    ]
+    for row in rows:
+        times = (f"{1e3 * row[f'{name}_seconds']:.2f}" for name in STEP_WAYS)
+        packets = (f"{row[f'{name}_packets']:.0f}" for name in STEP_WAYS)
+        lines.append((f"{row['ranks']:,}", *times, *packets))
+    return f"a ballot; and packets of the busiest node, calculated\n{align(lines)}"
 
 
 def _checks_table(document: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.scale.jobs import WAYS
+from lib.scale.steps import STEP_WAYS
 
 COLOURS = ("tab:gray", "tab:blue", "tab:green", "tab:orange")
 STYLES = ("s--", "x-", "v:", "o-")
@@ -20,12 +21,14 @@ def plot(path: Path, document: dict[str, Any]) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(14, 4.2))
-    for axis, factor in ((left, 1.0), (middle, 10.0)):
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8.4))
+    usual, often, ballots, checks = axes.flat
+    for axis, factor in ((usual, 1.0), (often, 10.0)):
         _goodput(axis, [row for row in document["goodput"] if row["rate_factor"] == factor])
         times = "" if factor == 1 else f", {factor:g} times as many"
         axis.set_title(f"simulated: Llama 3's failures{times}", fontsize=10)
-    _checks(right, document["lightcheck"])
+    _ballots(ballots, document["steps"])
+    _checks(checks, document["lightcheck"])
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -45,6 +48,17 @@ def _goodput(axis: Any, rows: list[dict[str, Any]]) -> None:
         )
     axis.set_xscale("log", base=2)
     axis.set(xlabel="ranks", ylabel="goodput, % (simulated)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def _ballots(axis: Any, rows: list[dict[str, Any]]) -> None:
+    for (name, label), colour, style in zip(STEP_WAYS.items(), COLOURS[1:], STYLES, strict=False):
+        points = [1e3 * row[f"{name}_seconds"] for row in rows]
+        axis.plot([row["ranks"] for row in rows], points, style, color=colour, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="ranks", ylabel="ms (calculated)", yscale="log")
+    axis.set_title("a ballot; the training waits only if a step is shorter", fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
 

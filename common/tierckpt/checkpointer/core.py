@@ -25,6 +25,7 @@ from tierckpt.callbacks import CallbackList, Callbacks, Job
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.vote_exchange import ballots_for
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.rollback_records import keep_record
@@ -34,7 +35,7 @@ from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
-from tierckpt.errors import TierckptError
+from tierckpt.errors import StateTornError, TierckptError
 from tierckpt.events import Callback, EventLog, check_receiver
 from tierckpt.exporters.setting import exporters_of
 from tierckpt.format.facts import VersionFacts
@@ -51,7 +52,7 @@ from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.session import RestoreSession
-from tierckpt.restore.verified_version import all_finished
+from tierckpt.restore.verified_version import LoadedVersion, VerifiedVersion, all_finished
 from tierckpt.restored import Restored
 from tierckpt.settings import Settings
 from tierckpt.snapshot.snapshot import Snapshot
@@ -216,6 +217,7 @@ class CheckpointerCore(abc.ABC):
             self.config,
             lambda *safe: self._levels.promotion.local_safe(*safe),
             lambda: self._levels.promotion.retire(),
+            self._say_of_all,
         )
         undo.callback(self._agreement.close)
         self._reports = Reports(
@@ -223,6 +225,10 @@ class CheckpointerCore(abc.ABC):
         )
         if ballots.problem and self.group.rank == 0:
             self._reports.notice(ballots.problem, logging.INFO)
+
+    def _say_of_all(self, text: str) -> None:
+        """Warn of something that all ranks know."""
+        self._reports.notice(text, logging.DEBUG if self.group.rank else logging.WARNING)
 
     def _job(self) -> Job:
         """This rank's place in the job, for callbacks."""
@@ -446,40 +452,58 @@ class CheckpointerCore(abc.ABC):
         begin = time.perf_counter()
         # The version in progress is valid: no step has changed the state yet.
         self._agreement.even_out()  # the copier may wait for a vote
-        self.complete()
-        self._agreement.void()
-        self._agent.wait(None)
-        self._collect()
-        restore_session = RestoreSession(
-            self.config,
-            self.group,
-            self._state,
-            self._history,
-            self._reports,
-            bar,
-            begin,
-            self._resources.left_elsewhere,
-        )
+        error_barrier = ErrorBarrier(self.group)
+        with error_barrier:
+            self.complete()
+            self._agreement.void()
+            self._agent.wait(None)
+            self._collect()
+            restore_session = RestoreSession(
+                self.config,
+                error_barrier,
+                self._state,
+                self._history,
+                self._reports,
+                bar,
+                begin,
+                self._resources.left_elsewhere,
+            )
         attempt = restore_session.find(version, self.version)
         if attempt is None:
-            self._levels.meet()
-            return restore_session.report(Restored(0))
+            with error_barrier:
+                self._levels.meet(error_barrier)
+                return restore_session.report(Restored(0))
         with contextlib.closing(attempt):
             with _garbage.paused():
                 loaded = restore_session.load(attempt, strict, self.adapter.load)
-            result = loaded.result
-            self._go_on_from(loaded.manifest.facts.lineage, result)
-            all_finished(attempt, self.group)
-            self._went_back = restore_session.went_back(attempt)
-            restore_session.settle_rollback(attempt)
-            self._state.drop_gradients()  # left by an interrupted iteration
-            books = (self._agreement, self._pool, self._reports)
-            if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
-                self._schedule.requested = frozenset((MEMORY, LOCAL))
-        return restore_session.report(result)
+            return self._begin_with(attempt, loaded, restore_session)
 
-    def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
-        """Set all counters to those of `result`, which the live state equals now."""
+    def _begin_with(
+        self, attempt: VerifiedVersion, loaded: LoadedVersion, restore_session: RestoreSession
+    ) -> Restored:
+        """Begin a run with a loaded version. Collective. Raises StateTornError on all ranks if one
+        of them cannot."""
+        error_barrier = ErrorBarrier(self.group, attempt.incomplete)
+        try:
+            with error_barrier:
+                self._go_on_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
+                all_finished(attempt, error_barrier)
+                self._went_back = restore_session.went_back(attempt)
+                restore_session.settle_rollback(attempt)
+                self._state.drop_gradients()  # left by an interrupted iteration
+                books = (self._agreement, self._pool, self._reports)
+                if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
+                    self._schedule.requested = frozenset((MEMORY, LOCAL))
+                return restore_session.report(loaded.result)
+        except StateTornError:
+            self._state.torn = True  # on this rank the state may be whole
+            raise
+
+    def _go_on_from(
+        self, lineage: Lineage, result: Restored, error_barrier: ErrorBarrier | None = None
+    ) -> None:
+        """Set all counters to those of `result`, which the live state equals now. Inside a block of
+        `error_barrier`, if that is given. Collective."""
         self.version, self.iteration, self.metric = result.version, int(result), None
         self._ahead = self._released = 0
         self._iterations.go_on_from(result)
@@ -487,7 +511,7 @@ class CheckpointerCore(abc.ABC):
         self._replicas.restart()
         self._unchanged.forget()
         self._schedule.start_at(result.version)
-        self._levels.go_on_from(lineage, result)
+        self._levels.go_on_from(lineage, result, error_barrier)
         self._heartbeat.resumed(result.version)
         self.adapter.resumed(self.iteration)
 
@@ -498,7 +522,7 @@ class CheckpointerCore(abc.ABC):
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
         live.iteration_counts = self._iterations.counts
         self._go_on_from(lineage, live)
-        keep_record(self.config, self.group, self._history, self._reports)  # on a new node
+        keep_record(self.config, self.group.rank, self._history, self._reports)  # on a new node
         self._history.forget()
 
     # --- a version on demand --------------------------------------------------------------------

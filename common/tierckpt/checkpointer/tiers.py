@@ -15,6 +15,7 @@ from collections.abc import Callable
 from tierckpt import _garbage
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.former_nodes import FormerNodes
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peer_setup import Groups, PeerSetup
@@ -127,11 +128,14 @@ class Tiers:
                 logging.WARNING,
             )
 
-    def go_on_from(self, lineage: Lineage, result: Restored) -> None:
-        """Start a run from the version that the live state equals. Collective."""
+    def go_on_from(
+        self, lineage: Lineage, result: Restored, error_barrier: ErrorBarrier | None
+    ) -> None:
+        """Start a run from the version that the live state equals. Inside a block of
+        `error_barrier`, if that is given. Collective."""
         with _garbage.paused():  # the history of many ranks is many objects
             self._learn_from_history(lineage, result)
-        self.meet()
+        self.meet(error_barrier)
 
     def _learn_from_history(self, lineage: Lineage, result: Restored) -> None:
         self.history.go_on_from(lineage, result.version)
@@ -166,17 +170,20 @@ class Tiers:
             text = f"{id_} is pinned on other nodes, and could not be pinned here: {error}"
             self._reports.notice(text, logging.ERROR)
 
-    def meet(self) -> None:
+    def meet(self, error_barrier: ErrorBarrier | None = None) -> None:
         """Start the nodes' agents where they are missing, and have them meet under the name of the
-        new run. Collective. They are not started earlier if nobody waits for them: a start takes
-        0.1 s of work, and more of memory traffic, while a restore needs the cores."""
+        new run. Inside a block of `error_barrier`, if that is given. Collective.
+
+        They are not started earlier if nobody waits for them: a start takes 0.1 s of work, and more
+        of memory traffic, while a restore needs the cores."""
         self._have_agent(self.agent.start)
         history, former_nodes = self.history, self.former_nodes.alive
 
         def complain(text: str) -> None:
             self._reports.notice(text, logging.ERROR)
 
-        self.peers.meet(history.secret, history.generation, former_nodes, complain)
+        run = history.secret, history.generation
+        self.peers.meet(error_barrier or self._group, *run, former_nodes, complain)
 
 
 __all__ = ["Tiers"]

@@ -38,12 +38,15 @@ class Agreement:
         config: Config,
         on_local_safe: Callable[[VersionId, int, float | None], None],
         on_local_broken: Callable[[], None],
+        on_slower_votes: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Vote by `ballots`, which this object closes. `on_local_safe` is called for every version
         that became durable on all ranks, with the size of its largest shard in bytes and its
-        metric; `on_local_broken` after one did not and is in the ledger as broken."""
+        metric; `on_local_broken` after one did not and is in the ledger as broken;
+        `on_slower_votes` with the reason when votes take another way, see `Ballots.recover`."""
         self._group, self._ballots = group, ballots
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
+        self._on_slower_votes, self._problem = on_slower_votes, ballots.problem
         self._ballot: Ballot | None = None
         self.rows: Rows = []
         """Integers that ranks gave along with the votes read last."""
@@ -279,8 +282,12 @@ class Agreement:
                 return Vote(), None
             agreed, self.rows = ballot.result(), ballot.rows()
         except RankGoneError:
-            self._group.barrier()  # fails with the error that the script or its launcher expects
-            raise
+            if not self._ballots.recover():
+                # Fails with the error that the script or its launcher expects.
+                self._group.barrier()
+                raise
+            agreed, self.rows = ballot.result(), ballot.rows()
+            self._report_recovery()
         self._patience_lost, self.apart = False, agreed.apart
         if not self.apart:
             self.together = ballot.newest
@@ -294,6 +301,11 @@ class Agreement:
             broken = lost if level == MEMORY else broken
         self._forget_closed()
         return agreed, broken
+
+    def _report_recovery(self) -> None:
+        if self._problem != self._ballots.problem:
+            self._problem = self._ballots.problem
+            self._on_slower_votes(self._problem)
 
     def _forget_closed(self) -> None:
         """Forget this rank's states of versions whose outcome is known."""
@@ -340,6 +352,7 @@ class Agreement:
         """Cast the votes that other ranks wait for, if this rank's iteration was cut short.
         Collective."""
         self._ballots.even_out()
+        self._report_recovery()
 
     def void(self) -> None:
         """Forget the last vote, before a restore."""

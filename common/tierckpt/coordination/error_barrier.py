@@ -73,22 +73,25 @@ def by_rank(troubles: Sequence[str]) -> list[str]:
 class ErrorBarrier:
     """A group, and a `with` block that all ranks enter and leave alike: all well, or all raise.
 
-    Where some ranks raise and others do not, all raise the same RestoreError, which names a rank
-    that did. Where all raise, each raises its own error. Errors of the group itself, and a
-    BaseException that is no Exception (an interrupt), pass at once. Broadcasts carry no errors: a
-    rank must not raise where the others broadcast next, as they would wait for it. Collectives
-    inside the block must go through this object. Training thread.
+    Where some ranks raise and others do not, all raise the same error, which names a rank that did.
+    Where all raise, each raises its own error. Errors of the group itself, and a BaseException that
+    is no Exception (an interrupt), pass at once. Broadcasts carry no errors: a rank must not raise
+    where the others broadcast next, as they would wait for it. Collectives inside the block must go
+    through this object. Training thread.
     """
 
-    def __init__(self, group: Group) -> None:
-        """Make the object; no block is entered yet."""
+    def __init__(
+        self, group: Group, error: Callable[[list[int], str], TierckptError] | None = None
+    ) -> None:
+        """Make the object; no block is entered yet. `error` makes the error of all ranks from the
+        ranks that raised the same and its text; None: a RestoreError."""
         self.rank, self.size = group.rank, group.size
-        self._group = group
+        self._group, self._error = group, error or _could_not_go_on
         self._over = False
         """No other rank waits for this one any more, or none can be informed."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Gather as Group does; RestoreError if another rank has raised since."""
+        """Gather as Group does; raises the error of all if another rank has raised since."""
         return [theirs for _, theirs in self._gather("", value)]
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
@@ -108,23 +111,24 @@ class ErrorBarrier:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the block; RestoreError if another rank raised in it."""
+        """Leave the block; raises the error of all if another rank raised in it."""
         if self._over or not (error is None or isinstance(error, Exception)):
             return
         try:
             gathered = self._gather(in_words(error) if error is not None else "")
-        except RestoreError as of_another:
+        except TierckptError as of_another:
             raise of_another from error
         if error is not None:  # raised on all ranks
             same_on_all(error, [why for why, _ in gathered], self.rank)
 
     def _gather(self, why: str, value: Any = None) -> list[tuple[str, Any]]:
-        """Gather each rank's trouble and value; RestoreError if some have trouble, but not all."""
+        """Gather each rank's trouble and value; raises the error of all if some have trouble, but
+        not all."""
         over, self._over = self._over, True
         gathered: list[tuple[str, Any]] = self._group.all_gather_object((why, value))
         troubles = [theirs for theirs, _ in gathered]
         if not all(troubles):
-            raise_any(troubles, _could_not_go_on, self.rank)
+            raise_any(troubles, self._error, self.rank)
         self._over = over
         return gathered
 

@@ -24,7 +24,7 @@ from tierckpt.group import Group, Node
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import job_directory
 
-from .error_barrier import by_rank
+from .error_barrier import ErrorBarrier, by_rank
 from .settings_check import JobTopology
 
 if TYPE_CHECKING:
@@ -123,12 +123,14 @@ class PeerSetup:
 
     def meet(
         self,
+        group: Group | ErrorBarrier,
         secret: str,
         generation: int,
         former_nodes: Sequence[AgentAddress],
         complain: Callable[[str], None],
     ) -> None:
-        """Introduce the agents of all nodes to each other, at the start of a run. Collective.
+        """Introduce the agents of all nodes to each other, at the start of a run. Collective over
+        `group`, the job's.
 
         The agents prove to each other that they know the run's `secret`. They remember the agents
         of `former_nodes` for the next run. If one node's agent cannot be reached, the level is off
@@ -142,7 +144,7 @@ class PeerSetup:
         where = self._where(secret)
         if self._node.first == self._group.rank:
             own, problem = self._listen(where)
-        gathered = self._group.all_gather_object((own, problem, own_network()))
+        gathered = group.all_gather_object((own, problem, own_network()))
         addresses = [address for address, _, _ in gathered]
         problems = by_rank([why for _, why, _ in gathered])
         problems = problems or out_of_reach(addresses, [network for _, _, network in gathered])

@@ -11,7 +11,6 @@ import logging
 
 from tierckpt.config import Config
 from tierckpt.core.rollback import Rollback
-from tierckpt.group import Group
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 from tierckpt.storage.rollbacks import RollbackFiles
 
@@ -19,10 +18,10 @@ from .job_history import JobHistory
 from .reports import Reports
 
 
-def keep_record(config: Config, group: Group, history: JobHistory, reports: Reports) -> None:
+def keep_record(config: Config, rank: int, history: JobHistory, reports: Reports) -> None:
     """Store the record of the last run that went back at all places of this rank that lack it: the
     node's, and on rank 0 the persistent level. Not collective; a failure is reported."""
-    rank, hosts, record = group.rank, history.nodes, history.rollback
+    hosts, record = history.nodes, history.rollback
     is_first = hosts.index(hosts[rank]) == rank
     persistent = config.persistent.path if rank == 0 else ""
     places = [config.directory] * is_first + [persistent] * bool(persistent)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tierckpt import _garbage
 from tierckpt._host import host_id, host_name
 from tierckpt._text import some
 from tierckpt.agent.environment import environment_fingerprint
@@ -95,7 +96,8 @@ def agree_on_settings(
         environment, memory = environment_fingerprint(), device_of(config.shm_dir)
         return _RankSettings(digest, where, memory, environment, token, launch.starters)
 
-    gathered = gather_or_raise(group, load, partial(_named, group.size))
+    with _garbage.paused():  # some objects of every rank
+        gathered = gather_or_raise(group, load, partial(_named, group.size))
     ((config, launch, compared),) = loaded
     if len({each.digest for each in gathered}) > 1:
         raise_any(_differences(group.all_gather_object(compared)), _differ, group.rank)

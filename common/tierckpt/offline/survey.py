@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tierckpt import _garbage
 from tierckpt._text import directory_of, is_url
 from tierckpt.config import PersistentConfig, load_config
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
@@ -93,6 +94,7 @@ class Survey:
         """Open the persistent store at this place."""
         return self.open_store(place.where)
 
+    @_garbage.paused()
     def plan(self, version: int | None = None, abandoned: bool = False) -> RestorePlan | None:
         """The plan of a restart that sees the same files, or of a `restore(version=...)`. For
         `abandoned` see `plan_restore`."""
@@ -170,6 +172,7 @@ def why_elsewhere(job: str) -> str:
     )
 
 
+@_garbage.paused()  # an object for every copy of every rank
 def survey(paths: Where | Sequence[Where]) -> Survey:
     """Look at all of `paths`, and at their jobs' memory on this machine. Raises MissingPathError if
     a path does not exist and its job has nothing in memory."""

@@ -15,7 +15,6 @@ from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.rollback import SETTING, Rollback, RollbackRequest
 from tierckpt.format.ids import VersionId
-from tierckpt.group import Group
 from tierckpt.restored import Restored
 from tierckpt.storage.local.claim_file import user_name
 from tierckpt.storage.local.sibling_nodes import MOST_FOLDERS, siblings_of, words_for
@@ -35,19 +34,19 @@ class RestoreNotices:
     def __init__(
         self,
         config: Config,
-        group: Group,
+        rank: int,
         history: JobHistory,
         reports: Reports,
         elsewhere: Collection[Path],
     ) -> None:
         """`elsewhere`: see `NodeResources.left_elsewhere`."""
-        self._config, self._group, self._history = config, group, history
+        self._config, self._rank, self._history = config, rank, history
         self._reports, self._elsewhere = reports, elsewhere
         self._rejected = 0
 
     def of_all(self, text: str, severity: int) -> None:
         """Report something that all ranks know: rank 0 uses the given severity."""
-        self._reports.notice(text, logging.DEBUG if self._group.rank else severity)
+        self._reports.notice(text, logging.DEBUG if self._rank else severity)
 
     def rejected(self, text: str) -> None:
         """Report a copy that exists and cannot be used; only the first few get an event each."""
@@ -61,7 +60,7 @@ class RestoreNotices:
             self._say_rejected(f"and {more} more")
 
     def _say_rejected(self, text: str) -> None:
-        severity = logging.ERROR if self._group.rank == 0 else logging.DEBUG
+        severity = logging.ERROR if self._rank == 0 else logging.DEBUG
         self._reports.emit("rejected", message=text, severity=severity)
 
     def before_loading(self, found: VersionId | None) -> None:
@@ -117,7 +116,7 @@ class RestoreNotices:
     def directory_emptied(self, id_: VersionId) -> None:
         """Report that the disk has nothing any more: the directory may have been removed for a
         fresh start."""
-        if self._group.rank:
+        if self._rank:
             return
         directory, memory = self._config.directory, job_directory.job_directory(self._config).path
         both = f"{shlex.quote(directory)} {shlex.quote(str(memory))}"
@@ -130,7 +129,7 @@ class RestoreNotices:
     def other_job(self, id_: VersionId, job: str) -> None:
         """Report a version of a job with another name. Either this job moved and has another name
         now, or the persistent path belongs to another job; only the user can tell."""
-        if self._group.rank:
+        if self._rank:
             return
         where, own_job = self._config.persistent.path, self._history.job
         owner = self._owner()
@@ -147,7 +146,7 @@ class RestoreNotices:
         """Report newer versions in memory of a job with another name. Slots in memory are found by
         the job's name, which is derived from the path, so a moved or copied directory comes without
         them. Rank 0 looks on its node; the other nodes have the same."""
-        if self._group.rank:
+        if self._rank:
             return
         theirs = JobDirectory.at(self._config.shm_dir, job, self._config.node)
         if theirs.path in self._elsewhere:
@@ -203,7 +202,7 @@ class RestoreNotices:
         """Report that `{node}` stands for another name than in the run before. Nodes of this run
         have reported their versions; rank 0, and every node without a version, looks for those of
         other nodes."""
-        rank, hosts = self._group.rank, self._history.nodes
+        rank, hosts = self._rank, self._history.nodes
         empty = not any(each.place.level == "local" for each in self._history.found[rank])
         if rank and not (empty and hosts.index(hosts[rank]) == rank):
             return
@@ -234,7 +233,7 @@ class RestoreNotices:
             nbytes=result.nbytes,
             seconds=result.seconds,
             message=self._in_words(result, level),
-            severity=logging.INFO if self._group.rank == 0 else logging.DEBUG,
+            severity=logging.INFO if self._rank == 0 else logging.DEBUG,
         )
 
     def _in_words(self, result: Restored, level: str) -> str:

@@ -33,7 +33,6 @@ from tierckpt.core.copies import Location, distinct
 from tierckpt.core.rollback import RollbackRequest, nearest
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
-from tierckpt.group import Group
 from tierckpt.restored import Restored
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.persistent import PersistentStore
@@ -61,7 +60,7 @@ class RestoreSession:
     def __init__(
         self,
         config: Config,
-        group: Group,
+        error_barrier: ErrorBarrier,
         state: TrainingState,
         history: JobHistory,
         reports: Reports,
@@ -69,10 +68,11 @@ class RestoreSession:
         begin_seconds: float,
         elsewhere: Collection[Path] = (),
     ) -> None:
-        """Take the inventory of all levels: collective. `begin_seconds` is when `restore()` was
-        called, by `time.perf_counter()`. `elsewhere`: see `NodeResources.left_elsewhere`."""
+        """Take the inventory of all levels: collective, in a block of `error_barrier`.
+        `begin_seconds` is when `restore()` was called, by `time.perf_counter()`. `elsewhere`: see
+        `NodeResources.left_elsewhere`."""
         self._config, self._state, self._history, self._reports = config, state, history, reports
-        self._group = group
+        self._error_barrier = error_barrier
         self._begin_seconds = begin_seconds
         self._version: int | None = None
         """The version that was asked for."""
@@ -82,23 +82,19 @@ class RestoreSession:
         """Suspect versions newer than the restored one, newest first."""
         self._reported: set[str] = set()
         """Problems and unreachable nodes that were already reported."""
-        self._notices = RestoreNotices(config, group, history, reports, elsewhere)
-        self._error_barrier = ErrorBarrier(group)
-        with self._error_barrier:
-            history.look(self._error_barrier)
-            self._inventory_seconds = time.perf_counter() - begin_seconds
-            self._new = TensorPreallocator(state)
-            self._candidates = Candidates(
-                history.found,
-                history.parities,
-                history.nodes,
-                self._notices.rejected,
-                history.began_last,
-            )
-            spill = SpillPolicy(Path(config.directory), _live_bytes(state))
-            self._context = RestoreContext(
-                self._error_barrier, bar, self._open_store, self._new, spill
-            )
+        self._notices = RestoreNotices(config, error_barrier.rank, history, reports, elsewhere)
+        history.look(error_barrier)
+        self._inventory_seconds = time.perf_counter() - begin_seconds
+        self._new = TensorPreallocator(state)
+        self._candidates = Candidates(
+            history.found,
+            history.parities,
+            history.nodes,
+            self._notices.rejected,
+            history.began_last,
+        )
+        spill = SpillPolicy(Path(config.directory), _live_bytes(state))
+        self._context = RestoreContext(error_barrier, bar, self._open_store, self._new, spill)
 
     def _open_store(self, place: Location) -> FarStore:
         agent = self._history.open_agent(place)
@@ -130,6 +126,8 @@ class RestoreSession:
                         self._judge_suspects(found.plan.id)
                         self._report_loss(found.plan.id)
                     self._history.reject(self._candidates.bad)
+                    if set(found.plan.levels) == {"memory"} and self._history.gone_from_disk():
+                        self._notices.directory_emptied(found.plan.id)
             on_failure.pop_all()
         return found
 
@@ -164,18 +162,23 @@ class RestoreSession:
         trouble. Raises the errors of `verified_version.load`.
         """
         begin = time.perf_counter()
-        id_, history = found.plan.id, self._history
-        if set(found.plan.levels) == {"memory"} and history.gone_from_disk():
-            self._notices.directory_emptied(id_)  # also if the model does not match
         loaded = load(self._state, found, self._error_barrier, strict, self._new)
         try:
             load_adapter(loaded.adapter)
+            self._report_loaded(loaded)
+            loaded.result.seconds["load"] = time.perf_counter() - begin
         except Exception as error:
             found.fail(error)
             self._state.torn = True
+        return loaded
+
+    def _report_loaded(self, loaded: LoadedVersion) -> None:
+        """Report the differences and the origin of a loaded version."""
+        history = self._history
         for text in loaded.notices:
             self._reports.notice(text, logging.WARNING)
         manifest, result = loaded.manifest, loaded.result
+        id_ = manifest.id
         result.suspect = history.suspects.get(id_, result.suspect)
         asked = self._version is not None
         if result.suspect:
@@ -185,8 +188,6 @@ class RestoreSession:
                 self._notices.other_job(id_, manifest.facts.job)
             elif not asked:
                 self._notices.other_path(id_, manifest.facts.job)
-        result.seconds["load"] = time.perf_counter() - begin
-        return loaded
 
     def report(self, result: Restored) -> Restored:
         """Add the times and rejected copies to the result, and report it. The end of the restore:
@@ -209,7 +210,7 @@ class RestoreSession:
         """Store that the run, which has begun, carried out the requests to go back, and report it;
         store the record of an earlier run where it is missing. Not collective: the run has no
         version before all ranks have come here."""
-        places = self._config, self._group, self._history, self._reports
+        places = self._config, self._error_barrier.rank, self._history, self._reports
         if self._requests:
             record = self._history.went_back(self._requests)
             keep_record(*places)

@@ -12,7 +12,6 @@ from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import StateMismatchError, StateTornError
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
-from tierckpt.group import Group
 from tierckpt.restored import Restored
 from tierckpt.state import rng
 from tierckpt.state.training_state import TrainingState
@@ -89,6 +88,12 @@ class VerifiedVersion:
         """Record a failure after the last byte. `all_finished` reports it, as the other ranks wait
         there."""
         self.trouble = self.trouble or f"{type(error).__name__}: {error}"
+
+    def incomplete(self, ranks: list[int], why: str) -> StateTornError:
+        """The error of all ranks if one fails after the live state has changed."""
+        return StateTornError(
+            f"{self.plan.id} could not be loaded completely: rank {ranks[0]}: {why}"
+        )
 
     def close(self) -> None:
         """Unmap everything."""
@@ -178,18 +183,11 @@ def _finish(loader: Loader) -> str:
     return ""
 
 
-def all_finished(version: VerifiedVersion, group: Group) -> None:
+def all_finished(version: VerifiedVersion, group: ErrorBarrier) -> None:
     """Raise StateTornError on all ranks if any had trouble at the end of `load`: a rank that raised
     alone would leave the others to train without it. Call it when all records agree with the loaded
     version, so that a rank lost during the call leaves the others with a complete state."""
-    id_ = version.plan.id
-    raise_any(
-        group.all_gather_object(version.trouble),
-        lambda ranks, why: StateTornError(
-            f"{id_} could not be loaded completely: rank {ranks[0]}: {why}"
-        ),
-        group.rank,
-    )
+    raise_any(group.all_gather_object(version.trouble), version.incomplete, group.rank)
 
 
 __all__ = ["LoadedVersion", "VerifiedVersion", "all_finished", "load"]

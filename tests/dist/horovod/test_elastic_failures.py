@@ -51,8 +51,16 @@ def about_to_load(together: ErrorBarrier, *how: Any) -> None:
         raise failure()
 
 
-def all_loaded(*_: object) -> None:
-    raise failure()
+class LostGroup:
+    """A group whose next collective fails."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        raise failure()
+
+
+def all_loaded(_: Any, together: ErrorBarrier) -> None:
+    together._group = LostGroup()
+    together.all_gather_object(None)
 
 
 END = ErrorBarrier.__exit__

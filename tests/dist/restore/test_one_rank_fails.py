@@ -17,13 +17,15 @@ from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support.thorough import points
 from tests.support.training import Attached, Job, Place, attach, make_job, rank
-from tierckpt.restore.session import RestoreSession
+from tierckpt.checkpointer.core import CheckpointerCore
 
 PACKAGE = Path(tierckpt.__file__).parent
 FILES = {
     str(PACKAGE / f"{name}.py")
     for name in (
-        *("coordination/job_history", "core/copies", "erasure/kernels", "erasure/parity_manifest"),
+        *("checkpointer/repair", "checkpointer/tiers", "coordination/job_history"),
+        *("coordination/peer_setup", "coordination/rollback_records"),
+        *("core/copies", "erasure/kernels", "erasure/parity_manifest"),
         *("format/shard_file", "format/shard_summary", "format/verify", "peer/parity_file"),
         *("peer/rebuild", "restore/broadcast", "restore/candidates", "restore/loader"),
         *("restore/notices", "restore/rebuild", "restore/session", "restore/shard_image"),
@@ -37,8 +39,8 @@ BETWEEN_BROADCASTS = {
     *("visit", "show", "nbytes", "_wants", "_window", "_room", "_visit", "trouble_of_any"),
 }
 """Functions where other ranks wait in a broadcast; calls inside these may fail."""
-FIRST = {"RestoreSession.__init__", "RestoreSession.find", "RestoreSession.load", "load"}
-"""Functions that are entered before anything is done."""
+FIRST = {"RestoreSession.find", "RestoreSession.load", "load"}
+"""Functions that are entered between two blocks of an error barrier."""
 AFTERWARDS = {"close", "forget", "drop_kept", "touch", "<lambda>"}
 FAILING = 1
 
@@ -63,21 +65,19 @@ class Calls:
 
     @contextmanager
     def on_the_way_back(self) -> Iterator[None]:
-        """From the inventory to the last byte; the rest is tested elsewhere."""
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("__init__", "find", "load"):
-                patch.setattr(RestoreSession, name, self._counted(getattr(RestoreSession, name)))
-            yield
+        """From the inventory to the last report."""
+        plain = CheckpointerCore._restore
 
-    def _counted(self, plain: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            sys.setprofile(None if self.failed else self)
+        def counted(*args: Any) -> Any:
+            sys.setprofile(self)
             try:
-                return plain(*args, **kwargs)
+                return plain(*args)
             finally:
                 sys.setprofile(None)
 
-        return call
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckpointerCore, "_restore", counted)
+            yield
 
 
 def fail_everywhere(place: Place, more: dict[str, Any], part: tuple[int, int]) -> dict[str, Any]:

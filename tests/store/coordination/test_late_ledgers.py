@@ -7,7 +7,7 @@ from typing import Any
 
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.vote_exchange import GroupBallots
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
 from tierckpt.core.ledger import DONE
 from tierckpt.core.levels import LOCAL, MEMORY
 from tierckpt.core.votes import VOTE_WIDTH

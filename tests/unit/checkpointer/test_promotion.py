@@ -16,7 +16,7 @@ from tierckpt.agent.protocol import FlushOrder, SessionSettings
 from tierckpt.checkpointer.promotion import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.vote_exchange import GroupBallots
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peer_setup import PeerSetup
 from tierckpt.coordination.settings_check import JobTopology

@@ -12,15 +12,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tierckpt.coordination.ballots import group_ballots, vote_exchange
 from tierckpt.coordination.ballots import leader_tree as module
-from tierckpt.coordination.ballots import vote_exchange
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
 from tierckpt.coordination.ballots.leader_tree import LeaderTree, leader_tree
-from tierckpt.coordination.ballots.vote_exchange import (
-    OWN_WIDTH,
-    GroupBallots,
-    RankGoneError,
-    ballots_for,
-)
+from tierckpt.coordination.ballots.vote_exchange import OWN_WIDTH, RankGoneError, ballots_for
 from tierckpt.group import Node
 from tierckpt.testing.thread_group import ThreadGroup, run_ranks
 
@@ -242,3 +238,172 @@ def test_a_ring_of_many_ranks_on_several_nodes_votes_by_a_tree(
         assert tree
         assert least == [0] * WIDTH
         assert rows == [(rank,) * OWN_WIDTH for rank in range(4)]
+
+
+# --- a lost tree, and all ranks are there -------------------------------------------------------
+
+
+def cut(tree: LeaderTree) -> None:
+    """End a connection of a leader."""
+    assert tree.leader is not None
+    tree.leader.links[-1].end.shutdown(socket.SHUT_RDWR)
+    while tree.leader._broken_from == module._NEVER:
+        time.sleep(0.001)
+
+
+def fail(tree: LeaderTree) -> None:
+    """Let the thread of a leader fail at the next vote."""
+
+    def failing() -> None:
+        raise MemoryError("no memory for votes")
+
+    assert tree.leader is not None
+    tree.leader._send_up = failing  # type: ignore[method-assign]
+
+
+def by_ballots(
+    shape: Sequence[int], program: Callable[[ThreadGroup, GroupBallots, LeaderTree], T]
+) -> list[T]:
+    """Return the result of `program` on each rank, which votes by a tree."""
+    hosts = nodes_of(shape)
+
+    def whole(group: ThreadGroup) -> T:
+        tree = leader_tree(group, Node.of(hosts[group.rank], hosts), WIDTH + 2)
+        assert tree is not None
+        box = GroupBallots(group, WIDTH, tree)
+        found = program(group, box, tree)
+        group.barrier()
+        box.close()
+        return found
+
+    return run_ranks(len(hosts), whole)
+
+
+def vote(box: GroupBallots, values: list[int]) -> list[int]:
+    """Vote as `Agreement` does."""
+    cast = box.all_reduce_min(values)
+    try:
+        return cast.wait()
+    except RankGoneError:
+        assert box.recover()
+        return cast.wait()
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("lose", [cut, fail])
+@pytest.mark.parametrize("leader", [0, 2, 5])
+def test_all_vote_by_the_group_once_the_tree_is_lost(
+    lose: Callable[[LeaderTree], None], leader: int
+) -> None:
+    """The leader is the root, or in the middle, or without nodes below it."""
+    shape = (2, 2, 1, 1, 2)
+
+    def program(
+        group: ThreadGroup, box: GroupBallots, tree: LeaderTree
+    ) -> tuple[list[list[int]], str]:
+        found = []
+        for turn in range(6):
+            if turn == 3:
+                group.barrier()
+                if group.rank == leader:
+                    lose(tree)
+            found.append(vote(box, votes_at(turn, group.size)[group.rank]))
+        assert box.tree is None
+        return found, box.problem
+
+    expected = [minimum(votes_at(turn, sum(shape))) for turn in range(6)]
+    before = _descriptors()
+    said = set()
+    for found, why in by_ballots(shape, program):
+        assert found == expected
+        said.add(why)
+    (text,) = said
+    reason = "a connection between nodes ended" if lose is cut else "MemoryError: no memory"
+    assert reason in text
+    assert _descriptors() == before
+
+
+def test_ranks_that_lack_a_result_get_it_from_those_that_have_it() -> None:
+    """The connection ends after the votes and before the result: ranks of the root's node are a
+    turn ahead where no gradients hold them back."""
+
+    def program(
+        group: ThreadGroup, box: GroupBallots, tree: LeaderTree
+    ) -> tuple[list[list[int]], int]:
+        found = [vote(box, votes_at(0, group.size)[group.rank])]
+        group.barrier()
+        if tree.leader is not None and group.rank == 0:
+            tree.leader._send = lambda link, *_: link.no_more()  # type: ignore[method-assign]
+        group.barrier()
+        found += [vote(box, votes_at(turn, group.size)[group.rank]) for turn in range(1, 5)]
+        return found, tree.turn
+
+    expected = [minimum(votes_at(turn, 3)) for turn in range(5)]
+    ended = by_ballots((2, 1), program)
+    assert [found for found, _ in ended] == [expected] * 3
+    assert [turns for _, turns in ended] == [3, 3, 2], "turns that went by the tree"
+
+
+@pytest.mark.parametrize("lose", [cut, fail])
+def test_numbers_of_votes_are_made_equal_without_the_tree(
+    lose: Callable[[LeaderTree], None],
+) -> None:
+    def program(group: ThreadGroup, box: GroupBallots, tree: LeaderTree) -> list[int]:
+        vote(box, [group.rank] * WIDTH)
+        if group.rank == 0:
+            lose(tree)
+        group.barrier()
+        if group.rank:  # an iteration of rank 0 was cut short
+            box.all_reduce_min([group.rank] * WIDTH)
+        box.even_out()
+        assert box.tree is None
+        return vote(box, [7 + group.rank] * WIDTH)
+
+    assert by_ballots((2, 2), program) == [[7] * WIDTH] * 4
+
+
+def test_a_rank_that_is_gone_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_ballots, "MEETING_SECONDS", 0.2)
+    hosts = nodes_of((1, 1, 1))
+
+    def whole(group: ThreadGroup) -> tuple[bool, bool] | None:
+        tree = leader_tree(group, Node.of(hosts[group.rank], hosts), WIDTH + 2)
+        box = GroupBallots(group, WIDTH, tree)
+        if group.rank == 2:
+            box.close()
+            return None
+        with pytest.raises(RankGoneError):
+            box.all_reduce_min([0] * WIDTH).wait()
+        recovered = box.recover()
+        kept = box.tree is not None
+        box.close()
+        return recovered, kept
+
+    assert run_ranks(3, whole) == [(False, True), (False, True), None]
+
+
+@pytest.mark.parametrize("leader", [0, 2])
+def test_a_leader_without_a_thread_leaves_all_to_vote_by_the_group(
+    leader: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = nodes_of((2, 2))
+    plain = module._Leader
+
+    def started(tree: LeaderTree, *ends: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if tree.leader_rank == leader:
+                patch.setattr(module.threading, "Thread", no_thread)
+            return plain(tree, *ends)
+
+    class no_thread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(module, "_Leader", started)
+    before = _descriptors()
+
+    def whole(group: ThreadGroup) -> bool:
+        return leader_tree(group, Node.of(hosts[group.rank], hosts), WIDTH) is None
+
+    assert run_ranks(4, whole) == [True] * 4
+    assert _descriptors() == before

@@ -12,7 +12,7 @@ from tierckpt.callbacks import CallbackList
 from tierckpt.config import load_config
 from tierckpt.coordination import agreement as module
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.vote_exchange import GroupBallots
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.levels import INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT

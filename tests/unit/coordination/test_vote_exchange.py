@@ -19,10 +19,10 @@ import pytest
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots import vote_exchange as module
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
 from tierckpt.coordination.ballots.vote_exchange import (
     OWN_WIDTH,
     Ballots,
-    GroupBallots,
     RankGoneError,
     SharedBallots,
     ballots_for,

@@ -9,7 +9,8 @@ the tree, and no rank other than a leader has a connection.
 
 The thread sends and receives a few numbers and calls no collective of the group. A rank that is
 gone without a vote breaks the tree: every rank that waits for a result raises RankGoneError, and
-results that were complete before stay.
+results that were complete before stay. So does a connection that ends, and an error in a thread;
+`GroupBallots.recover` finds out that no rank is gone, and votes go on by the group's reduction.
 """
 
 from __future__ import annotations
@@ -107,6 +108,15 @@ class LeaderTree:
         if not self.missing_here(turn):
             self.wake()
         return _PendingResult(self, turn)
+
+    @property
+    def turn(self) -> int:
+        """The turn of this rank's last vote."""
+        return self._node.turn
+
+    def why_lost(self) -> str:
+        """Return the error of this rank's thread, if it is a leader and its thread failed."""
+        return "" if self.leader is None else self.leader.trouble
 
     def no_votes(self) -> Votes:
         """Return the votes of a turn before any has come."""
@@ -289,7 +299,8 @@ class _Leader:
     def __init__(
         self, tree: LeaderTree, wake_fd: int, parent: _Link | None, children: Sequence[_Link]
     ) -> None:
-        """Own `wake_fd`, the reading end of the pipe, and the links."""
+        """Own `wake_fd`, the reading end of the pipe, and the links, also after an error. Raises
+        RuntimeError if no thread can be started."""
         self._tree, self._wake_fd = tree, wake_fd
         self._parent, self._children = parent, list(children)
         self.links = [*filter(None, [parent]), *children]
@@ -304,9 +315,15 @@ class _Leader:
         self._broken_from = _NEVER
         """The first turn of which no result can come, as a rank is gone."""
         self._over = False
+        self.trouble = ""
+        """The error that ended the thread, in words."""
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="tierckpt-votes", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._release()
+            raise
 
     def end(self) -> None:
         """End the thread and close the links, after the results of turns that all have voted in; at
@@ -327,15 +344,19 @@ class _Leader:
                 for key, _ in self._selector.select(LOOK_AGAIN_SECONDS):
                     self._hear(key)
                 self._send_up()
-        except Exception:  # also a turn that does not fit: no result comes from here any more
-            pass
+        except Exception as error:  # no result comes from here any more
+            rank = self._tree.leader_rank
+            self.trouble = f"on rank {rank}: {type(error).__name__}: {error}"
         finally:
             with contextlib.suppress(Exception):
                 self._break(self._delivered + 1, self._tree.leader_rank)
-            self._selector.close()
-            for link in self.links:
-                link.close()
-            os.close(self._wake_fd)
+            self._release()
+
+    def _release(self) -> None:
+        self._selector.close()
+        for link in self.links:
+            link.close()
+        os.close(self._wake_fd)
 
     def _hear(self, key: selectors.SelectorKey) -> None:
         link = key.data
@@ -441,15 +462,28 @@ def leader_tree(group: Group, node: Node, width: int, interface: str = "") -> Le
                 links = _connect(listener, places, firsts, node.index, secret, frame)
                 for link in filter(None, [links[0], *links[1]] if links else []):
                     unless_whole.callback(link.end.close)
-        whole = part is not None and (links is not None or not is_leader)
-        if not all(group.all_gather_object(whole)):
+        tree = None
+        if part is not None and (links is not None or not is_leader):
+            unless_whole.pop_all()
+            tree = _started(LeaderTree(node, group.rank, width, *part), pipe[0], links)
+        if not all(group.all_gather_object(tree is not None)):
+            if tree is not None:
+                tree.close()
             return None
-        assert part is not None
-        unless_whole.pop_all()
-        tree = LeaderTree(node, group.rank, width, *part)
-        if is_leader and links is not None:
-            tree.leader = _Leader(tree, pipe[0], *links)
         return tree
+
+
+def _started(
+    tree: LeaderTree, wake_fd: int, links: tuple[_Link | None, list[_Link]] | None
+) -> LeaderTree | None:
+    """Start the thread of a leader, which has `links`; None, with all closed, if that fails."""
+    try:
+        if links is not None:
+            tree.leader = _Leader(tree, wake_fd, *links)
+    except RuntimeError:
+        tree.close()
+        return None
+    return tree
 
 
 def _offer(

@@ -19,12 +19,9 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tierckpt.group import Group, Node, Pending
-
-if TYPE_CHECKING:
-    from .leader_tree import LeaderTree
 
 TURNS = 4
 """Number of ballots whose rows are kept. A rank reads the last ballot before it casts the next, so
@@ -87,6 +84,11 @@ class Ballots(Protocol):
         are about the same boundary."""
         ...
 
+    def recover(self) -> bool:
+        """After a RankGoneError of the vote cast last: True if all ranks have come here, and that
+        vote has a result now, as no rank is gone but the way that votes took. Collective."""
+        ...
+
     def passed(self, iterations: int) -> None:
         """Report that this rank has completed `iterations`, with a vote or not. Not collective. Any
         thread."""
@@ -99,81 +101,6 @@ class Ballots(Protocol):
 
 class RankGoneError(RuntimeError):
     """A rank has not voted and will not: it closed its ballots, or its process ended."""
-
-
-class GroupBallots:
-    """Ballots by the group's reduction.
-
-    The integers that ranks give along have a reduction of their own, after the vote's. Ranks' n-th
-    reductions match each other, and a group may also match its other collectives by their order,
-    so ranks must have launched equally many before any other collective: see `even_out`.
-    """
-
-    _END, _OWN = -1, -2
-    """Positions in a vote: 1 if its rank is in `even_out`, and -1 if it launched a reduction of
-    integers given along."""
-
-    def __init__(self, group: Group, width: int, tree: LeaderTree | None = None) -> None:
-        """Own `tree`, which takes the place of the group's reduction for votes."""
-        self._group, self._width, self.tree = group, width, tree
-        self.problem = ""
-
-    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
-        """Cast as Ballots says. The columns of other ranks have the largest number, so the minimum
-        has every rank's own."""
-        vote = self._reduce([*values, -1 if own else 0, 0])
-        if not own:
-            return _Reduced(vote, len(values))
-        columns = [LARGEST] * (len(own) * self._group.size)
-        columns[len(own) * self._group.rank : len(own) * (self._group.rank + 1)] = own
-        return _Reduced(vote, len(values), self._group.all_reduce_min(columns), len(own))
-
-    def even_out(self) -> None:
-        """Cast votes until one at which all ranks are in `even_out`; it is the same for all."""
-        at_end = False
-        while not at_end:
-            agreed = self._reduce([*[0] * self._width, 0, 1]).wait()
-            at_end = agreed[self._END] == 1
-            if agreed[self._OWN]:
-                self._group.all_reduce_min([LARGEST] * (OWN_WIDTH * self._group.size))
-
-    def _reduce(self, values: list[int]) -> Pending:
-        return (self.tree or self._group).all_reduce_min(values)
-
-    def passed(self, iterations: int) -> None:
-        """Do nothing: other ranks cannot see it."""
-
-    def close(self) -> None:
-        """Close the tree, if there is one."""
-        if self.tree is not None:
-            self.tree.close()
-
-
-class _Reduced:
-    """The vote of GroupBallots."""
-
-    def __init__(
-        self, vote: Pending, width: int, own: Pending | None = None, own_width: int = 0
-    ) -> None:
-        self._vote, self._width, self._own, self._own_width = vote, width, own, own_width
-
-    def done(self) -> bool:
-        return self._vote.done() and (self._own is None or self._own.done())
-
-    def wait(self) -> list[int]:
-        return self._vote.wait()[: self._width]
-
-    def rows(self) -> Rows:
-        if self._own is None:
-            return []
-        columns, size = self._own.wait(), self._own_width
-        return [tuple(columns[at : at + size]) for at in range(0, len(columns), size)]
-
-    def missing(self) -> list[int]:
-        return []  # a reduction does not report the missing ranks
-
-    def passed_over(self) -> bool:
-        return False
 
 
 class SharedBallots:
@@ -230,6 +157,10 @@ class SharedBallots:
         """Cast empty votes until this rank has cast as many as any other."""
         for _ in range(self.turn, max(self._group.all_gather_object(self.turn))):
             self.all_reduce_min([0] * self._width)
+
+    def recover(self) -> bool:
+        """False: a rank without a vote is gone."""
+        return False
 
     def leave(self) -> None:
         """Let the others know that this rank casts no more votes. Not collective."""
@@ -449,6 +380,8 @@ class _Pending:
 def ballots_for(group: Group, node: Node, width: int, interface: str = "") -> Ballots:
     """Return the ballots for these ranks, `width` integers a vote. The same kind on all ranks.
     Collective. `interface`: as the setting `peer_interface`."""
+    from .group_ballots import GroupBallots
+
     if node.count > 1 and group.size >= TREE_RANKS and getattr(group, "is_ring", False):
         from .leader_tree import leader_tree
 

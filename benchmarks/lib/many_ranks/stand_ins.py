@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from tierckpt.agent.protocol import (
+    Introduce,
+    KnownNodes,
+    Listening,
+    ListenSettings,
+    PartySettings,
+)
 from tierckpt.coordination.inventory_exchange import Offer
 from tierckpt.core.copies import Found, FoundParity, Inventory
 from tierckpt.core.packed_inventory import digest, pack
@@ -86,6 +94,49 @@ class OneOfMany:
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """Broadcast as a Group does: no part of this measurement does."""
         raise NotImplementedError
+
+
+class SilentAgent:
+    """An AgentClient whose agent listens, and keeps what it is told about the others."""
+
+    settings = SimpleNamespace(root="/dev/shm/tierckpt", folder="job-0123456789ab")
+    session = SimpleNamespace(directory="/tmp/none")
+
+    def __init__(self) -> None:
+        self.introduced = Introduce((), None)
+
+    def listen(self, where: ListenSettings, timeout_seconds: float) -> Listening:
+        """Listen as AgentClient does."""
+        return Listening("10.0.0.1", 40_000)
+
+    def introduce(
+        self, where: ListenSettings, parties: Iterable[PartySettings], known_nodes: KnownNodes
+    ) -> None:
+        """Introduce as AgentClient does."""
+        self.introduced = Introduce(tuple(parties), known_nodes)
+
+
+class CountedRequests:
+    """A backend of the persistent level that counts its calls."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend, self._count = backend, 0
+
+    def take(self) -> int:
+        """Return the number of calls since the last time."""
+        count, self._count = self._count, 0
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._backend, name)
+        if not callable(value):
+            return value
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._count += 1
+            return value(*args, **kwargs)
+
+        return counted
 
 
 def facts(ranks: int, version: int) -> VersionFacts:
