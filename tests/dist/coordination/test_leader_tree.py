@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.star_group import StarGroup, run_star
+from tests.support.training import Place, attach, make_job, train
 from tierckpt.coordination.ballots import leader_tree as module
+from tierckpt.coordination.ballots import vote_exchange
+from tierckpt.coordination.ballots.group_ballots import GroupBallots
 from tierckpt.coordination.ballots.leader_tree import leader_tree
 from tierckpt.coordination.ballots.vote_exchange import RankGoneError
 from tierckpt.group import Node
@@ -114,3 +120,42 @@ def test_all_turns_without_a_fault() -> None:
     ended = run_star(len(HOSTS), voting, -1, False)
     expected: list[Any] = [least(turn) for turn in range(TURNS)]
     assert [each.value for each in ended] == [(expected, "")] * len(HOSTS)
+
+
+def going_on_without_a_tree(place: Place) -> dict[str, Any]:
+    """Train over real gloo; the connection of the two nodes' leaders ends in the middle."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vote_exchange, "TREE_RANKS", 2)
+        job = make_job()
+        attached = attach(job, place, node=f"node{dist.get_rank()}", peer_interface="lo")
+    ckpt = attached.ckpt
+    train(job, ckpt, range(4))
+    ballots, ballot = ckpt._agreement._ballots, ckpt._agreement._ballot
+    assert isinstance(ballots, GroupBallots)
+    assert ballots.tree is not None
+    assert ballots.tree.leader is not None
+    assert ballot is not None
+    ballot.result()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        ballots.tree.leader.links[0].end.shutdown(socket.SHUT_RDWR)
+    train(job, ckpt, range(4, 8))
+    ckpt.restore()
+    train(job, ckpt, range(8, 10))
+    ckpt.close()
+    warnings = [e for e in attached.said("the tree of the first ranks") if e.severity == 30]
+    return {
+        "sealed": attached.versions("sealed", "memory"),
+        "warnings": len(warnings),
+        "by_tree": ballots.tree is not None,
+    }
+
+
+def test_a_job_goes_on_when_its_leaders_lose_their_connection(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(going_on_without_a_tree, Place.under(tmp_path, shm_dir))
+    for each in told:  # the version that was being copied may be lost
+        assert [v for v in each["sealed"] if v != 5] == [1, 2, 3, 4, 6, 7, 8, 9, 10]
+    assert [each["warnings"] for each in told] == [1, 0]
+    assert [each["by_tree"] for each in told] == [False, False]
