@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Pending(Protocol):
@@ -39,7 +40,9 @@ class Group(Protocol):
         ...
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
-        """Copy `source`'s `buffer` (uint8, 1-d, CPU, contiguous) to all ranks."""
+        """Copy `source`'s `buffer` (uint8, 1-d, CPU, contiguous) to all ranks.
+
+        In a process that has not imported torch the buffer is a numpy array."""
         ...
 
     def all_reduce_min(self, values: list[int]) -> Pending:

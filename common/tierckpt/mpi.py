@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 try:
     from mpi4py import MPI
@@ -84,7 +86,7 @@ class MPIGroup:
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """As in Group."""
-        self._comm.Bcast([buffer.numpy(), MPI.BYTE], root=source)
+        self._comm.Bcast([np.asarray(buffer), MPI.BYTE], root=source)
 
     def all_reduce_min(self, values: list[int]) -> _PendingReduce:
         """As in Group."""

@@ -23,7 +23,8 @@ from tierckpt.group import Group
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.snapshot import copy_engine
 from tierckpt.snapshot.copier import Copier, Work
-from tierckpt.snapshot.snapshot import Phase, Snapshot, SnapshotError
+from tierckpt.snapshot.phase import Phase
+from tierckpt.snapshot.snapshot import Snapshot, SnapshotError
 from tierckpt.snapshot.staging import Staging
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import os
 import socket
-from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
-from tierckpt._children import module_path
 from tierckpt._text import some
-from tierckpt.agent.address import AgentSettings
-from tierckpt.agent.client import AgentClient
-from tierckpt.agent.protocol import PersistentSettings, SessionSettings
 from tierckpt.config import Config
 from tierckpt.coordination.shown_once import said_by
 from tierckpt.errors import NodeHealthError
@@ -25,9 +17,9 @@ from tierckpt.state.names import named_modules
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage import health
 from tierckpt.storage.memory import image_file
-from tierckpt.storage.memory.image_file import images_of
-from tierckpt.storage.memory.job_directory import JobDirectory, job_directory, rank_of
-from tierckpt.storage.memory.slot_pool import too_small
+from tierckpt.storage.memory.job_directory import job_directory
+
+from .node_resources import lacking_bytes
 
 
 def check_state(state: TrainingState) -> None:
@@ -64,58 +56,6 @@ def left_out(state: TrainingState) -> str:
 def own_ways(state: TrainingState) -> list[str]:
     """Notes about modules with their own way to save their state, in words."""
     return state.module_states.notes
-
-
-def lacking_room(
-    config: Config,
-    job: JobDirectory,
-    node: Node,
-    shard_bytes: int,
-    count: int,
-    in_place: bool = False,
-) -> str:
-    """The text of a notice if memory has too little room for `count` slots of each rank of this
-    node; empty if there is enough.
-
-    `shard_bytes` is an estimate while the optimizer has no state yet. `in_place`: slots are files
-    of the local level.
-    """
-    place = config.directory if in_place else config.shm_dir
-    found = os.statvfs(place)
-    free = found.f_bavail * found.f_frsize
-    more = lacking_bytes(config, job, node, shard_bytes, count, in_place)
-    if more <= free:
-        return ""
-    ranks = len(node.ranks)
-    needs = f"{place} has {free} bytes free, and this node's ranks ({ranks}) need about {more} more"
-    if in_place:
-        return (
-            f"{needs} there for {count} slots each and the versions that they keep: some will not "
-            "be committed. Give it more memory, or set local_keep_last to less"
-        )
-    return f"{needs} for {count} slots each: {too_small(place)}"
-
-
-def lacking_bytes(
-    config: Config, job: JobDirectory, node: Node, shard_bytes: int, count: int, in_place: bool
-) -> int:
-    """Bytes that `count` slots of each rank of this node need beyond those that they hold already;
-    0 if they need no more."""
-    files = image_file.most_files(config, count) if in_place else count
-    held = held_bytes(config, job, node, in_place)
-    return max(files * shard_bytes * len(node.ranks) - held, 0)
-
-
-def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) -> int:
-    """Bytes of the slots of this node's ranks: in files of the local level, or in shared memory."""
-    files = [(path, path.name) for path in job.segments()]
-    if in_place:
-        files = images_of(Path(config.directory), job.path)
-    held = 0
-    for path, slot in files:
-        with contextlib.suppress(FileNotFoundError):  # replaced by its rank just now
-            held += path.lstat().st_size if rank_of(slot) in node.ranks else 0
-    return held
 
 
 def shard_bytes(state: TrainingState, ranks: int) -> int:
@@ -174,44 +114,3 @@ def _needs(
         shared = (config.persistent.path, shard_bytes * group.size)
         needs.append(health.Need(*shared, make=True, parents=False))
     return needs, slots_bytes
-
-
-def agent_client(
-    config: Config,
-    group: Group,
-    job: JobDirectory,
-    node: Node,
-    environment: str,
-    may_start: bool = True,
-) -> AgentClient:
-    """This rank's client of the node's agent, which is not started here.
-
-    `environment`: the environment of the node's first rank. `may_start`: this rank's environment
-    is the same, so that this rank may start the agent too."""
-    persistent = None
-    if config.uses("persistent"):
-        level = dataclasses.asdict(config.persistent)
-        where = {"node": node.index, "nodes": node.count, "best": config.best}
-        persistent = PersistentSettings(**{**level, **where})
-    return AgentClient(
-        AgentSettings(
-            root=str(job.root),
-            folder=job.path.name,
-            nice=config.agent_nice,
-            linger_seconds=config.agent_linger_seconds,
-            module_path=tuple(module_path()),
-        ),
-        SessionSettings(
-            directory=config.directory,
-            shard=group.rank,
-            shards=group.size,
-            keep_last=config.local.keep_last,
-            keep_every=config.local.keep_every,
-            persistent=persistent,
-            codecs=config.local.codecs,
-            ranks=node.ranks,
-        ),
-        inline=config.agent == "inline",
-        environment=environment,
-        may_start=may_start,
-    )

@@ -51,8 +51,8 @@ from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.session import RestoreSession
-from tierckpt.restore.verified_version import LoadedVersion, VerifiedVersion, all_finished
+from tierckpt.restore.session import LoadedVersion, RestoreSession
+from tierckpt.restore.verified_version import VerifiedVersion, all_finished
 from tierckpt.restored import Restored
 from tierckpt.settings import Settings
 from tierckpt.snapshot.snapshot import Snapshot
@@ -168,7 +168,9 @@ class CheckpointerCore(abc.ABC):
             self._resources = NodeResources(self.config, self.group, topology, slots, self._reports)
             undo.callback(self._resources.let_go)
             self._pool = self._resources.pool
-            self._resources.tell_of_room(self._state, self.group, self._node)
+            self._resources.tell_of_room(
+                attach.shard_bytes(self._state, self.group.size), self.group, self._node
+            )
             self._report_problems(unwell, unprotected)
             self._join(topology, groups, undo)
             self._watch(model, undo)

@@ -19,14 +19,12 @@ from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.errors import ConfigError
 from tierckpt.group import Group, Node
 from tierckpt.halt.controller import watched_directories
-from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.local.directory_claim import DirectoryClaim
 from tierckpt.storage.memory import image_file, job_directory
-from tierckpt.storage.memory.job_directory import JobBusyError
-from tierckpt.storage.memory.slot_pool import SlotPool
+from tierckpt.storage.memory.image_file import images_of
+from tierckpt.storage.memory.job_directory import JobBusyError, JobDirectory, rank_of
+from tierckpt.storage.memory.slot_pool import SlotPool, too_small
 from tierckpt.storage.suspects import SuspectMarks
-
-from . import attach
 
 
 class NodeResources:
@@ -126,16 +124,16 @@ class NodeResources:
         slots; each folder is reported to one node."""
         return self._claims.found_memory - {self.job.path} if self._claims else set()
 
-    def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
-        """Report, once for each node, where slots in place are, and the memory that slots lack for
-        `state`."""
+    def tell_of_room(self, shard_bytes: int, group: Group, node: Node) -> None:
+        """Report, once for each node, where slots in place are, and the memory that slots of
+        `shard_bytes` lack."""
         if node.first != group.rank:
             return
         count, in_place = len(self.pool.slots), self.pool.in_place is not None
-        each_bytes = attach.shard_bytes(state, group.size)
         if in_place:
-            self._reports.notice(image_file.describe(self._config, count, each_bytes), logging.INFO)
-        lacking = attach.lacking_room(self._config, self.job, node, each_bytes, count, in_place)
+            text = image_file.describe(self._config, count, shard_bytes)
+            self._reports.notice(text, logging.INFO)
+        lacking = lacking_room(self._config, self.job, node, shard_bytes, count, in_place)
         if lacking:
             self._reports.notice(lacking, logging.ERROR)
 
@@ -175,4 +173,56 @@ class NodeResources:
         self.job.unlock_rank(self._lock_fd)
 
 
-__all__ = ["NodeResources"]
+def lacking_room(
+    config: Config,
+    job: JobDirectory,
+    node: Node,
+    shard_bytes: int,
+    count: int,
+    in_place: bool = False,
+) -> str:
+    """The text of a notice if memory has too little room for `count` slots of each rank of this
+    node; empty if there is enough.
+
+    `shard_bytes` is an estimate while the optimizer has no state yet. `in_place`: slots are files
+    of the local level.
+    """
+    place = config.directory if in_place else config.shm_dir
+    found = os.statvfs(place)
+    free = found.f_bavail * found.f_frsize
+    more = lacking_bytes(config, job, node, shard_bytes, count, in_place)
+    if more <= free:
+        return ""
+    ranks = len(node.ranks)
+    needs = f"{place} has {free} bytes free, and this node's ranks ({ranks}) need about {more} more"
+    if in_place:
+        return (
+            f"{needs} there for {count} slots each and the versions that they keep: some will not "
+            "be committed. Give it more memory, or set local_keep_last to less"
+        )
+    return f"{needs} for {count} slots each: {too_small(place)}"
+
+
+def lacking_bytes(
+    config: Config, job: JobDirectory, node: Node, shard_bytes: int, count: int, in_place: bool
+) -> int:
+    """Bytes that `count` slots of each rank of this node need beyond those that they hold already;
+    0 if they need no more."""
+    files = image_file.most_files(config, count) if in_place else count
+    held = held_bytes(config, job, node, in_place)
+    return max(files * shard_bytes * len(node.ranks) - held, 0)
+
+
+def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) -> int:
+    """Bytes of the slots of this node's ranks: in files of the local level, or in shared memory."""
+    files = [(path, path.name) for path in job.segments()]
+    if in_place:
+        files = images_of(Path(config.directory), job.path)
+    held = 0
+    for path, slot in files:
+        with contextlib.suppress(FileNotFoundError):  # replaced by its rank just now
+            held += path.lstat().st_size if rank_of(slot) in node.ranks else 0
+    return held
+
+
+__all__ = ["NodeResources", "held_bytes", "lacking_bytes"]

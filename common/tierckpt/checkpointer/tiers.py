@@ -8,11 +8,16 @@ persistent level.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
 
 from tierckpt import _garbage
+from tierckpt._children import module_path
+from tierckpt.agent.address import AgentSettings
+from tierckpt.agent.client import AgentClient
+from tierckpt.agent.protocol import PersistentSettings, SessionSettings
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.error_barrier import ErrorBarrier
@@ -25,13 +30,13 @@ from tierckpt.coordination.slot_handoff import SlotHandoff
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PEER
 from tierckpt.core.retention import Best
 from tierckpt.format.ids import Lineage, VersionId
-from tierckpt.group import Group
+from tierckpt.group import Group, Node
 from tierckpt.replicas.drift import Drift, Spared
 from tierckpt.restored import Restored
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
 
-from . import attach
 from .node_resources import NodeResources
 from .promotion import Backlog, Promotion, flush_order
 
@@ -55,7 +60,7 @@ class Tiers:
         host, job = topology.hosts[group.rank], resources.job
         environment = topology.environment[self._node.first]
         may_start = topology.environment[group.rank] == environment
-        self.agent = attach.agent_client(config, group, job, self._node, environment, may_start)
+        self.agent = agent_client(config, group, job, self._node, environment, may_start)
         with contextlib.ExitStack() as undo:
             undo.callback(self.agent.close)
             asks = config.uses("peer") and self._node.first == group.rank
@@ -186,4 +191,45 @@ class Tiers:
         self.peers.meet(error_barrier or self._group, *run, former_nodes, complain)
 
 
-__all__ = ["Tiers"]
+def agent_client(
+    config: Config,
+    group: Group,
+    job: JobDirectory,
+    node: Node,
+    environment: str,
+    may_start: bool = True,
+) -> AgentClient:
+    """This rank's client of the node's agent, which is not started here.
+
+    `environment`: the environment of the node's first rank. `may_start`: this rank's environment
+    is the same, so that this rank may start the agent too."""
+    persistent = None
+    if config.uses("persistent"):
+        level = dataclasses.asdict(config.persistent)
+        where = {"node": node.index, "nodes": node.count, "best": config.best}
+        persistent = PersistentSettings(**{**level, **where})
+    return AgentClient(
+        AgentSettings(
+            root=str(job.root),
+            folder=job.path.name,
+            nice=config.agent_nice,
+            linger_seconds=config.agent_linger_seconds,
+            module_path=tuple(module_path()),
+        ),
+        SessionSettings(
+            directory=config.directory,
+            shard=group.rank,
+            shards=group.size,
+            keep_last=config.local.keep_last,
+            keep_every=config.local.keep_every,
+            persistent=persistent,
+            codecs=config.local.codecs,
+            ranks=node.ranks,
+        ),
+        inline=config.agent == "inline",
+        environment=environment,
+        may_start=may_start,
+    )
+
+
+__all__ = ["Tiers", "agent_client"]

@@ -381,11 +381,13 @@ class Agreement:
             self._on_local_safe(ledger.safe, largest_bytes, metric)
         return broken
 
-    def settle(self) -> None:
+    def settle(self, final: bool = True) -> None:
         """Learn the outcome of all open versions. A version that is not done counts as broken,
-        except on the peer and persistent levels, which no caller waits for.
+        except on the peer and persistent levels, which no caller waits for. Without `final` it
+        stays open.
 
-        Collective and waiting: for the end of the job, and for a save on demand.
+        Collective and waiting: for the end of the job, for a save on demand, and for jobs that do
+        not vote.
         """
         own: dict[Level, dict[VersionId, int]] = {}
         for level, ledger in self.ledgers.items():
@@ -394,7 +396,7 @@ class Agreement:
             own[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
         gathered = self._group.all_gather_object((own, dict(self._shards)))
         for level, ledger in self.ledgers.items():
-            unknown = BROKEN if level.facts.awaited else PENDING
+            unknown = BROKEN if level.facts.awaited and final else PENDING
             for id_ in list(ledger.open):
                 state = min(theirs[level].get(id_, unknown) for theirs, _ in gathered) or unknown
                 found = [shards.get(id_, (0, None)) for _, shards in gathered]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierckpt.agent.protocol import (
     AgentMessage,
@@ -27,9 +27,11 @@ from tierckpt.core.levels import LOCAL, MEMORY, PEER, PERSISTENT, Level, place_o
 from tierckpt.core.tuning.autotune import Change
 from tierckpt.events import EventLog
 from tierckpt.format.ids import VersionId
-from tierckpt.snapshot.snapshot import Snapshot
 
 from .agreement import Agreement
+
+if TYPE_CHECKING:
+    from tierckpt.snapshot.snapshot import Snapshot
 
 
 class Reports:

@@ -7,6 +7,7 @@ list of versions.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from tierckpt.agent.client import AgentClient
 from tierckpt.coordination.agreement import Agreement
@@ -16,9 +17,12 @@ from tierckpt.core.levels import AWAITED, LEDGERS, LOCAL, MEMORY
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.snapshot.snapshot import ChooseSlot, Phase, Snapshot
+from tierckpt.snapshot.phase import Phase
 from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
+
+if TYPE_CHECKING:
+    from tierckpt.snapshot.snapshot import ChooseSlot, Snapshot
 
 PATIENCE_SECONDS = 30.0
 """Longest wait, with `when_busy="wait"`, for a copy that no optimizer waits for any more."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tierckpt._text import some
 from tierckpt.core.replica_check import Finding
-from tierckpt.state.names import parameter_of
+from tierckpt.state.entry_names import parameter_of
 
 MOST_RANKS = 4
 """Number of ranks that are named with their nodes."""

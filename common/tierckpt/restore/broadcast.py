@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
-import torch
+import numpy as np
 
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.restore_plan import Source
@@ -23,7 +25,15 @@ MAPPED_BYTES = 8 * 1024 * 1024
 
 def clear(window: memoryview) -> None:
     """Fill the window with zeros; takes no memory."""
-    torch.frombuffer(window, dtype=torch.uint8).zero_()
+    np.frombuffer(window, dtype=np.uint8).fill(0)
+
+
+def _as_buffer(window: memoryview) -> Any:
+    """The window as a buffer of `Group.broadcast`: a tensor, or a numpy array without torch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return np.frombuffer(window, dtype=np.uint8)
+    return torch.frombuffer(window, dtype=torch.uint8)
 
 
 Visit = Callable[[int, int, memoryview], None]
@@ -48,11 +58,11 @@ class ShardBroadcaster:
         self.broken = False
         """True after a broadcast failed: this rank can no longer exchange anything with the
         others."""
-        self._buffer: torch.Tensor | None = None
+        self._buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = None
 
     def broadcast(self, window: memoryview, source: int) -> None:
         """Copy `window` from rank `source` to all ranks."""
-        data = torch.frombuffer(window, dtype=torch.uint8)
+        data = _as_buffer(window)
         self.broken = True
         self._group.broadcast(data, source)
         self.broken = False
@@ -68,7 +78,7 @@ class ShardBroadcaster:
     def make_room(self, outlines: Iterable[ShardSummary]) -> None:
         """Allocate the broadcast buffer early, when an error does not leave other ranks waiting."""
         longest = (min(o.nbytes, max(BROADCAST_BYTES, o.header_bytes)) for o in outlines)
-        self._buffer = torch.empty(max(longest, default=0), dtype=torch.uint8, device="cpu")
+        self._buffer = np.empty(max(longest, default=0), dtype=np.uint8)
 
     def fail(self, shard: int, error: Exception) -> None:
         """Record in `trouble` that this rank failed; it continues to send and receive."""
@@ -140,5 +150,5 @@ class ShardBroadcaster:
 
     def _room(self, nbytes: int) -> memoryview:
         if self._buffer is None or len(self._buffer) < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._buffer.numpy().data[:nbytes]
+            self._buffer = np.empty(nbytes, dtype=np.uint8)
+        return self._buffer.data[:nbytes]

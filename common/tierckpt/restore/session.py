@@ -6,55 +6,44 @@
 | plan | `Candidates.plan` | inventories without the copies that proved bad | a RestorePlan |
 | read | `verification.read` | the plan | this rank's ShareRead |
 | verify | `verification.verify` | all ranks' shares | a VerifiedVersion, or failures: plan again |
-| load | `verified_version.load` | the version, the live state | a LoadedVersion |
+| load | `load` | the version, the live state | a LoadedVersion |
 | repair | `checkpointer.repair` | the version | whether it is whole again |
 
-`RestoreSession` runs the steps and decides between them: whether the job may start without a
-version, or from an older one than it once had.
+`RestoreSession` runs the steps; up to the verified version it is a `VersionSearch`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierckpt import _garbage
-from tierckpt._text import some
+import torch
+
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
-from tierckpt.coordination.rollback_records import keep_record
-from tierckpt.core.copies import Location, distinct
-from tierckpt.core.rollback import RollbackRequest, nearest
-from tierckpt.errors import RestoreError
-from tierckpt.format.ids import VersionId
+from tierckpt.errors import StateMismatchError, StateTornError
+from tierckpt.format.manifest import Manifest
 from tierckpt.restored import Restored
+from tierckpt.state import rng
 from tierckpt.state.training_state import TrainingState
-from tierckpt.storage.persistent import PersistentStore
 
-from .candidates import Candidates, RankFailures
-from .notices import MOST_SAID, RestoreNotices, undo, wish
+from .loader import Loader
 from .progress import Progress
-from .shard_image import FarStore
+from .search import VersionSearch
 from .tensor_fill import TensorPreallocator
-from .verification import RestoreContext, SpillPolicy, find
-from .verified_version import LoadedVersion, VerifiedVersion, load
-
-MOST_TRIED = 32
-"""Limit of versions that are planned for an error message."""
+from .verified_version import VerifiedVersion
 
 
-class RestoreSession:
+class RestoreSession(VersionSearch):
     """Runs one restore: constructor, `find`, `load` if `find` returned a version, `report`.
 
-    Training thread; all ranks make the same calls. The caller keeps everything it passes in: only
-    `load` changes the live state, and `history` changes when an inventory is taken or a run starts
-    from the beginning.
+    Only `load` changes the live state. See `VersionSearch`.
     """
 
     def __init__(
@@ -68,90 +57,13 @@ class RestoreSession:
         begin_seconds: float,
         elsewhere: Collection[Path] = (),
     ) -> None:
-        """Take the inventory of all levels: collective, in a block of `error_barrier`.
-        `begin_seconds` is when `restore()` was called, by `time.perf_counter()`. `elsewhere`: see
-        `NodeResources.left_elsewhere`."""
-        self._config, self._state, self._history, self._reports = config, state, history, reports
-        self._error_barrier = error_barrier
-        self._begin_seconds = begin_seconds
-        self._version: int | None = None
-        """The version that was asked for."""
-        self._requests: tuple[RollbackRequest, ...] = ()
-        """Requests to go back, which this restore carries out."""
-        self.passed_over: list[VersionId] = []
-        """Suspect versions newer than the restored one, newest first."""
-        self._reported: set[str] = set()
-        """Problems and unreachable nodes that were already reported."""
-        self._notices = RestoreNotices(config, error_barrier.rank, history, reports, elsewhere)
-        history.look(error_barrier)
-        self._inventory_seconds = time.perf_counter() - begin_seconds
-        self._new = TensorPreallocator(state)
-        self._candidates = Candidates(
-            history.found,
-            history.parities,
-            history.nodes,
-            self._notices.rejected,
-            history.began_last,
-        )
-        spill = SpillPolicy(Path(config.directory), _live_bytes(state))
-        self._context = RestoreContext(error_barrier, bar, self._open_store, self._new, spill)
+        """As `VersionSearch`, for the live state `state`."""
+        self._state = state
+        super().__init__(config, error_barrier, history, reports, bar, begin_seconds, elsewhere)
 
-    def _open_store(self, place: Location) -> FarStore:
-        agent = self._history.open_agent(place)
-        return agent or PersistentStore(place.where, **self._config.persistent.options())
-
-    def find(self, version: int | None, live_version: int) -> VerifiedVersion | None:
-        """Plan, read and verify the newest sound version, or `version`; the caller closes it.
-        Collective.
-
-        Returns None if there is nothing to restore and the run starts from the beginning. Raises
-        RestoreError on all ranks if a start from the beginning could lose a version: a version was
-        asked for, some location could not be read, or the live state, at `live_version`, is not
-        fresh; if there is data of a newer format and `version` does not ask for an older one; and
-        if one rank fails by itself.
-        """
-        with contextlib.ExitStack() as on_failure:
-            with self._error_barrier, _garbage.paused():
-                if version is None and (requests := self._history.rollback_requests()):
-                    self._requests, version = requests, requests[0].version
-                self._version = version
-                found = self._find(on_failure)
-                id_ = found.plan.id if found else None
-                if version is None:
-                    self._notices.before_loading(id_)
-                if found is None:
-                    self._nothing_found(live_version)
-                else:
-                    if version is None:
-                        self._judge_suspects(found.plan.id)
-                        self._report_loss(found.plan.id)
-                    self._history.reject(self._candidates.bad)
-                    if set(found.plan.levels) == {"memory"} and self._history.gone_from_disk():
-                        self._notices.directory_emptied(found.plan.id)
-            on_failure.pop_all()
-        return found
-
-    def _find(self, on_failure: contextlib.ExitStack) -> VerifiedVersion | None:
-        """The version to restore; `on_failure` closes it."""
-        try:
-            self._judge_inventory()
-            if self._version is None and self._config.on_drift == "stop" and self._history.suspects:
-                found = self._find_sound(on_failure, self._history.suspects.keys())
-                if found is not None:
-                    self.passed_over = self._history.newer_suspects(found.plan.id)
-                    return found
-            return self._find_sound(on_failure)
-        finally:
-            self._notices.end_of_rejected()
-
-    def _find_sound(
-        self, on_failure: contextlib.ExitStack, avoid: Container[VersionId] = ()
-    ) -> VerifiedVersion | None:
-        steps = self._context, self._candidates, self._version
-        found = find(*steps, avoid, self._still_found)
-        if found is not None:
-            on_failure.callback(found.close)
-        return found
+    def _target(self) -> tuple[TensorPreallocator, int]:
+        self._new = TensorPreallocator(self._state)
+        return self._new, _live_bytes(self._state)
 
     def load(
         self, found: VerifiedVersion, strict: bool, load_adapter: Callable[[Any], None]
@@ -159,7 +71,7 @@ class RestoreSession:
         """Load the version that `find` returned; the result reports the work done. Collective.
 
         `load_adapter` receives the adapter's part; if it raises, the error is the version's
-        trouble. Raises the errors of `verified_version.load`.
+        trouble. Raises the errors of the function `load`.
         """
         begin = time.perf_counter()
         loaded = load(self._state, found, self._error_barrier, strict, self._new)
@@ -189,185 +101,86 @@ class RestoreSession:
             elif not asked:
                 self._notices.other_path(id_, manifest.facts.job)
 
-    def report(self, result: Restored) -> Restored:
-        """Add the times and rejected copies to the result, and report it. The end of the restore:
-        the inventory is dropped."""
-        self._context.report(result)
-        result.rejected = tuple(self._candidates.rejected)
-        total_seconds = time.perf_counter() - self._begin_seconds
-        result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
-        self._notices.restored(result)
-        self._history.forget()
-        return result
 
-    def went_back(self, found: VerifiedVersion) -> bool:
-        """True if an older version than the newest one was chosen: asked for, or because newer ones
-        are suspect, or were given up by a rollback. The same on all ranks."""
-        chosen = self._version is not None or self.passed_over or self._is_past_rollback(found)
-        return bool(chosen) and bool(self._newer_than(found.plan.id))
+@dataclass(frozen=True)
+class LoadedVersion:
+    """The loaded version, on this rank."""
 
-    def settle_rollback(self, found: VerifiedVersion) -> None:
-        """Store that the run, which has begun, carried out the requests to go back, and report it;
-        store the record of an earlier run where it is missing. Not collective: the run has no
-        version before all ranks have come here."""
-        places = self._config, self._error_barrier.rank, self._history, self._reports
-        if self._requests:
-            record = self._history.went_back(self._requests)
-            keep_record(*places)
-            self._notices.rolled_back(record, self._requests[0], self._newer_than(found.plan.id))
-            return
-        keep_record(*places)
-        if self._version is None and self._config.rollback_to:
-            self._notices.rolled_back_before(found.plan.id)
+    manifest: Manifest
+    """This rank's manifest."""
+    result: Restored
+    notices: list[str]
+    adapter: Any
+    """The adapter's part of the checkpoint."""
 
-    def _newer_than(self, id_: VersionId) -> list[VersionId]:
-        seen = {each.key.id for held in distinct(self._history.found) for each in held}
-        return sorted(each for each in seen if each > id_)
 
-    def _is_past_rollback(self, found: VerifiedVersion) -> bool:
-        """True if a run went back and was killed before it had a version."""
-        return self._history.began_last[0] > found.plan.id.generation
+def load(
+    state: TrainingState,
+    version: VerifiedVersion,
+    group: ErrorBarrier,
+    strict: bool,
+    new: TensorPreallocator,
+) -> LoadedVersion:
+    """Load a verified version into the live state. Collective.
 
-    # --- judgements, between the steps ---------------------------------------------------------
+    Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
+    rank's live state differs and `strict` is True. Raises RestoreError on all ranks if a rank has
+    no memory for new tensors, or fails in another way before the first change. A later failure on a
+    rank becomes its `version.trouble`, see `all_finished`. Any other error, such as a lost rank,
+    leaves `state.torn` True if anything was changed.
+    """
+    with group:
+        loader = Loader(state, version.contents, group.rank, group.size, new, strict)
+        differences = loader.differences()
+        loader.prepare()
+        version.broadcaster.make_room(version.contents.outlines)
+        saved = loader.saved
+        grown = group.size > loader.shards
+        streams = saved.get("rng")  # an imported version has none
+        report = (differences, rng.digests_of(streams) if grown and streams else {})
+        all_differences, digests = zip(*group.all_gather_object(report), strict=True)
+        found: list[str] = next((each for each in all_differences if each), [])
+        if found and strict:
+            raise StateMismatchError(f"Version {version.plan.id}", found)
+        result = version.report(loader.manifest)
+        result.imported = saved.get("imported", {}).get("from", "")
+        version.progress.begin(f"loading v{version.plan.id.version}", version.nbytes)
+        notices = [f"accepted (strict=False): {d}" for d in differences]
+        loader.choose_shards()
+    state.torn = True
+    with torch.no_grad():
+        version.visit(loader.load_window, loader.wants)
+    try:
+        with torch.no_grad():
+            version.trouble = version.trouble or _finish(loader)
+        # Last: loading may have drawn random numbers.
+        notices += loader.notices
+        if streams is not None:
+            notices += rng.take_up(
+                streams,
+                loader.manifest.id.version,
+                group.rank,
+                digests[: loader.shards],
+                state.cuda_device(),
+            )
+    except Exception as error:
+        version.fail(error)
+    state.torn = bool(version.trouble)
+    return LoadedVersion(loader.manifest, result, notices, saved.get("adapter"))
 
-    def _still_found(self, failures: RankFailures) -> RankFailures:
-        """The failures without those of copies that have disappeared by a new inventory: an agent
-        of the run before retired them for a newer version, which the next plan must see.
-        Collective.
 
-        This terminates: a copy missing from the new inventory was deleted, and a copy still in it
-        is rejected.
-        """
-        places = {f"{f.key.id} in {f.place.where}": None for _, f in failures if f.gone}
-        if not places:
-            return failures
-        self._notices.of_all(
-            f"{'; '.join([*places][:4])}: no longer there, or never seen by the rank that was to "
-            "read it. Taking the inventory again",
-            logging.INFO,
+def _finish(loader: Loader) -> str:
+    """Load everything after the tensors; returns the failure as text."""
+    try:
+        loader.finish()
+    except Exception as error:
+        kind = "" if isinstance(error, StateTornError) else f"{type(error).__name__}: "
+        return (
+            f"{kind}{error}. Model and optimizer already have that version. Pass the objects "
+            "that the checkpoint was made with, or leave out the named one (and restore with "
+            "strict=False), and restart the job"
         )
-        self._history.look(self._error_barrier)
-        self._judge_inventory()
-        self._candidates.look(self._history.found, self._history.parities)
-        return self._candidates.still_there(failures)
-
-    def _judge_inventory(self) -> None:
-        for text in self._history.silent:
-            if text not in self._reported:
-                self._reported.add(text)
-                self._notices.of_all(text, logging.INFO)
-        if self._history.newer and self._version is None:
-            newer = some(self._history.newer, between="; ")
-            raise RestoreError(
-                f"a newer tierckpt wrote here: {newer}. Nothing was changed, and no older "
-                "version was taken instead",
-                "To continue without it: restore(version=...) goes back to an older version; "
-                "moving the data away, or another path, starts from the beginning",
-            )
-        for problem in (*self._history.problems, *self._history.unseen):
-            if problem not in self._reported:
-                self._reported.add(problem)
-                self._candidates.note(problem)
-
-    def _judge_suspects(self, found: VersionId) -> None:
-        """Report suspect versions that are skipped (`on_drift="stop"`). If the run before already
-        restarted from the same version, and its replicas differed again before any newer version, a
-        launcher could retry forever: RestoreError on all ranks."""
-        if not self.passed_over:
-            return
-        newest = self.passed_over[0]
-        names = some([f"v{id_.version}" for id_ in self.passed_over], MOST_SAID)
-        why = (
-            f"{names} {'is' if len(self.passed_over) == 1 else 'are'} suspect, as replicas "
-            f"differed: {self._history.suspects[newest]}"
-        )
-        began = self._history.lineage_of(newest)[-1]
-        if began == (newest.generation, found.version) and newest.generation > found.generation:
-            raise RestoreError(
-                f"the previous run of this job was started from {found}, and replicas differed "
-                f"again before a newer version was known to be the same on all ranks ({why}). This "
-                "run would start from the same version, so it stops: a launcher could otherwise "
-                "retry forever. Nothing was changed",
-                f"Find the cause first. Then restore(version={found.version}) tries {found} once "
-                'more; on_drift="warn" (TIERCKPT_ON_DRIFT=warn) goes on from the newest version, '
-                "suspect or not",
-            )
-        self._notices.of_all(
-            f"{found} is restored, the newest version that is not suspect, as on_drift is "
-            f'"stop". {why}. To restore a suspect version: restore(version='
-            f'{newest.version}), or on_drift="warn"',
-            logging.WARNING,
-        )
-
-    def _report_loss(self, found: VersionId) -> None:
-        """Warn if the restored version is much older than one that was once complete."""
-        lost = self._history.once_complete()
-        generation, version = self._history.began_last
-        if generation > found.generation and found.version == version:
-            return  # it went back on purpose
-        if lost is not None and lost > found and lost not in self.passed_over:
-            self._notices.of_all(
-                f"going back to {found}, although {lost} was complete once: "
-                f"{self._remaining_shards()}",
-                logging.WARNING,
-            )
-
-    def _nothing_found(self, live_version: int) -> None:
-        """Start from the beginning, unless a version was expected, or may exist where a rank could
-        not look."""
-        unseen = some([*self._history.unseen, *self._history.nameless], between="; ")
-        if (version := self._version) is not None:
-            hidden = f"; some locations could not be read: {unseen}" if unseen else ""
-            text = f"no complete, sound v{version} was found on any level{hidden}"
-            if self._requests:
-                by = wish(self._requests[0], version)
-                raise RestoreError(
-                    f"{text}, and {by} asks to go back to it. Nothing was changed",
-                    f"{self._versions(version)}. Ask for one of these, or take the request back: "
-                    f"{undo(self._requests[0])}",
-                )
-            raise RestoreError(text, self._versions(version))
-        if live_version > 0:
-            raise RestoreError(
-                f"nothing sound was found on any level; the live state stays at v{live_version}"
-            )
-        if unseen:
-            raise RestoreError(
-                f"nothing to restore was found, and some locations could not be read: {unseen}",
-                "There may be checkpoints, so this job does not start from the beginning. Repair "
-                "access and restart. If there are none: remove the location from the settings, "
-                "move the named files away, or leave out restore()",
-            )
-        if (lost := self._history.once_complete()) is not None:
-            raise RestoreError(
-                f"this job had complete checkpoints ({lost} was one) and has none now: "
-                f"{self._remaining_shards()}",
-                "Restart with the nodes, or the disks, that have the rest: tierckpt list "
-                f"{self._config.directory} lists the versions on each node. To give them up: "
-                "another path, or moving the remaining files away, starts from the beginning",
-            )
-        if self._candidates.rejected or self._history.remains():
-            self._reports.notice(
-                "starting from the beginning: no complete, sound version was found, nor is one "
-                f"known to have ever been on all ranks' disks; {self._remaining_shards()}",
-                logging.ERROR if self._candidates.rejected else logging.WARNING,
-            )
-        self._history.begin_afresh()
-
-    def _versions(self, wanted: int) -> str:
-        """The nearest versions that a restore could take."""
-        found = {f.key.id.version for each in distinct(self._history.found) for f in each}
-        found |= {p.key.id.version for each in distinct(self._history.parities) for p in each}
-        near = nearest(wanted, found, MOST_TRIED)
-        complete = [version for version in near if self._candidates.plan(version) is not None]
-        names = ", ".join(f"v{version}" for version in nearest(wanted, complete))
-        there = f"The nearest complete ones are {names}" if names else "No version is complete"
-        return f"{there}; tierckpt list {self._config.directory} shows all"
-
-    def _remaining_shards(self) -> str:
-        shards = "; ".join(self._history.remains(self._candidates.left_out)) or "none"
-        rejected = some(self._candidates.rejected, between="; ")
-        return f"found: {shards}" + (f"; {rejected}" if rejected else "")
+    return ""
 
 
 def _live_bytes(state: TrainingState) -> int:
@@ -377,4 +190,4 @@ def _live_bytes(state: TrainingState) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu")
 
 
-__all__ = ["RestoreSession"]
+__all__ = ["LoadedVersion", "RestoreSession", "load"]

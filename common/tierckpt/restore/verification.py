@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise, raise_any
 from tierckpt.core.restore_plan import RestorePlan, Source
@@ -41,8 +42,10 @@ from .shard_image import (
     open_persistent,
 )
 from .shard_reader import READERS, RUN_BYTES, Failure, FaultScope, Kept, Reads
-from .tensor_fill import TensorPreallocator
 from .verified_version import VerifiedVersion
+
+if TYPE_CHECKING:
+    from .tensor_fill import TensorPreallocator
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,19 @@
-"""A verified version, the same on all ranks, and the step that loads it."""
+"""A verified version, the same on all ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from tierckpt.coordination.error_barrier import ErrorBarrier, raise_any
 from tierckpt.core.restore_plan import RestorePlan
-from tierckpt.errors import StateMismatchError, StateTornError
+from tierckpt.errors import StateTornError
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.restored import Restored
-from tierckpt.state import rng
-from tierckpt.state.training_state import TrainingState
 
 from .broadcast import ShardBroadcaster, Visit, Wants, all_of_it
-from .loader import Loader
 from .progress import Progress
 from .shard_image import ShardImage
-from .tensor_fill import TensorPreallocator
 
 
 @dataclass
@@ -102,87 +95,6 @@ class VerifiedVersion:
         self.images.clear()
 
 
-@dataclass(frozen=True)
-class LoadedVersion:
-    """The loaded version, on this rank."""
-
-    manifest: Manifest
-    """This rank's manifest."""
-    result: Restored
-    notices: list[str]
-    adapter: Any
-    """The adapter's part of the checkpoint."""
-
-
-def load(
-    state: TrainingState,
-    version: VerifiedVersion,
-    group: ErrorBarrier,
-    strict: bool,
-    new: TensorPreallocator,
-) -> LoadedVersion:
-    """Load a verified version into the live state. Collective.
-
-    Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
-    rank's live state differs and `strict` is True. Raises RestoreError on all ranks if a rank has
-    no memory for new tensors, or fails in another way before the first change. A later failure on a
-    rank becomes its `version.trouble`, see `all_finished`. Any other error, such as a lost rank,
-    leaves `state.torn` True if anything was changed.
-    """
-    with group:
-        loader = Loader(state, version.contents, group.rank, group.size, new, strict)
-        differences = loader.differences()
-        loader.prepare()
-        version.broadcaster.make_room(version.contents.outlines)
-        saved = loader.saved
-        grown = group.size > loader.shards
-        streams = saved.get("rng")  # an imported version has none
-        report = (differences, rng.digests_of(streams) if grown and streams else {})
-        all_differences, digests = zip(*group.all_gather_object(report), strict=True)
-        found: list[str] = next((each for each in all_differences if each), [])
-        if found and strict:
-            raise StateMismatchError(f"Version {version.plan.id}", found)
-        result = version.report(loader.manifest)
-        result.imported = saved.get("imported", {}).get("from", "")
-        version.progress.begin(f"loading v{version.plan.id.version}", version.nbytes)
-        notices = [f"accepted (strict=False): {d}" for d in differences]
-        loader.choose_shards()
-    state.torn = True
-    with torch.no_grad():
-        version.visit(loader.load_window, loader.wants)
-    try:
-        with torch.no_grad():
-            version.trouble = version.trouble or _finish(loader)
-        # Last: loading may have drawn random numbers.
-        notices += loader.notices
-        if streams is not None:
-            notices += rng.take_up(
-                streams,
-                loader.manifest.id.version,
-                group.rank,
-                digests[: loader.shards],
-                state.cuda_device(),
-            )
-    except Exception as error:
-        version.fail(error)
-    state.torn = bool(version.trouble)
-    return LoadedVersion(loader.manifest, result, notices, saved.get("adapter"))
-
-
-def _finish(loader: Loader) -> str:
-    """Load everything after the tensors; returns the failure as text."""
-    try:
-        loader.finish()
-    except Exception as error:
-        kind = "" if isinstance(error, StateTornError) else f"{type(error).__name__}: "
-        return (
-            f"{kind}{error}. Model and optimizer already have that version. Pass the objects "
-            "that the checkpoint was made with, or leave out the named one (and restore with "
-            "strict=False), and restart the job"
-        )
-    return ""
-
-
 def all_finished(version: VerifiedVersion, group: ErrorBarrier) -> None:
     """Raise StateTornError on all ranks if any had trouble at the end of `load`: a rank that raised
     alone would leave the others to train without it. Call it when all records agree with the loaded
@@ -190,4 +102,4 @@ def all_finished(version: VerifiedVersion, group: ErrorBarrier) -> None:
     raise_any(group.all_gather_object(version.trouble), version.incomplete, group.rank)
 
 
-__all__ = ["LoadedVersion", "VerifiedVersion", "all_finished", "load"]
+__all__ = ["VerifiedVersion", "all_finished"]

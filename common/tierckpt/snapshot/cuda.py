@@ -46,7 +46,8 @@ from tierckpt.storage.memory.slots import Slot
 from .copy_plan import Binding, CopyPlan
 from .device_copies import MOST_COPY_BYTES, Sources, device_copies, forget_error
 from .native_snapshot import RELEASE_AT_ONCE_BYTES
-from .snapshot import Phase, Snapshot, SnapshotError
+from .phase import Phase
+from .snapshot import Snapshot, SnapshotError
 
 BATCH_BYTES = MOST_COPY_BYTES
 """Limit of one batch for the side stream, and of a single copy."""

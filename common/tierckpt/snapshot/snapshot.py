@@ -28,7 +28,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -44,6 +43,7 @@ from tierckpt.storage.memory.slots import Slot
 
 from .copy_plan import Binding, CopyPlan
 from .memory_moves import MOVED, guard
+from .phase import Phase
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
@@ -79,14 +79,6 @@ class ChooseSlot(Protocol):
     def __call__(self, blocks: int, image_bytes: int, at_once: bool = False, /) -> Slot:
         """Choose a slot."""
         ...
-
-
-class Phase(Enum):
-    """State of a snapshot."""
-
-    OPEN = "open"
-    SEALED = "sealed"
-    FAILED = "failed"
 
 
 @dataclass

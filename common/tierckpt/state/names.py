@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-FIXED = ("model/", "buffer/")
-"""Prefixes of tensors that exist before any restore; optimizer state is created and dropped."""
+from .entry_names import FIXED, parameter_of, path_of
 
 
 def wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -56,17 +55,6 @@ def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 def inside(module: str, name: str) -> str:
     """Full name of `name` in the module `module`."""
     return f"{module}.{name}" if module else name
-
-
-def path_of(name: str) -> tuple[str, str]:
-    """(parameter, key) of the optimizer state with the name `label/parameter/key`."""
-    first, last = name.index("/"), name.rindex("/")
-    return name[first + 1 : last], name[last + 1 :]
-
-
-def parameter_of(name: str) -> str:
-    """The parameter or buffer that the entry `name` belongs to."""
-    return name.split("/", 1)[1] if name.startswith(FIXED) else path_of(name)[0]
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from tests.chaos.plan import AIMED, APART, LIVES, RANKS, STEPS, Shape, make_roun
 from tests.chaos.truth import Truth
 from tests.support.horovod_here import horovod_missing
 from tests.support.thorough import on_demand, points
-from tierckpt.restore import session
+from tierckpt.restore import search
 
 SEEDS = {
     "ddp": tuple(map(int, points(("11", "2193", "97924"), "11", "2193"))),
@@ -126,7 +126,7 @@ def test_a_refusal_is_right_where_nothing_is_owed(
     owed: int, said: str, finding: str, tmp_path: Path
 ) -> None:
     """A run that ends before its first step, by an error that all its ranks raise."""
-    text = Path(session.__file__).read_text()
+    text = Path(search.__file__).read_text()
     assert all(refusal in text for refusal in (REFUSAL, UNSEEN)), "it still says so"
     cluster: Any = SimpleNamespace(
         folder=tmp_path,

@@ -28,7 +28,8 @@ FILES = {
         *("core/copies", "erasure/kernels", "erasure/parity_manifest"),
         *("format/shard_file", "format/shard_summary", "format/verify", "peer/parity_file"),
         *("peer/rebuild", "restore/broadcast", "restore/candidates", "restore/loader"),
-        *("restore/notices", "restore/rebuild", "restore/session", "restore/shard_image"),
+        *("restore/notices", "restore/rebuild", "restore/search", "restore/session"),
+        "restore/shard_image",
         *("restore/shard_reader", "restore/tensor_fill", "restore/verification"),
         *("restore/verified_version", "state/rng", "state/tree_codec", "storage/inventory"),
     )
@@ -39,7 +40,7 @@ BETWEEN_BROADCASTS = {
     *("visit", "show", "nbytes", "_wants", "_window", "_room", "_visit", "trouble_of_any"),
 }
 """Functions where other ranks wait in a broadcast; calls inside these may fail."""
-FIRST = {"RestoreSession.find", "RestoreSession.load", "load"}
+FIRST = {"VersionSearch.find", "RestoreSession.load", "load"}
 """Functions that are entered between two blocks of an error barrier."""
 AFTERWARDS = {"close", "forget", "drop_kept", "touch", "<lambda>"}
 FAILING = 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.checkpointer import attach
+from tierckpt.checkpointer import tiers
 from tierckpt.config import load_config
 from tierckpt.group import Node, SingleGroup
 from tierckpt.storage.memory.job_directory import JobDirectory
@@ -91,6 +91,6 @@ def test_an_agent_receives_the_number_of_its_node(tmp_path: Path) -> None:
     for index, host in enumerate("abc"):
         group, node = SingleGroup(), Node.of(host, hosts)
         group.rank, group.size = node.first, len(hosts)
-        told = attach.agent_client(config, group, job, node, "").session.persistent
+        told = tiers.agent_client(config, group, job, node, "").session.persistent
         assert told is not None
         assert (told.node, told.nodes, told.nodes_at_once) == (index, 3, 1)

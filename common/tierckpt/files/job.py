@@ -1,0 +1,183 @@
+"""A job without a training state: the levels of a program whose ranks store files.
+
+It has the parts of a checkpointer below the snapshot. Ranks do not vote while they compute; they
+exchange what they know in collectives of the calls that the program makes anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tierckpt.callbacks import CallbackList, Callbacks
+from tierckpt.callbacks import Job as JobFacts
+from tierckpt.checkpointer.node_resources import NodeResources
+from tierckpt.checkpointer.save_now import SaveNow
+from tierckpt.checkpointer.tiers import Tiers
+from tierckpt.config import AUTO, AUTOMATIC, Config
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.ballots.vote_exchange import Cast
+from tierckpt.coordination.peer_setup import redundancy_groups
+from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.settings_check import agree_on_settings
+from tierckpt.core.halt_conditions import NO_HALT, HaltVote
+from tierckpt.core.levels import LEDGERS, MEMORY
+from tierckpt.core.votes import Vote
+from tierckpt.errors import ConfigError
+from tierckpt.events import Callback, EventLog, check_receiver
+from tierckpt.exporters.setting import exporters_of
+from tierckpt.group import Group
+from tierckpt.halt.controller import HaltController
+
+from .folders import FileFolders
+
+
+class _NoBallots:
+    """No votes: see the module's text."""
+
+    problem = ""
+
+    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
+        raise NotImplementedError("a job of files does not vote")
+
+    def even_out(self) -> None:
+        """Do nothing: there are no votes."""
+
+    def passed(self, iterations: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class FilesJob:
+    """One rank's resources and levels. Owns them; one thread; the constructor is collective.
+
+    Raises the errors of `Checkpointer` at attach: ConfigError and JobBusyError, on all ranks.
+    """
+
+    version = 0
+    """Number of the newest version, for events."""
+
+    def __init__(
+        self,
+        group: Group,
+        settings: Mapping[str, Any],
+        config_file: str | os.PathLike[str] | None,
+        files_dir: str | os.PathLike[str] | None,
+        on_event: Callback | None,
+        callbacks: Iterable[Callbacks],
+    ) -> None:
+        self.group = group
+        check_receiver(on_event)
+        self.config, topology = agree_on_settings(settings, config_file, group)
+        self._refuse(self.config)
+        self.node = topology.node(group.rank)
+        groups, unprotected = redundancy_groups(self.config, topology, group)
+        self._callbacks = CallbackList(callbacks)
+        with contextlib.ExitStack() as undo:
+            undo.callback(group.close)
+            self._open_books(on_event, undo)
+            slots = self.config.slots or 2
+            self.resources = NodeResources(self.config, group, topology, slots, self.reports)
+            undo.callback(self.resources.let_go)
+            self.pool = self.resources.pool
+            folder = os.fspath(files_dir or self.config.shm_dir)
+            self.folders = FileFolders(folder, self.resources.job, group.rank)
+            undo.callback(self.folders.close)
+            if unprotected:
+                self.warn(unprotected)
+            self.levels = Tiers(
+                self.config, group, topology, groups, self.resources, self.agreement, self.reports
+            )
+            self.history, self.agent = self.levels.history, self.levels.agent
+            undo.callback(self.agent.close, abandoned=True)
+            self.levels.open()
+            self.demand = SaveNow(self.config, group, self.pool, self.agreement, self.levels)
+            self.halt = HaltController(self.config, group.rank, self.node, self.reports.notice)
+            undo.pop_all()
+        self._callbacks.attach(self._facts())
+
+    def _refuse(self, config: Config) -> None:
+        """Raise ConfigError on all ranks for settings that only a training loop can have."""
+        for name in AUTOMATIC:
+            table, _, rest = name.partition("_")
+            if getattr(getattr(config, table), rest) == AUTO:
+                raise ConfigError(  # on all ranks: settings are equal
+                    f"{name} is 'auto', which measures the steps of a training: for files give a "
+                    f"number, or {table}_every_seconds"
+                )
+
+    def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
+        for exporter in exporters_of(self.config.export):
+            self._callbacks.add(exporter)
+        undo.callback(self._callbacks.close)
+        self._log = EventLog(
+            self.group.rank, self.config.events_dir or None, on_event, self._callbacks
+        )
+        undo.callback(self._log.close)
+        self.agreement = Agreement(
+            self.group,
+            _NoBallots(),
+            self.config,
+            lambda *safe: self.levels.promotion.local_safe(*safe),
+            lambda: self.levels.promotion.retire(),
+        )
+        self.reports = Reports(
+            self.config, self._log, self._callbacks, self.agreement, lambda: self.version
+        )
+
+    def _facts(self) -> JobFacts:
+        rank, ranks = self.group.rank, self.node.ranks
+        levels = tuple(str(e) for e in LEDGERS if e == MEMORY or self.config.uses(e))
+        return JobFacts(self.resources.job.job, rank, self.group.size, ranks.index(rank), levels)
+
+    def turn(self) -> None:
+        """Learn the news of agents and of all ranks, and let them act. Collective."""
+        self.collect()
+        self.levels.slot_handoff.take_stock()
+        self.agreement.settle(final=False)
+        votes = self.group.all_gather_object(self.halt.vote(self.version))
+        self.halt.receive(_agreed(votes))
+        self.levels.promotion.backlog.go_on()
+
+    def collect(self) -> None:
+        """Process the agent's messages. Not collective."""
+        self.levels.collect()
+        self.reports.say()
+
+    def warn(self, text: str) -> None:
+        """Emit a warning that is the same on all ranks."""
+        self.reports.notice(text, logging.DEBUG if self.group.rank else logging.WARNING)
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until the node's agent has committed all versions, or given them up. Not
+        collective."""
+        done = self.agent.wait(timeout_seconds)
+        self.collect()
+        return done
+
+    def shut_down(self, remove: bool, abandoned: bool = False) -> None:
+        """Release everything; `remove` also frees the versions in memory. Not collective."""
+        self.halt.close()
+        self.levels.drift.wait()
+        self.folders.close()
+        self.agent.close(abandoned=abandoned)
+        self.resources.leave(remove)
+        self.group.close()
+        self._log.close()
+        self._callbacks.close()
+
+
+def _agreed(votes: Sequence[HaltVote]) -> Vote:
+    """The ranks' agreement on an early end, as a reduction of votes would give it."""
+    first = min((vote for vote in votes), key=lambda vote: vote.reason, default=NO_HALT)
+    left = min(vote.seconds_left for vote in votes)
+    # `unattended` stays 0: a program of files is never ended from inside a call.
+    return Vote(halt=first.reason, halt_seconds=left)
+
+
+__all__ = ["FilesJob"]
