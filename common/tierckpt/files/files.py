@@ -25,9 +25,9 @@ from .version_files import VersionFiles
 class Files:
     """Versions of files, for a program under MPI or of one process.
 
-    All ranks call all methods, in the same order, from one thread, except `should_exit`, `wait`
-    and `abandon`. A version exists only if all ranks completed it. It is then in the memory of all
-    nodes; the agents bring it to the other levels while the program computes.
+    All ranks call all methods, in the same order, from one thread, except `wait` and `abandon`. A
+    version exists only if all ranks completed it. It is then in the memory of all nodes; the agents
+    bring it to the other levels while the program computes.
 
     Args:
         path: folder of the local level, and the identity of the job, as for a `Checkpointer`.
@@ -146,7 +146,7 @@ class Files:
         self._intervals.step()
         due = self._intervals.due(self._job.config.uses)
         due_on_0: bool = self._job.group.all_gather_object(bool(due))[0]
-        return due_on_0 or self.should_exit()
+        return due_on_0 or self._job.halt.should_exit()
 
     @contextlib.contextmanager
     def version(self, name: int | str | None = None) -> Iterator[VersionFiles]:
@@ -184,8 +184,6 @@ class Files:
         job = self._job
         if not job.history.lineage:
             job.levels.begin_afresh()
-            if self._refused:
-                job.history.went_back(())
         number, text = self._named(name)
         job.folders.clear()
         job.folders.drop_restored()
@@ -215,6 +213,15 @@ class Files:
         return number, str(number)
 
     @property
+    def begun(self) -> bool:
+        """True once the run has begun: from a restored version, or with its first one."""
+        return bool(self._job.history.lineage)
+
+    def warn(self, text: str) -> None:
+        """Emit a warning that is the same on all ranks. Not collective."""
+        self._job.warn(text)
+
+    @property
     def current(self) -> VersionFiles | None:
         """The version that is being written."""
         return self._current
@@ -223,8 +230,9 @@ class Files:
 
     def should_exit(self) -> bool:
         """True if the job is to end early: some rank received a signal, `tierckpt halt` asked for
-        it, or the allocation's time is over. The same on all ranks; changes in `need_checkpoint`
-        and when a version ends. Not collective."""
+        it, or the allocation's time is over. The same on all ranks. Collective."""
+        self._refuse_closed("should_exit()")
+        self._job.turn()
         return self._job.halt.should_exit()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,11 @@ class Restart:
         found, job = self.found, self._job
         assert found is not None
         shards = len(found.plan.sources)
-        wanted = gather_or_raise(job.group, lambda: self._wanted(ranks, shards), _refused)
+        wanted = gather_or_raise(
+            job.group,
+            lambda: self._wanted(ranks, shards),
+            partial(_refused, job.group.size),
+        )
         folder = job.folders
         writers = {shard: _Writer(folder.restored(shard)) for shard in wanted[job.group.rank]}
         with contextlib.ExitStack() as closing:
@@ -188,8 +193,8 @@ WINDOW_BYTES = 8 * 1024 * 1024
 """Bytes of a mapped shard that are written at once."""
 
 
-def _refused(ranks: list[int], theirs: TierckptError) -> RestoreError:
-    return RestoreError(f"rank {ranks[0]}: {theirs}")
+def _refused(size: int, ranks: list[int], theirs: TierckptError) -> RestoreError:
+    return RestoreError(str(theirs) if len(ranks) == size else f"rank {ranks[0]}: {theirs}")
 
 
 class _Writer:

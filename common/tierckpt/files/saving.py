@@ -44,15 +44,15 @@ class Saving:
                 trouble = str(error)
         job.collect()
         due = tuple(level for level in INTERVALS if level in self._intervals.due(job.config.uses))
-        gathered = job.group.all_gather_object((trouble, due, job.agent.busy() > 0))
+        about = (files.number, files.name)
+        gathered = job.group.all_gather_object((trouble, due, job.agent.busy() > 0, about))
         job.version = files.number
-        if any(theirs for theirs, _, _ in gathered):
-            rank, why = next((r, why) for r, (why, _, _) in enumerate(gathered) if why)
-            job.reports.lost(files.number, f"rank {rank} could not complete it: {why}")
+        if why := _why_not([theirs for theirs, *_ in gathered], [each for *_, each in gathered]):
+            job.reports.lost(files.number, why)
             self._clear()
             return False
         assert shard is not None
-        levels = self._levels(gathered[0][1], any(busy for _, _, busy in gathered))
+        levels = self._levels(gathered[0][1], any(busy for _, _, busy, _ in gathered))
         self._intervals.taken(levels)
         complete = self._take(files.number, shard, levels)
         self._clear()
@@ -213,6 +213,20 @@ class Saving:
             job.demand.commit_as_it_is(newest)
         elif promotion.awaits(newest):
             job.demand.settle(newest)
+
+
+def _why_not(troubles: list[str], named: list[tuple[int, str]]) -> str:
+    """The reason why a version is not taken, from what all ranks say; empty if it is."""
+    for rank, trouble in enumerate(troubles):
+        if trouble:
+            return f"rank {rank} could not complete it: {trouble}"
+    for rank, theirs in enumerate(named):
+        if theirs != named[0]:
+            return (
+                f"rank {rank} calls it {theirs[1]!r} (v{theirs[0]}), and rank 0 {named[0][1]!r} "
+                f"(v{named[0][0]}): all ranks must give a version the same name"
+            )
+    return ""
 
 
 __all__ = ["Saving"]

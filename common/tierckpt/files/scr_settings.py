@@ -1,0 +1,150 @@
+"""Settings of SCR by their names, and the settings of Tierckpt that follow from them. Pure.
+
+The names and their meaning are those of SCR's user guide, "Configure a job". A name that would
+change where or how data is stored, and has no counterpart here, is refused in words; names about
+SCR's own commands, logs and buffers have no effect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tierckpt.errors import ConfigError
+
+SCHEMES = ("SINGLE", "PARTNER", "XOR", "RS")
+KNOWN = {
+    "SCR_PREFIX": "",
+    "SCR_CACHE_BASE": "/dev/shm",
+    "SCR_CACHE_SIZE": "1",
+    "SCR_COPY_TYPE": "XOR",
+    "SCR_SET_SIZE": "8",
+    "SCR_SET_FAILURES": "2",
+    "SCR_FLUSH": "10",
+    "SCR_PREFIX_SIZE": "0",
+    "SCR_CHECKPOINT_INTERVAL": "0",
+    "SCR_CHECKPOINT_SECONDS": "0",
+    "SCR_CHECKPOINT_OVERHEAD": "0",
+    "SCR_HALT_SECONDS": "0",
+    "SCR_CURRENT": "",
+}
+"""Settings with an effect, and SCR's defaults."""
+REFUSED = {
+    ("SCR_ENABLE", "0"): "leave out the calls of scr instead",
+    ("SCR_GLOBAL_RESTART", "1"): "open the paths that route_file() returns: each rank finds its "
+    "own files on its node",
+    ("SCR_FETCH", "0"): "to start without the checkpoints of earlier runs, give another SCR_PREFIX",
+    ("SCR_FLUSH_ON_RESTART", "1"): "restart with have_restart(), which needs no flush first",
+    ("SCR_COPY_TYPE", "FILE"): f"give one of {', '.join(SCHEMES)}",
+}
+"""Values without a counterpart, each with the remedy."""
+KEEP_ALL = 1_000_000
+"""Stands for SCR_PREFIX_SIZE=0: all versions."""
+
+
+@dataclass(frozen=True)
+class ScrSettings:
+    """The settings of one run."""
+
+    prefix: str
+    """Directory of the files' own paths."""
+    interval: int
+    seconds: float
+    overhead: float
+    """Largest share of the time that checkpoints take, in percent; 0: no limit is set."""
+    current: str
+    """Name of the checkpoint to restart from; empty: the newest."""
+    of_files: dict[str, Any]
+    """Settings of `Files`."""
+    notice: str = ""
+    """What of the settings this job cannot have, in words."""
+
+    @property
+    def advises(self) -> bool:
+        """True if `need_checkpoint` can ever be true by itself."""
+        return bool(self.interval or self.seconds or self.overhead)
+
+
+def scr_settings(
+    given: Mapping[str, str], environment: Mapping[str, str], nodes: int
+) -> ScrSettings:
+    """Settings from `config()` and from variables, which win, as in SCR, for a job of that many
+    nodes. Raises ConfigError."""
+    own = {name: value for name, value in environment.items() if name.startswith("SCR_")}
+    found = {**KNOWN, **given, **own}
+    for (name, value), remedy in REFUSED.items():
+        if found.get(name, "").strip().upper() == value:
+            raise ConfigError(f"{name}={value} is not supported by tierckpt.scr: {remedy}")
+    number = {name: _number(name, found[name]) for name in KNOWN if KNOWN[name].isdigit()}
+    prefix = os.path.realpath(found["SCR_PREFIX"] or os.getcwd())
+    flush = int(number["SCR_FLUSH"])
+    base = os.path.abspath(found["SCR_CACHE_BASE"])
+    job = hashlib.sha256(os.fsencode(prefix)).hexdigest()[:12]
+    of_files: dict[str, Any] = {
+        "path": os.path.join(base, f"tierckpt-scr-{os.getuid()}", job),
+        "job_id": f"scr-{job}",
+        "local_every_steps": 1,
+        "local_every_seconds": 0.0,
+        "local_keep_last": max(int(number["SCR_CACHE_SIZE"]), 1),
+        **_redundancy(found["SCR_COPY_TYPE"], number, nodes),
+        "halt_seconds_left": number["SCR_HALT_SECONDS"],
+    }
+    of_files |= {
+        "persistent_path": os.path.join(prefix, ".tierckpt"),
+        "persistent_every_steps": flush,
+        "persistent_every_seconds": 0.0 if flush else 1e8,
+        "persistent_keep_last": int(number["SCR_PREFIX_SIZE"]) or KEEP_ALL,
+    }
+    return ScrSettings(
+        prefix,
+        int(number["SCR_CHECKPOINT_INTERVAL"]),
+        number["SCR_CHECKPOINT_SECONDS"],
+        number["SCR_CHECKPOINT_OVERHEAD"],
+        found["SCR_CURRENT"],
+        of_files,
+        _too_few(found["SCR_COPY_TYPE"], number, nodes),
+    )
+
+
+def _redundancy(scheme: str, number: Mapping[str, float], nodes: int) -> dict[str, Any]:
+    """Settings of the peer level. As in SCR, sets are as large as the job's nodes allow."""
+    scheme = scheme.strip().upper()
+    if scheme not in SCHEMES:
+        raise ConfigError(f"SCR_COPY_TYPE is {scheme!r}; valid: {', '.join(SCHEMES)}")
+    size = min(max(int(number["SCR_SET_SIZE"]), 2), nodes)
+    failures = int(number["SCR_SET_FAILURES"])
+    if scheme == "SINGLE" or _too_few(scheme, number, nodes):
+        return {"peer_redundancy": "none"}
+    if scheme == "RS":
+        return {"peer_redundancy": f"rs {size - failures}+{failures}", "peer_group_size": size}
+    return {"peer_redundancy": scheme.lower(), "peer_group_size": size}
+
+
+def _too_few(scheme: str, number: Mapping[str, float], nodes: int) -> str:
+    """The reason why the job has no redundancy between nodes, though it asks for it."""
+    scheme = scheme.strip().upper()
+    size = min(max(int(number["SCR_SET_SIZE"]), 2), nodes)
+    needs = int(number["SCR_SET_FAILURES"]) + 1 if scheme == "RS" else 2
+    if scheme == "SINGLE" or size >= needs:
+        return ""
+    return (
+        f"SCR_COPY_TYPE={scheme} needs sets of {needs} nodes or more, and sets have {size} here: "
+        "a checkpoint is lost with its node, unless it is in SCR_PREFIX. SCR_COPY_TYPE=SINGLE says "
+        "that this is meant"
+    )
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise ConfigError(f"{name} is {text!r}; it must be a number, 0 or more")
+    return value
+
+
+__all__ = ["ScrSettings", "scr_settings"]
