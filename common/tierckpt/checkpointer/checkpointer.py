@@ -9,7 +9,7 @@ import contextlib
 import logging
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
 
 import torch
@@ -24,6 +24,8 @@ from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.state.extras import check_extra
+from tierckpt.storage.routed.folders import FileFolders
+from tierckpt.storage.routed.version_files import VersionFiles
 
 from . import attach, shutdown
 from .core import WAIT_SECONDS, CheckpointerCore, as_number
@@ -105,6 +107,46 @@ class Checkpointer(CheckpointerCore):
         else:
             self._save_now()
 
+    @contextlib.contextmanager
+    def files(self) -> Iterator[VersionFiles]:
+        """The context in which a program writes files that belong to the state, each rank its own::
+
+            with ckpt.files() as f:
+                torch.save(index, f.route("index.pt"))
+            ckpt.step()
+
+        From the next boundary on they are part of every version, with the tensors of the same
+        boundary, until another `files()` replaces all of them; after a restart `restored_files`
+        has their paths. Not collective. The copier copies them with each version, so files of many
+        bytes need longer intervals. If the block raises, the earlier files stay.
+        """
+        self._refuse_closed("files()", TierckptError)
+        folders = self._file_folders()
+        folders.clear()
+        routed = VersionFiles(folders.routed, self.version + 1, "of the next boundary")
+        yield routed
+        sources = routed.sources(lambda text: self._reports.notice(text, logging.WARNING))
+        if self._restored_paths is None:  # they are not there any more
+            self._restored_paths = {}
+        self._state.routed.replace(sources)
+        routed.complete = True
+
+    @property
+    def restored_files(self) -> Mapping[str, str]:
+        """Paths of this rank's files in the version that was restored last, by name; empty if it
+        has none, or was written by another number of ranks. Ask for it before `files()` replaces
+        them. The files are copies, and stay until the end."""
+        if self._restored_paths is None:
+            folder = self._file_folders().restored(self.group.rank)
+            self._restored_paths = self._state.routed.write(folder)
+        return self._restored_paths
+
+    def _file_folders(self) -> FileFolders:
+        if self._folders is None:
+            where = self.config.shm_dir, self._resources.job, self.group.rank
+            self._folders = FileFolders(*where)
+        return self._folders
+
     def pin(self, version: int) -> tuple[str, ...]:
         """Protect a version from retention, on all levels; returns the levels that have it now.
 
@@ -181,6 +223,7 @@ class Checkpointer(CheckpointerCore):
         with contextlib.closing(bar), torch.inference_mode(False):
             try:
                 self.restored = self._restore(version, strict, bar)
+                self._restored_paths = None if self._state.routed.kept else {}
             except RestoreError:  # on all ranks
                 # The training may continue, and open versions get no further votes.
                 self._agreement.settle()

@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
@@ -59,6 +60,7 @@ from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.state.training_state import TrainingState, label_optimizers
 from tierckpt.state.validate import refuse_model
 from tierckpt.storage.memory.job_directory import job_directory
+from tierckpt.storage.routed.folders import FileFolders
 from tierckpt.tracing.recorder import open_trace
 
 from . import attach, shutdown
@@ -115,6 +117,10 @@ class CheckpointerCore(abc.ABC):
     """Number of calls of `_release`: the progress of a rank if forward passes are boundaries."""
     _parted: VersionId | None = None
     """The value of `Agreement.parted` that was reported last."""
+    _folders: FileFolders | None = None
+    """Folders of routed files; None before the first use."""
+    _restored_paths: Mapping[str, str] | None = MappingProxyType({})
+    """Paths of restored files by name; None before they are written."""
     _went_back = False
     """The last restore chose an older version than the newest one."""
 
@@ -688,6 +694,8 @@ class CheckpointerCore(abc.ABC):
         self._active.close()
         self._replicas.restart()  # also frees its references to the state
         self._levels.drift.wait()
+        if self._folders is not None:
+            self._folders.close()
         self._agent.close(abandoned=abandoned)
         self._resources.leave(remove)
         self.group.close()

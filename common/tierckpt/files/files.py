@@ -13,13 +13,13 @@ from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Callback
 from tierckpt.group import Group, SingleGroup
 from tierckpt.settings import Settings
+from tierckpt.storage.routed.version_files import VersionFiles
 
 from .intervals import Intervals
 from .job import FilesJob
 from .restart import Restart
 from .restored_files import RestoredFiles
 from .saving import Saving
-from .version_files import VersionFiles
 
 
 class Files:

@@ -31,8 +31,7 @@ from tierckpt.events import Callback, EventLog, check_receiver
 from tierckpt.exporters.setting import exporters_of
 from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
-
-from .folders import FileFolders
+from tierckpt.storage.routed.folders import FileFolders
 
 
 class _NoBallots:

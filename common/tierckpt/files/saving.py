@@ -15,11 +15,11 @@ from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.memory.slot_pool import NoSlotError
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
+from tierckpt.storage.routed.version_files import VersionFiles
 
 from .intervals import Intervals
 from .job import FilesJob
 from .shard import FilesShard
-from .version_files import VersionFiles
 
 SLOT_PATIENCE_SECONDS = 600.0
 """Longest wait for a slot that the agent still reads."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,34 +16,10 @@ from tierckpt.errors import TierckptError
 from tierckpt.format.layout import Layout, TensorSpec, plan_layout
 from tierckpt.format.manifest import digest
 from tierckpt.format.shard_file import ShardHeader, encode_header, rank_state_blocks
+from tierckpt.storage.routed.source_file import SourceFile
 
 PREFIX = "file/"
 """Begin of the names of entries that are files."""
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A complete file that a version is to contain."""
-
-    name: str
-    path: str
-    nbytes: int
-    mode: int
-    """Permission bits."""
-
-    @staticmethod
-    def at(name: str, path: str | os.PathLike[str]) -> SourceFile:
-        """Look at a file. Raises TierckptError if it is missing or no plain file."""
-        try:
-            found = os.lstat(path)
-        except FileNotFoundError:
-            raise TierckptError(
-                f"{name!r} was routed and not written: write the file at the path that route() "
-                "returned, and close it before the version ends"
-            ) from None
-        if not stat.S_ISREG(found.st_mode):
-            raise TierckptError(f"{name!r} is no plain file: only plain files can be stored")
-        return SourceFile(name, os.fspath(path), found.st_size, stat.S_IMODE(found.st_mode))
 
 
 @dataclass(frozen=True)
@@ -171,7 +146,6 @@ def entries_of(header: ShardHeader) -> Iterator[tuple[str, int, int]]:
 __all__ = [
     "PREFIX",
     "FilesShard",
-    "SourceFile",
     "decode_state",
     "encode_state",
     "entries_of",

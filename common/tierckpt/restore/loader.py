@@ -20,6 +20,7 @@ from tierckpt.state.modules.changing_buffers import ChangedBuffers
 from tierckpt.state.modules.custom_states import MODULE_STATES
 from tierckpt.state.names import FIXED, parameter_of, path_of
 from tierckpt.state.optimizers.put_back import OptimizerRestore, Values
+from tierckpt.state.routed_files import FILES
 from tierckpt.state.training_state import NAMELESS, TrainingState, optimizer_class
 
 from .imported import ImportedNames
@@ -314,17 +315,24 @@ class Loader:
                         load_extra(obj, saved[which][name])
         self._finish_modules(saved["extra"].get(MODULE_STATES))
         self.notices += self._left_values()
+        self.state.routed.load(saved.get(FILES) if self.shards == self.size else None)
         if self.shards != self.size:
-            self._finish_per_rank(saved["extra_per_rank"])
+            self._finish_per_rank(saved["extra_per_rank"], FILES in saved)
 
-    def _finish_per_rank(self, saved: dict[str, Any]) -> None:
-        """Load per-rank objects of another number of ranks, if they can take them."""
+    def _finish_per_rank(self, saved: dict[str, Any], files: bool) -> None:
+        """Load per-rank objects of another number of ranks, if they can take them. `files`: the
+        checkpoint has routed files, which belong to its own ranks."""
         left = sorted(saved)
         for name, obj in self.state.extra_per_rank.items():
             if name in saved:
                 with _naming(obj, f"extra_per_rank[{name!r}]"):
                     if load_of_other_ranks(obj, saved[name], self.shards):
                         left.remove(name)
+        if files:
+            self.notices.append(
+                f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: "
+                "restored_files is empty, as each file belongs to the rank that wrote it"
+            )
         if left:
             self.notices.append(
                 f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: per-rank "

@@ -23,6 +23,7 @@ from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
 from tierckpt.state.extras import Generator, PlainValues
 from tierckpt.state.rng import pack_rng
+from tierckpt.state.routed_files import FILES
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
 
@@ -163,6 +164,8 @@ class Staging:
             "extra": {**state.pack_extra(state.extra, arena), **modules},
             "adapter": self._adapter_node(adapter),
         }
+        if state.routed.kept:
+            node[FILES] = state.routed.pack(arena)
         if plan.began:
             node["began"] = plan.began
         objects = chain(state.extra.values(), state.extra_per_rank.values())

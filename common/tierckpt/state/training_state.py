@@ -37,6 +37,7 @@ from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
 from .modules import changing_buffers
 from .names import named_buffers, named_parameters, other_names, unwrap
 from .placement import Placements
+from .routed_files import RoutedState
 from .validate import (
     ORDER,
     refuse_odd_keys,
@@ -117,6 +118,8 @@ class TrainingState:
         """See `nested.Expanded`."""
         self.extra = named_objects("extra", extra)
         self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
+        self.routed = RoutedState()
+        """Files that the program keeps beside the state."""
         self.torn = False
         """True when a restore began to change the state and did not complete."""
         self.looks = 0

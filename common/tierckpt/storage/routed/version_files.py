@@ -9,7 +9,7 @@ from pathlib import Path
 from tierckpt.errors import TierckptError
 
 from .folders import checked_name
-from .shard import SourceFile
+from .source_file import SourceFile
 
 
 class VersionFiles:
