@@ -9,6 +9,7 @@ from pathlib import Path
 import tierckpt
 from tests.crash.agent.test_agents import BEFORE_EXCHANGE, IN_MID_EXCHANGE, IN_MID_FLUSH
 from tests.crash.checkpointer.test_sweep import AGENT_POINTS, TRAINER_POINTS
+from tests.crash.files.test_killed import FILES_KILLS
 from tests.dist.interchange.test_interrupted import EXPORT_KILLS
 from tests.store.storage.test_persistent_fsspec import FSSPEC_KILLS
 from tests.store.storage.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
@@ -38,6 +39,7 @@ SWEEPS = {
         [*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]
     ),
     "interchange/exporting.py": EXPORT_KILLS,
+    "files/saving.py": FILES_KILLS,
     "agent/protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
 }
 """Swept points by file. Points of other files are a part of CHECKPOINT's sweep."""

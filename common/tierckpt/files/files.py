@@ -46,7 +46,8 @@ class Files:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
+        /,
         *,
         group: Any = None,
         files_dir: str | os.PathLike[str] | None = None,
@@ -55,7 +56,9 @@ class Files:
         config_file: str | os.PathLike[str] | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        given: dict[str, Any] = {"path": path, **settings}
+        given: dict[str, Any] = {**settings}
+        if path is not None:
+            given["path"] = path
         self._job = FilesJob(group_of(group), given, config_file, files_dir, on_event, callbacks)
         self._process = os.getpid()
         self.closed = False

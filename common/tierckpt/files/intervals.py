@@ -48,7 +48,7 @@ class Intervals:
         table = getattr(self._config, level)
         every, passed = table.every_steps, now_seconds - self._last_seconds[level]
         by_steps = every > 0 and self._steps // every > self._last_steps[level] // every
-        return by_steps or 0 < table.every_seconds <= passed
+        return bool(by_steps or 0 < table.every_seconds <= passed)
 
     def completes(self) -> None:
         """A version ends: it counts as a step if the program counts none itself."""

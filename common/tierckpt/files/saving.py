@@ -114,7 +114,7 @@ class Saving:
         slot = self._slot(facts, shard)
         sealed = None
         try:
-            _faults.point("files.fill")
+            _faults.point("files.fill", rank=self._job.group.rank, version=facts.id.version)
             with slot.image() as image:
                 digests = shard.fill(image[: shard.image_bytes])
             manifest = Manifest(
@@ -126,7 +126,7 @@ class Saving:
                 digests,
                 time.time(),
             )
-            _faults.point("files.seal")
+            _faults.point("files.seal", rank=self._job.group.rank, version=facts.id.version)
             slot.seal(manifest.encode())
             sealed = facts.id
         finally:

@@ -1,0 +1,300 @@
+"""Files of one process: what is written comes back, or is refused in words."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.config import load_config
+from tierckpt.core.halt_conditions import HaltRequest
+from tierckpt.errors import ConfigError, RestoreError, TierckptError
+from tierckpt.events import Event
+from tierckpt.files import Files
+from tierckpt.halt import request_file
+
+Make = Callable[..., Files]
+
+
+@pytest.fixture
+def make(tmp_path: Path, shm_dir: Path) -> Iterator[Make]:
+    """Makes the files of one run after the other, each with its events in `files.events`."""
+    with ExitStack() as stack:
+
+        def files(**settings: Any) -> Files:
+            events: list[Event] = []
+            given = {"local_every_steps": 1, "when_busy": "wait", "agent": "inline", **settings}
+            made = Files(tmp_path / "ckpts", shm_dir=shm_dir, on_event=events.append, **given)
+            made.events = events  # type: ignore[attr-defined]
+            stack.callback(made.abandon)
+            return made
+
+        yield files
+
+
+def write(files: Files, number: int | None = None, **contents: bytes) -> bool | None:
+    with files.version(number) as f:
+        for name, content in contents.items():
+            Path(f.route(name)).write_bytes(content)
+    return f.complete
+
+
+def read(files: Files, **options: Any) -> dict[str, bytes] | None:
+    found = files.restore(**options)
+    return None if found is None else {name: Path(p).read_bytes() for name, p in found.items()}
+
+
+def said(files: Files, name: str = "failed") -> str:
+    events: list[Event] = files.events  # type: ignore[attr-defined]
+    return "; ".join(event.message for event in events if event.name == name)
+
+
+def test_files_come_back_with_names_bytes_and_permissions(make: Make) -> None:
+    first = make()
+    assert first.restore() is None
+    contents = {
+        "a/b/x.bin": os.urandom(1_300_000),
+        "empty": b"",
+        "small": b"1",
+        "y": bytes(524_288),
+    }
+    with first.version("one") as f:
+        for name, content in contents.items():
+            Path(f.route(name)).write_bytes(content)
+        os.chmod(f.route("small"), 0o750)
+    assert f.complete
+    first.abandon()
+    again = make()
+    assert again.latest() == "one"
+    found = again.restore()
+    assert found is not None
+    assert (found.name, found.number, dict(found.levels)) == ("one", 1, {"memory": 1})
+    assert {name: Path(path).read_bytes() for name, path in found.items()} == contents
+    assert stat.S_IMODE(os.stat(found["small"]).st_mode) == 0o750
+    assert found.by_rank[0]["y"] == found["y"]
+    Path(found["y"]).write_bytes(b"a copy: the version stays as it is")
+    again.abandon()
+    third = make()
+    assert read(third) == contents
+
+
+def test_a_closed_job_is_on_disk_alone(make: Make, shm_dir: Path) -> None:
+    with make() as files:
+        write(files, x=b"1")
+        write(files, x=b"2")
+    assert not any(shm_dir.iterdir()), "neither slots nor routed files"
+    again = make()
+    assert read(again) == {"x": b"2"}
+    with pytest.raises(TierckptError, match="after close"):
+        files.need_checkpoint()
+
+
+def test_a_version_without_local_stays_in_memory(make: Make, shm_dir: Path) -> None:
+    files = make(local_every_steps=0, local_every_seconds=0)
+    write(files, x=b"1")
+    files.close()
+    again = make(local_every_steps=0, local_every_seconds=0)
+    assert read(again) == {"x": b"1"}
+
+
+def test_from_the_persistent_level(make: Make, tmp_path: Path) -> None:
+    far = {"persistent_path": tmp_path / "far", "persistent_every_steps": 1}
+    with make(**far) as files:
+        write(files, x=b"1" * 9000)
+    for path in (tmp_path / "ckpts").iterdir():
+        path.unlink()
+    again = make(**far)
+    assert read(again) == {"x": b"1" * 9000}
+
+
+def test_an_error_ends_the_version_and_the_last_one_stays(make: Make) -> None:
+    files = make()
+    write(files, x=b"1")
+    begun = []
+
+    def fail() -> None:
+        with files.version() as f:
+            begun.append(f)
+            Path(f.route("x")).write_bytes(b"2")
+            raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    (f,) = begun
+    assert f.complete is False
+    assert "rank 0 could not complete it: ZeroDivisionError: on purpose" in said(files)
+    with pytest.raises(TierckptError, match="has ended"):
+        f.route("y")
+    files.abandon()
+    again = make()
+    assert read(again) == {"x": b"1"}
+    assert write(again, x=b"3")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: None, "was routed and not written"),
+        (os.mkdir, "is no plain file"),
+        (lambda path: os.symlink("/etc/passwd", path), "is no plain file"),
+    ],
+)
+def test_what_cannot_be_stored_costs_the_version(
+    spoil: Callable[[str], None], why: str, make: Make
+) -> None:
+    files = make()
+    write(files, x=b"1")
+    with files.version() as f:
+        spoil(f.route("x"))
+    assert f.complete is False
+    assert why in said(files)
+    assert write(files, x=b"2"), "the program goes on"
+
+
+def test_a_file_without_route_is_named(make: Make) -> None:
+    files = make()
+    with files.version() as f:
+        path = Path(f.route("x"))
+        path.write_bytes(b"1")
+        path.with_name("stray").write_bytes(b"2")
+    assert f.complete
+    assert "stray: written without route()" in said(files, "notice")
+
+
+@pytest.mark.parametrize("name", ["/x", "../x", "a/../../x", "", ".", "a\0b", "x" * 1025])
+def test_names_stay_inside(name: str, make: Make) -> None:
+    files = make()
+    with files.version() as f, pytest.raises(TierckptError, match=r"name|too long"):
+        f.route(name)
+
+
+def test_wrong_orders_are_refused(make: Make) -> None:
+    files = make()
+    write(files, 5, x=b"1")
+    with pytest.raises(TierckptError, match="the last version is 5, and numbers must grow"):
+        files.begin(5)
+    with pytest.raises(RestoreError, match="before the first version"):
+        files.restore()
+    files.begin()
+    with pytest.raises(TierckptError, match="inside version 6"):
+        files.begin()
+    with pytest.raises(RestoreError, match="end it first"):
+        files.restore()
+    assert files.end()
+    with pytest.raises(TierckptError, match=r"without begin\(\)"):
+        files.end()
+
+
+def test_settings_that_need_a_training_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="for files give a number, or local_every_seconds"):
+        make(local_every_steps="auto")
+    make(local_every_steps=0, local_every_seconds=1.0)
+
+
+def test_a_group_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"group is a int; give a communicator of mpi4py"):
+        Files(tmp_path, group=3)
+
+
+def test_only_files_that_ranks_name_for_another_number_of_ranks(make: Make) -> None:
+    files = make()
+    write(files, x=b"1")
+    files.abandon()
+    again = make()
+    with pytest.raises(RestoreError, match="files of ranks 0 to 0, and none of rank 1"):
+        again.restore(ranks=[1])
+    assert read(again, ranks=[0]) == {"x": b"1"}
+
+
+def test_a_refused_version_is_not_offered_again(make: Make) -> None:
+    files = make(local_keep_last=3)
+    for number in (1, 2, 3):
+        write(files, x=b"%d" % number)
+        files.wait()
+        files.need_checkpoint()
+    files.abandon()
+    again = make(local_keep_last=3)
+    for number in (3, 2):
+        found = again.load()
+        assert found is not None
+        assert found.number == number
+        if number == 3:
+            again.refuse()
+    again.accept()
+    again.abandon()  # as killed before its first version
+    third = make(local_keep_last=3)
+    assert read(third) == {"x": b"2"}
+    assert write(third, x=b"4")
+
+
+def test_a_damaged_copy_is_replaced_by_another(make: Make, tmp_path: Path) -> None:
+    files = make()
+    write(files, x=b"1" * 100_000)
+    files.wait()
+    slot = next(path for path in files._job.resources.job.segments())
+    files.abandon()
+    with slot.open("r+b") as segment:
+        segment.seek(-60_000, os.SEEK_END)
+        segment.write(b"damage")
+    again = make()
+    found = again.restore()
+    assert found is not None
+    assert Path(found["x"]).read_bytes() == b"1" * 100_000
+    assert dict(found.levels) == {"local": 1}
+    assert "differ from their checksum" in said(again, "rejected")
+
+
+def test_need_checkpoint_follows_the_intervals(make: Make) -> None:
+    files = make(memory_every_steps=3, local_every_steps=0, local_every_seconds=0)
+    assert [files.need_checkpoint() for _ in range(6)] == [False, False, True, True, True, True]
+    write(files, x=b"1")
+    assert [files.need_checkpoint() for _ in range(3)] == [False, False, True]
+
+
+def test_a_halt_request_asks_for_a_last_version(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "ckpts").mkdir()
+    request_file.write(tmp_path / "ckpts", HaltRequest(now=True))
+    files = make(memory_every_steps=100, local_every_steps=100, local_every_seconds=0)
+    while not files.should_exit():
+        time.sleep(0.001)
+    assert files.need_checkpoint()
+
+
+def test_the_shard_is_a_plain_safetensors_file(make: Make, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    with make() as files:
+        write(files, **{"a/x": b"abc"})
+    (path,) = (tmp_path / "ckpts").glob("*.safetensors")
+    assert safetensors.load_file(path)["file/a/x"].tobytes() == b"abc"
+
+
+def test_a_dead_job_leaves_no_routed_files(make: Make, shm_dir: Path) -> None:
+    left = shm_dir / f"tierckpt-files-{os.getuid()}" / "gone-123" / "r00000" / "routed"
+    left.mkdir(parents=True)
+    (left / "big").write_bytes(bytes(1000))
+    make()
+    assert not left.exists()
+
+
+def test_a_version_of_a_training_is_no_version_of_files(make: Make, tmp_path: Path) -> None:
+    import torch
+
+    import tierckpt
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    place: dict[str, Any] = {"path": tmp_path / "ckpts", "shm_dir": load_config().shm_dir}
+    with tierckpt.Checkpointer(model, optimizer, agent="inline", **place) as ckpt:
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+    files = make()
+    with pytest.raises(RestoreError, match="is the state of a training, not a version of files"):
+        files.restore()
+    files.abandon()

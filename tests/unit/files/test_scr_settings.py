@@ -1,0 +1,51 @@
+"""SCR's settings by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tierckpt.errors import ConfigError
+from tierckpt.files.scr_settings import REFUSED, scr_settings
+
+
+def test_variables_win_and_defaults_are_those_of_scr() -> None:
+    found = scr_settings({"SCR_CHECKPOINT_INTERVAL": "5"}, {"SCR_CHECKPOINT_INTERVAL": "3"}, 4)
+    assert (found.interval, found.seconds, found.overhead) == (3, 0, 0)
+    assert found.advises
+    assert not scr_settings({}, {}, 4).advises
+    of = found.of_files
+    assert (of["peer_redundancy"], of["peer_group_size"]) == ("xor", 4)
+    assert (of["local_keep_last"], of["persistent_every_steps"]) == (1, 10)
+    assert of["path"].startswith("/dev/shm/")
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes", "redundancy"),
+    [
+        ({"SCR_COPY_TYPE": "RS"}, 8, "rs 6+2"),
+        ({"SCR_COPY_TYPE": "rs", "SCR_SET_SIZE": "4", "SCR_SET_FAILURES": "1"}, 3, "rs 2+1"),
+        ({"SCR_COPY_TYPE": "RS"}, 2, "none"),
+        ({"SCR_COPY_TYPE": "PARTNER"}, 2, "partner"),
+        ({}, 1, "none"),
+        ({"SCR_COPY_TYPE": "SINGLE"}, 8, "none"),
+    ],
+)
+def test_redundancy_fits_the_nodes(given: dict[str, str], nodes: int, redundancy: str) -> None:
+    found = scr_settings(given, {}, nodes)
+    assert found.of_files["peer_redundancy"] == redundancy
+    lost = redundancy == "none" and given.get("SCR_COPY_TYPE") != "SINGLE"
+    assert bool(found.notice) == lost
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_values_without_a_counterpart_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(REFUSED[name, value][:20])):
+        scr_settings({name: value}, {}, 1)
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "inf"])
+def test_wrong_numbers_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"SCR_FLUSH is '.*'; it must be a number, 0 or more"):
+        scr_settings({"SCR_FLUSH": value}, {}, 1)
