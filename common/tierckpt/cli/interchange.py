@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +71,9 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     from tierckpt.offline.unknown_classes import import_named
 
     out: Path = args.out
+    if args.format == "files":
+        _export_files(args, console)
+        return
     kind = format_of_target(out, args.format)
     target = Target(out, args.force, kind.recognizes)
     import_named(args.modules)
@@ -92,6 +96,27 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
         raise ConfigError(
             f"not all places could be read: there may be a version after v{saved.version}"
         )
+
+
+def _export_files(args: argparse.Namespace, console: Console) -> None:
+    """Write the routed files of all ranks into a folder."""
+    from tierckpt.interchange import files_folder
+    from tierckpt.interchange.exporting import Target
+    from tierckpt.offline.stored_version import open_version
+
+    target = Target(args.out, args.force, lambda path: False)
+    counts: list[int] = []
+    place = args.path[0] if len(args.path) == 1 else args.path
+    with contextlib.closing(open_version(place, args.version, lambda nbytes: None)) as version:
+
+        def write(folder: Path) -> list[str]:
+            counts.append(files_folder.write(version, folder))
+            return []
+
+        target.fill(write)
+        what = counted(counts[0], "file")
+        text = f"{args.out}: {what}, {size_text(target.nbytes)}, of {version.text()}"
+        console.print(text, soft_wrap=True)
 
 
 __all__ = ["export_version", "import_checkpoint"]

@@ -244,7 +244,10 @@ def export(commands: Subparsers) -> None:
     )
     _add_places(parser, "export_version")
     parser.add_argument("out", type=Path, metavar="TARGET")
-    parser.add_argument("--format", choices=FORMATS, help="format of TARGET; default: by its name")
+    text = (
+        "format of TARGET; default: by its name. files: a folder with the routed files of all ranks"
+    )
+    parser.add_argument("--format", choices=(*FORMATS, "files"), help=text)
     parser.add_argument(
         "--version",
         type=int,

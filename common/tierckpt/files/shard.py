@@ -16,10 +16,8 @@ from tierckpt.errors import TierckptError
 from tierckpt.format.layout import Layout, TensorSpec, plan_layout
 from tierckpt.format.manifest import digest
 from tierckpt.format.shard_file import ShardHeader, encode_header, rank_state_blocks
-from tierckpt.storage.routed.source_file import SourceFile
-
-PREFIX = "file/"
-"""Begin of the names of entries that are files."""
+from tierckpt.storage.routed.folders import checked_name
+from tierckpt.storage.routed.source_file import PREFIX, SourceFile
 
 
 @dataclass(frozen=True)
@@ -136,15 +134,15 @@ def decode_state(data: bytes) -> dict[str, Any] | None:
 
 
 def entries_of(header: ShardHeader) -> Iterator[tuple[str, int, int]]:
-    """Yield name, begin and end of each file in the shard with this header."""
+    """Yield name, begin and end of each file in the shard with this header. Raises TierckptError
+    for a name that would leave the folder."""
     for piece in header.pieces:
         if piece.spec.name.startswith(PREFIX):
             low = header.header_bytes + piece.offset
-            yield piece.spec.name.removeprefix(PREFIX), low, low + piece.nbytes
+            yield checked_name(piece.spec.name.removeprefix(PREFIX)), low, low + piece.nbytes
 
 
 __all__ = [
-    "PREFIX",
     "FilesShard",
     "decode_state",
     "encode_state",

@@ -230,6 +230,11 @@ class _Reading:
         attempt.visit(self._take, self._filler.wants)
         if attempt.trouble:
             raise RestoreError(f"{attempt.plan.id} could not be read completely: {attempt.trouble}")
+        if "name" in (self._tree.get("files") or {}):
+            raise RestoreError(
+                f"v{attempt.plan.id.version} is a version of files, not the state of a training. "
+                "`tierckpt export PATH FOLDER --format files` writes them"
+            )
         structure = {} if self._model_only else contents.structure
         extra = dict(self._tree["extra"])
         return Saved(

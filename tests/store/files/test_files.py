@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tierckpt.config import load_config
+import tierckpt
+from tierckpt.cli.main import main
 from tierckpt.core.halt_conditions import HaltRequest
 from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Event
@@ -274,6 +276,37 @@ def test_the_shard_is_a_plain_safetensors_file(make: Make, tmp_path: Path) -> No
     assert safetensors.load_file(path)["file/a/x"].tobytes() == b"abc"
 
 
+@pytest.mark.parametrize("named", ["files", "beside a training"])
+def test_the_files_without_the_job(named: str, make: Make, tmp_path: Path, shm_dir: Path) -> None:
+    contents = {"a/x": os.urandom(9_000_000), "empty": b""}
+    if named == "files":
+        with make() as files:
+            write(files, **contents)
+        with pytest.raises(RestoreError, match="a version of files, not the state of a training"):
+            tierckpt.load(tmp_path / "ckpts")
+    else:
+        train(tmp_path / "ckpts", shm_dir, contents)
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "ckpts"), str(out), "--format", "files"]) == 0
+    there = (path for path in out.rglob("*") if path.is_file())
+    found = {str(path.relative_to(out / "00000")): path.read_bytes() for path in there}
+    assert found == contents
+
+
+def train(path: Path, shm_dir: Path, contents: dict[str, bytes]) -> None:
+    """One step of a training, with these files beside the state."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    place: dict[str, Any] = {"path": path, "shm_dir": shm_dir}
+    with tierckpt.Checkpointer(model, optimizer, agent="inline", **place) as ckpt:
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        with ckpt.files() as f:
+            for name, content in contents.items():
+                Path(f.route(name)).write_bytes(content)
+        ckpt.step()
+
+
 def test_a_dead_job_leaves_no_routed_files(make: Make, shm_dir: Path) -> None:
     left = shm_dir / f"tierckpt-files-{os.getuid()}" / "gone-123" / "r00000" / "routed"
     left.mkdir(parents=True)
@@ -282,18 +315,10 @@ def test_a_dead_job_leaves_no_routed_files(make: Make, shm_dir: Path) -> None:
     assert not left.exists()
 
 
-def test_a_version_of_a_training_is_no_version_of_files(make: Make, tmp_path: Path) -> None:
-    import torch
-
-    import tierckpt
-
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    place: dict[str, Any] = {"path": tmp_path / "ckpts", "shm_dir": load_config().shm_dir}
-    with tierckpt.Checkpointer(model, optimizer, agent="inline", **place) as ckpt:
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
-        ckpt.step()
+def test_a_version_of_a_training_is_no_version_of_files(
+    make: Make, tmp_path: Path, shm_dir: Path
+) -> None:
+    train(tmp_path / "ckpts", shm_dir, {})
     files = make()
     with pytest.raises(RestoreError, match="is the state of a training, not a version of files"):
         files.restore()

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from tierckpt.errors import TierckptError
 
+PREFIX = "file/"
+"""Begin of the names of entries that are files."""
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -34,4 +37,4 @@ class SourceFile:
         return SourceFile(name, os.fspath(path), found.st_size, stat.S_IMODE(found.st_mode))
 
 
-__all__ = ["SourceFile"]
+__all__ = ["PREFIX", "SourceFile"]
