@@ -9,10 +9,12 @@ from typing import Any, Unpack
 
 from tierckpt.callbacks import Callbacks
 from tierckpt.checkpointer import shutdown
+from tierckpt.core.halt_conditions import Reason
 from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Callback
 from tierckpt.group import Group, SingleGroup
 from tierckpt.settings import Settings
+from tierckpt.storage.memory.job_directory import JobBusyError
 from tierckpt.storage.routed.version_files import VersionFiles
 
 from .intervals import Intervals
@@ -20,6 +22,9 @@ from .job import FilesJob
 from .restart import Restart
 from .restored_files import RestoredFiles
 from .saving import Saving
+
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+"""Variables in which launchers put the number of ranks."""
 
 
 class Files:
@@ -59,7 +64,16 @@ class Files:
         given: dict[str, Any] = {**settings}
         if path is not None:
             given["path"] = path
-        self._job = FilesJob(group_of(group), given, config_file, files_dir, on_event, callbacks)
+        ranks = group_of(group)
+        try:
+            self._job = FilesJob(ranks, given, config_file, files_dir, on_event, callbacks)
+        except JobBusyError as error:
+            if group is None and any(int(os.environ.get(name, 1)) > 1 for name in SIZES):
+                raise JobBusyError(
+                    f"{error} Several ranks were started, each as a job of its own: give "
+                    "group=MPI.COMM_WORLD"
+                ) from error
+            raise
         self._process = os.getpid()
         self.closed = False
         """True after `close` or `abandon`."""
@@ -149,7 +163,7 @@ class Files:
         self._intervals.step()
         due = self._intervals.due(self._job.config.uses)
         due_on_0: bool = self._job.group.all_gather_object(bool(due))[0]
-        return due_on_0 or self._job.halt.should_exit()
+        return due_on_0 or self._job.halt.reason is not Reason.NONE
 
     @contextlib.contextmanager
     def version(self, name: int | str | None = None) -> Iterator[VersionFiles]:
@@ -195,12 +209,19 @@ class Files:
 
     def end(self, trouble: str = "") -> bool:
         """Complete the version that `begin` began, unless a rank has `trouble`; returns True on all
-        ranks if it is complete. Collective."""
+        ranks if it is complete. Collective.
+
+        If the job is to end early and the program never calls `should_exit`, this closes and raises
+        SystemExit, as `Checkpointer.step` does."""
         files = self._current
         if files is None:
             raise TierckptError("end() without begin(): no version is being written")
         self._current = None
         files.complete = self._saving.save(files, trouble)
+        if files.complete and self._job.unattended:
+            interrupted = self._job.halt.reason.is_interruption
+            self.close()
+            raise SystemExit(self._job.config.halt_exit_status if interrupted else 0)
         return files.complete
 
     def _named(self, name: int | str | None) -> tuple[int, str]:

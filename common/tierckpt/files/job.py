@@ -60,6 +60,8 @@ class FilesJob:
 
     version = 0
     """Number of the newest version, for events."""
+    unattended = False
+    """The job is to end early, and the program never asks for that."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class FilesJob:
         self.levels.slot_handoff.take_stock()
         self.agreement.settle(final=False)
         votes = self.group.all_gather_object(self.halt.vote(self.version))
-        self.halt.receive(_agreed(votes))
+        self.unattended = self.halt.receive(_agreed(votes))
         self.levels.promotion.backlog.go_on()
 
     def collect(self) -> None:
@@ -175,8 +177,8 @@ def _agreed(votes: Sequence[HaltVote]) -> Vote:
     """The ranks' agreement on an early end, as a reduction of votes would give it."""
     first = min((vote for vote in votes), key=lambda vote: vote.reason, default=NO_HALT)
     left = min(vote.seconds_left for vote in votes)
-    # `unattended` stays 0: a program of files is never ended from inside a call.
-    return Vote(halt=first.reason, halt_seconds=left)
+    silent = all(vote.silent for vote in votes)
+    return Vote(halt=first.reason, unattended=int(silent), halt_seconds=left)
 
 
 __all__ = ["FilesJob"]

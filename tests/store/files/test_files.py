@@ -20,6 +20,7 @@ from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Event
 from tierckpt.files import Files
 from tierckpt.halt import request_file
+from tierckpt.storage.memory.job_directory import JobBusyError
 
 Make = Callable[..., Files]
 
@@ -266,6 +267,30 @@ def test_a_halt_request_asks_for_a_last_version(make: Make, tmp_path: Path) -> N
     while not files.should_exit():
         time.sleep(0.001)
     assert files.need_checkpoint()
+    assert write(files, x=b"1"), "the program ends by itself"
+
+
+def test_a_program_that_never_asks_is_ended_after_a_last_version(
+    make: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "ckpts").mkdir()
+    request_file.write(tmp_path / "ckpts", HaltRequest(now=True))
+    files = make(memory_every_steps=100, local_every_steps=100, local_every_seconds=0)
+    while not files.need_checkpoint():
+        time.sleep(0.001)
+    with pytest.raises(SystemExit) as ended:
+        write(files, x=b"1")
+    assert ended.value.code == 0
+    assert files.closed
+    request_file.clear(tmp_path / "ckpts")
+    assert read(make()) == {"x": b"1"}
+
+
+def test_ranks_without_a_group_are_told_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    make()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(JobBusyError, match=r"each as a job of its own: give group=MPI\.COMM_WORLD"):
+        make()
 
 
 def test_the_shard_is_a_plain_safetensors_file(make: Make, tmp_path: Path) -> None:
