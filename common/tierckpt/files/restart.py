@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.checkpointer.repair import repair
-from tierckpt.coordination.error_barrier import gather_or_raise
+from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise
 from tierckpt.coordination.rollback_records import keep_record
 from tierckpt.core.restore_plan import Source
 from tierckpt.errors import RestoreError, TierckptError
@@ -35,15 +35,17 @@ class Restart:
         """Take the inventory of all levels."""
         self._job = job
         self._bar = Progress(Progress.wanted(job.group.rank, None))
-        self.search = VersionSearch(
-            job.config,
-            job.group,
-            job.history,
-            job.reports,
-            self._bar,
-            time.perf_counter(),
-            job.resources.left_elsewhere,
-        )
+        self._error_barrier = ErrorBarrier(job.group)
+        with self._error_barrier:
+            self.search = VersionSearch(
+                job.config,
+                self._error_barrier,
+                job.history,
+                job.reports,
+                self._bar,
+                time.perf_counter(),
+                job.resources.left_elsewhere,
+            )
         self.found: VerifiedVersion | None = None
         self.number, self.name = 0, ""
 
@@ -52,8 +54,9 @@ class Restart:
         and the job starts from the beginning. Raises RestoreError as `Checkpointer.restore`."""
         self.found = self.search.find(version, self._job.version)
         if self.found is None:
-            self._job.levels.meet()
-            self.search.report(Restored(0))
+            with self._error_barrier:
+                self._job.levels.meet(self._error_barrier)
+                self.search.report(Restored(0))
             self._bar.close()
             return False
         manifest = Manifest.decode(self.found.contents.own.manifest)
@@ -155,16 +158,17 @@ class Restart:
         assert found is not None
         manifest = Manifest.decode(found.contents.own.manifest)
         result = found.report(manifest)
-        job.levels.go_on_from(manifest.facts.lineage, result)
-        job.version = self.number
-        if rejected:
-            job.history.went_back(())
-            keep_record(job.config, job.group, job.history, job.reports)
-        else:
-            self.search.settle_rollback(found)
-        if job.config.uses("local"):
-            repair(found, job.group, job.levels, job.agreement, job.pool, job.reports)
-        self.search.report(result)
+        with self._error_barrier:
+            job.levels.go_on_from(manifest.facts.lineage, result, self._error_barrier)
+            job.version = self.number
+            if rejected:
+                job.history.went_back(())
+                keep_record(job.config, job.group.rank, job.history, job.reports)
+            else:
+                self.search.settle_rollback(found)
+            if job.config.uses("local"):
+                repair(found, job.group, job.levels, job.agreement, job.pool, job.reports)
+            self.search.report(result)
 
     def refuse(self) -> None:
         """Give up the version that was found, which the program could not use, so that the next
