@@ -122,7 +122,7 @@ def start_restart() -> str:
 
 def complete_restart(valid: bool = True) -> bool:
     """End the reading; returns True if it was `valid` on all ranks. If not, `have_restart` offers
-    the checkpoint before, and no later run takes this one."""
+    the checkpoint before."""
     return _now(lambda session: session.complete_restart(bool(valid)), "complete_restart()")
 
 

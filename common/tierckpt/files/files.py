@@ -115,7 +115,8 @@ class Files:
 
     def accept(self) -> None:
         """Begin the run from the version that was found. `restore` does it. Collective."""
-        assert self._restart is not None
+        if self._restart is None or self._restart.found is None:
+            raise TierckptError("accept() without load(): no version was found")
         self._restart.go_on(self._refused)
         self._intervals.go_on_from(self._job)
         self._restart.close()
@@ -128,8 +129,8 @@ class Files:
         return restart.load(ranks) if restart else None
 
     def refuse(self) -> None:
-        """Give up the version that `load` returned: this and later runs take an older one.
-        Collective."""
+        """Give up the version that `load` returned: the next `load` returns an older one. Once that
+        is accepted, later runs do not take the refused one either. Collective."""
         if self._restart is not None and self._restart.found is not None:
             self._refused = True
             self._restart.refuse()

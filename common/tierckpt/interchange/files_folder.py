@@ -52,7 +52,7 @@ def _files_of(version: StoredVersion, rank: int) -> dict[str, Write]:
 def _copy_of(entry: StoredTensor) -> Write:
     def copy(file: BinaryIO) -> None:
         for low in range(0, entry.spec.numel, WINDOW_BYTES):
-            file.write(memoryview(entry.read(low, min(low + WINDOW_BYTES, entry.spec.numel))))
+            file.write(entry.read(low, min(low + WINDOW_BYTES, entry.spec.numel)).data)
 
     return copy
 

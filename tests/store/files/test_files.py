@@ -192,6 +192,8 @@ def test_wrong_orders_are_refused(make: Make) -> None:
     assert files.end()
     with pytest.raises(TierckptError, match=r"without begin\(\)"):
         files.end()
+    with pytest.raises(TierckptError, match=r"without load\(\)"):
+        files.accept()
 
 
 def test_settings_that_need_a_training_are_refused(make: Make) -> None:
