@@ -128,7 +128,11 @@ def find(
     begin = time.perf_counter()
     try:
         while (plan := candidates.plan(version, avoid)) is not None:
-            verified, failures = verify(context, read(context, plan))
+            share = read(context, plan)
+            with contextlib.ExitStack() as on_failure:  # also if `verify` cannot begin
+                on_failure.callback(share.close)
+                verified, failures = verify(context, share)
+                on_failure.pop_all()
             if verified is not None:
                 return verified
             candidates.reject(still_found(failures))

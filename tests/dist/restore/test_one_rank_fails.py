@@ -16,8 +16,9 @@ import tierckpt
 from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support.thorough import points
-from tests.support.training import Attached, Job, Place, attach, make_job, rank
+from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
 from tierckpt.checkpointer.core import CheckpointerCore
+from tierckpt.restore import verification
 
 PACKAGE = Path(tierckpt.__file__).parent
 FILES = {
@@ -163,3 +164,32 @@ def test_nobody_waits_where_shards_are_rebuilt(
     more = peer.settings("xor", 0)
     told = ranks(3).run(fail_everywhere, place, more, (PARTS.index(part), len(PARTS)))
     judge(told, peer.STEPS, [each["course"][peer.STEPS] for each in before])
+
+
+def fail_between_reading_and_verifying(place: Place) -> tuple[str, int]:
+    """The images of slots are open then, and nothing closes a slot but its owner."""
+    job = make_job()
+    attached = attach(job, place, memory_every_steps=1)
+    train(job, attached.ckpt, range(3))
+    attached.ckpt.complete()
+
+    def short_of_memory(*_: Any) -> None:
+        raise MemoryError("to begin with")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == FAILING:
+            patch.setattr(verification, "verify", short_of_memory)
+        with pytest.raises(tierckpt.RestoreError) as error:
+            attached.ckpt.restore()
+    restored = attached.ckpt.restore()
+    attached.ckpt.abandon()
+    return str(error.value), restored.version
+
+
+def test_slots_are_closed_if_a_rank_cannot_begin_to_verify(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(fail_between_reading_and_verifying, Place.under(tmp_path, shm_dir))
+    ((text, version),) = set(told)
+    assert f"rank {FAILING}: MemoryError: to begin with" in text
+    assert version == 3
