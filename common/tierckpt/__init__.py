@@ -12,6 +12,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from tierckpt.checkpointer.checkpointer import Checkpointer
+    from tierckpt.offline.history import History, SavedVersion, history
     from tierckpt.offline.latest import Latest, latest
     from tierckpt.offline.load import Saved, load
 
@@ -60,6 +61,9 @@ _HOME = {
     "SingleGroup": "group",
     "LoopState": "loop_state",
     "Restored": "restored",
+    "History": "offline.history",
+    "SavedVersion": "offline.history",
+    "history": "offline.history",
     "Saved": "offline.load",
     "load": "offline.load",
     "Latest": "offline.latest",
@@ -79,6 +83,7 @@ __all__ = [
     "Event",
     "FormatError",
     "Group",
+    "History",
     "Latest",
     "LoopState",
     "NodeHealthError",
@@ -89,6 +94,7 @@ __all__ = [
     "ResumableLoader",
     "ResumableSampler",
     "Saved",
+    "SavedVersion",
     "Settings",
     "SingleGroup",
     "StateMismatchError",
@@ -96,6 +102,7 @@ __all__ = [
     "TierckptError",
     "UnsupportedStateError",
     "__version__",
+    "history",
     "latest",
     "load",
     "load_config",

@@ -355,7 +355,17 @@ class Config:
         from tierckpt.codecs.pipeline import Pipeline
 
         local = Pipeline.of_setting(self.local.codecs, "local_codecs")
-        Pipeline.of_setting(self.persistent.codecs, "persistent_codecs")
+        persistent = Pipeline.of_setting(self.persistent.codecs, "persistent_codecs")
+        if local.delta:
+            raise ConfigError(
+                f"local_codecs is {self.local.codecs!r}: delta is for versions that the persistent "
+                "level keeps for a long time (persistent_codecs); local_codecs takes incremental"
+            )
+        if persistent.delta and self.persistent.path and not self.persistent.keep_every:
+            raise ConfigError(
+                f"persistent_codecs is {self.persistent.codecs!r}, but delta stores only versions "
+                "that persistent_keep_every keeps, and that is 0: set it, or leave out delta"
+            )
         if local.hides and self.uses("peer"):
             raise ConfigError(
                 f"local_codecs is {self.local.codecs!r}, and peer_redundancy is "

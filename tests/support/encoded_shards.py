@@ -1,4 +1,5 @@
-"""Small shards, half of which never change, and a node's work with them, killed at any point.
+"""Small shards, of which a part never changes and another part a little; and a node's work with
+them, killed at any point.
 
 As a program, `python -m tests.support.encoded_shards <level> <folder>` kills a child at every file
 operation of that work. For the k-th child, `<folder>/<k>` is the level's place, `<k>.log` has the
@@ -15,11 +16,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from tests.support.facts import facts_named, manifest_of
 from tierckpt import _faults
-from tierckpt.agent.flush_sources import Bases, EncodedSource
+from tierckpt.agent.flush_sources import Bases, EncodedSource, open_base
 from tierckpt.agent.protocol import Retire, SessionSettings
 from tierckpt.agent.session import TrainerSession
 from tierckpt.agent.shard_guard import ShardGuard
@@ -44,6 +46,9 @@ LIFE = "5eed"
 BLOCK_BYTES = 2 * PAGE_BYTES
 BLOCKS = 4
 ROW = "incremental full_every=2, zstd"
+DELTA = "delta full_every=2, zstd"
+SLOW = 2
+"""The block of numbers whose lowest bytes alone change."""
 VERSIONS = 3
 
 
@@ -56,7 +61,8 @@ def name_of(version: int) -> VersionName:
 
 
 def content_of(version: int) -> bytes:
-    """A header, blocks that never change, and blocks that always do. One item has 4 bytes."""
+    """A header, blocks that never change, and blocks that always do, one of them in a quarter of
+    its bytes. One item has 4 bytes."""
     metadata = {
         "format": "tierckpt-shard",
         "format_version": "1.0",
@@ -70,7 +76,10 @@ def content_of(version: int) -> bytes:
     header = len(text).to_bytes(8, "little") + text
     seeds = [0 if number % 2 else version for number in range(BLOCKS)]
     blocks = [hashlib.shake_128(f"{n} {s}".encode()) for n, s in enumerate(seeds)]
-    return header + b"".join(block.digest(BLOCK_BYTES) for block in blocks)
+    found = [bytearray(block.digest(BLOCK_BYTES)) for block in blocks]
+    found[SLOW][:] = hashlib.shake_128(b"slow").digest(BLOCK_BYTES)
+    found[SLOW][::4] = hashlib.shake_128(f"{version}".encode()).digest(BLOCK_BYTES // 4)
+    return header + b"".join(found)
 
 
 def sealed_of(version: int, content: bytes) -> Manifest:
@@ -85,9 +94,15 @@ def sealed_of(version: int, content: bytes) -> Manifest:
 def shard(version: int) -> Iterator[tuple[memoryview, bytes]]:
     """The image, aligned for direct I/O, and its manifest."""
     content = content_of(version)
-    with mmap.mmap(-1, len(content)) as memory, memoryview(memory) as image:
-        image[:] = content
+    memory = mmap.mmap(-1, len(content))
+    image = memoryview(memory)
+    image[:] = content
+    try:
         yield image, sealed_of(version, content).encode()
+    finally:
+        with contextlib.suppress(BufferError):  # a traceback has a view, and frees it later
+            image.release()
+            memory.close()
 
 
 # --- the local level -----------------------------------------------------------------------------
@@ -164,7 +179,12 @@ class Writer:
         with shard(version) as (image, sealed):
             base = self.bases.base_of(0, self.pipeline.full_every)
             source = EncodedSource(
-                sealed, lambda: cut(image, PAGE_BYTES), lambda: True, self.pipeline, base
+                sealed,
+                lambda: cut(image, PAGE_BYTES),
+                lambda: True,
+                self.pipeline,
+                base,
+                partial(open_base, self.store),
             )
             largest = self.pipeline.most_bytes(len(image))
             self.store.flush(facts_named(name_of(version)), largest, [source])
@@ -175,15 +195,16 @@ class Writer:
         return self.store.retain(RetentionPolicy(keep_last=1), name_of(version))
 
 
-def persistent(directory: Path, finished: Callable[[int], None]) -> None:
-    writer = Writer(directory)
+def persistent(directory: Path, finished: Callable[[int], None], row: str = ROW) -> None:
+    writer = Writer(directory, row)
     for version in range(1, VERSIONS + 1):
         writer.flush(version)
         finished(version)
         writer.retain(version)
 
 
-def persistent_contents(directory: Path) -> dict[int, bytes]:
+def persistent_contents(directory: Path, wanted: set[int] | None = None) -> dict[int, bytes]:
+    """All versions, or the wanted ones, decoded."""
     store = PersistentStore(str(directory))
     store.create()
 
@@ -193,13 +214,19 @@ def persistent_contents(directory: Path) -> dict[int, bytes]:
 
     found = {}
     for name in store.versions():
+        if wanted is not None and name.id.version not in wanted:
+            continue
         reader = store.open_shard(name, 0)
         decoder = Decoder(Manifest.decode(reader.manifest), reader.read, other)
         found[name.id.version] = b"".join(decoder.blocks())
     return found
 
 
-LEVELS = {"local": (local, local_contents), "persistent": (persistent, persistent_contents)}
+LEVELS = {
+    "local": (local, local_contents),
+    "persistent": (persistent, persistent_contents),
+    "persistent, delta": (partial(persistent, row=DELTA), persistent_contents),
+}
 
 
 # --- the sweep -----------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from tierckpt.codecs.codec import CodecError
+from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.delta import Base, Chain
 from tierckpt.codecs.encoder import Encoder, Plain, cut
 from tierckpt.codecs.pipeline import Pipeline
@@ -17,6 +19,7 @@ from tierckpt.format.version_names import VersionName
 from tierckpt.format.version_records import ShardRecord
 from tierckpt.storage.local.encoded_files import open_encoded
 from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import PersistentError, PersistentStore
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
 from tierckpt.storage.persistent.shard_groups import ShardSource, Source
 
@@ -44,8 +47,17 @@ class UnfoldedSource:
         return (record.manifest, record.nbytes) == (self.manifest, self.most_bytes)
 
 
+class LostBaseError(Exception):
+    """The version that a shard would refer to cannot be read."""
+
+
+OpenBase = Callable[[Base], Callable[[int], Buffer]]
+"""Opens a base on the persistent level, for its plain blocks."""
+
+
 class EncodedSource:
-    """A shard encoded for the persistent level. Holds one block in memory. One thread."""
+    """A shard encoded for the persistent level. Holds one block in memory, and with `delta` four
+    and a window of the base. One thread."""
 
     def __init__(
         self,
@@ -54,7 +66,9 @@ class EncodedSource:
         still_sealed: Callable[[], bool],
         pipeline: Pipeline,
         base: Base | None = None,
+        open_base: OpenBase | None = None,
     ) -> None:
+        self._open_base = open_base
         self._sealed_bytes, self._plain, self._pipeline = sealed, plain, pipeline
         self._sealed, self._refer_to = Manifest.decode(sealed), base
         self.still_sealed = still_sealed
@@ -65,12 +79,30 @@ class EncodedSource:
 
     def windows(self) -> Iterator[memoryview]:
         """Encode the shard, see `Source.windows`. Every call encodes again, so no nonce is ever
-        used for two encryptions."""
+        used for two encryptions. Raises LostBaseError."""
         self._complete = False
-        self._encoder = Encoder(self._pipeline, self._sealed_bytes, self._refer_to)
+        block_of = self._block_of if self._open_base else None
+        self._base_block: Callable[[int], Buffer] | None = None
+        self._encoder = Encoder(self._pipeline, self._sealed_bytes, self._refer_to, block_of)
         for block in self._encoder.stored(self._plain()):
             yield from _windows(block)
         self._complete = True
+
+    def _block_of(self, index: int) -> Buffer:
+        """A block of the base, from the store."""
+        base, open_base = self._refer_to, self._open_base
+        assert base is not None
+        assert open_base is not None
+        try:
+            if self._base_block is None:
+                self._base_block = open_base(base)
+            return self._base_block(index)
+        except PersistentError as error:
+            if error.transient:
+                raise
+            raise LostBaseError(f"{base.manifest.key} cannot be read: {error}") from error
+        except (CorruptShardError, FormatError, CodecError, FileNotFoundError, EOFError) as error:
+            raise LostBaseError(f"{base.manifest.key} cannot be read: {error}") from error
 
     @property
     def _done(self) -> Encoder:
@@ -110,7 +142,7 @@ class EncodedSource:
         ours = (self._sealed.key, self._sealed.facts.run_id, self._sealed.created_seconds)
         return (
             found.encoding is not None
-            and found.encoding.codecs == self._pipeline.description
+            and self._pipeline.wrote(found.encoding.codecs)
             and (found.key, found.facts.run_id, found.created_seconds) == ours
         )
 
@@ -123,12 +155,16 @@ def _windows(block: Buffer) -> Iterator[memoryview]:
 
 @contextlib.contextmanager
 def open_source(
-    local: LocalStore, key: ShardKey, pipeline: Pipeline, base: Base | None
+    local: LocalStore,
+    key: ShardKey,
+    pipeline: Pipeline,
+    base: Base | None,
+    open_base: OpenBase | None = None,
 ) -> Iterator[Source]:
     """A guarded local shard as a source for the persistent level with codecs `pipeline`.
 
-    `base`: the version that it may refer to there. Raises OSError, CorruptShardError, and the
-    errors of `Decoder`.
+    `base`: the version that it may refer to there; `open_base` opens it. Raises OSError,
+    CorruptShardError, and the errors of `Decoder`.
     """
     data = local.read_manifest(key)
     manifest = Manifest.decode(data)
@@ -140,7 +176,7 @@ def open_source(
         decoder = open_encoded(local, manifest)
         sealed, blocks = decoder.sealed_bytes, decoder.blocks
         if pipeline:
-            yield EncodedSource(sealed, blocks, still, pipeline, base)
+            yield EncodedSource(sealed, blocks, still, pipeline, base, open_base)
         else:
             nbytes = decoder.sealed.image_bytes
             yield UnfoldedSource(key.shard, sealed, nbytes, blocks, still)
@@ -148,7 +184,7 @@ def open_source(
     with sound_image(local, manifest) as image:
         if pipeline:
             plain = lambda: cut(image, manifest.header_bytes)  # noqa: E731
-            yield EncodedSource(data, plain, still, pipeline, base)
+            yield EncodedSource(data, plain, still, pipeline, base, open_base)
         else:
             yield ShardSource(key.shard, image, data, still)
 
@@ -178,6 +214,38 @@ class Bases:
                 self._candidates[source.shard] = source.made
             elif source.refers:
                 self._chains[source.shard].wrote(None)
+
+    def forget(self) -> None:
+        """Make the next version of every shard whole."""
+        self._chains.clear()
+        self._candidates.clear()
+
+
+def open_base(store: PersistentStore, base: Base) -> Callable[[int], Buffer]:
+    """The plain blocks of a base, by number, in order. Raises as `Decoder`, and PersistentError."""
+    shard = store.open_shard(_name_of(base), base.manifest.shard)
+    if shard.manifest != base.manifest.encode():
+        raise CorruptShardError("it was replaced")
+    return Decoder(base.manifest, _ahead(shard.read, shard.nbytes), _no_other).block
+
+
+def _ahead(read: Read, nbytes: int) -> Read:
+    """Read whole windows, as blocks are asked for one after the other: a store takes its time for
+    each request."""
+    begin, window = 0, b""
+
+    def read_ahead(offset: int, wanted: int) -> bytes:
+        nonlocal begin, window
+        if not begin <= offset <= offset + wanted <= begin + len(window):
+            begin = offset
+            window = read(offset, min(max(wanted, WINDOW_BYTES), nbytes - offset))
+        return window[offset - begin : offset - begin + wanted]
+
+    return read_ahead
+
+
+def _no_other(key: ShardKey) -> tuple[Manifest, Read]:
+    raise FormatError(f"{key} is a base, and refers to another version")
 
 
 def _name_of(base: Base) -> VersionName:

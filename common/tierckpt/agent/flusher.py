@@ -13,13 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.core.levels import PERSISTENT
+from tierckpt.core.retention import is_kept
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (
     FlushCancelledError,
     FlushPacer,
+    FlushResult,
     Lease,
     LeaseHeldError,
     PersistentError,
@@ -38,7 +41,7 @@ from tierckpt.storage.persistent.pins import NewPins
 from tierckpt.storage.persistent.rate_limit import NAP_SECONDS
 from tierckpt.storage.persistent.retry import lacks_room
 
-from .flush_sources import Bases, open_source
+from .flush_sources import Bases, LostBaseError, open_base, open_source
 from .protocol import (
     AgentMessage,
     Flushed,
@@ -267,19 +270,12 @@ class Flusher:
         lease = self._wait_for_lease(store, order)
         with contextlib.suppress(PersistentError):  # it concerns older versions only
             self._look_back(store, order)
-        # A new pipeline for each flush: the key in a file may have changed.
-        pipeline = Pipeline.of_setting(self.settings.codecs, "persistent_codecs")
-        largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
-        local = LocalStore(order.directory)
-        with contextlib.ExitStack() as stack:
-            sources = []
-            for key in order.keys:
-                base = self._bases.base_of(key.shard, pipeline.full_every)
-                sources.append(stack.enter_context(open_source(local, key, pipeline, base)))
-            pacer = self._counted(self._pacer(lease), sum(each.most_bytes for each in sources))
-            result = store.flush(order.facts, largest, sources, pacer)
-            for source in sources:
-                self._bases.wrote(source)
+        try:
+            result = self._write(store, order, lease)
+        except LostBaseError as error:
+            self._warn(f"{order.id} is stored whole: {error}")
+            self._bases.forget()
+            result = self._write(store, order, lease)
         if result.committed:
             self._unproved.clear()
         elif order.name not in self._unproved:
@@ -287,6 +283,26 @@ class Flusher:
         nbytes = result.written_bytes + result.reused_bytes
         seconds = self._clock.monotonic() - begin
         return Flushed(order.id, nbytes, seconds, result.committed)
+
+    def _write(self, store: PersistentStore, order: FlushOrder, lease: Lease) -> FlushResult:
+        # A new pipeline for each flush: the key in a file may have changed.
+        pipeline = Pipeline.of_setting(self.settings.codecs, "persistent_codecs")
+        if pipeline.delta and not is_kept(order.id.version, self.settings.keep_every):
+            pipeline = pipeline.whole()  # it goes soon, and would keep its base, or is one
+        largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
+        local, open_it = LocalStore(order.directory), partial(open_base, store)
+        with contextlib.ExitStack() as stack:
+            sources = []
+            for key in order.keys:
+                base = self._bases.base_of(key.shard, pipeline.full_every)
+                opened = open_source(local, key, pipeline, base, open_it)
+                sources.append(stack.enter_context(opened))
+            pacer = self._counted(self._pacer(lease), sum(each.most_bytes for each in sources))
+            result = store.flush(order.facts, largest, sources, pacer)
+            if pipeline.full_every:
+                for source in sources:
+                    self._bases.wrote(source)
+        return result
 
     def _pacer(self, lease: Lease) -> FlushPacer:
         settings = self.settings

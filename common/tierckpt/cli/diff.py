@@ -35,10 +35,12 @@ def diff(args: argparse.Namespace, console: Console) -> int:
         from tierckpt.offline import evolution
 
         path, first, last = range_of(args.targets)
-        drawn = evolution.draw(path, first, last, args.plot)
+        drawn = evolution.draw(path, first, last, args.plot, args.names, args.every)
         versions = some([f"v{version}" for version in drawn], 8)
         console.print(f"{args.plot}: {versions}", soft_wrap=True)
         return 0
+    if args.names or args.every:
+        raise ConfigError("--names and --every choose what --plot draws: add --plot FILE")
     targets = targets_of(args.targets)
     with ExitStack() as stack:
         bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))

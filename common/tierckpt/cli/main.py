@@ -336,14 +336,22 @@ def diff(commands: Subparsers) -> None:
         "jobs (`tierckpt diff A@100 B@100`; without a number, the version that a restart takes): "
         "every tensor and every other value. Tensors with equal checksums are not read. The exit "
         "status is 0 if the versions are equal bit for bit, 1 if they differ, 2 after an error. "
-        "--plot draws how far each layer moves from version to version: `tierckpt diff PATH --plot "
-        f"FILE` for all versions, `PATH 100..200` for a range. {PLACES}",
+        "--plot draws how far each layer moves from version to version, and the norms of its "
+        "weights: `tierckpt diff PATH --plot FILE` for all versions, `PATH 100..200` for a range, "
+        f"--every and --names for a choice. {PLACES}",
     )
     parser.add_argument("targets", nargs="+", metavar="PATH[@VERSION]|VERSION")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
     parser.add_argument("--all", action="store_true", help="show all lines, not just the first 20")
     text = "write a picture that shows how far each layer moves from version to version"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    text = "draw only tensors with such names, as in a shell: 'layer4.*' for weights and buffers, "
+    text += (
+        "'optimizer/layer4.*/exp_avg' for the optimizer's; may be repeated (default: all weights)"
+    )
+    parser.add_argument("--names", action="append", metavar="PATTERN", help=text)
+    text = "draw only versions that are multiples of this"
+    parser.add_argument("--every", type=number, metavar="N", help=text)
     parser.set_defaults(run=_diff, error_status=2)
 
 

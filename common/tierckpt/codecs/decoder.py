@@ -59,22 +59,40 @@ class Decoder:
             raise FormatError(f"{key} refers to {other}, which cannot be its base")
         if theirs.plain_bytes != self.encoding.plain_bytes:
             raise FormatError(f"{key} refers to {other}, which has blocks of other lengths")
-        return Decoder(base, read, open_other)
+        try:
+            return Decoder(base, read, open_other)
+        except CorruptShardError as error:
+            raise self._refers_to(error) from error
+
+    def _refers_to(self, error: Exception) -> CorruptShardError:
+        base = self.encoding.base_of(self._manifest.key)
+        return CorruptShardError(f"{self._manifest.key} refers to {base}: {error}")
 
     def block(self, index: int) -> Buffer:
         """One block of the image. Raises as the constructor does."""
-        source = self
         if self._base is not None and not self.encoding.stored_bytes[index]:
-            source = self._base
-            if source._digest(index) != self._digest(index):
-                raise CorruptShardError(f"block {index} of {source._manifest.key} was replaced")
-        block = source._block(index)
+            if self._base._digest(index) != self._digest(index):
+                raise CorruptShardError(f"block {index} of {self._base._manifest.key} was replaced")
+            block = self._of_base(self._base, index)
+        else:
+            block = self._block(index)
         nbytes = self.encoding.plain_bytes[index]
         if len(block) != nbytes:
             raise CorruptShardError(
                 f"block {index} of {self._manifest.key} has {len(block)} bytes, not {nbytes}"
             )
+        size = self.encoding.differences.get(index)
+        if self._base is not None and size is not None:
+            from .difference import undone
+
+            block = undone(block, self._of_base(self._base, index), size)
         return block
+
+    def _of_base(self, base: Decoder, index: int) -> Buffer:
+        try:
+            return base.block(index)
+        except CorruptShardError as error:
+            raise self._refers_to(error) from error
 
     def blocks(self) -> Iterator[Buffer]:
         """All blocks of the image, in order."""

@@ -10,7 +10,7 @@ from tierckpt.format.manifest import Manifest, digest, digest_at
 
 from .codec import BlockId
 from .delta import Base, content_hash
-from .pipeline import Pipeline
+from .pipeline import DIFFERENCES, Pipeline
 
 
 def cut(image: memoryview, header_bytes: int) -> Iterator[memoryview]:
@@ -21,13 +21,26 @@ def cut(image: memoryview, header_bytes: int) -> Iterator[memoryview]:
         low += block.nbytes
 
 
-class Encoder:
-    """One shard, encoded once. One thread; buffers one block."""
+BlockOf = Callable[[int], Buffer]
+"""Returns a plain block of a base, by its number."""
 
-    def __init__(self, pipeline: Pipeline, sealed: bytes, base: Base | None = None) -> None:
+
+class Encoder:
+    """One shard, encoded once. One thread; buffers one block, and with `delta` three more."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        sealed: bytes,
+        base: Base | None = None,
+        block_of: BlockOf | None = None,
+    ) -> None:
         """`sealed` is the manifest that the shard was sealed with. Blocks that are the same in
-        `base` become references to it, if it fits."""
+        `base` become references to it, if it fits. If the pipeline has `delta`, other blocks may
+        become differences to the base's, which `block_of` reads."""
         self._pipeline, self._sealed_bytes, self._base = pipeline, sealed, base
+        self._block_of = block_of if pipeline.delta else None
+        self._differences: dict[int, int] = {}
         self._sealed = Manifest.decode(sealed)
         self._hashes: list[bytes] = []
         self._lengths: list[int] = []
@@ -38,7 +51,7 @@ class Encoder:
         """Bytes to store, block by block; `plain` are all blocks of the image in order.
 
         A block that was yielded is valid until the next one is asked for. Raises CodecError, and
-        FormatError when the blocks are not those of a shard.
+        FormatError when the blocks are not those of a shard. Raises the errors of `block_of`.
         """
         for index, block in enumerate(plain):
             if index == 0:
@@ -48,7 +61,7 @@ class Encoder:
                 if self._refer(index):
                     continue
             yield self._store(block, index)
-        if not self._base or 0 not in self._lengths:
+        if not self._base or not (0 in self._lengths or self._differences):
             self._base = None  # without a reference it is a whole version
         yield self._store(self._sealed_bytes, len(self._cut))
 
@@ -68,19 +81,36 @@ class Encoder:
 
     def _store(self, block: Buffer, index: int) -> Buffer:
         size = self._cut[index].item_bytes if index < len(self._cut) else 1
-        stored = self._pipeline.encode(block, where(self._sealed, index, size))
+        place = where(self._sealed, index, size)
+        if self._base and self._block_of and 0 < index < len(self._cut):
+            block = self._shorter(block, index, place)
+        stored = self._pipeline.encode(block, place)
         self._lengths.append(len(stored))
         self._digests.append(digest(memoryview(stored)))
         return stored
 
+    def _shorter(self, block: Buffer, index: int, place: BlockId) -> Buffer:
+        """The block, or its difference to the base's if that gets shorter."""
+        from .difference import difference, item_bytes_of, pays
+
+        assert self._block_of is not None
+        size = item_bytes_of(len(block), place.item_bytes)
+        changed = difference(block, self._block_of(index), size)
+        if not pays(changed, block, self._pipeline.codecs[0], place):
+            return block
+        self._differences[index] = size
+        return changed
+
     @property
     def manifest(self) -> Manifest:
         """Manifest of the stored shard, once everything was yielded."""
+        described = self._pipeline.description
         encoding = Encoding(
-            self._pipeline.description,
+            DIFFERENCES + described if self._differences else described,
             tuple(block.nbytes for block in self._cut),
             tuple(self._lengths),
             self._base.manifest.id if self._base else None,
+            self._differences,
         )
         return replace(
             self._sealed,

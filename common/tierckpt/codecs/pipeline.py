@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierckpt.errors import ConfigError, TierckptError
@@ -23,11 +23,14 @@ from tierckpt.format.encoding import Buffer, Description, Parameter
 from .codec import BlockId, Codec, CodecError
 
 GROUP = "tierckpt.codecs"
+DIFFERENCES: Description = (("delta", {}),)
+"""First in the description of a version with differences to another one."""
 OURS = {
     "aes-gcm": ("aes_gcm", "AesGcm"),
     "zstd": ("zstd", "Zstd"),
 }
-INCREMENTAL = "incremental"
+INCREMENTAL, DELTA = "incremental", "delta"
+WAYS_TO_REFER = (INCREMENTAL, DELTA)
 FULL_EVERY = 8
 """One in this number of versions is whole, unless the user sets another number."""
 
@@ -39,6 +42,8 @@ class Pipeline:
     codecs: tuple[Codec, ...] = ()
     full_every: int = 0
     """One in this number of versions is whole, the others refer to it; 0: all are whole."""
+    delta: bool = False
+    """Changed blocks are stored as differences to that version's."""
 
     @staticmethod
     def of_setting(text: str, setting: str) -> Pipeline:
@@ -47,34 +52,49 @@ class Pipeline:
         Raises ConfigError for an unknown codec, and for one that cannot be used here because a
         package or a key is missing.
         """
-        codecs, full_every = [], 0
+        codecs, full_every, delta = [], 0, False
         for number, part in enumerate(text.split(",") if text.strip() else ()):
             name, *rest = part.split() or [""]
             parameters = dict(_parameter(each, setting) for each in rest)
-            if name == INCREMENTAL:
+            if name in WAYS_TO_REFER:
                 if number:
                     raise ConfigError(
-                        f"{setting} is {text!r}: {INCREMENTAL} compares blocks as they are, so it "
-                        "must come first"
+                        f"{setting} is {text!r}: {name} compares blocks as they are, so it must "
+                        "come first, and only one of "
+                        f"{' and '.join(WAYS_TO_REFER)} can"
                     )
-                full_every = _full_every(parameters, setting)
+                full_every, delta = _full_every(name, parameters, setting), name == DELTA
                 continue
             try:
                 codecs.append(make_codec(name, parameters))
             except CodecError as error:
                 raise ConfigError(f"{setting} is {text!r}: {error}") from error
-        return Pipeline(tuple(codecs), full_every)
+        if delta and (not codecs or codecs[0].hides):
+            raise ConfigError(
+                f"{setting} is {text!r}: {DELTA} makes blocks that compress well, so a codec that "
+                f"compresses must follow: {DELTA}, zstd"
+            )
+        return Pipeline(tuple(codecs), full_every, delta)
 
     @staticmethod
     def of_description(description: Description) -> Pipeline:
         """The pipeline that a manifest names, to decode. Raises CodecError if one is missing."""
         codecs = []
-        for name, values in description:
+        delta = description[:1] == DIFFERENCES
+        for name, values in description[delta:]:
             try:
                 codecs.append(make_codec(name, values))
             except CodecError as error:
                 raise CodecError(f"it was encoded with the codec {name!r}: {error}") from error
-        return Pipeline(tuple(codecs))
+        return Pipeline(tuple(codecs), delta=delta)
+
+    def whole(self) -> Pipeline:
+        """The same codecs, for versions that refer to no other."""
+        return replace(self, full_every=0, delta=False)
+
+    def wrote(self, description: Description) -> bool:
+        """Whether a manifest with this description is of this pipeline."""
+        return description in (self.description, DIFFERENCES + self.description)
 
     def __bool__(self) -> bool:
         return bool(self.codecs) or self.full_every > 0
@@ -86,7 +106,7 @@ class Pipeline:
 
     @property
     def description(self) -> Description:
-        """Names and parameters, for manifests."""
+        """Names and parameters, for manifests of whole versions."""
         return tuple((codec.name, dict(codec.parameters())) for codec in self.codecs)
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
@@ -162,7 +182,7 @@ def _class_of(name: str) -> Callable[..., Any]:
 
     theirs = {point.name: point for point in entry_points(group=GROUP)}
     if name not in theirs:
-        known = ", ".join(sorted({*OURS, INCREMENTAL, *theirs}))
+        known = ", ".join(sorted({*OURS, *WAYS_TO_REFER, *theirs}))
         raise CodecError(
             f"the codec {name!r} is unknown; known are: {known}. If it comes with a package, "
             "install that on every node"
@@ -187,10 +207,10 @@ def _parameter(text: str, setting: str) -> tuple[str, Parameter]:
     return name, value
 
 
-def _full_every(parameters: Mapping[str, Parameter], setting: str) -> int:
+def _full_every(name: str, parameters: Mapping[str, Parameter], setting: str) -> int:
     value = dict(parameters).pop("full_every", FULL_EVERY)
     if parameters.keys() - {"full_every"} or not isinstance(value, int) or value < 2:
         raise ConfigError(
-            f"{setting}: {INCREMENTAL} takes full_every, a whole number from 2 on, and nothing else"
+            f"{setting}: {name} takes full_every, a whole number from 2 on, and nothing else"
         )
     return value

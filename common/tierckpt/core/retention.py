@@ -30,6 +30,11 @@ class RetentionPolicy:
     """True: a smaller metric is better. False: a larger one."""
 
 
+def is_kept(version: int, keep_every: int) -> bool:
+    """Whether `keep_every` keeps the version."""
+    return keep_every > 0 and version % keep_every == 0
+
+
 def retirable(
     held: Iterable[VersionId],
     policy: RetentionPolicy,
@@ -61,8 +66,7 @@ def retirable(
         line = [i for i in past if on_lineage(i, lineage)]
         newest = newest_of_each(line)
         last = [i for i in line if i in newest][: max(policy.keep_last, 1)]
-        every = policy.keep_every
-        multiples = {i for i in newest if every and i.version % every == 0}
+        multiples = {i for i in newest if is_kept(i.version, policy.keep_every)}
         gone |= {*line} - {*last} - multiples
         if safe.generation == lineage[-1][0]:
             gone |= {*past} - {*line}

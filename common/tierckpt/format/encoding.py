@@ -8,7 +8,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -32,6 +32,9 @@ class Encoding:
     in `base`; without a base, a block of no bytes."""
     base: VersionId | None = None
     """The version of unchanged blocks: of the same run, shard and cut, and itself complete."""
+    differences: Mapping[int, int] = field(default_factory=dict)
+    """Numbers of the blocks that are stored as differences to those of `base`, each with the size
+    of its integers."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -52,12 +55,16 @@ class Encoding:
         lengths = array("I", self.stored_bytes)
         if sys.byteorder == "big":
             lengths.byteswap()
-        return {
+        values = {
             "codecs": self.codecs,
             "blocks": runs(self.plain_bytes),
             "lengths": base64.b64encode(lengths.tobytes()).decode(),
             "base": None if self.base is None else [self.base.generation, self.base.version],
         }
+        if self.differences:
+            sizes = [self.differences.get(number, 0) for number in range(len(self.plain_bytes))]
+            values["differences"] = runs(sizes)
+        return values
 
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> Encoding:
@@ -67,11 +74,13 @@ class Encoding:
         if sys.byteorder == "big":
             lengths.byteswap()
         base = values["base"]
+        sizes = unrun(values.get("differences", ()))
         made = Encoding(
             tuple((str(name), dict(parameters)) for name, parameters in values["codecs"]),
             tuple(int(n) for n in unrun(values["blocks"])),
             tuple(lengths),
             None if base is None else VersionId(int(base[0]), int(base[1])),
+            {number: size for number, size in enumerate(sizes) if size},
         )
         if len(made.stored_bytes) != len(made.plain_bytes) + 1 or not made.stored_bytes[-1]:
             raise ValueError(f"{len(made.stored_bytes)} lengths for {len(made.plain_bytes)} blocks")
@@ -80,6 +89,10 @@ class Encoding:
             for plain, stored in zip(made.plain_bytes, made.stored_bytes, strict=False)
         ):
             raise ValueError("blocks refer to another version, but no base is named")
+        if made.differences and (made.base is None or len(sizes) != len(made.plain_bytes)):
+            raise ValueError("blocks are differences to another version, which is not named")
+        if not set(made.differences.values()) <= set(INTEGER_BYTES):
+            raise ValueError(f"differences have {sorted({*made.differences.values()})} bytes")
         return made
 
 
@@ -90,6 +103,7 @@ Description = tuple[tuple[str, dict[str, Parameter]], ...]
 
 
 ITEM_BYTES = (1, 2, 4, 8, 16)
+INTEGER_BYTES = ITEM_BYTES[:4]
 
 
 class Block(NamedTuple):

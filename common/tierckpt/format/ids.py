@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 from tierckpt.errors import NewerFormatError
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 
 PAGE_BYTES = 4096
 """Header and data lengths are multiples of this, as O_DIRECT requires."""

@@ -39,6 +39,8 @@ class Numbers:
     """Euclidean norm of b - a."""
     norm_relative: float | None = None
     """The norm divided by the norm of a; None if that is 0."""
+    norm_b: float | None = None
+    """Euclidean norm of b."""
     nans: tuple[int, int] = (0, 0)
     """Numbers in a and in b."""
     infs: tuple[int, int] = (0, 0)
@@ -148,6 +150,20 @@ def _numbers(a: StoredTensor, b: StoredTensor) -> Numbers:
     return sums.numbers()
 
 
+def norm_of(tensor: StoredTensor) -> float | None:
+    """The Euclidean norm of the finite elements, in float64; None if they are no numbers with a
+    point, or if there are none. Raises CorruptShardError, OSError."""
+    dtype, squares, seen = tree_codec.dtype_of(tensor.spec.dtype), 0.0, 0
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    for low in range(0, tensor.spec.numel, CHUNK_ELEMENTS):
+        values = _wide(tensor.read(low, min(low + CHUNK_ELEMENTS, tensor.spec.numel)), dtype, wide)
+        size = values[torch.isfinite(values)].abs()
+        squares, seen = squares + float(size.dot(size)), seen + size.numel()
+    return math.sqrt(squares) if seen else None
+
+
 def _row_major(tensor: StoredTensor) -> np.ndarray:
     target = tree_codec.empty(tensor.spec, "cpu")
     if tensor.spec.numel:
@@ -162,7 +178,7 @@ class _Sums:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._found = dtype, Numbers()
         self._is_number = dtype.is_floating_point or dtype.is_complex
-        self._squares = self._base = 0.0
+        self._squares = self._base = self._after = 0.0
 
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
         """Add the bytes of a chunk of both tensors, with the same number of elements."""
@@ -182,10 +198,11 @@ class _Sums:
             x, y = x[finite], y[finite]
         if not x.numel():
             return
-        change, size = (y - x).abs(), x.abs()
+        change, size, after = (y - x).abs(), x.abs(), y.abs()
         self._squares += float(change.dot(change))
         self._base += float(size.dot(size))
-        relative = change / torch.maximum(size, y.abs())  # NaN for 0 and 0
+        self._after += float(after.dot(after))
+        relative = change / torch.maximum(size, after)  # NaN for 0 and 0
         found.max_absolute = max(found.max_absolute or 0.0, float(change.max()))
         found.max_relative = max(found.max_relative or 0.0, float(relative.nan_to_num_().max()))
 
@@ -193,6 +210,7 @@ class _Sums:
         """The result for all chunks."""
         if self._found.max_absolute is not None:
             self._found.norm = math.sqrt(self._squares)
+            self._found.norm_b = math.sqrt(self._after)
             if self._base > 0:
                 self._found.norm_relative = math.sqrt(self._squares / self._base)
         return self._found

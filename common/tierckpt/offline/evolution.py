@@ -1,83 +1,105 @@
-"""A picture of the weights' evolution: the change of each layer from version to version."""
+"""A picture of the weights over versions: their norms, and those of the changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt.errors import ConfigError
+from tierckpt.format.ids import VersionId
 from tierckpt.restore.progress import Progress
 from tierckpt.state.names import FIXED
 
-from .catalog import rows_of
-from .difference import compare_tensors
+from .difference import compare_tensors, norm_of
 from .entry_names import in_order
-from .stored_version import StoredVersion, open_version
-from .survey import survey
+from .history import Names, chosen, listed
+from .stored_version import OnRead, StoredVersion, open_version
+from .survey import Survey, survey
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_ROWS = 24
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.22, 150
 Norms = dict[str, float]
-"""Norm of the change, by layer."""
+"""A norm by tensor, or by layer."""
 
 
-def draw(path: str, first: int | None, last: int | None, out: Path) -> list[int]:
-    """Draw the restorable versions of `path` from `first` to `last`; returns their numbers. Two are
-    open at a time.
+@dataclass(frozen=True)
+class Evolution:
+    """Norms of tensors over versions."""
+
+    versions: list[int]
+    changes: list[Norms]
+    """From each version to the next."""
+    weights: list[Norms]
+    """At each version."""
+
+    def by_layer(self) -> Evolution:
+        """The same for layers, see `layer_norms`."""
+        changes, weights = ([layer_norms(n) for n in each] for each in (self.changes, self.weights))
+        return Evolution(self.versions, changes, weights)
+
+
+def draw(
+    path: str,
+    first: int | None,
+    last: int | None,
+    out: Path,
+    names: Names | None = None,
+    every: int | None = None,
+) -> list[int]:
+    """Draw the versions of `path` from `first` to `last` that are multiples of `every`; returns
+    their numbers. Two are open at a time. `names` are as for `tierckpt.history`; None: all
+    parameters.
 
     Raises ConfigError if there are fewer than two, if matplotlib is missing, or if the file cannot
-    be written.
+    be written; RestoreError and the errors of reading.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("drawing needs matplotlib: pip install matplotlib") from error
-    versions = versions_at(path, first, last)
-    changes = [layer_norms(each) for each in changes_of(path, versions)]
-    if not any(changes):
-        raise ConfigError(f"{path}: no weight has the same shape in two versions")
-    figure = Figure(figsize=(WIDTH_INCHES, 1.6 + ROW_INCHES * min(len(changes[0]), MOST_ROWS)))
+    found = evolution(path, first, last, names, every).by_layer()
+    rows = min(len(found.weights[0]), MOST_ROWS)
+    figure = Figure(figsize=(WIDTH_INCHES, 2 * (1.3 + ROW_INCHES * rows)))
     FigureCanvasAgg(figure)
-    _draw(figure, changes, versions)
+    _draw(figure, found)
     try:
         figure.savefig(out, dpi=DPI)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the picture {out}: {error}") from error
-    return versions
+    return found.versions
 
 
-def versions_at(path: str, first: int | None, last: int | None) -> list[int]:
-    """The restorable versions in order. Raises ConfigError for fewer than two."""
-    rows = [row for row in rows_of(survey(path)) if row.restartable and row.is_past]
-    low, high = first or 0, last if last is not None else max((r.version for r in rows), default=0)
-    found = sorted({row.version for row in rows if low <= row.version <= high})
-    if len(found) < 2:
-        there = ", ".join(f"v{version}" for version in found) or "none"
-        raise ConfigError(
-            f"{path}: the change needs two versions, but there is {there}; local_keep_last and "
-            "local_keep_every decide how many a job keeps"
-        )
-    return found
-
-
-def changes_of(path: str, versions: Sequence[int]) -> list[Norms]:
-    """Norms of the change from each version to the next, for parameters of equal shape."""
-    found: list[Norms] = []
+def evolution(
+    path: str,
+    first: int | None = None,
+    last: int | None = None,
+    names: Names | None = None,
+    every: int | None = None,
+) -> Evolution:
+    """Norms of the chosen tensors, in float64. Raises as `draw`."""
+    there = survey(path)
+    ids = versions_at(there, path, first, last, every)
+    found = Evolution([id_.version for id_ in ids], [], [])
     with ExitStack() as stack:
         bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
         bar.begin("comparing")
-        before = open_version(path, versions[0], bar.advance)
+        before = _opened(path, ids[0], there, bar.advance)
         try:
-            for version in versions[1:]:
-                after = open_version(path, version, bar.advance)
+            found.weights.append(_weights(before, names))
+            if not found.weights[0]:
+                raise ConfigError(f"{path}: v{ids[0].version} has no numbers in {names or 'it'}")
+            for id_ in ids[1:]:
+                after = _opened(path, id_, there, bar.advance)
                 try:
-                    found.append(_norms(before, after))
+                    _add(found, before, after, names)
                 finally:
                     before.close()
                     before = after
@@ -86,27 +108,66 @@ def changes_of(path: str, versions: Sequence[int]) -> list[Norms]:
     return found
 
 
-def _norms(a: StoredVersion, b: StoredVersion) -> Norms:
-    found = Norms()
-    for name in in_order(a.names() & b.names()):
-        if not name.startswith(FIXED[0]):
-            continue
-        one = compare_tensors(name, a.tensor(name, 0), b.tensor(name, 0))
-        if one is None:
-            found[name] = 0.0
-        elif one.numbers is not None and one.numbers.norm is not None:
-            found[name] = one.numbers.norm
+def versions_at(
+    there: Survey, path: str, first: int | None, last: int | None, every: int | None = None
+) -> list[VersionId]:
+    """The restorable versions in order. Raises ConfigError for fewer than two."""
+    found = listed(there, every, first, last)
+    if len(found) < 2:
+        seen = ", ".join(f"v{id_.version}" for id_ in found) or "none"
+        raise ConfigError(
+            f"{path}: the change needs two versions, but there is {seen}; local_keep_last and "
+            "local_keep_every decide how many a job keeps"
+        )
     return found
+
+
+def _opened(path: str, id_: VersionId, there: Survey, on_read: OnRead) -> StoredVersion:
+    return open_version(path, id_.version, on_read, there)
+
+
+def _entries(version: StoredVersion, names: Names | None) -> Iterable[str]:
+    if names is None:
+        return in_order(each for each in version.names() if each.startswith(FIXED[0]))
+    return dict.fromkeys(chosen(version, names).values())
+
+
+def _weights(version: StoredVersion, names: Names | None) -> Norms:
+    found = Norms()
+    for entry in _entries(version, names):
+        stored = version.tensor(entry, 0)
+        if stored is not None and (norm := norm_of(stored)) is not None:
+            found[entry] = norm
+    return found
+
+
+def _add(found: Evolution, a: StoredVersion, b: StoredVersion, names: Names | None) -> None:
+    """Add the norms of `b`, and of the change from `a`. What has not changed is not read."""
+    changes, weights = Norms(), Norms()
+    for entry in _entries(b, names):
+        before, after = a.tensor(entry, 0), b.tensor(entry, 0)
+        one = compare_tensors(entry, before, after)
+        if one is None and entry in found.weights[-1]:
+            changes[entry], weights[entry] = 0.0, found.weights[-1][entry]
+        elif one is not None and one.numbers is not None and one.numbers.norm is not None:
+            changes[entry], weights[entry] = one.numbers.norm, one.numbers.norm_b or 0.0
+        elif one is not None and after is not None and (norm := norm_of(after)) is not None:
+            weights[entry] = norm  # new, or of another shape
+    found.changes.append(changes)
+    found.weights.append(weights)
 
 
 def layer_norms(norms: Mapping[str, float]) -> Norms:
     """Norms by layer: `model/body.0.weight` and `model/body.0.bias` are `body.0`. If there are too
     many layers, names are shortened further."""
-    names = {name: name.split("/", 1)[1] for name in norms}
-    deepest = max((name.count(".") for name in names.values()), default=0)
-    rows = names
+    names = {name: _path_in(name) for name in norms}
+    deepest = max((path.count(".") for _, path, _ in names.values()), default=0)
+    rows = {name: "".join(parts) for name, parts in names.items()}
     for depth in range(deepest, 0, -1):
-        rows = {n: ".".join(own.split(".")[:-1][:depth]) or own for n, own in names.items()}
+        rows = {
+            name: before + (".".join(path.split(".")[:-1][:depth]) or path) + key
+            for name, (before, path, key) in names.items()
+        }
         if len(set(rows.values())) <= MOST_ROWS:
             break
     found = Norms()
@@ -115,27 +176,50 @@ def layer_norms(norms: Mapping[str, float]) -> Norms:
     return found
 
 
-def _draw(figure: Figure, changes: Sequence[Norms], versions: Sequence[int]) -> None:
-    """Draw a row for each layer, and a column for each step between versions."""
-    import numpy as np
-    from matplotlib.colors import LogNorm
+def _path_in(name: str) -> tuple[str, str, str]:
+    """A parameter's path in an entry's name, with what is before and after it."""
+    before, _, path = name.partition("/")
+    if name.startswith(FIXED):
+        return "", path, ""
+    path, _, key = path.rpartition("/")
+    return f"{before}/", path, f"/{key}"
 
-    layers = list(dict.fromkeys(name for each in changes for name in each))
-    table = np.array([[each.get(layer, np.nan) for each in changes] for layer in layers])
-    table[table == 0] = np.nan
-    axis = figure.subplots()
-    axis.set_facecolor("0.92")
-    finite = table[np.isfinite(table)]
-    scale = LogNorm(finite.min(), max(finite.max(), finite.min() * 1.001)) if finite.size else None
-    shown = axis.pcolormesh(np.ma.masked_invalid(table), norm=scale, cmap="viridis")
-    axis.set_yticks(np.arange(len(layers)) + 0.5, layers, fontsize=8)
-    axis.invert_yaxis()
-    some = range(0, len(versions), max(1, len(versions) // 12))
-    axis.set_xticks([*some], [f"v{versions[i]}" for i in some], fontsize=8)
-    axis.set_xlabel("version; between two, the norm of the change (grey: none)", fontsize=9)
-    if finite.size:
-        figure.colorbar(shown, ax=axis).ax.tick_params(which="both", labelsize=8)
+
+def _draw(figure: Figure, found: Evolution) -> None:
+    """Draw a row for each layer; a column for each step between versions, and below for each
+    version."""
+    upper, lower = figure.subplots(2)
+    versions = found.versions
+    between = [f"v{version}" for version in versions[1:]]
+    _table(
+        figure, upper, found.changes, between, "norm of the change up to the version (grey: none)"
+    )
+    _table(figure, lower, found.weights, [f"v{v}" for v in versions], "norm at the version")
     figure.tight_layout()
 
 
-__all__ = ["changes_of", "draw", "layer_norms", "versions_at"]
+def _table(
+    figure: Figure, axis: Axes, norms: Sequence[Norms], columns: Sequence[str], text: str
+) -> None:
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
+    layers = list(dict.fromkeys(name for each in norms for name in each))
+    table = np.array([[each.get(layer, np.nan) for each in norms] for layer in layers])
+    table = table.reshape(len(layers), len(norms))
+    table[table == 0] = np.nan
+    axis.set_facecolor("0.92")
+    finite = table[np.isfinite(table)]
+    scale = LogNorm(finite.min(), max(finite.max(), finite.min() * 1.001)) if finite.size else None
+    axis.set_yticks(np.arange(len(layers)) + 0.5, layers, fontsize=8)
+    axis.set_xlabel(text, fontsize=9)
+    some = range(0, len(columns), max(1, len(columns) // 12))
+    axis.set_xticks([i + 0.5 for i in some], [columns[i] for i in some], fontsize=8)
+    if layers:
+        shown = axis.pcolormesh(np.ma.masked_invalid(table), norm=scale, cmap="viridis")
+        axis.invert_yaxis()
+        if finite.size:
+            figure.colorbar(shown, ax=axis).ax.tick_params(which="both", labelsize=8)
+
+
+__all__ = ["Evolution", "draw", "evolution", "layer_norms", "versions_at"]

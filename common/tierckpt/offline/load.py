@@ -105,10 +105,10 @@ def load(
                 if not as_parts:
                     names = ("model", "optimizers", "extra", "extra_per_rank")
                     parts = {name: getattr(saved, name) for name in names}
-                    refuse_unknown(parts, f"{_text(path)}: v{saved.version}")
+                    refuse_unknown(parts, f"{text_of(path)}: v{saved.version}")
                 return saved
     raise RestoreError(
-        f"{_text(path)}: a running job retired the version that was being read, {TRIES} times",
+        f"{text_of(path)}: a running job retired the version that was being read, {TRIES} times",
         "Pin a version (tierckpt pin), and read that one",
     )
 
@@ -195,10 +195,11 @@ def nothing(
     shards = ", ".join(f"v{v}" for v in versions[-8:])
     seen = f"; there are shards of {shards}" if versions else ""
     why = "; ".join([*there.troubles, *rejected][:4])
-    return f"{_text(path)}: {wanted} is complete and sound{seen}{'. ' if why else ''}{why}"
+    return f"{text_of(path)}: {wanted} is complete and sound{seen}{'. ' if why else ''}{why}"
 
 
-def _text(path: Where | Sequence[Where]) -> str:
+def text_of(path: Where | Sequence[Where]) -> str:
+    """The places in words."""
     if isinstance(path, str) or not isinstance(path, Sequence):
         return str(path)
     return ", ".join(map(str, path))

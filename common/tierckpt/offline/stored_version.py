@@ -5,31 +5,44 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from concurrent.futures import Executor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from tierckpt.coordination.error_barrier import ErrorBarrier
+from tierckpt.core.copies import Location
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format.ids import ShardKey
 from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest, digest, digest_at
 from tierckpt.format.shard_file import ShardHeader
+from tierckpt.format.version_names import VersionName
 from tierckpt.group import SingleGroup
-from tierckpt.restore.shard_image import LOST, ShardImage, already_there, open_image
+from tierckpt.restore.shard_image import (
+    LOST,
+    FarStore,
+    ShardImage,
+    Stored,
+    already_there,
+    open_image,
+)
 from tierckpt.restore.shard_reader import check_header
 from tierckpt.restore.verification import RestoreContext, find
 from tierckpt.state import tree_codec as tree
 
-from .load import candidates_of, nothing, version_to_read
+from .load import candidates_of, nothing, text_of, version_to_read
 from .survey import Survey, Where, survey
 
 KEPT_BLOCKS = 64
-"""Limit per shard, at half a megabyte each: small tensors share blocks."""
+"""Limit for all shards of a version, at half a megabyte each: small tensors share blocks. Each
+shard keeps two at least."""
+BLOCKS_AT_ONCE = 16
+"""Blocks that are fetched side by side."""
 OnRead = Callable[[int], None]
 Covering = tuple[int, int, tuple[int, ...], tuple[bytes, ...]]
 """A part of a tensor: its first element and the end of its last, the lengths of its blocks (the
@@ -40,52 +53,76 @@ are aligned the same way."""
 class Shard:
     """One shard; no byte is used before it is compared with its digest."""
 
-    def __init__(self, image: ShardImage, on_read: OnRead) -> None:
-        """Takes ownership of `image`. Raises the errors in `shard_image.LOST`."""
-        self.image, self._on_read = image, on_read
+    def __init__(
+        self,
+        image: ShardImage,
+        on_read: OnRead,
+        place: Location | None = None,
+        kept_blocks: int = KEPT_BLOCKS,
+    ) -> None:
+        """Takes ownership of `image`. `place` is that of the copy; None if it was rebuilt. Raises
+        the errors in `shard_image.LOST`."""
+        self.image, self._on_read, self.place = image, on_read, place
+        self._most_kept = kept_blocks
         self.manifest: Manifest = image.manifest
         self.header: ShardHeader = check_header(image)
         begin = self.header.header_bytes
         self._offsets = list(accumulate(self.header.block_bytes, initial=begin))
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
-    def _block(self, number: int) -> bytes:
-        """The block of this number, not counting the header. Raises CorruptShardError, OSError."""
+    def bring(self, number: int) -> None:
+        """Fetch a block's bytes, unless they are kept; `block` checks them. Any thread. Raises
+        the errors in `shard_image.LOST`."""
+        if number not in self._kept:
+            self.image.bring(*self._offsets[number : number + 2])
+
+    def block(self, number: int, brought: bool = False) -> bytes:
+        """The block of this number, not counting the header; `brought`: `bring` has been called.
+        Raises CorruptShardError and OSError."""
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
+        if not brought:
+            self.bring(number)
         low, high = self._offsets[number : number + 2]
-        self.image.bring(low, high)
         self.image.touch(low, high)
         data = bytes(self.image.view[low:high])
-        self.image.forget(low, high)  # the needed bytes were copied
+        if not brought:
+            self.forget(number)  # the needed bytes were copied
         if digest(data) != digest_at(self.manifest.digests, number + 1):
             raise CorruptShardError(
                 f"{self.manifest.key}: bytes {low} to {high} differ from their checksum"
             )
         self._on_read(len(data))
         self._kept[number] = data
-        if len(self._kept) > KEPT_BLOCKS:
+        if len(self._kept) > self._most_kept:
             self._kept.popitem(last=False)
         return data
+
+    def forget(self, number: int) -> None:
+        """Return the memory of a block that `bring` fetched. Blocks share pages: those beside it
+        must have been copied."""
+        self.image.forget(*self._offsets[number : number + 2])
 
     def all_bytes(self) -> Iterator[tuple[int, bytes]]:
         """Header and blocks in order, each with its offset. Raises CorruptShardError, OSError."""
         yield 0, bytes(self.image.view[: self.header.header_bytes])
         for number in range(len(self.header.block_bytes)):
-            yield self._offsets[number], self._block(number)
+            yield self._offsets[number], self.block(number)
 
     def read(self, low: int, into: np.ndarray) -> None:
         """Read bytes of the shard from `low` on. Raises CorruptShardError, OSError."""
-        done, high = 0, low + len(into)
-        for number in self._blocks(low, high):
-            begin, end = max(low, self._offsets[number]), min(high, self._offsets[number + 1])
-            first = begin - self._offsets[number]
-            part = np.frombuffer(self._block(number), np.uint8, end - begin, first)
-            into[done : done + end - begin] = part
-            done += end - begin
+        for number in self.blocks(low, low + len(into)):
+            self.copy(number, low, into, self.block(number))
 
-    def _blocks(self, low: int, high: int) -> range:
+    def copy(self, number: int, low: int, into: np.ndarray, block: bytes) -> None:
+        """Put the part of a block into `into`, which begins at the shard's byte `low`."""
+        begin = max(low, self._offsets[number])
+        end = min(low + len(into), self._offsets[number + 1])
+        part = np.frombuffer(block, np.uint8, end - begin, begin - self._offsets[number])
+        into[begin - low : end - low] = part
+
+    def blocks(self, low: int, high: int) -> range:
         """The blocks that contain these bytes."""
         if low >= high:
             return range(0)
@@ -94,7 +131,7 @@ class Shard:
 
     def covering(self, low: int, high: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         """Lengths and digests of the blocks that contain these bytes; see `Covering`."""
-        blocks = self._blocks(low, high)
+        blocks = self.blocks(low, high)
         lengths = [self._offsets[n + 1] - self._offsets[n] for n in blocks]
         before = [low - self._offsets[blocks[0]]] if blocks else []
         digests = tuple(digest_at(self.manifest.digests, n + 1) for n in blocks)
@@ -113,18 +150,17 @@ class Part:
     shard: Shard
     piece: Piece
 
-    def _range(self) -> tuple[int, int]:
+    def range_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Bytes of the shard with elements `[start, stop)` of the tensor."""
+        size = self.piece.spec.itemsize_bytes
         low = self.shard.header.header_bytes + self.piece.offset
-        return low, low + self.piece.nbytes
+        low -= self.piece.start * size
+        return low + start * size, low + stop * size
 
     def covering(self) -> Covering:
         """The `Covering` of this part."""
-        return (self.piece.start, self.piece.stop, *self.shard.covering(*self._range()))
-
-    def read(self, start: int, stop: int, into: np.ndarray) -> None:
-        """Read elements `[start, stop)` of the tensor."""
-        size = self.piece.spec.itemsize_bytes
-        self.shard.read(self._range()[0] + (start - self.piece.start) * size, into)
+        start, stop = self.piece.start, self.piece.stop
+        return (start, stop, *self.shard.covering(*self.range_of(start, stop)))
 
 
 @dataclass(frozen=True)
@@ -140,13 +176,56 @@ class StoredTensor:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Bytes of elements `[start, stop)` in memory order. Raises CorruptShardError, OSError."""
+        found = np.empty((stop - start) * self.spec.itemsize_bytes, np.uint8)
+        for part, low, into in self._reads(start, stop, found):
+            part.shard.read(low, into)
+        return found
+
+    def read_all(self, into: np.ndarray, pool: Executor) -> None:
+        """Read all bytes in memory order, a few blocks side by side. Raises LostShardError."""
+        wanted = [
+            (part.shard, number, low, view)
+            for part, low, view in self._reads(0, self.spec.numel, into)
+            for number in part.shard.blocks(low, low + len(view))
+        ]
+        for first in range(0, len(wanted), BLOCKS_AT_ONCE):
+            group = wanted[first : first + BLOCKS_AT_ONCE]
+            coming = [pool.submit(shard.bring, number) for shard, number, _, _ in group]
+            wait(coming)
+            for (shard, number, low, view), came in zip(group, coming, strict=True):
+                try:
+                    came.result()
+                    shard.copy(number, low, view, shard.block(number, brought=True))
+                except LOST as error:
+                    raise LostShardError(shard.manifest.key, shard.place, error) from error
+            for shard, number, _, _ in group:
+                shard.forget(number)
+
+    def _reads(
+        self, start: int, stop: int, into: np.ndarray
+    ) -> Iterator[tuple[Part, int, np.ndarray]]:
+        """The parts with these elements, their first bytes in their shards, and their places in
+        `into`."""
         size = self.spec.itemsize_bytes
-        found = np.empty((stop - start) * size, np.uint8)
         for part in self.parts:
             low, high = max(start, part.piece.start), min(stop, part.piece.stop)
             if low < high:
-                part.read(low, high, found[(low - start) * size : (high - start) * size])
-        return found
+                view = into[(low - start) * size : (high - start) * size]
+                yield part, part.range_of(low, high)[0], view
+
+
+class LostShardError(Exception):
+    """A copy of a shard cannot be read, or is damaged: its cause says why. `place` is None if it
+    was rebuilt."""
+
+    def __init__(self, key: ShardKey, place: Location | None, why: Exception) -> None:
+        super().__init__(str(why))
+        self.key, self.place = key, place
+
+    def others(self, there: Survey) -> Survey:
+        """The survey without this copy."""
+        rest = [each for each in there.found if (each.key, each.place) != (self.key, self.place)]
+        return replace(there, found=rest)
 
 
 class StoredVersion:
@@ -155,6 +234,8 @@ class StoredVersion:
     def __init__(self, path: str, shards: Sequence[Shard], levels: Mapping[str, int]) -> None:
         """Raises RestoreError if elements are missing."""
         self.path, self.shards, self.levels = path, shards, levels
+        self.stores: list[FarStore] = []
+        """Stores that the shards are fetched from; closed with the version."""
         self.manifest = shards[0].manifest
         self.suspect = ""
         """The known or possible difference of replicas when it was taken."""
@@ -209,13 +290,15 @@ class StoredVersion:
         return f"{self.path} {at}, {ranks}, from {where}{suspect}"
 
     def close(self) -> None:
-        """Unmap all shards."""
+        """Unmap all shards, and close their stores."""
         for shard in self.shards:
             shard.image.close()
+        for store in self.stores:
+            store.close()
 
 
 def open_version(
-    path: Where,
+    path: Where | Sequence[Where],
     version: int | None,
     on_read: OnRead,
     there: Survey | None = None,
@@ -224,39 +307,83 @@ def open_version(
     """Open the version that a restart takes, or this version alone. `there`: an existing survey of
     `path`.
 
-    Shards are opened and their headers read; other data is read on demand. With `verify`, or if a
-    copy cannot be opened or a shard must be rebuilt, everything is read and verified now, and
-    damaged copies are skipped. Raises RestoreError if there is no such version, complete and sound;
-    ConfigError for an invalid path.
+    Shards are opened and their headers read, from another copy where one cannot be opened; other
+    data is read on demand. With `verify`, or if a shard must be rebuilt, everything is read and
+    verified now, and damaged copies are skipped. Raises RestoreError if there is no such version,
+    complete and sound; ConfigError for an invalid path.
     """
     there = survey(path) if there is None else there
     version = version_to_read(there, version)
     plan = there.plan(version, abandoned=True)
     if plan is None:
         raise RestoreError(nothing(path, version, there, ()))
-    found = None
-    if not verify and not any(source.rebuilt for source in plan.sources):
-        with suppress(*LOST):  # another copy may be sound
-            found = _lazily(str(path), plan, there, on_read)
+    found = None if verify else _from_any_copy(path, plan, there, on_read)
     found = found or _verified(path, version, there, on_read)
     found.suspect = there.suspicion(found.manifest.id)
     return found
 
 
+def _from_any_copy(
+    path: Where | Sequence[Where], plan: RestorePlan, there: Survey, on_read: OnRead
+) -> StoredVersion | None:
+    """The version of the plan, opened; None if no copy of a shard can be."""
+    left: RestorePlan | None = plan
+    while left is not None and left.id == plan.id and not any(s.rebuilt for s in left.sources):
+        try:
+            return _lazily(text_of(path), left, there, on_read)
+        except LostShardError as error:
+            there = error.others(there)
+            left = there.plan(plan.id.version, abandoned=True)
+    return None
+
+
 def _lazily(path: str, plan: RestorePlan, there: Survey, on_read: OnRead) -> StoredVersion:
+    kept_blocks = max(2, KEPT_BLOCKS // len(plan.sources))
+    stores: dict[Location, _OpenStore] = {}
+
+    def open_far(place: Location) -> _OpenStore:
+        if place not in stores:
+            stores[place] = _OpenStore(there.open_far(place))
+            undo.callback(stores[place].store.close)
+        return stores[place]
+
     with ExitStack() as undo:
         shards = []
         for source in plan.sources:
             key = ShardKey(plan.id, source.shard, len(plan.sources))
-            image = open_image(key, source.place, plan.run_id, there.open_far)
-            undo.callback(image.close)
-            shards.append(Shard(image, on_read))
+            try:
+                image = open_image(key, source.place, plan.run_id, open_far)
+                undo.callback(image.close)
+                shards.append(Shard(image, on_read, source.place, kept_blocks))
+            except LOST as error:
+                raise LostShardError(key, source.place, error) from error
         found = StoredVersion(path, shards, plan.levels)
+        found.stores = [each.store for each in stores.values()]
         undo.pop_all()
     return found
 
 
-def _verified(path: Where, version: int | None, there: Survey, on_read: OnRead) -> StoredVersion:
+@dataclass(frozen=True)
+class _OpenStore:
+    """A store that several shards share; it is closed with the version."""
+
+    store: FarStore
+
+    def open_shard(self, name: VersionName, shard: int) -> Stored:
+        """See `FarStore`."""
+        return self.store.open_shard(name, shard)
+
+    def exists(self, name: VersionName) -> bool:
+        """See `FarStore`."""
+        return self.store.exists(name)
+
+    def close(self) -> None:
+        """Leave it open."""
+
+
+def _verified(
+    path: Where | Sequence[Where], version: int | None, there: Survey, on_read: OnRead
+) -> StoredVersion:
     candidates = candidates_of(there)
     context = RestoreContext(ErrorBarrier(SingleGroup()), open_store=there.open_far)
     attempt = find(context, candidates, version)
@@ -268,9 +395,9 @@ def _verified(path: Where, version: int | None, there: Survey, on_read: OnRead) 
         for image in images:  # they are complete: nothing is read again
             image.bring, image.forget = already_there, image.rest
         shards = [Shard(image, on_read) for image in images]
-        opened = StoredVersion(str(path), shards, attempt.plan.levels)
+        opened = StoredVersion(text_of(path), shards, attempt.plan.levels)
         undo.pop_all()
     return opened
 
 
-__all__ = ["Shard", "StoredTensor", "StoredVersion", "open_version"]
+__all__ = ["LostShardError", "Shard", "StoredTensor", "StoredVersion", "open_version"]

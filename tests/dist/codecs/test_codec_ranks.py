@@ -16,19 +16,23 @@ from tests.support import exact
 from tests.support.training import Place, attach, make_job, restored_into, train
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import PersistentStore
 
 STEPS = 5
 
 
 def settings(shared: str) -> dict[str, Any]:
-    more = {"local_codecs": "incremental, zstd", "persistent_codecs": "zstd level=1, zstd"}
+    more: dict[str, Any] = {"local_codecs": "incremental, zstd"}
+    more |= {"persistent_codecs": "delta, zstd level=1, zstd", "persistent_keep_every": 1}
     return persistent_settings(shared, local_every_steps=1, **more)
 
 
 def train_and_close(place: Place, shared: str) -> dict[str, Any]:
     job = make_job()
     attached = attach(job, place, **settings(shared))
-    course = train(job, attached.ckpt, range(STEPS))
+    course = train(job, attached.ckpt, range(STEPS - 1))
+    attached.ckpt.wait()
+    course |= train(job, attached.ckpt, range(STEPS - 1, STEPS))
     attached.ckpt.close()
     failed = [e.text() for e in attached.events if e.name == "failed"]
     return {"course": course, "replicated": exact.digest(job.replicated()), "failed": failed}
@@ -52,6 +56,8 @@ def test_shards_encoded_by_two_ranks_are_restored_by_any_number(
     store = LocalStore(place.path)
     assert all(Manifest.decode(store.read_manifest(k)).encoding for k in store.keys())  # noqa: SIM118
     if level == "persistent":
+        far = PersistentStore(shared)
+        assert far.read_manifest(far.versions()[-1]).bases, "a difference, by both ranks"
         lose_the_nodes(place)
     else:
         shutil.rmtree(place.shm)

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.encoded_shards import (
+    BLOCK_BYTES,
+    DELTA,
     LEVELS,
+    SLOW,
     VERSIONS,
     Writer,
     commit,
@@ -26,6 +29,8 @@ from tests.support.encoded_shards import (
     shard,
 )
 from tierckpt import _faults
+from tierckpt.agent.flush_sources import LostBaseError
+from tierckpt.codecs.codec import CodecError
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
@@ -296,3 +301,80 @@ def test_a_flush_that_is_made_again_writes_nothing_again(writer: Writer, tmp_pat
     assert source.made is None, "nothing was encoded"
     assert {p: p.stat().st_mtime_ns for p in files} == files
     assert persistent_contents(tmp_path / "place") == {1: content_of(1)}
+
+
+# --- differences ---------------------------------------------------------------------------------
+
+
+def stored_manifest(writer: Writer, version: int) -> Manifest:
+    return Manifest.decode(writer.store.open_shard(name_of(version), 0).manifest)
+
+
+def flip(writer: Writer, version: int) -> None:
+    """Damage the middle of what is stored of the slow block."""
+    shard = writer.store.open_shard(name_of(version), 0)
+    encoding = Manifest.decode(shard.manifest).encoding
+    assert encoding is not None
+    at = shard._record.offset + encoding.offsets[SLOW + 1] + encoding.stored_bytes[SLOW + 1] // 2
+    path = Path(writer.store.url) / shard._path
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_blocks_that_changed_a_little_are_differences_to_the_base(
+    shared: bool, tmp_path: Path
+) -> None:
+    writer = Writer(tmp_path / "place", DELTA, shared_writes=shared)
+    for version in (1, 2, 3):
+        writer.flush(version)
+    whole, delta, again = (stored_manifest(writer, v).encoding for v in (1, 2, 3))
+    assert (whole.base, whole.differences, again.base) == (None, {}, None)
+    assert whole.codecs == (("zstd", {"level": 1}),), "an older release reads it"
+    assert (delta.base, delta.differences) == (VersionId(1, 1), {SLOW + 1: 4})
+    assert delta.codecs == (("delta", {}), *whole.codecs)
+    assert delta.stored_bytes[SLOW + 1] < 0.4 * BLOCK_BYTES < whole.stored_bytes[SLOW + 1]
+    assert [n for n, length in enumerate(delta.stored_bytes) if not length] == [0, 2, 4]
+    assert persistent_contents(tmp_path / "place") == {v: content_of(v) for v in (1, 2, 3)}
+
+
+def test_a_damaged_base_is_named_and_what_does_not_need_it_is_read(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "place", DELTA)
+    for version in (1, 2, 3):
+        writer.flush(version)
+    flip(writer, 1)
+    with pytest.raises(CorruptShardError, match=r"v2 shard 0 of 1 refers to v1 .*checksum"):
+        persistent_contents(tmp_path / "place", {2})
+    assert persistent_contents(tmp_path / "place", {3}) == {3: content_of(3)}
+
+
+def test_a_version_is_not_stored_as_difference_to_a_damaged_one(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "place", DELTA)
+    writer.flush(1)
+    flip(writer, 1)
+    with pytest.raises(LostBaseError, match=r"v1 shard 0 of 1 cannot be read: .*checksum"):
+        writer.flush(2)
+    assert versions(writer) == [1]
+    writer.bases.forget()
+    assert writer.flush(2).base is None
+    assert persistent_contents(tmp_path / "place", {2}) == {2: content_of(2)}
+
+
+def test_any_flipped_bit_of_differences_or_their_base_is_found(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "place", DELTA)
+    for version in (1, 2):
+        writer.flush(version)
+    chance = random.Random(0)
+    for path in [p for p in (tmp_path / "place").rglob("*") if p.is_file()]:
+        sound = path.read_bytes()
+        for _ in range(40 if sound else 0):
+            damaged = bytearray(sound)
+            damaged[chance.randrange(len(sound))] ^= 1 << chance.randrange(8)
+            path.write_bytes(damaged)
+            try:
+                found = persistent_contents(tmp_path / "place", {2})
+            except (CorruptShardError, FormatError, CodecError):
+                continue
+            assert found == {2: content_of(2)}
+        path.write_bytes(sound)

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 import tierckpt
+from tierckpt.agent import flusher
+from tierckpt.agent.flush_sources import open_base
+from tierckpt.cli.main import main
 from tierckpt.codecs import pipeline
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
+from tierckpt.codecs.delta import Base
 from tierckpt.codecs.zstd import Zstd
-from tierckpt.errors import RestoreError
+from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local.store import ENCODED_SUFFIX, LocalStore
@@ -347,6 +351,94 @@ def test_a_job_continues_from_the_persistent_level(
         assert (restored.version, restored.levels) == (STEPS, {"persistent": 1})
         assert second.fingerprint() == course[STEPS]
         assert second.run(2 * STEPS).fingerprint() == course[2 * STEPS]
+
+
+def encodings(folder: Path) -> dict[int, Any]:
+    """Encodings by version."""
+    store = PersistentStore(str(folder))
+    shards = {name.id.version: store.open_shard(name, 0) for name in store.versions()}
+    return {version: Manifest.decode(shard.manifest).encoding for version, shard in shards.items()}
+
+
+def delta_settings(shared: Path, **more: Any) -> dict[str, Any]:
+    shared.mkdir(exist_ok=True)
+    return {
+        "persistent_codecs": "delta full_every=3, zstd",
+        "persistent_path": str(shared),
+        "persistent_every_steps": 1,
+        "persistent_keep_last": 1,
+        "persistent_keep_every": 2,
+        **more,
+    }
+
+
+def run_each(job: TinyJob, last: int) -> None:
+    for step in range(job.iteration + 1, last + 1):
+        job.run(step)
+        job.checkpointer.wait()  # no version waits for another, and is dropped for a newer one
+
+
+@pytest.mark.parametrize("more", [{}, {"persistent_codecs": "delta full_every=3, zstd, aes-gcm"}])
+def test_kept_versions_are_differences_and_all_are_exact(
+    more: dict[str, Any], job: Any, course: dict[int, str], tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    settings = delta_settings(shared, **more)
+    with job(**settings) as first:
+        run_each(first, 2 * STEPS - 1)
+        assert not [e.text() for e in first.events if e.name == "failed"]
+    there = encodings(shared)
+    kept = [2, 4, 6, 8, 10]
+    assert [*there] == [*kept, 2 * STEPS - 1], "multiples of two, and the last one"
+    bases = {v: each.base and each.base.version for v, each in there.items()}
+    assert bases == {2: None, 4: 2, 6: 2, 8: None, 10: 8, 11: None}
+    assert [v for v, each in there.items() if each.differences] == [4, 6, 10]
+    shutil.rmtree(tmp_path / "ckpts")
+    assert [main([command, str(shared)]) for command in ("verify", "list")] == [0, 0]
+    for version in kept:
+        again = job(**settings, local_every_steps=0)
+        assert again.restore(version=version).levels == {"persistent": 1}
+        assert again.fingerprint() == course[version]
+        again.checkpointer.abandon()
+    with job(**settings) as second:
+        assert second.restore() == 2 * STEPS - 1
+        assert second.run(2 * STEPS).fingerprint() == course[2 * STEPS]
+
+
+def test_with_a_base_that_cannot_be_read_a_version_is_stored_whole(
+    job: Any,
+    course: dict[int, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = tmp_path / "shared"
+    settings = delta_settings(shared, persistent_keep_every=1)
+
+    def only_others(store: PersistentStore, base: Base) -> Any:
+        if base.manifest.id.version == 4:
+            raise CorruptShardError("injected")
+        return open_base(store, base)
+
+    monkeypatch.setattr(flusher, "open_base", only_others)
+    with job(**settings) as first:
+        run_each(first, STEPS)
+    warned = [e.text() for e in first.events if "is stored whole" in e.text()]
+    assert len(warned) == 1
+    assert "v4 shard 0 of 1 cannot be read: injected" in warned[0]
+    bases = {v: each.base and each.base.version for v, each in encodings(shared).items()}
+    assert bases == {1: None, 2: 1, 3: 1, 4: None, 5: None, STEPS: 5}
+    shutil.rmtree(tmp_path / "ckpts")
+    (data,) = shared.glob("v0000000005.*/**/*.shards")
+    sound = data.read_bytes()
+    data.write_bytes(sound[: len(sound) // 2] + bytes(len(sound) - len(sound) // 2))
+    assert main(["verify", str(shared)]) == 1
+    assert "v6 shard 0 of 1 refers to v5 shard 0 of 1" in " ".join(capsys.readouterr().out.split())
+    with job(**settings, local_every_steps=0) as second:
+        assert second.restore() == 4, "v5 is damaged, and v6 a difference to it"
+        assert second.fingerprint() == course[4]
+        rejected = [e.text() for e in second.events if e.name == "rejected"]
+        assert any("v6 shard 0 of 1 refers to v5 shard 0 of 1" in text for text in rejected)
 
 
 # --- a state of nothing --------------------------------------------------------------------------

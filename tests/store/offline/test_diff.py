@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import tierckpt
 from tests.store.offline.test_offline import flip_byte
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.cli.main import main
@@ -21,8 +22,9 @@ from tierckpt.cli.version_targets import Target, range_of, targets_of
 from tierckpt.errors import ConfigError
 from tierckpt.format.shard_file import decode_header
 from tierckpt.offline.difference import Difference, compare
-from tierckpt.offline.evolution import changes_of, layer_norms, versions_at
+from tierckpt.offline.evolution import evolution, layer_norms, versions_at
 from tierckpt.offline.stored_version import open_version
+from tierckpt.offline.survey import survey
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import Slot
 from tierckpt.testing import TinyJob
@@ -366,13 +368,35 @@ def test_a_picture_of_all_versions(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{out}: v1, v2, v3\n"), done.stderr
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert versions_at(str(path), 2, None) == [2, 3]
-    (norms,) = changes_of(str(path), [1, 3])
-    (change,) = (each for each in found(path, path, 1, 3) if each.name == "model/0.weight")
+    told = evolution(str(path))
+    (change,) = (each for each in found(path, path, 2, 3) if each.name == "model/0.weight")
     assert change.numbers is not None
-    assert norms["model/0.weight"] == change.numbers.norm
+    assert told.changes[1]["model/0.weight"] == change.numbers.norm
+    weight = tierckpt.load(path).model["0.weight"]
+    assert told.weights[2]["model/0.weight"] == pytest.approx(float(weight.double().norm()))
+    assert all(name.startswith("model/") for each in told.weights for name in each)
+    there = survey(path)
     with pytest.raises(ConfigError, match="the change needs two versions, but there is v3"):
-        versions_at(str(path), 3, None)
+        versions_at(there, str(path), 3, None)
+
+
+def test_a_picture_of_chosen_tensors_and_versions(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
+    names = ["0.*", "optimizer/0.*/exp_avg"]
+    told = evolution(str(path), names=names, first=2)
+    wanted = [f"{name}{key}" for name in ("0.bias", "0.weight") for key in ("", "/exp_avg")]
+    assert {*told.weights[0]} == {
+        f"optimizer/{name}" if "/" in name else f"model/{name}" for name in wanted
+    }
+    assert {*told.by_layer().changes[0]} == {"0", "optimizer/0/exp_avg"}
+    with pytest.raises(ConfigError, match="no numbers in nothing"):
+        evolution(str(path), names="nothing")
+    assert main(["diff", str(path), "1", "2", "--every", "2"]) == 2
+    out = tmp_path / "chosen.png"
+    command = ["diff", str(path), "--plot", str(out), "--names", "0.*", "--every", "3"]
+    assert main(command) == 2, "one version is a multiple of 3"
+    assert not out.exists()
 
 
 def test_layers_are_rows() -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 import importlib.metadata
+import itertools
 import json
 import os
+import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from tests.support.checksum_codec import Checksum
 from tierckpt.codecs import pipeline
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, AesGcm, fingerprint
 from tierckpt.codecs.codec import BlockId, Codec, CodecError
+from tierckpt.codecs.difference import difference, undone
 from tierckpt.codecs.pipeline import Pipeline, make_codec
 from tierckpt.codecs.zstd import Zstd, gather_planes, scatter_planes
 from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
 from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.format.encoding import Buffer, Parameter
+from tierckpt.format.encoding import Buffer, Encoding, Parameter
+from tierckpt.format.ids import VersionId
 from tierckpt.storage.persistent import PersistentStore, backends
 from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import CodecConformance, HidingConformance
@@ -204,13 +210,14 @@ def test_a_row_is_undone_in_reverse() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("zsdt", "the codec 'zsdt' is unknown; known are: aes-gcm, incremental, zstd"),
+        ("zsdt", "the codec 'zsdt' is unknown; known are: aes-gcm, delta, incremental, zstd"),
         ("zstd levle=3", "takes these parameters: level"),
         ("zstd 3", "cannot read '3'; parameters are given as name=value"),
         ("zstd level=99", "levels are whole"),
         ("zstd, incremental", "it must come first"),
         ("incremental full_every=1", "a whole number from 2 on"),
         ("incremental depth=1", "takes full_every"),
+        ("incremental, delta, zstd", "only one of incremental and delta can"),
         ("zstd,,aes-gcm", "the codec '' is unknown"),
     ],
 )
@@ -218,6 +225,70 @@ def test_an_impossible_setting_is_reported_before_the_first_commit(text: str, wh
     for level, kind in (("local", LocalConfig), ("persistent", PersistentConfig)):
         with pytest.raises(ConfigError, match=f"{level}_codecs.*{why}"):
             Config(**{level: kind(codecs=text)})
+
+
+@pytest.mark.parametrize(
+    ("text", "keep_every", "why"),
+    [
+        ("delta", 5, "a codec that compresses must follow: delta, zstd"),
+        ("delta, aes-gcm", 5, "a codec that compresses must follow"),
+        ("zstd, delta", 5, "delta compares blocks as they are, so it must come first"),
+        ("delta full_every=1, zstd", 5, "delta takes full_every, a whole number from 2 on"),
+        ("delta, zstd", 0, "only versions that persistent_keep_every keeps, and that is 0"),
+    ],
+)
+def test_differences_need_a_compression_and_versions_to_keep(
+    text: str, keep_every: int, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"persistent_codecs.*{why}"):
+        Config(persistent=PersistentConfig(path="/x", codecs=text, keep_every=keep_every))
+    Config(persistent=PersistentConfig(path="/x", codecs="delta, zstd", keep_every=5))
+    with pytest.raises(ConfigError, match="local_codecs takes incremental"):
+        Config(local=LocalConfig(codecs="delta, zstd"))
+
+
+def test_a_difference_is_read_as_format_md_says() -> None:
+    """Bytes that were made without this package's encoder, and the record that names them."""
+    base, block = (bytes((7 * i * k) % 256 for i in range(64)) for k in (3, 5))
+    changed = b""
+    for at in range(0, 64, 4):
+        x, y = (int.from_bytes(each[at : at + 4], "little") for each in (block, base))
+        s = (x - y + 2**31) % 2**32 - 2**31
+        changed += (2 * s if s >= 0 else -2 * s - 1).to_bytes(4, "little")
+    planes = bytes(changed[i] for first in range(4) for i in range(first, 64, 4))
+    packed = zstandard.ZstdCompressor().compress(planes)
+    made = Pipeline.of_description((("delta", {}), ("zstd", {"level": 3})))
+    assert (made.delta, [codec.name for codec in made.codecs]) == (True, ["zstd"])
+    decoded = made.decode(b"\4" + packed, PLACE)
+    assert bytes(undone(decoded, base, 4)) == block
+    text = {
+        "codecs": [["delta", {}], ["zstd", {"level": 3}]],
+        "blocks": [[3, 64]],
+        "lengths": base64.b64encode(b"".join(n.to_bytes(4, "little") for n in (0, 9, 9, 9))),
+        "base": [1, 40],
+        "differences": [[1, 0], [2, 4]],
+    }
+    encoding = Encoding.of_json(text)
+    assert (encoding.differences, encoding.base) == ({1: 4, 2: 4}, VersionId(1, 40))
+    assert json.loads(json.dumps(encoding.as_json()))["differences"] == [[1, 0], [2, 4]]
+    lengths = base64.b64encode(b"\1\0\0\0" * 4)
+    for wrong in ({"base": None, "lengths": lengths}, {"differences": [[2, 4]]}):
+        with pytest.raises(ValueError, match="differences to another version"):
+            Encoding.of_json({**text, **wrong})
+    with pytest.raises(ValueError, match="have \\[3\\] bytes"):
+        Encoding.of_json({**text, "differences": [[3, 3]]})
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_differences_of_any_bits_are_undone(size: int) -> None:
+    chance = random.Random(size)
+    edges = b"".join(n.to_bytes(size, "little") for n in (0, 1, 2 ** (8 * size) - 1)) * 24
+    edges = edges.ljust(600, b"\x80")[: 600 // size * size]
+    others = [chance.randbytes(len(edges)), edges, bytes(len(edges)), edges[::-1]]
+    for block, base in itertools.product(others, others):
+        assert bytes(undone(difference(block, base, size), base, size)) == block
+    with pytest.raises(CorruptShardError, match="no difference to"):
+        undone(edges + bytes(8), edges, size)
 
 
 def test_a_missing_package_is_reported_with_the_package_to_install(
@@ -264,7 +335,7 @@ def test_a_module_of_somebody_elses_is_an_entry_point(monkeypatch: pytest.Monkey
     assert bytes(made.decode(made.encode(b"content", PLACE), PLACE)) == b"content"
     with pytest.raises(ConfigError, match=r"broken \(no_such_package:It\) cannot be loaded"):
         Pipeline.of_setting("broken", "here")
-    with pytest.raises(ConfigError, match="broken, incremental, mirror, zstd"):
+    with pytest.raises(ConfigError, match="broken, delta, incremental, mirror, zstd"):
         Pipeline.of_setting("mirrors", "here")
 
 

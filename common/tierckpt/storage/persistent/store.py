@@ -320,8 +320,8 @@ class PersistentStore:
             data = self.backend.read(f"{name.stem}/{file}")
             if fingerprint(data) != expected:
                 raise CorruptShardError(f"{self.url}/{name.stem}/{file} differs from its checksum")
-            if any(n != name for n, _ in self._groups_read):
-                self._groups_read.clear()  # of one version at a time: a restart needs no more
+            if len({n for n, _ in self._groups_read} - {name}) > 1:
+                self._groups_read.clear()  # of a version and its base: a restart needs no more
             records = self._groups_read[name, group] = decode_shards("group", data)
         return ShardReader(self.backend, f"{name.stem}/{records[shard].file}", records[shard])
 
