@@ -98,7 +98,7 @@ PAPERS: dict[str, Paper] = {
             "parts": ("epochs",),
             "worlds": ("2",),
         },
-        ("model", "part", "launcher", "world", "method"),
+        ("model", "part", "launcher", "world", "method", "epoch_steps"),
         "measured; the bandwidth of the shared file system is simulated",
     ),
     "dpu": Paper(

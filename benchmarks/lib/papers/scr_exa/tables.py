@@ -29,7 +29,7 @@ from lib.training.teams import TeamError
 from tierckpt.testing.network import NoNetworkError
 
 EPOCH = 4
-"""Steps."""
+"""Steps of an epoch in jobs that are killed."""
 BETWEEN = 10
 """Epochs between two failures, which come in the middle of an epoch."""
 COLD_RESTARTS = 2
@@ -84,6 +84,7 @@ def _about(name: str, part: str, launcher: str, world: int, method: str) -> Row:
 def _epochs(options: argparse.Namespace, name: str, launcher: str, world: int, method: str) -> Row:
     row = _about(name, "epochs", launcher, world, method)
     row["method_title"] = METHODS[launcher][method].title
+    row["epoch_steps"] = options.epoch
     row["store_bytes_per_second"] = BYTES_PER_SECOND
     epochs = 2 if options.toy else FLUSHED_OF
     with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
@@ -92,7 +93,11 @@ def _epochs(options: argparse.Namespace, name: str, launcher: str, world: int, m
             with attached(method, launcher, name, world, places, options.timeout) as (team, size):
                 frequency = Frequency(team, options.rounds)
                 frequency.at(1, rounds=1, checkpoints=2)
-                return {**row, "state_bytes": size, **frequency.at(EPOCH, checkpoints=epochs)}
+                return {
+                    **row,
+                    "state_bytes": size,
+                    **frequency.at(options.epoch, checkpoints=epochs),
+                }
         except TeamError as error:
             return {**row, "status": f"failed: {error}"}
 

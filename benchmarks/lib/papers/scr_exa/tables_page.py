@@ -34,7 +34,8 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
 
 
 def _order(row: Row) -> tuple[Any, ...]:
-    return row["model"], row["launcher"] != "torchrun", row["method"], row["world"]
+    is_horovod = row["launcher"] == "horovod"
+    return row["model"], is_horovod, row["epoch_steps"], row["method"], row["world"]
 
 
 def _bold(row: Row) -> str:
@@ -51,38 +52,39 @@ def _failed(row: Row) -> str:
 
 def _epochs(rows: list[Row], published: dict[str, Any]) -> list[str]:
     worlds = sorted({row["world"] for row in rows})
-    every, store = rows[0]["epoch_steps"], rows[0]["store_bytes_per_second"] / 1e6
-    head = ["model", "MB", "launcher", "method"]
+    store = rows[0]["store_bytes_per_second"] / 1e6
+    head = ["model", "MB", "launcher", "steps", "method"]
     head += [f"{world} ranks" if world > 1 else "1 rank" for world in worlds]
     return [
-        f"One checkpoint an epoch of {every} steps: overhead in percent of the training, over "
+        "One checkpoint an epoch of so many steps: overhead in percent of the training, over "
         "ranks that share two cores (below 0 is noise); in parentheses the CPU time of a "
         "checkpoint, of all processes and beyond the training's main threads, in percent of that "
         "of an epoch: with busy cores a checkpoint costs at least this, and it is less noisy. The "
         "first line of a model is the time of an epoch without checkpoints. *Shared file system*: "
         f"simulated, a write there lasts as long as at {store:g} MB/s. *1 % from*: the steps of "
-        "the shortest epoch with an overhead of 1 %, from the most expensive column. There: under "
-        f"{published['overhead']} % for SCR, nearly constant in ranks, with real epochs.",
+        "an epoch with an overhead of 1 %, computed from the most expensive column; real epochs "
+        f"have hundreds of steps and more. There: under {published['overhead']} % for SCR, nearly "
+        "constant in ranks.",
         table([[*head, "1 % from"], *_lines(rows, worlds)]),
         _goal(rows),
     ]
 
 
-def _groups(rows: list[Row]) -> dict[tuple[str, str], dict[str, dict[int, Row]]]:
-    """Rows by model and launcher, then method, then ranks."""
-    groups: dict[tuple[str, str], dict[str, dict[int, Row]]] = {}
+def _groups(rows: list[Row]) -> dict[tuple[str, str, int], dict[str, dict[int, Row]]]:
+    """Rows by model, launcher and steps of an epoch, then method, then ranks."""
+    groups: dict[tuple[str, str, int], dict[str, dict[int, Row]]] = {}
     for row in rows:
-        methods = groups.setdefault((row["title"], row["launcher"]), {})
+        methods = groups.setdefault((row["title"], row["launcher"], row["epoch_steps"]), {})
         methods.setdefault(row["method"], {})[row["world"]] = row
     return groups
 
 
 def _lines(rows: list[Row], worlds: list[int]) -> list[list[str]]:
     lines = []
-    for (title, launcher), methods in _groups(rows).items():
+    for (title, launcher, steps), methods in _groups(rows).items():
         measured = [r for by in methods.values() for r in by.values() if r["status"] == "ok"]
         size = max((row["state_bytes"] for row in measured), default=0)
-        first = [title, f"{size / 1e6:,.0f}", LAUNCHERS[launcher]]
+        first = [title, f"{size / 1e6:,.0f}", LAUNCHERS[launcher], f"{steps}"]
         lines.append([*first, "training alone", *_plain(measured, worlds), "-"])
         for by in methods.values():
             cells = [_share(by[world]) if world in by else "-" for world in worlds]
@@ -115,15 +117,35 @@ def _goal(rows: list[Row]) -> str:
     met = [_place(row) for row in ours if row["total_overhead"] <= GOAL]
     missed = [_place(row) for row in ours if row["total_overhead"] > GOAL]
     return (
-        f"Goal: flat in ranks, and at most {100 * GOAL:g} % with every 10th flushed. In epochs as "
-        f"short as these: met by {', '.join(met) or 'none'}"
+        f"Goal: flat in ranks, and at most {100 * GOAL:g} % with every 10th flushed. "
+        f"Met by {', '.join(met) or 'none'}"
         + (f"; **missed by {', '.join(missed)}**." if missed else ".")
+        + _times(rows)
+    )
+
+
+def _times(rows: list[Row]) -> str:
+    """How much more a checkpoint by root costs than ours, at each place with both."""
+    costs: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            costs.setdefault(_place(row), {})[row["method"]] = row["total_overhead"]
+    ratios = [
+        by["root-shared"] / by["ours-flushed"]
+        for by in costs.values()
+        if {"root-shared", "ours-flushed"} <= by.keys() and by["ours-flushed"] > 0
+    ]
+    if not ratios:
+        return ""
+    return (
+        f" Root checkpointing takes {min(ratios):.1f} to {max(ratios):.1f} times as much time "
+        f"as that, in {len(ratios)} places with both and a cost above 0."
     )
 
 
 def _place(row: Row) -> str:
     ranks = f"{row['world']} rank{'s' if row['world'] > 1 else ''}"
-    return f"{row['title']} ({LAUNCHERS[row['launcher']]}, {ranks})"
+    return f"{row['title']} ({LAUNCHERS[row['launcher']]}, {ranks}, {row['epoch_steps']} steps)"
 
 
 # --- jobs that are killed ------------------------------------------------------------------------
