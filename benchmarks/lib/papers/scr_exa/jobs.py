@@ -66,8 +66,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Start:
-    """A start after a failure, in seconds since that: until the last rank had made its model, and
-    until rank 0 had done a step; and the duration of the load on the slowest rank."""
+    """A start after a failure, in seconds since that: until the last rank had made its model,
+    from then until the last one had loaded, and until rank 0 had done a step."""
 
     resumed_from: int
     built_seconds: float
@@ -145,12 +145,13 @@ def starts_of(plan: Plan, since: Sequence[float]) -> list[Start]:
     for moment, limit in zip(since, [*since[1:], float("inf")], strict=True):
         begins = [_last_begin(log, moment, limit) for log in logs]
         at_all = [log[begin] for log, begin in zip(logs, begins, strict=True)]
+        built = max(each["built"] for each in at_all)
         stepped = logs[0][begins[0] + 1]["end"]
         found.append(
             Start(
                 resumed_from=at_all[0]["resumed_from"],
-                built_seconds=max(each["built"] for each in at_all) - moment,
-                load_seconds=max(each["restored"] - each["built"] for each in at_all),
+                built_seconds=built - moment,
+                load_seconds=max(each["restored"] for each in at_all) - built,
                 back_seconds=stepped - moment,
             )
         )
