@@ -56,7 +56,7 @@ def _run(plan: Plan, lose_memory: bool, limit_s: float) -> list[float]:
                 Path(plan.memory).mkdir()
             since.append(time.time())
             _run_once(job, limit_s)
-            if job.last_step() < [*plan.killed_at, plan.steps][number]:
+            if not job.have_done([*plan.killed_at, plan.steps][number]):
                 raise JobError(job.last_words())
     finally:
         job.family.kill()

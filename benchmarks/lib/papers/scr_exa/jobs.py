@@ -101,9 +101,14 @@ class Watched:
         text = self.output.read_text(errors="replace") if self.output.exists() else ""
         return f"{self.plan.method}: the job failed; its last output:\n{text[-3000:]}"
 
-    def last_step(self) -> int:
-        """The last step in the log of rank 0."""
-        return max((line["step"] for line in lines_of(self.plan, 0) if "step" in line), default=0)
+    def last_step(self, rank: int = 0) -> int:
+        """The last step in the log of a rank."""
+        lines = lines_of(self.plan, rank)
+        return max((line["step"] for line in lines if "step" in line), default=0)
+
+    def have_done(self, step: int) -> bool:
+        """Whether this step is in the logs of all ranks."""
+        return all(self.last_step(rank) >= step for rank in range(self.plan.world))
 
 
 def lines_of(plan: Plan, rank: int) -> list[Line]:
@@ -124,7 +129,10 @@ def losses_of(plan: Plan) -> Losses:
 
 
 def compared(plan: Plan, calm: Losses) -> dict[str, Any]:
-    """Compare the losses of all ranks with those of the undisturbed job, bit for bit."""
+    """Compare the losses of all ranks with those of the undisturbed job, bit for bit.
+
+    Both jobs have ended: their logs are complete.
+    """
     mine = losses_of(plan)
     differing = [place for place, losses in mine.items() if losses != calm.get(place)]
     return {

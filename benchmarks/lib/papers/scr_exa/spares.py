@@ -97,7 +97,7 @@ class _Nodes:
                     self._job.family.kill()
                     self._start_all(nodes)
                 self._wait(lambda after=since[-1]: self._has_stepped(after))  # type: ignore[misc]
-            self._wait(lambda: self._job.last_step() >= plan.steps)
+            self._wait(lambda: self._job.have_done(plan.steps))
         finally:
             self._job.family.kill()
             for process in self._all:

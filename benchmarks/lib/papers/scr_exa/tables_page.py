@@ -109,7 +109,8 @@ def _enough(by: dict[int, Row]) -> str:
     """Steps of an epoch in which a checkpoint costs 1 %; of all numbers of ranks the most."""
     shares = [row["total_overhead"] for row in by.values() if row["status"] == "ok"]
     every = next(iter(by.values()))["epoch_steps"]
-    return f"{max(1.0, max(shares) * every / GOAL):,.0f} steps" if shares else "-"
+    steps = max(shares, default=0.0) * every / GOAL
+    return f"{steps:,.0f} steps" if steps > 1 else "noise"
 
 
 def _goal(rows: list[Row]) -> str:
@@ -139,7 +140,7 @@ def _times(rows: list[Row]) -> str:
         return ""
     return (
         f" Root checkpointing takes {min(ratios):.1f} to {max(ratios):.1f} times as much time "
-        f"as that, in {len(ratios)} places with both and a cost above 0."
+        f"as that, in {len(ratios)} places with both, and a cost above 0."
     )
 
 
