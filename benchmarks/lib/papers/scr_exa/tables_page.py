@@ -63,8 +63,8 @@ def _epochs(rows: list[Row], published: dict[str, Any]) -> list[str]:
         "first line of a model is the time of an epoch without checkpoints. *Shared file system*: "
         f"simulated, a write there lasts as long as at {store:g} MB/s. *1 % from*: the steps of "
         "an epoch with an overhead of 1 %, computed from the most expensive column (the larger one "
-        "of overhead and CPU time). Real epochs have hundreds of steps and more. There: under {published['overhead']} % for SCR, nearly "
-        "constant in ranks.",
+        "of overhead and CPU time). Real epochs have hundreds of steps and more. "
+        f"There: under {published['overhead']} % for SCR, nearly constant in ranks.",
         table([[*head, "1 % from"], *_lines(rows, worlds)]),
         _goal(rows),
     ]
