@@ -37,6 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--launchers", help="torchrun, horovod, or both, separated by a comma")
     parser.add_argument("--worlds", help="numbers of ranks, separated by commas")
     parser.add_argument("--sizes", help="MiB of a node's shard, separated by commas")
+    parser.add_argument("--epoch", type=int, default=4, help="steps of an epoch (scr-exa)")
     parser.add_argument("--parts", help="some of the parts of a table, separated by commas")
     parser.add_argument("--rounds", type=int, help="visits to each method; default 2, toy 1")
     parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-import ddp_ckpt
+import ddp_ckpt  # noqa: F401 - forks then have it
 from lib.launchers import SHIM
 from lib.methods.alternatives import DcpThread, TorchSave, raw_state
 from lib.methods.checkfreq import CheckFreq
@@ -90,10 +90,12 @@ class Ours(Nothing):
 
     name = "ours"
     title = "ours, memory and local"
+    adapter = "ddp_ckpt"
 
     def resume(self, job: Job, every: int) -> int:
+        self.job = job
         self.waits: list[float] = []
-        self.checkpointer = ddp_ckpt.Checkpointer(
+        self.checkpointer = importlib.import_module(self.adapter).Checkpointer(
             job.model,
             job.optimizer,
             path=str(job.directory),
@@ -164,13 +166,19 @@ def elastic_missing() -> str | None:
 
 def load_newest(job: Job) -> int:
     """Load the newest file of torch.save; return its version, or 0 if there is none."""
-    found = _files(job)
-    if not found:
+    path = newest_file(job)
+    if path is None:
         return 0
-    state = torch.load(found[-1], mmap=True)
+    state = torch.load(path, mmap=True)
     job.module.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
-    return version_of(found[-1])
+    return version_of(path)
+
+
+def newest_file(job: Job) -> Path | None:
+    """The newest file of torch.save."""
+    found = _files(job)
+    return found[-1] if found else None
 
 
 def remove_old(job: Job) -> None:

@@ -80,15 +80,15 @@ PAPERS: dict[str, Paper] = {
         ("model", "part", "method", "world"),
     ),
     "scr-exa": Paper(
-        "scr_exa",
-        "overhead of one checkpoint an epoch over ranks, root checkpointing beside ours; restarts; "
-        "ResNet-50 and EDSR under DDP and Horovod",
+        "scr_exa.tables",
+        "overhead of one checkpoint an epoch over ranks, root checkpointing beside ours; cold "
+        "restarts; lost nodes and spares; ResNet-50 and EDSR under DDP and Horovod",
         "about a minute a model, launcher, number of ranks and method",
         {
             "models": ("resnet50", "edsr"),
             "launchers": ("torchrun", "horovod"),
-            "methods": ("root-shared", "ours-memory", "ours-local", "ours-flushed"),
-            "parts": ("epochs", "restarts"),
+            "methods": ("root-shared", "ours-memory", "ours-local", "ours-flushed", "ours-xor"),
+            "parts": ("epochs", "restarts", "spares"),
             "worlds": ("1", "2", "4", "8"),
         },
         {
@@ -98,7 +98,7 @@ PAPERS: dict[str, Paper] = {
             "parts": ("epochs",),
             "worlds": ("2",),
         },
-        ("model", "part", "launcher", "world", "method"),
+        ("model", "part", "launcher", "world", "method", "epoch_steps"),
         "measured; the bandwidth of the shared file system is simulated",
     ),
     "dpu": Paper(

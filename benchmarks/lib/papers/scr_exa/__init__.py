@@ -1,0 +1,1 @@
+"""SCR-Exa's experiment: tables, and jobs of real processes that are killed and resume."""
