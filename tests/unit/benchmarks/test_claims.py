@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[3]
 Load = Callable[[str], Any]
 
 UNPROVED = {
-    "README.md": 3,
-    "docs/figures.md": 113,
+    "README.md": 0,
+    "docs/figures.md": 22,
     "docs/internals/scale.md": 0,
-    "docs/simulate.md": 4,
+    "docs/simulate.md": 0,
 }
 """Figures without a results file: these lists only shrink. A new figure needs a file."""
 
