@@ -12,6 +12,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from tierckpt.checkpointer.checkpointer import Checkpointer
+    from tierckpt.lineage.selection import PartReport
     from tierckpt.offline.history import History, SavedVersion, history
     from tierckpt.offline.latest import Latest, latest
     from tierckpt.offline.load import Saved, load
@@ -49,6 +50,7 @@ _HOME = {
     "CorruptShardError": "errors",
     "FormatError": "errors",
     "NodeHealthError": "errors",
+    "PartReport": "lineage.selection",
     "PinError": "errors",
     "ReplicaError": "errors",
     "RestoreError": "errors",
@@ -87,6 +89,7 @@ __all__ = [
     "Latest",
     "LoopState",
     "NodeHealthError",
+    "PartReport",
     "PinError",
     "ReplicaError",
     "RestoreError",

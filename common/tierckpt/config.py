@@ -160,6 +160,10 @@ class Config:
     rollback_to: int = 0
     """Go back to this version at the next restore, once: later restarts take the newest version
     since then (see `tierckpt rollback`). 0: take the newest version."""
+    fork_from: str = ""
+    """If this job has no version of its own, begin from a version of another job: its path, or
+    `PATH@v4000` (see `Checkpointer.restore`). Later starts take this job's own versions, so the
+    setting may stay."""
     when_busy: str = "skip"
     """If a checkpoint is due and no slot is free: `skip` it, or `wait` for one. If a persistent
     level is slow: keep the newest waiting version, or `wait` for the level."""
@@ -220,6 +224,9 @@ class Config:
     """A directory that does not answer within this time is not well."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
+    run_records: bool = True
+    """Note each run beside its versions, for `tierckpt log`: host and user, launcher, hash of the
+    command line, git commit, versions of the software. No arguments and no environment."""
     heartbeat_seconds: float = 5.0
     """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
     every boundary."""

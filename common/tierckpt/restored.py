@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from tierckpt.format.facts import VersionFacts
+
+if TYPE_CHECKING:
+    from tierckpt.lineage.selection import PartReport
 
 
 class Restored(int):
@@ -34,6 +38,11 @@ class Restored(int):
     seconds: dict[str, float]
     """By phase: `inventory`, `verify` (includes reading), `rebuild` (in the background of
     `verify`), `load`, `total`."""
+    forked_from: str = ""
+    """The version of another job that this one began from, `PATH@v40`; else empty."""
+    partial: PartReport | None = None
+    """What became of each tensor, if only parts of that version were taken; else None. The number
+    is then 0: the job begins with its first iteration."""
     suspect: str = ""
     """The known or possible difference of replicas when the version was taken; empty if none is
     known."""

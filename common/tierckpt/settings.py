@@ -24,6 +24,7 @@ class Settings(TypedDict, total=False):
     shm_dir: AnyPath
     slots: int
     rollback_to: int
+    fork_from: AnyPath
     when_busy: str
     release: str
     boundary: str
@@ -43,6 +44,7 @@ class Settings(TypedDict, total=False):
     health: str
     health_seconds: float
     events_dir: AnyPath
+    run_records: bool
     heartbeat_seconds: float
     export: str
     trace_dir: AnyPath

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -20,6 +21,8 @@ from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.errors import PinError, RestoreError, TierckptError
 from tierckpt.format.ids import VersionId, on_lineage
+from tierckpt.lineage.fork import ForkOrder
+from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
@@ -195,6 +198,10 @@ class Checkpointer(CheckpointerCore):
         version: SupportsIndex | None = None,
         strict: bool = True,
         progress: bool | None = None,
+        *,
+        fork_from: str | os.PathLike[str] | None = None,
+        only: str | Sequence[str] | None = None,
+        map: Mapping[str, str] | None = None,
     ) -> Restored:
         """Restore the newest sound version in place; returns the iteration to continue with.
 
@@ -209,7 +216,14 @@ class Checkpointer(CheckpointerCore):
                 fits.
             progress: show a progress bar on the standard error of rank 0; None: if it is a
                 terminal.
+            fork_from: another job's path or persistent_path, or `PATH@v4000`; default: the setting
+                `fork_from`. If this job has no version of its own, it begins there, exactly. Later
+                starts take this job's own versions.
+            only: with a fork: take only `"model"`, `"optimizer"` or `"extra"`, or several of these.
+                The job begins at iteration 0 then, and `Restored.partial` is a `PartReport`.
+            map: with a fork: new names for tensors of the model, `{"backbone.*": "encoder.*"}`.
         """
+        order = self._fork_order(version, fork_from, only, map, strict)
         if isinstance(version, bool) or not isinstance(version, SupportsIndex | None):
             raise TypeError(
                 f"restore(version=...) takes a version's number, not {version!r}; the place is the "
@@ -222,7 +236,7 @@ class Checkpointer(CheckpointerCore):
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):
             try:
-                self.restored = self._restore(version, strict, bar)
+                self.restored = self._restore(version, strict, bar, order)
                 self._restored_paths = None if self._state.routed.kept else {}
             except RestoreError:  # on all ranks
                 # The training may continue, and open versions get no further votes.
@@ -234,6 +248,65 @@ class Checkpointer(CheckpointerCore):
         _milestones.reached(_milestones.RESTORED)
         self._callbacks.call("on_restored", self.restored)
         return self.restored
+
+    def _fork_order(
+        self,
+        version: SupportsIndex | None,
+        fork_from: str | os.PathLike[str] | None,
+        only: str | Sequence[str] | None,
+        map: Mapping[str, str] | None,
+        strict: bool,
+    ) -> ForkOrder:
+        selection = Selection.of(only, map)
+        source = "" if fork_from is None else os.fspath(fork_from)
+        if source and version is not None:
+            raise ValueError(
+                "restore(version=..., fork_from=...) names two versions: version is one of this "
+                'job, and the source\'s is named in fork_from="PATH@VERSION"'
+            )
+        if selection is not None and not (source or self.config.fork_from):
+            raise ValueError(
+                "only= and map= choose parts of another job's version: give fork_from=, too. Into "
+                "a job with versions of its own, load_from() loads parts"
+            )
+        return ForkOrder(source, selection, strict)
+
+    def load_from(
+        self,
+        source: str | os.PathLike[str],
+        only: str | Sequence[str] = "model",
+        map: Mapping[str, str] | None = None,
+        strict: bool = True,
+        progress: bool | None = None,
+    ) -> PartReport:
+        """Load parts of another job's version into the live state; this job goes on with its own
+        iterations and versions.
+
+        For populations that copy the weights of the best member, and for weights trained elsewhere.
+        Every level of the other job is read, its memory included, also while it runs. Nothing is
+        noted or held there: this job's own next version has the result. All ranks call it, between
+        two steps.
+
+        Population based training: Jaderberg et al., 2017 (arXiv:1711.09846).
+
+        Args:
+            source: the other job's path or persistent_path, or `PATH@v4000`; without a number, its
+                newest complete version.
+            only: `"model"`, `"optimizer"` or `"extra"`, or several of these.
+            map: new names for tensors of the model, `{"backbone.*": "encoder.*"}`.
+            strict: raise StateMismatchError, with nothing changed, if these parts do not match
+                tensor by tensor; False: load what fits. The report has the rest.
+            progress: as for `restore`.
+
+        Raises RestoreError if there is no such version, on all ranks.
+        """
+        selection = Selection.of(only, map)
+        assert selection is not None
+        self._refuse_closed("load_from()", RestoreError)
+        self._refuse_amid("load_from()", RestoreError)
+        bar = Progress(Progress.wanted(self.group.rank, progress))
+        with contextlib.closing(bar), torch.inference_mode(False):
+            return self._load_from(os.fspath(source), selection, strict, bar)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every version is sealed and committed, or has failed. Call it between steps.

@@ -48,6 +48,8 @@ from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import Iterations, Unattached
+from tierckpt.lineage.fork import ForkOrder, Forks
+from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
@@ -252,6 +254,8 @@ class CheckpointerCore(abc.ABC):
         self._history, self._agent = self._levels.history, self._levels.agent
         undo.callback(self._agent.close, abandoned=True)
         self._levels.open()
+        host = topology.hosts[group.rank]
+        self._forks = Forks(config, group, self._node, host, self._state, reports)
         self._schedule = Schedule(config)
         automatic = self._schedule.tuner.every_steps
         self._meter = StepTimer("persistent" in automatic) if automatic else None
@@ -366,6 +370,8 @@ class CheckpointerCore(abc.ABC):
             self._trace = self._trace.boundary(self.version, begin)
         self._heartbeat.boundary(self.version, begin, self._history.name)
         self.adapter.boundary_passed(agreed.adapter)
+        if self._forks.marks.needs is not None and self._agreement.local.safe is not None:
+            self._forks.marks.settle()
         _milestones.reached(_milestones.BOUNDARY)
         self._callbacks.call("on_step_boundary", self.version)
         if self._replicas.error is not None:
@@ -456,7 +462,9 @@ class CheckpointerCore(abc.ABC):
 
     # --- a restore ------------------------------------------------------------------------------
 
-    def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
+    def _restore(
+        self, version: int | None, strict: bool, bar: Progress, fork: ForkOrder
+    ) -> Restored:
         begin = time.perf_counter()
         # The version in progress is valid: no step has changed the state yet.
         self._agreement.even_out()  # the copier may wait for a vote
@@ -478,9 +486,7 @@ class CheckpointerCore(abc.ABC):
             )
         attempt = restore_session.find(version, self.version)
         if attempt is None:
-            with error_barrier:
-                self._levels.meet(error_barrier)
-                return restore_session.report(Restored(0))
+            return self._begin_elsewhere(fork, bar, restore_session)
         with contextlib.closing(attempt):
             with _garbage.paused():
                 loaded = restore_session.load(attempt, strict, self.adapter.load)
@@ -502,10 +508,45 @@ class CheckpointerCore(abc.ABC):
                 books = (self._agreement, self._pool, self._reports)
                 if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
                     self._schedule.requested = frozenset((MEMORY, LOCAL))
+                self._forks.marks.has_versions()
                 return restore_session.report(loaded.result)
         except StateTornError:
             self._state.torn = True  # on this rank the state may be whole
             raise
+
+    def _begin_elsewhere(
+        self, order: ForkOrder, bar: Progress, restore_session: RestoreSession
+    ) -> Restored:
+        """Begin this job, which has no version of its own, from a version of another job, if one
+        was ordered; else from nothing. Collective, as `_begin_with`."""
+        forked = self._forks.begin(order, bar, self.adapter.load)
+        if forked is None:
+            with ErrorBarrier(self.group) as error_barrier:
+                self._levels.meet(error_barrier)
+                return restore_session.report(Restored(0))
+        self._levels.run_notes.fork = forked.result.forked_from
+        error_barrier = ErrorBarrier(self.group, forked.found.incomplete)
+        try:
+            with contextlib.closing(forked.found), error_barrier:
+                self._go_on_from((), forked.start, error_barrier)
+                all_finished(forked.found, error_barrier)
+                self._state.drop_gradients()
+                if self._local_enabled():  # the source's version is held until then
+                    self._schedule.requested = frozenset((MEMORY, LOCAL))
+                return restore_session.report(forked.result)
+        except StateTornError:
+            self._state.torn = True
+            raise
+
+    def _load_from(
+        self, source: str, selection: Selection, strict: bool, bar: Progress
+    ) -> PartReport:
+        self.complete()
+        report = self._forks.load_from(source, selection, strict, bar)
+        self._active.capture.forget()
+        self._replicas.restart()
+        self._unchanged.forget()
+        return report
 
     def _go_on_from(
         self, lineage: Lineage, result: Restored, error_barrier: ErrorBarrier | None = None
@@ -697,6 +738,9 @@ class CheckpointerCore(abc.ABC):
         if self._folders is not None:
             self._folders.close()
         self._agent.close(abandoned=abandoned)
+        if self._forks.marks.needs is not None and self._agreement.local.safe is not None:
+            self._forks.marks.settle()
+        self._levels.run_notes.close()
         self._resources.leave(remove)
         self.group.close()
         if self._trace is not None:

@@ -31,6 +31,7 @@ from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PEER
 from tierckpt.core.retention import Best
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group, Node
+from tierckpt.lineage.run_notes import RunNotes
 from tierckpt.replicas.drift import Drift, Spared
 from tierckpt.restored import Restored
 from tierckpt.storage.local.pins import LocalPins
@@ -70,6 +71,7 @@ class Tiers:
             self.history = JobHistory(
                 config, group, job, store, host, self.former_nodes, *directory
             )
+            self.run_notes = RunNotes(config, group, topology, reports)
             self.peers = PeerSetup(config, group, topology, self.agent, groups)
             self.promotion = Promotion(
                 Best(config.local.keep_best, config.best == "lowest"),
@@ -136,8 +138,11 @@ class Tiers:
     def go_on_from(
         self, lineage: Lineage, result: Restored, error_barrier: ErrorBarrier | None
     ) -> None:
-        """Start a run from the version that the live state equals. Inside a block of
+        """Start a run from the version that the live state equals: one of this job, of the newest
+        run in `lineage`, or, with an empty lineage, of another job. Inside a block of
         `error_barrier`, if that is given. Collective."""
+        self.run_notes.began = VersionId(lineage[-1][0], result.version) if lineage else None
+        self.run_notes.fork = "" if lineage else self.run_notes.fork
         with _garbage.paused():  # the history of many ranks is many objects
             self._learn_from_history(lineage, result)
         self.meet(error_barrier)
@@ -183,6 +188,7 @@ class Tiers:
         of memory traffic, while a restore needs the cores."""
         self._have_agent(self.agent.start)
         history, former_nodes = self.history, self.former_nodes.alive
+        self.run_notes.write(history.name, history.generation)
 
         def complain(text: str) -> None:
             self._reports.notice(text, logging.ERROR)

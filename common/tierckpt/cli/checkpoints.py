@@ -73,6 +73,9 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
     if (request := there.request) is not None:
         text = f"the next start goes back to v{request.version}, as {request.where} asks"
         console.print(f"{text} (tierckpt rollback)", soft_wrap=True)
+    if there.origins and not rows:
+        text = f"the next start begins from {there.origins[0]} (tierckpt fork)"
+        console.print(text, soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
     for reason in dict.fromkeys(row.suspect for row in rows if row.suspect):
@@ -138,6 +141,8 @@ def _notes(row: Row) -> list[str]:
         notes.append("suspect")
     if row.pinned:
         notes.append("pinned")
+    if row.held_for:
+        notes.append(f"held for the fork {some(row.held_for, 2)}")
     if row.encoded:
         notes.append("encoded")
     return notes

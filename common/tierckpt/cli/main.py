@@ -327,6 +327,33 @@ def _offline(args: argparse.Namespace, console: Console) -> None:
     getattr(command, args.action)(args, console)
 
 
+def log(commands: Subparsers) -> None:
+    """`tierckpt log PATH`."""
+    parser = commands.add_parser(
+        "log",
+        help="show the history of a job as a tree: runs, what each restored, forks",
+        description="Shows every run of the job: the version that it restored, who started it, "
+        "where and when, the launcher, the git commit, the software, and the versions that are "
+        "left, with pins, the best, suspects and holds; and the forks that began from its "
+        "versions, with their own histories as far as their paths lead to them from here. "
+        "Nothing is changed.",
+    )
+    text = "a job's path, or its persistent_path"
+    parser.add_argument("path", type=place, metavar="PATH", help=text)
+    text = "show every version, not only those with something to say"
+    parser.add_argument("--all", action="store_true", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    text = "write a picture: a line for each run, from the version that it began with"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    parser.set_defaults(run=_log)
+
+
+def _log(args: argparse.Namespace, console: Console) -> None:
+    from . import log as command
+
+    command.log(args, console)
+
+
 def diff(commands: Subparsers) -> None:
     """`tierckpt diff A B`."""
     parser = commands.add_parser(
@@ -403,10 +430,12 @@ def pin(commands: Subparsers) -> None:
 
 def unpin(commands: Subparsers) -> None:
     """`tierckpt unpin PATH VERSION`."""
-    _add_pin(commands, "unpin", "end a pin: retention may delete the version again")
+    parser = _add_pin(commands, "unpin", "end a pin: retention may delete the version again")
+    text = "end the holds of forks that have no version of their own yet, instead of the pin"
+    parser.add_argument("--forks", action="store_true", help=text)
 
 
-def _add_pin(commands: Subparsers, action: str, text: str) -> None:
+def _add_pin(commands: Subparsers, action: str, text: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         action,
         help=text,
@@ -417,10 +446,16 @@ def _add_pin(commands: Subparsers, action: str, text: str) -> None:
     )
     parser.add_argument("path", type=place, metavar="PATH")
     parser.add_argument("version", type=int, metavar="VERSION")
-    parser.set_defaults(run=_run_pin, action=action)
+    parser.set_defaults(run=_run_pin, action=action, forks=False)
+    return parser
 
 
 def _run_pin(args: argparse.Namespace, console: Console) -> None:
+    if args.forks:
+        from . import fork as command
+
+        command.end_holds(args, console)
+        return
     from tierckpt.config import load_config
     from tierckpt.coordination.pinning import mark_at
 
@@ -454,6 +489,32 @@ def _rollback(args: argparse.Namespace, console: Console) -> None:
     from . import rollback as command
 
     command.rollback(args, console)
+
+
+def fork(commands: Subparsers) -> None:
+    """`tierckpt fork SOURCE[@VERSION] PATH`."""
+    parser = commands.add_parser(
+        "fork",
+        help="let a new job begin from a version of another one",
+        description="The next start of the job with this PATH begins from the version, bit for "
+        "bit, on any number of ranks, and goes on with versions of its own. Nothing is copied: "
+        "the version is held at its source until the new job has one on disk. SOURCE and PATH are "
+        "jobs' paths, or persistent_paths. TIERCKPT_FORK_FROM=SOURCE@VERSION, where the job is "
+        "started, is the same without this command.",
+    )
+    text = "the other job, with @v4000 or @4000 for a version; default: its newest complete one"
+    parser.add_argument("source", nargs="?", metavar="SOURCE[@VERSION]", help=text)
+    text = "the new job; it must have no version yet"
+    parser.add_argument("path", type=place, metavar="PATH", help=text)
+    text = "take the order back, if no start has carried it out: tierckpt fork --cancel PATH"
+    parser.add_argument("--cancel", action="store_true", help=text)
+    parser.set_defaults(run=_fork)
+
+
+def _fork(args: argparse.Namespace, console: Console) -> None:
+    from . import fork as command
+
+    command.fork(args, console)
 
 
 def takeover(commands: Subparsers) -> None:
@@ -505,8 +566,8 @@ def run(commands: Subparsers) -> None:
 RUN = "run"
 GROUPS: dict[str, tuple[Callable[[Any], None], ...]] = {
     "run a script": (run, prove),
-    "look at a job": (watch, list_, verify, diff, goodput, trace),
-    "control a job": (halt, rollback, pin, unpin, takeover),
+    "look at a job": (watch, list_, log, verify, diff, goodput, trace),
+    "control a job": (halt, rollback, fork, pin, unpin, takeover),
     "plan a job": (interval, simulate),
     "exchange checkpoints with other tools": (import_, export),
     "examine a machine": (doctor, health),

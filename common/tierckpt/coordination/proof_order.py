@@ -98,6 +98,7 @@ def redirected(config: Config) -> Config:
         path=scratch,
         job_id="",
         rollback_to=0,
+        run_records=False,
         when_busy="wait",
         agent="inline",
         health="off",

@@ -167,6 +167,7 @@ class FilesJob:
         self.levels.drift.wait()
         self.folders.close()
         self.agent.close(abandoned=abandoned)
+        self.levels.run_notes.close()
         self.resources.leave(remove)
         self.group.close()
         self._log.close()

@@ -7,6 +7,8 @@ without asking others:
     <root>/<version>.retired            the version is being removed, or must not be completed
     <root>/<version>.pin                retention leaves the version alone
     <root>/<version>.suspect            replicas differed when it was taken; describes how
+    <root>/v<version>.g<generation>.<fork>.hold       another job began from it, and needs it
+    <root>/v<version>.g<generation>.<fork>.fork       ... and does not need it any more
     <root>/<version>/<group>.group      the place of every shard of the group
     <root>/<version>/<group>.shards     the group's shards, where many can write into one file
     <root>/<version>/<group>/s<first>-<last>.shards   ... or those of one writer, where they can't
@@ -24,6 +26,7 @@ SHARDS_PER_GROUP = 64
 """10,000 ranks make 157 groups, 1,000 make 16, up to 64 make one."""
 
 MANIFEST, RETIRED, PIN, SUSPECT = ".manifest", ".retired", ".pin", ".suspect"
+HOLD, FORK = ".hold", ".fork"
 GROUP, SHARDS, PARTS = ".group", ".shards", ".parts"
 PART_BYTES = 16 << 20
 """Length of all parts of a shard but the last. It bounds what a writer has in memory, and what is
@@ -31,6 +34,7 @@ sent again after an error; smaller parts would need more requests, also for read
 
 _STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.of(\d{5,})\.([0-9A-Za-z]+)")
 _RUN = re.compile(r"s(\d{5,})-(\d{5,})\.shards")
+_FORK_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.([0-9a-f]{16})(\.hold|\.fork)")
 
 
 @dataclass(frozen=True, order=True)
@@ -123,6 +127,23 @@ def parse_run(name: str) -> range | None:
     """Read a name that `run_name` made; None for other names."""
     match = _RUN.fullmatch(name)
     return range(int(match[1]), int(match[2]) + 1) if match else None
+
+
+def fork_mark(id_: VersionId, fork: str, held: bool) -> str:
+    """Return the name of the mark of a fork (16 hexadecimal digits) that began from a version; on
+    the local level, too."""
+    return f"v{id_.version:010d}.g{id_.generation:06d}.{fork}{HOLD if held else FORK}"
+
+
+def parse_fork_mark(name: str) -> tuple[VersionId, str, bool] | None:
+    """Read a name that `fork_mark` made; None for other names."""
+    match = _FORK_MARK.fullmatch(name)
+    return (VersionId(int(match[2]), int(match[1])), match[3], match[4] == HOLD) if match else None
+
+
+def held_by_forks(names: Iterable[str]) -> set[VersionId]:
+    """Return the versions that forks need, by the names of all files at a place."""
+    return {mark[0] for mark in map(parse_fork_mark, names) if mark is not None and mark[2]}
 
 
 @dataclass(frozen=True)

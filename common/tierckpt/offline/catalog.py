@@ -45,6 +45,8 @@ class Row:
     metric: float | None = None
     encoded: bool = False
     pinned: bool = False
+    held_for: list[str] = field(default_factory=list)
+    """Paths of forks that keep it, as they have no durable version of their own yet."""
     suspect: str = ""
     """The known or possible difference of replicas when it was taken."""
     is_past: bool = True
@@ -84,11 +86,18 @@ def rows_of(there: Survey) -> list[Row]:
         row.is_past = on_lineage(id_, past)
         row.suspect = there.suspicion(id_)
         row.pinned = (level, id_.generation, id_.version) in there.pinned
+        row.held_for = _forks_that_need(there, id_, level)
         if taken is not None and (taken.id, taken.run_id) == (id_, run_id) and not row.elsewhere:
             row.next = level in taken.levels or (level == "local" and "peer" in taken.levels)
     _mark_restorable(there, rows.values())
     _add_details(there, rows)
     return list(rows.values())
+
+
+def _forks_that_need(there: Survey, id_: VersionId, level: str) -> list[str]:
+    """Paths of the forks that keep a version on a level."""
+    marks = (child for at, child in there.children if at == level and child.held)
+    return sorted({child.path or "unknown" for child in marks if child.id == id_})
 
 
 def without_bare(there: Survey) -> Survey:

@@ -20,13 +20,15 @@ from pathlib import Path
 
 from tierckpt import _garbage
 from tierckpt._text import directory_of, is_url
-from tierckpt.config import PersistentConfig, load_config
+from tierckpt.config import Config, PersistentConfig, load_config
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
+from tierckpt.core.fork import Child, Origin
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.core.rollback import Rollback, RollbackRequest, merged, pending
-from tierckpt.errors import ConfigError
+from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
+from tierckpt.storage.forks import ForkMarks, OriginFile
 from tierckpt.storage.inventory import (
     look_at_local,
     look_at_memory,
@@ -39,6 +41,7 @@ from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.sibling_nodes import NODE, named, parent_of, siblings_of
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, is_default_id, job_id_of
+from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.persistent.pins import PersistentPins
 from tierckpt.storage.rollbacks import RollbackFiles
@@ -75,6 +78,10 @@ class Survey:
     """Requests to go back (`tierckpt rollback`)."""
     rollbacks: list[Rollback] = field(default_factory=list)
     """Records of runs that went back."""
+    origins: list[Origin] = field(default_factory=list)
+    """Records of the version of another job that this one began from."""
+    children: list[tuple[str, Child]] = field(default_factory=list)
+    """Marks of forks that began from versions here, each with its level."""
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
     """Jobs with a live trainer on this machine."""
@@ -173,10 +180,11 @@ def why_elsewhere(job: str) -> str:
 
 
 @_garbage.paused()  # an object for every copy of every rank
-def survey(paths: Where | Sequence[Where]) -> Survey:
-    """Look at all of `paths`, and at their jobs' memory on this machine. Raises MissingPathError if
-    a path does not exist and its job has nothing in memory."""
-    config = load_config()
+def survey(paths: Where | Sequence[Where], config: Config | None = None) -> Survey:
+    """Look at all of `paths`, and at their jobs' memory on this machine. `config` has the jobs'
+    id, node and place in memory, and their store's options; default: as the environment says.
+    Raises MissingPathError if a path does not exist and its job has nothing in memory."""
+    config = load_config() if config is None else config
     there = Survey(open_store=functools.partial(_open_store, config.persistent))
     jobs, own, claimed = set[str](), set[str](), set[Path]()
     missing: dict[str, MissingPathError] = {}
@@ -309,6 +317,7 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
         pins = LocalPins(folder).pinned()
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
         there.suspects |= SuspectMarks(folder).all()
+    _look_at_forks(folder, "local", there)
     files = RollbackFiles(folder)
     troubles = there.problems, there.unseen
     look_at_rollbacks(files, place, there.requests, there.rollbacks, *troubles)
@@ -320,6 +329,14 @@ def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
     with suppress(Exception), closing(there.open_store(config.path)) as store:
         pins = [name.id for name in PersistentPins(store).pinned()]
         there.pinned |= {("persistent", id_.generation, id_.version) for id_ in pins}
+        _look_at_forks(store, "persistent", there)
+
+
+def _look_at_forks(place: Place, level: str, there: Survey) -> None:
+    with suppress(OSError, TierckptError):  # the history is not needed to restore
+        there.children += [(level, child) for child in ForkMarks(place).all()]
+        origin = OriginFile(place).read()
+        there.origins += [origin] if origin else []
 
 
 def _jobs_named(there: Survey) -> set[str]:

@@ -113,12 +113,12 @@ class Loader:
             if is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
                 continue
             if live is None and spec is not None:
-                found.append(f"{name} {_shown(spec)} is in the checkpoint, not in the model")
+                found.append(f"{name} {shown(spec)} is in the checkpoint, not in the model")
             elif spec is None:
                 found.append(f"{name} is in the model, not in the checkpoint")
             elif live is not None and not self._same(spec):
                 now = self._live_specs[name]
-                found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
+                found.append(f"{name} is {shown(spec)} in the checkpoint, {shown(now)} live")
         found += self._optimizer_differences()
         self._differs = bool(found)
         return found + self._extra_differences()
@@ -273,15 +273,17 @@ class Loader:
         return self._filler.wants(shard, low, high)
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
-        name = piece.spec.name
-        if self._imported is not None:
-            name = self._imported.names.get(name, "")
+        name = self.live_name(piece.spec.name)
         target = self._targets.get(name)
         if target is None or (piece.placement is PER_RANK and shard != self._shard_of[name]):
             return None
         if piece.placement is PER_RANK:
             self._own[name] = None
         return None if self._new.has(shard, piece) else target
+
+    def live_name(self, stored: str) -> str:
+        """The live entry that a stored one goes to; empty if there is none."""
+        return stored if self._imported is None else self._imported.names.get(stored, "")
 
     def finish(self) -> None:
         """Load the rest: changed buffers, optimizer structure, options, the user's objects."""
@@ -315,9 +317,13 @@ class Loader:
                         load_extra(obj, saved[which][name])
         self._finish_modules(saved["extra"].get(MODULE_STATES))
         self.notices += self._left_values()
-        self.state.routed.load(saved.get(FILES) if self.shards == self.size else None)
+        self._finish_files()
         if self.shards != self.size:
             self._finish_per_rank(saved["extra_per_rank"], FILES in saved)
+
+    def _finish_files(self) -> None:
+        """Take the checkpoint's routed files in place of all earlier ones."""
+        self.state.routed.load(self.saved.get(FILES) if self.shards == self.size else None)
 
     def _finish_per_rank(self, saved: dict[str, Any], files: bool) -> None:
         """Load per-rank objects of another number of ranks, if they can take them. `files`: the
@@ -390,5 +396,6 @@ def _naming(obj: Any, name: str) -> Iterator[None]:
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
 
 
-def _shown(spec: TensorSpec) -> str:
+def shown(spec: TensorSpec) -> str:
+    """A tensor's type and shape, for messages."""
     return f"{spec.dtype}{list(spec.shape)}"

@@ -237,12 +237,14 @@ class RestoreNotices:
         )
 
     def _in_words(self, result: Restored, level: str) -> str:
+        if result.partial is not None:
+            return f"a fresh start with parts ({result.partial.of_parts}) of {result.forked_from}"
         if not level:
             return f"nothing to restore in {self._config.directory}: a fresh start"
         nbytes, seconds = size_text(result.nbytes), result.seconds["total"]
         return (
-            f"restored v{result.version} (iteration {int(result)}) from {level}: {nbytes} in "
-            f"{seconds:.2f} s"
+            f"restored {result.forked_from or f'v{result.version}'} (iteration {int(result)}) from "
+            f"{level}: {nbytes} in {seconds:.2f} s"
         )
 
 

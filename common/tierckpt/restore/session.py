@@ -120,8 +120,10 @@ def load(
     group: ErrorBarrier,
     strict: bool,
     new: TensorPreallocator,
+    make_loader: Callable[..., Loader] = Loader,
 ) -> LoadedVersion:
-    """Load a verified version into the live state. Collective.
+    """Load a verified version into the live state, with the loader that `make_loader` makes: for
+    a part of a version, another one than `Loader`. Collective.
 
     Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
     rank's live state differs and `strict` is True. Raises RestoreError on all ranks if a rank has
@@ -130,7 +132,7 @@ def load(
     leaves `state.torn` True if anything was changed.
     """
     with group:
-        loader = Loader(state, version.contents, group.rank, group.size, new, strict)
+        loader = make_loader(state, version.contents, group.rank, group.size, new, strict)
         differences = loader.differences()
         loader.prepare()
         version.broadcaster.make_room(version.contents.outlines)

@@ -9,17 +9,11 @@ request.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-from pathlib import Path
-from typing import Any
 
 from tierckpt.core.rollback import Rollback, RollbackRequest
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
-from tierckpt.format.checksummed_json import check_head, checked, head_of, with_check
-from tierckpt.storage.files import durable
 
-from .persistent import PersistentStore
+from .notes import Notes, Place
 
 REQUEST, RECORD = "rollback-request.json", "rollback.json"
 KIND = "rollback"
@@ -32,14 +26,14 @@ class RollbackFiles:
     """The two files of one directory, or of a persistent level. One thread. Methods raise OSError
     and PersistentError; those that read also CorruptShardError and FormatError."""
 
-    def __init__(self, place: str | os.PathLike[str] | PersistentStore) -> None:
+    def __init__(self, place: Place) -> None:
         """A directory, or a store, which stays the caller's."""
-        self._place = place if isinstance(place, PersistentStore) else Path(place)
+        self._notes = Notes(place)
 
     @property
     def where(self) -> str:
         """The place, for messages."""
-        return self._place.url if isinstance(self._place, PersistentStore) else str(self._place)
+        return self._notes.where
 
     def all(self) -> Rollbacks:
         """The request and the record, as far as they exist and are readable. A damaged request
@@ -58,7 +52,7 @@ class RollbackFiles:
 
     def request(self) -> RollbackRequest | None:
         """The request that `ask` wrote; None without one."""
-        values = self._read(REQUEST)
+        values = self._notes.read(REQUEST, KIND)
         if values is None:
             return None
         try:
@@ -68,7 +62,7 @@ class RollbackFiles:
 
     def record(self) -> Rollback | None:
         """The record that `store` wrote; None without one."""
-        values = self._read(RECORD)
+        values = self._notes.read(RECORD, KIND)
         if values is None:
             return None
         try:
@@ -79,14 +73,11 @@ class RollbackFiles:
 
     def ask(self, request: RollbackRequest) -> None:
         """Write a request, in place of an earlier one; durable at return."""
-        self._write(REQUEST, {"version": request.version, "name": request.name})
+        self._notes.write(REQUEST, KIND, {"version": request.version, "name": request.name})
 
     def cancel(self) -> None:
         """Remove the request, if there is one."""
-        if isinstance(self._place, PersistentStore):
-            self._place.remove_note(REQUEST)
-        else:
-            durable.remove(self._place / REQUEST)
+        self._notes.remove(REQUEST)
 
     def store(self, record: Rollback) -> None:
         """Write the record of a run, unless it is there, durable at return; then remove the request
@@ -97,42 +88,13 @@ class RollbackFiles:
                 self._remove_honoured(record)
                 return
         values = {"generation": record.generation, "version": record.version}
-        self._write(RECORD, {**values, "honoured": record.honoured})
+        self._notes.write(RECORD, KIND, {**values, "honoured": record.honoured})
         self._remove_honoured(record)
 
     def _remove_honoured(self, record: Rollback) -> None:
         request = self.request()
         if request is not None and request.name in record.honoured:
             self.cancel()
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            if isinstance(self._place, PersistentStore):
-                data = self._place.note(name)
-            else:
-                with durable.open_plain(self._place / name) as file:
-                    data = file.read()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        try:
-            values = json.loads(checked(data, f"file {name}"))
-            check_head(values, KIND, f"file {name}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{self.where}/{name} cannot be read: {error!r}") from error
-        return dict(values)
-
-    def _write(self, name: str, values: dict[str, Any]) -> None:
-        data = with_check(json.dumps({**head_of(KIND), **values}).encode())
-        if isinstance(self._place, PersistentStore):
-            self._place.put_note(name, data)
-            return
-        with durable.replacing(self._place / name) as temp, temp.open("wb") as file:
-            durable.share(file.fileno(), self._place)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            durable.sync(self._place)
 
 
 __all__ = ["RollbackFiles", "Rollbacks"]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tierckpt.core.copies import Pin
 from tierckpt.format.ids import VersionId
+from tierckpt.format.version_names import held_by_forks
 from tierckpt.storage.files import durable
 
 from .store import LocalStore
@@ -56,6 +57,12 @@ class LocalPins:
             return {VersionId(int(m[2]), int(m[1])) for m in found if m is not None}
         return set()
 
+    def held(self) -> set[VersionId]:
+        """Versions that forks need, see `storage.forks`: they stay as pinned ones do."""
+        with contextlib.suppress(FileNotFoundError):
+            return held_by_forks(os.listdir(self._store.directory))
+        return set()
+
     def pins(self) -> tuple[Pin, ...]:
         """All marks, with the content of each."""
         return tuple(Pin(version, self.everywhere(version)) for version in sorted(self.pinned()))
@@ -69,7 +76,7 @@ class LocalPins:
         if not (versions := set(versions)):
             return set()  # and no directory is created for the mark
         self._store.create()
-        with _locked(self._store.directory):
+        with locked(self._store.directory):
             for version in versions:
                 self._set(self._mark(version), everywhere)
             self._store.sync_directory()
@@ -99,9 +106,10 @@ class LocalPins:
 
     @contextlib.contextmanager
     def spared(self, version: VersionId) -> Iterator[bool]:
-        """Whether the version is pinned; this does not change while the context is open."""
-        with _locked(self._store.directory):
-            yield self._mark(version).exists()
+        """Whether the version is pinned or held; this does not change while the context is
+        open."""
+        with locked(self._store.directory):
+            yield self._mark(version).exists() or version in self.held()
 
     def _mark(self, version: VersionId) -> Path:
         name = f"v{version.version:010d}.g{version.generation:06d}.pin"
@@ -109,7 +117,7 @@ class LocalPins:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Lock for one thread of one process at a time, if the file system can lock a directory. (NFS
     cannot: a pin that is set in the very moment of a removal may be too late there.)"""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

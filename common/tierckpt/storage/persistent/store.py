@@ -26,6 +26,7 @@ from typing import Any
 from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable_names
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
 from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import VersionId
 from tierckpt.format.version_names import (
     GROUP,
     MANIFEST,
@@ -35,6 +36,7 @@ from tierckpt.format.version_names import (
     SUSPECT,
     Groups,
     VersionName,
+    held_by_forks,
 )
 from tierckpt.format.version_records import (
     ShardRecord,
@@ -258,6 +260,10 @@ class PersistentStore:
         """Versions that retention leaves alone."""
         return self._with_suffix(PIN)
 
+    def held(self) -> set[VersionId]:
+        """Versions that forks need (see `storage.forks`): retention leaves them alone, too."""
+        return held_by_forks(self.backend.sizes())
+
     def suspects(self) -> list[VersionName]:
         """Versions with a mark that replicas differed."""
         return self._with_suffix(SUSPECT)
@@ -269,6 +275,10 @@ class PersistentStore:
     def mark_suspect(self, name: VersionName, text: bytes) -> None:
         """Mark a version, whether it exists yet or not."""
         self._put(name.stem + SUSPECT, text)
+
+    def notes(self, folder: str = "") -> list[str]:
+        """Names of the files and folders (`name/`) at the root, or in a folder there."""
+        return list(self.backend.sizes(folder))
 
     def note(self, name: str) -> bytes:
         """Content of a small file at the root; FileNotFoundError without it."""
@@ -351,7 +361,12 @@ class PersistentStore:
         file system; on an object store they get FileNotFoundError. If a part of the folder cannot
         be removed yet (NFS), the mark stays, and the next retention tries again.
         """
-        return self._retire(name, lambda: self._there(name.stem + PIN) or self._is_base(name))
+
+        def stays() -> bool:
+            pinned = self._there(name.stem + PIN) or name.id in self.held()
+            return pinned or self._is_base(name)
+
+        return self._retire(name, stays)
 
     def give_up(self, name: VersionName) -> bool:
         """As `retire`, for a version that will never be complete; False if it exists."""
@@ -413,7 +428,7 @@ class PersistentStore:
         dead: list[VersionName],
         lease: Lease | None,
     ) -> list[VersionName]:
-        pins, suspects = set(self.pinned()), set(self.suspects())
+        pins, suspects, kept = set(self.pinned()), set(self.suspects()), self.held()
         held = []
         for found in self.versions():
             try:
@@ -421,7 +436,8 @@ class PersistentStore:
             except (FileNotFoundError, CorruptShardError, FormatError):
                 continue  # gone meanwhile; or damaged: left for people to inspect
             suspect = found in suspects or bool(manifest.facts.suspect)
-            held.append(HeldVersion(manifest.facts, found in pins, manifest.bases, suspect))
+            pinned = found in pins or found.id in kept
+            held.append(HeldVersion(manifest.facts, pinned, manifest.bases, suspect))
         gone = retirable_names(held, policy, asking)
         half = set(self.retired()) - set(self.versions())
         going = {*gone, *dead, *half}

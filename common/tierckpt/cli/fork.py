@@ -1,0 +1,53 @@
+"""`tierckpt fork`, and `tierckpt unpin --forks`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import TYPE_CHECKING
+
+from tierckpt._text import some
+from tierckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def fork(args: argparse.Namespace, console: Console) -> None:
+    """Run the command. Raises ConfigError, RestoreError."""
+    from tierckpt.lineage.orders import cancel_fork, order_fork
+
+    if args.cancel == (args.source is not None):
+        raise ConfigError("give SOURCE[@VERSION] and PATH, or --cancel and PATH")
+    try:
+        if args.cancel:
+            origin = cancel_fork(args.path)
+            text = f"{args.path}: the order to begin from {origin} is taken back, and its hold"
+            console.print(text, soft_wrap=True)
+            return
+        origin, notices = order_fork(args.source, args.path)
+    except OSError as error:
+        raise ConfigError(f"no fork could be made: {error}") from error
+    console.print(f"{args.path}: the next start begins from {origin}", soft_wrap=True)
+    if not notices:
+        text = f"v{origin.id.version} is held there until this job has a version of its own on disk"
+        console.print(text, soft_wrap=True)
+    for text in notices:
+        console.print(text, soft_wrap=True)
+    text = f"to take this back before that start: tierckpt fork --cancel {shlex.quote(args.path)}"
+    console.print(text, soft_wrap=True)
+
+
+def end_holds(args: argparse.Namespace, console: Console) -> None:
+    """End the holds of a version. Raises PinError."""
+    from tierckpt.lineage.orders import end_holds as end
+
+    try:
+        forks = end(args.path, args.version)
+    except OSError as error:
+        raise ConfigError(f"{args.path} cannot be used: {error}") from error
+    text = f"{args.path}: v{args.version} is no longer held for {some(forks)}"
+    console.print(text, soft_wrap=True)
+
+
+__all__ = ["end_holds", "fork"]

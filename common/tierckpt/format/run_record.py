@@ -1,0 +1,75 @@
+"""The record of one run of a job: its place in the history, and who started it, when and how. Pure.
+
+Written once, when the run begins. Nothing needs it to restore: it explains the history to people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .ids import VersionId
+
+FACTS = ("host", "user", "launcher", "command", "git")
+"""Facts that are one text each."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. Unknown facts are empty."""
+
+    run_id: str
+    generation: int
+    began: VersionId | None = None
+    """The version of this job that it restored; None: it began without one."""
+    fork: str = ""
+    """The version of another job that it began from, `PATH@v40`; empty: none."""
+    started_seconds: float = 0.0
+    """Unix time, by the clock of the node that wrote the record."""
+    ranks: int = 1
+    nodes: int = 1
+    host: str = ""
+    user: str = ""
+    launcher: str = ""
+    """The launcher's name, perhaps with its own name for the launch."""
+    command: str = ""
+    """SHA-256 of the script's path and arguments, each with a zero byte at its end."""
+    git: str = ""
+    """The commit of the repository that contains the script."""
+    software: Mapping[str, str] = field(default_factory=dict)
+    """Versions by name: of Python, tierckpt, torch, and frameworks in use."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the record, with the names of FORMAT.md."""
+        values: dict[str, Any] = {
+            "run_id": self.run_id,
+            "generation": self.generation,
+            "began": None if self.began is None else (self.began.generation, self.began.version),
+            "fork": self.fork,
+            "started_seconds": self.started_seconds,
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+        }
+        values |= {name: getattr(self, name) for name in FACTS}
+        return {**values, "software": dict(self.software)}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> RunRecord:
+        """Read the fields that `to_json` made; ignore others. Raises KeyError, ValueError or
+        TypeError if they are not a record of a run."""
+        began = values["began"]
+        return RunRecord(
+            run_id=str(values["run_id"]),
+            generation=int(values["generation"]),
+            began=None if began is None else VersionId(*map(int, began)),
+            fork=str(values.get("fork", "")),
+            started_seconds=float(values["started_seconds"]),
+            ranks=int(values["ranks"]),
+            nodes=int(values["nodes"]),
+            **{name: str(values.get(name, "")) for name in FACTS},
+            software={str(k): str(v) for k, v in dict(values.get("software", {})).items()},
+        )
+
+
+__all__ = ["RunRecord"]

@@ -1,0 +1,205 @@
+"""The marks of a fork at its source, and the record of the origin beside its own versions.
+
+`fork` has the order of the steps, and what a kill between them leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from tierckpt import _faults as faults
+from tierckpt._text import directory_of, is_url, some
+from tierckpt.config import Config
+from tierckpt.coordination.error_barrier import ErrorBarrier
+from tierckpt.coordination.proof_order import order_here
+from tierckpt.coordination.reports import Reports
+from tierckpt.core.fork import Child, Origin, name_of
+from tierckpt.core.levels import LOCAL, PERSISTENT
+from tierckpt.errors import RestoreError
+from tierckpt.format.facts import VersionFacts
+from tierckpt.group import Group, Node
+from tierckpt.storage.forks import ForkMarks, OriginFile
+from tierckpt.storage.notes import Place
+from tierckpt.storage.persistent import PersistentStore, RetryPolicy
+
+from .source import SourceLook, SourceReader, places_of
+
+
+def new_origin(source: str, facts: VersionFacts, path: str, parts: tuple[str, ...] = ()) -> Origin:
+    """The origin of a job with that path, which begins from a version of `source`."""
+    name = name_of(socket.gethostname(), path, source, facts.id, facts.run_id)
+    return Origin(source, facts.id, facts.run_id, facts.job, name, parts, time.time())
+
+
+def child_of(origin: Origin, path: str) -> Child:
+    """The mark at the source, of the fork with that path."""
+    return Child(origin.id, origin.name, path, socket.gethostname(), origin.since_seconds)
+
+
+class OwnMarks:
+    """The marks and records of this job, if it is a fork. Training thread."""
+
+    def __init__(
+        self, config: Config, group: Group, node: Node, reader: SourceReader, reports: Reports
+    ) -> None:
+        """Nothing is read or written yet."""
+        self._config, self._group, self._reports = config, group, reports
+        self._reader, self._is_first = reader, node.first == group.rank
+        self._allowed = order_here() is None
+        """False in `tierckpt prove`, which changes nothing of the user's."""
+        self.needs: Origin | None = None
+        """The origin whose version is held for this job."""
+        self.recorded: dict[str, Origin] = {}
+        """The records that `orders` found, by place."""
+        self._held_at: list[str] = []
+        """Places where this process has set a hold."""
+
+    def orders(self, text: str) -> tuple[Origin | None, str]:
+        """The record of an earlier start or of `tierckpt fork`, and `text`: what the script or the
+        setting says. RestoreError on all ranks if ranks differ, or a record cannot be read.
+        Collective."""
+        found: dict[str, Origin] = {}
+        trouble = ""
+        try:
+            if (origin := OriginFile(self._config.directory).read()) is not None:
+                found[self._config.path] = origin
+            if self._group.rank == 0 and (far := self._config.persistent.path):
+                with self._store(far) as store:
+                    if (origin := OriginFile(store).read()) is not None:
+                        found[far] = origin
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # a client's own errors, too
+            trouble = f"the record of this job's origin cannot be read: {error}"
+        seen = self._group.all_gather_object((found, text, trouble))
+        if troubles := [why for *_, why in seen if why]:
+            raise RestoreError(troubles[0], "Repair it, or remove the file to begin without it")
+        if len({text for _, text, _ in seen}) > 1:
+            texts = some([repr(text) for _, text, _ in seen])
+            raise RestoreError(f"the ranks are to begin from different versions: {texts}")
+        self.recorded = {place: each for theirs, *_ in seen for place, each in theirs.items()}
+        return next(iter(self.recorded.values()), None), text
+
+    def hold(self, origin: Origin, look: SourceLook, barrier: ErrorBarrier) -> str:
+        """Have the source keep the version; returns why that is not possible, or an empty text.
+        Collective, inside `barrier`."""
+        trouble = ""
+        if self._allowed:
+            child = child_of(origin, os.path.realpath(self._config.directory))
+            try:
+                self._mark(origin, look, lambda marks: marks.add(child))
+            except Exception as error:  # a client's own errors, too
+                trouble = str(error)
+        faults.point("fork", op="hold")
+        seen = barrier.all_gather_object((trouble, bool(self._held_at)))
+        if self._allowed and not any(held for _, held in seen):
+            trouble = "it is in memory alone, where its job overwrites it"
+        return next((text for text, _ in seen if text), trouble)
+
+    def _mark(self, origin: Origin, look: SourceLook, change: Callable[[ForkMarks], Any]) -> None:
+        places = places_of(origin.source, look.here, origin.id)
+        for place in places.get(LOCAL, ()) if self._is_first else ():
+            change(ForkMarks(place))
+            self._held_at.append(place)
+        for place in places.get(PERSISTENT, ()) if self._group.rank == 0 else ():
+            with self._store(place) as store:
+                change(ForkMarks(store))
+            self._held_at.append(directory_of(place))
+
+    def let_go(self, origin: Origin) -> None:
+        """Remove the marks of a fork that did not begin. Not collective; raises nothing."""
+        with contextlib.suppress(Exception):
+            for place in self._held_at:
+                with self._opened(place) as opened:
+                    ForkMarks(opened).remove(origin.id, origin.name)
+        self._held_at = []
+
+    def note(self, origin: Origin) -> None:
+        """Write the record; a failure is reported, and costs no training. Not collective."""
+        self.needs = origin
+        try:
+            self._write(origin)
+        except Exception as error:  # a client's own errors, too
+            self._reports.notice(
+                f"the origin of this job, {origin}, could not be noted: {error}. If it is killed "
+                "before it has a version on disk, its next start chooses a version again",
+                logging.WARNING,
+            )
+
+    def _write(self, origin: Origin) -> None:
+        """Write the record at all places of this rank. Raises OSError and PersistentError."""
+        for place in self._own_places():
+            OriginFile(place).write(origin)
+        if self._group.rank == 0 and self._config.uses(PERSISTENT) and self._allowed:
+            with self._store(self._config.persistent.path) as store:
+                store.create()
+                OriginFile(store).write(origin)
+
+    def _own_places(self) -> list[Place]:
+        return [self._config.directory] * (self._is_first and self._config.uses(LOCAL))
+
+    @contextlib.contextmanager
+    def _store(self, place: str) -> Iterator[PersistentStore]:
+        own = self._config.persistent
+        there = own if place == own.path else own.at(place)
+        few = RetryPolicy(tries=3)
+        made = PersistentStore(there.path, retry=few, **there.options())
+        with contextlib.closing(made) as store:
+            yield store
+
+    # --- the end of the hold -------------------------------------------------------------------
+
+    def has_versions(self) -> None:
+        """This start found versions of the job: look whether an earlier one left a hold. Not
+        collective."""
+        with contextlib.suppress(Exception):
+            for place in self._own_places():
+                origin = OriginFile(place).read()
+                self.needs = origin if origin is not None and origin.held else None
+
+    def settle(self) -> None:
+        """End the hold: this job has a version on all ranks' disks. Not collective; a failure is
+        reported, and the next start tries again."""
+        origin, self.needs = self.needs, None
+        if origin is None or not self._allowed:
+            return
+        faults.point("fork", op="own")
+        try:
+            for place in self._places_of_marks(origin):
+                with self._opened(place) as opened:
+                    ForkMarks(opened).release(origin.id, origin.name)
+            faults.point("fork", op="settled")
+            self._write(replace(origin, held=False))
+        except Exception as error:  # a client's own errors, too
+            self._reports.notice(
+                f"{origin} is still held for this job, which does not need it any more: {error}. "
+                f"The next start tries again; or: tierckpt unpin {origin.source} "
+                f"{origin.id.version} --forks",
+                logging.WARNING,
+            )
+
+    def _places_of_marks(self, origin: Origin) -> list[str]:
+        if self._held_at or not (self._is_first or self._group.rank == 0):
+            return self._held_at
+        here = self._reader.survey(origin.source)
+        marks = {child.where for _, child in here.children if child.name == origin.name}
+        places = {directory_of(each) for each in marks}
+        return sorted(p for p in places if (not self._group.rank if is_url(p) else self._is_first))
+
+    @contextlib.contextmanager
+    def _opened(self, place: str) -> Iterator[Place]:
+        if not is_url(place):
+            yield place
+            return
+        with self._store(place) as store:
+            yield store
+
+
+__all__ = ["OwnMarks", "child_of", "new_origin"]

@@ -1,0 +1,213 @@
+"""Loading of parts of a version, perhaps under other names: weights of a model trained before.
+
+The parts that are not wanted are taken out of the version before it is compared and loaded, and the
+rest gets the live names; after that it is a load like any other (see `restore.loader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tierckpt.errors import StateMismatchError
+from tierckpt.format.layout import TensorSpec
+from tierckpt.restore.imported import ImportedNames
+from tierckpt.restore.loader import Loader, shown
+from tierckpt.state.extras import EXTRA_STATES, PLAIN_VALUES
+from tierckpt.state.modules.custom_states import MODULE_STATES
+from tierckpt.state.names import FIXED, path_of
+from tierckpt.state.routed_files import FILES
+
+from .selection import PartReport, Selection
+
+OF_MODULES = (MODULE_STATES, EXTRA_STATES)
+"""Entries of `extra` that belong to the model."""
+
+
+class PartLoader(Loader):
+    """A `Loader` of parts. It fills `report` when it is made."""
+
+    def __init__(self, *arguments: Any, selection: Selection, report: PartReport) -> None:
+        """`arguments`: those of `Loader`."""
+        self._selection, self.report = selection, report
+        super().__init__(*arguments)
+
+    def _map_imported(self) -> ImportedNames | None:
+        chosen = _ChosenParts(self, self._live, self._live_specs, self._selection, self.report)
+        self.specs, self.own_specs = chosen.specs, chosen.own_specs
+        self.structure, self.saved = chosen.structure, chosen.saved
+        self._names, self._params = chosen.names, chosen.params
+        return None
+
+    def live_name(self, stored: str) -> str:
+        """See `Loader`."""
+        return self._names.get(stored, "")
+
+    def _finish_files(self) -> None:
+        """Leave this job's own routed files."""
+
+    def _saved_param(self, parameter: str) -> TensorSpec | None:
+        return self._params.get(parameter)  # also if only its optimizer's state is wanted
+
+    def differences(self) -> list[str]:
+        """What does not match: with `strict`, everything; without, nothing, as it is in the report.
+        Raises StateMismatchError if nothing fits at all, on all ranks."""
+        self._differs = "optimizer" not in self._selection.parts or bool(self.report.other)
+        found = [*self._missing, *self.report.differences]
+        if not self.report.loaded:
+            nothing = f"the source has nothing of {self.report.of_parts} that fits here"
+            raise StateMismatchError(self.report.source, [nothing, *found])
+        return found if self.strict else []
+
+
+class _ChosenParts:
+    """The chosen parts of a version under live names."""
+
+    def __init__(
+        self,
+        loader: PartLoader,
+        live: Mapping[str, torch.Tensor],
+        live_specs: Mapping[str, TensorSpec],
+        selection: Selection,
+        report: PartReport,
+    ) -> None:
+        self._loader, self._selection, self._report = loader, selection, report
+        self._live, self._live_specs = live, live_specs
+        self.names: dict[str, str] = {}
+        """Live entries by stored ones."""
+        self.specs: dict[str, TensorSpec] = {}
+        self.own_specs: dict[str, TensorSpec] = {}
+        self.structure: dict[str, Any] = {}
+        self.params: dict[str, TensorSpec] = {}
+        """By live parameter, those of the source that fit it, wanted or not."""
+        saved = loader.saved
+        gone = {"rng", "imported", "began", "adapter", FILES}
+        kept = {key: value for key, value in saved.items() if key not in gone}
+        self.saved = {**kept, "groups": {}, "odd": {}, "extra": {}, "extra_per_rank": {}}
+        self._owners: dict[str, str] = {}
+        """Live names of the model by stored ones, of tensors of the same form."""
+        self._map_model()
+        self._map_optimizers()
+        self._choose_objects()
+        report.parts = selection.parts
+
+    # --- the model -----------------------------------------------------------------------------
+
+    def _map_model(self) -> None:
+        wanted, report = "model" in self._selection.parts, self._report
+        aliases = self._loader.state.tied()
+        stored = {**self._loader.specs, **self._loader.own_specs}
+        names = {n: n.partition("/")[2] for n in stored if n.startswith(FIXED)}
+        if wanted:
+            unused = self._selection.idle(names.values())
+            report.other += [f"map= has {each!r}, which fits no name there" for each in unused]
+        taken: dict[str, str] = {}
+        for entry, name in names.items():
+            target = self._selection.target(name)
+            live = self._live_entry(aliases.get(target, target))
+            if live is None:
+                report.skipped += [name] if wanted else []
+                continue
+            if live in taken and taken[live] != name:
+                text = f"{taken[live]} and {name} both lead to {target}"
+                report.other += [text] if wanted else []
+                continue
+            taken[live] = name
+            now = self._live_specs[live]
+            spec = stored[entry]._replace(name=live, device=self._live[live].device.type)
+            if (spec.shape, spec.dtype) != (now.shape, now.dtype):
+                text = f"{name} is {shown(spec)} in the source, {live.partition('/')[2]} is "
+                report.other_shape += [f"{text}{shown(now)} here"] if wanted else []
+                continue
+            self._owners[name] = live.partition("/")[2]
+            self.params[self._owners[name]] = spec._replace(device=stored[entry].device)
+            if wanted:
+                self._take(entry, live, spec)
+                report.loaded.append(live.partition("/")[2])
+        if wanted:
+            missing = (n for n in self._live if n.startswith(FIXED) and n not in taken)
+            report.missing += [name.partition("/")[2] for name in missing]
+
+    def _live_entry(self, name: str) -> str | None:
+        return next((e for kind in FIXED if (e := f"{kind}{name}") in self._live), None)
+
+    def _take(self, entry: str, live: str, spec: TensorSpec) -> None:
+        self.names[entry] = live
+        if entry in self._loader.own_specs:
+            self.own_specs[live] = spec
+        if entry in self._loader.specs:
+            self.specs[live] = spec
+
+    # --- optimizers ----------------------------------------------------------------------------
+
+    def _map_optimizers(self) -> None:
+        if "optimizer" not in self._selection.parts:
+            return
+        live, report = self._loader.state.structure(), self._report
+        for label in sorted(live.keys() | self._loader.structure.keys()):
+            theirs, ours = self._loader.structure.get(label), live.get(label)
+            if theirs is None or ours is None:
+                where = "here" if theirs is None else "in the source"
+                report.other.append(f"optimizer {label!r} is only {where}")
+                continue
+            groups = [[self._owners.get(n, n) for n in names] for names in theirs["groups"]]
+            if "imported" in self._loader.saved:
+                text = f"optimizer {label!r} was imported, and is taken only with a whole version"
+                report.other.append(text)
+            elif theirs["class"] != ours["class"]:
+                text = f"optimizer {label!r} is a {theirs['class']} in the source, a "
+                report.other.append(f"{text}{ours['class']} here")
+            elif groups != ours["groups"]:
+                report.other.append(f"optimizer {label!r} has other parameters in the source")
+            else:
+                self._take_optimizer(label, ours)
+
+    def _take_optimizer(self, label: str, ours: Mapping[str, Any]) -> None:
+        self.structure[label] = ours
+        self.saved["groups"][label] = self._loader.saved["groups"][label]
+        for entry, spec in {**self._loader.specs, **self._loader.own_specs}.items():
+            if entry.startswith(FIXED) or not entry.startswith(f"{label}/"):
+                continue
+            name, key = path_of(entry)
+            live = f"{label}/{self._owners.get(name, name)}/{key}"
+            self._take(entry, live, spec._replace(name=live))
+            self._report.loaded.append(live)
+        for owner, values in self._loader.saved["odd"].items():
+            name = owner.partition("/")[2]
+            if owner.startswith(f"{label}/"):
+                self.saved["odd"][f"{label}/{self._owners.get(name, name)}"] = values
+
+    # --- objects -------------------------------------------------------------------------------
+
+    def _choose_objects(self) -> None:
+        saved, report = self._loader.saved, self._report
+        if "model" in self._selection.parts:
+            self._choose_states_of_modules(saved["extra"])
+        if "extra" not in self._selection.parts:
+            return
+        for which in ("extra", "extra_per_rank"):
+            live = getattr(self._loader.state, which)
+            for name, value in saved[which].items():
+                if name in OF_MODULES:
+                    continue
+                if name in live:
+                    self.saved[which][name] = value
+                    report.loaded.append(f"{which}[{name!r}]")
+                else:
+                    report.skipped.append(f"{which}[{name!r}]")
+            others = (n for n in live if n not in saved[which] and n not in OF_MODULES)
+            report.missing += [f"{which}[{name!r}]" for name in others if name != PLAIN_VALUES]
+
+    def _choose_states_of_modules(self, saved: Mapping[str, Any]) -> None:
+        for name in OF_MODULES:
+            if name not in saved:
+                continue
+            if not self._selection.renamed and name in self._loader.state.extra:
+                self.saved["extra"][name] = saved[name]
+            elif saved[name]:
+                self._report.other.append(f"{name} are under the source's names, and were left out")
+
+
+__all__ = ["PartLoader"]

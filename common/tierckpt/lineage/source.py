@@ -1,0 +1,254 @@
+"""A version of another job: found on all levels by all ranks together, read and verified.
+
+The other job, the source, may be running. So its memory is copied before it is used, and checked
+again, since the next version may be written to the same place at any moment; versions on other
+levels are held (see `fork`) while they are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from dataclasses import dataclass, field, replace
+
+from tierckpt._text import is_url, some
+from tierckpt.config import Config
+from tierckpt.coordination.error_barrier import ErrorBarrier
+from tierckpt.coordination.former_nodes import UNKNOWN
+from tierckpt.coordination.inventory_exchange import gather_inventories
+from tierckpt.coordination.reports import Reports
+from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, distinct
+from tierckpt.core.fork import ForkSource
+from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT
+from tierckpt.core.rollback import nearest
+from tierckpt.errors import CorruptShardError, RestoreError
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import NO_RUN, VersionId
+from tierckpt.format.manifest import digest, digest_at
+from tierckpt.group import Group
+from tierckpt.offline.survey import Survey, survey
+from tierckpt.restore.candidates import Candidates
+from tierckpt.restore.progress import Progress
+from tierckpt.restore.shard_image import ShardImage, in_memory
+from tierckpt.restore.shard_reader import check_header, runs_of
+from tierckpt.restore.verification import RestoreContext, find
+from tierckpt.restore.verified_version import VerifiedVersion
+
+TRIES = 5
+"""Attempts to read a version from the memory of a job that goes on writing."""
+
+
+@dataclass
+class SourceLook:
+    """What all ranks see of the source. The same on all ranks, except `here`."""
+
+    candidates: Candidates
+    here: Survey
+    """What this rank sees."""
+    facts: dict[VersionId, VersionFacts] = field(default_factory=dict)
+    suspects: dict[VersionId, str] = field(default_factory=dict)
+    unseen: list[str] = field(default_factory=list)
+    """Places that could not be read, and data of a newer format, in words."""
+
+    def choose(
+        self, source: ForkSource, clean: bool, exactly: VersionId | None = None
+    ) -> VersionId:
+        """The version that `source` names: without a number, the newest that is complete, with
+        `clean` the newest that is not suspect, if there is one. `exactly`: of several versions with
+        that number, this one. Raises RestoreError without it."""
+        avoid = self.suspects.keys() if clean and source.version is None else ()
+        if exactly is not None:
+            others = self.facts.keys() - {exactly}
+            if exactly in self.facts and self.candidates.plan(exactly.version, others):
+                return exactly
+            raise RestoreError(
+                f"{exactly} of {source.path} is not there any more, and this job is to begin from "
+                "it. Nothing was changed",
+                "To begin from another version: tierckpt fork --cancel and this job's path takes "
+                "the order back",
+            )
+        plan = self.candidates.plan(source.version, avoid) or self.candidates.plan(source.version)
+        if self.unseen and (plan is None or source.version is None):
+            raise RestoreError(
+                f"the versions of {source.path} are not all readable: {some(self.unseen)}. Nothing "
+                "was changed",
+                f"Make them readable, or name the version: {source.path}@VERSION",
+            )
+        if plan is not None:
+            return plan.id
+        there = {id_.version for id_ in self.facts}
+        whole = [v for v in sorted(there) if self.candidates.plan(v) is not None]
+        wanted = "complete version" if source.version is None else f"complete v{source.version}"
+        near = nearest(source.version or 0, whole)
+        names = ", ".join(f"v{each}" for each in near) or "none"
+        raise RestoreError(
+            f"there is no {wanted} in {source.path}. Nothing was changed",
+            f"The nearest complete ones there are {names}. If other nodes have the rest: the "
+            "source's path must lead to theirs, too",
+        )
+
+
+class SourceReader:
+    """Reads versions of other jobs. Training thread; all ranks make the same calls."""
+
+    def __init__(self, config: Config, group: Group, host: str, reports: Reports) -> None:
+        """`host`: the id of this rank's node."""
+        self._config, self._group, self._host, self._reports = config, group, host, reports
+
+    def place(self, path: str) -> str:
+        """A path on this node, absolute and without links; a URL as it is."""
+        return path if is_url(path) else os.path.realpath(path.replace("{node}", self._config.here))
+
+    def survey(self, place: str) -> Survey:
+        """What this process sees of another job, whose memory is where this job's is."""
+        return survey(place, replace(self._config, job_id=""))
+
+    def look(self, path: str, barrier: ErrorBarrier) -> SourceLook:
+        """Take the inventory of another job's levels. Collective, inside `barrier`. Raises
+        RestoreError if it is this job, ConfigError if there is nothing at the path."""
+        place = self.place(path)
+        own = (self._config.directory, self._config.persistent.path)
+        if place in (each if is_url(each) else os.path.realpath(each) for each in own if each):
+            raise RestoreError(
+                f"{path} is this job's own place, and no other job's",
+                "To go back to an older version of this job: restore(version=...), or tierckpt "
+                "rollback",
+            )
+        here = self.survey(place)
+        inventories, _ = gather_inventories(barrier, self._inventory(here), UNKNOWN)
+        different: list[Inventory] = distinct(inventories)
+        rejected = self._rejected if self._group.rank == 0 else lambda text: None
+        look = SourceLook(
+            Candidates(
+                [i.found for i in inventories],
+                [i.parities for i in inventories],
+                [i.host for i in inventories],
+                rejected,
+                max((each.entry for i in different for each in i.rollbacks), default=NO_RUN),
+                abandoned=True,  # a version that was given up is a good start of another job
+            ),
+            here,
+        )
+        for each in different:
+            look.suspects |= dict(each.suspects)
+            copies: tuple[Found | FoundParity, ...] = (*each.found, *each.parities)
+            look.facts |= {copy.key.id: copy.facts for copy in copies}
+            newer = [problem for problem in each.problems if problem.newer]
+            look.unseen += [f"{p.place.where}: {p.why}" for p in (*each.unseen, *newer)]
+        look.suspects |= {i: f.suspect for i, f in look.facts.items() if f.suspect}
+        look.unseen = [*dict.fromkeys(look.unseen)]
+        return look
+
+    def _rejected(self, text: str) -> None:
+        self._reports.emit("rejected", message=text, severity=logging.WARNING)
+
+    def _inventory(self, here: Survey) -> Inventory:
+        """This rank's part: only rank 0 offers what all ranks can read."""
+        far = self._group.rank == 0
+
+        def mine(place: Location) -> Location | None:
+            if place.host == EVERYWHERE:
+                return place if far else None
+            return None if here.is_elsewhere(place) else replace(place, host=self._host)
+
+        found = tuple(
+            replace(f, place=place) for f in here.found if (place := mine(f.place)) is not None
+        )
+        parities = tuple(
+            replace(p, place=place) for p in here.parities if (place := mine(p.place)) is not None
+        )
+        return Inventory(
+            found,
+            tuple(here.problems),
+            tuple(here.unseen),
+            here.generation,
+            self._host,
+            secrets.token_hex(24),
+            parities,
+            suspects=tuple(here.suspects.items()),
+            rollbacks=tuple(here.rollbacks),
+        )
+
+    def read(
+        self,
+        path: str,
+        look: SourceLook,
+        id_: VersionId,
+        bar: Progress,
+        barrier: ErrorBarrier,
+    ) -> VerifiedVersion:
+        """Read and verify a version; the caller closes it. Collective, inside `barrier`. Raises
+        RestoreError if no copy of it is sound, or if the source's memory is written all the
+        time."""
+        for _ in range(TRIES):
+            # Nothing is filled ahead: the source may write to its memory after the check.
+            context = RestoreContext(barrier, bar, look.here.open_far)
+            others = look.facts.keys() - {id_}
+            found = find(context, look.candidates, id_.version, others)
+            if found is None:
+                break
+            if self._detach(found, barrier):
+                return found
+            found.close()
+            look = self.look(path, barrier)
+        bad = some(look.candidates.rejected) or "its source went on writing"
+        raise RestoreError(
+            f"{id_} of {path} could not be read: {bad}. Nothing was changed",
+            "Repeat it, or choose a version that is on disk (tierckpt list)",
+        )
+
+    def _detach(self, found: VerifiedVersion, barrier: ErrorBarrier) -> bool:
+        """Replace images in the source's memory by copies. False, on all ranks, if the source has
+        written to one of them. Collective."""
+        sound = True
+        for source in found.plan.sources:
+            if source.place.level == MEMORY and source.shard in found.images and sound:
+                image = found.images[source.shard]
+                try:
+                    found.images[source.shard] = _copied(image)
+                except CorruptShardError:
+                    sound = False
+                else:
+                    image.close()
+        return all(barrier.all_gather_object(sound))
+
+
+def _copied(image: ShardImage) -> ShardImage:
+    """A copy in this process. Raises CorruptShardError if it is not the version any more."""
+    copy = in_memory(image.manifest)
+    try:
+        nbytes = image.manifest.image_bytes
+        copy.view[:nbytes] = image.view[:nbytes]
+        header = check_header(copy)
+        for run in runs_of(header):
+            low = run.low
+            for number, count in enumerate(run.block_bytes, run.first):
+                block = copy.view[low : low + count]
+                if digest(block) != digest_at(image.manifest.digests, number):
+                    raise CorruptShardError("the source wrote to it")
+                low += count
+    except BaseException:
+        copy.close()
+        raise
+    return copy
+
+
+def places_of(path: str, here: Survey, id_: VersionId) -> dict[str, list[str]]:
+    """Places where retention may remove a version of the source, as this process sees them, by
+    level: directories of the local level, and addresses of the persistent level."""
+    copies: list[Found | FoundParity] = here.copies
+    found = {
+        level: sorted(
+            {
+                each.place.where
+                for each in copies
+                if each.key.id == id_ and each.place.level == level
+            }
+        )
+        for level in (LOCAL, PERSISTENT)
+    }
+    return {level: where for level, where in found.items() if where}
+
+
+__all__ = ["SourceLook", "SourceReader", "places_of"]

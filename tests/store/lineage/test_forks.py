@@ -1,0 +1,193 @@
+"""Forks of jobs of one rank: exact, with a life of their own, and kept by their source."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tierckpt import latest
+from tierckpt.cli.main import main
+from tierckpt.errors import RestoreError, StateMismatchError
+from tierckpt.testing.tiny_job import TinyJob, tiny_model
+
+STEPS = 6
+
+
+class Places:
+    """Paths of a source and its forks."""
+
+    def __init__(self, folder: Path, shm_dir: Path) -> None:
+        self.folder, self.settings = folder, {"shm_dir": str(shm_dir), "local_keep_last": 2}
+
+    def __getitem__(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def job(self, name: str, seed: int = 99, **settings: Any) -> TinyJob:
+        return TinyJob(self[name], seed=seed, **{**self.settings, **settings})
+
+    def train(self, name: str, steps: int = STEPS, **settings: Any) -> str:
+        with self.job(name, 0, **settings) as job:
+            job.restore()
+            return job.run(steps).fingerprint()
+
+    def marks(self, name: str) -> list[str]:
+        found = [each.suffix for each in (self.folder / name).iterdir()]
+        return sorted({"hold", "fork"} & {each.lstrip(".") for each in found})
+
+
+@pytest.fixture
+def places(tmp_path: Path, shm_dir: Path) -> Places:
+    return Places(tmp_path, shm_dir)
+
+
+def test_a_fork_begins_exactly_there_and_restarts_take_its_own_versions(places: Places) -> None:
+    state = places.train("a")
+    setting = {"fork_from": f"{places['a']}@v{STEPS}"}
+    with places.job("b", **setting) as job:
+        restored = job.restore()
+        assert (int(restored), restored.forked_from) == (STEPS, f"{places['a']}@v{STEPS}")
+        assert job.fingerprint() == state
+        job.checkpointer.abandon()
+    assert places.marks("a") == ["hold"], "it has no version of its own"
+    places.train("a", STEPS + 3)
+    with places.job("b", 98, **setting) as job:
+        assert job.restore() == STEPS, "retention would have removed it"
+        assert job.fingerprint() == state
+        course = job.run(STEPS + 2).fingerprint()
+    assert places.marks("a") == ["fork"]
+    shutil.rmtree(places["a"])
+    with places.job("b", 97, **setting) as job:
+        assert job.restore() == STEPS + 2, "the setting may stay, and the source may go"
+        assert job.fingerprint() == course
+        assert job.checkpointer.restored.forked_from == ""
+
+
+def test_the_newest_version_of_a_source_is_fixed_by_the_first_start(places: Places) -> None:
+    state = places.train("a")
+    for _ in range(2):
+        with places.job("b", fork_from=places["a"]) as job:
+            assert job.restore() == STEPS
+            assert job.fingerprint() == state
+            job.checkpointer.abandon()
+        places.train("a", STEPS + 3)
+
+
+def test_a_job_that_ends_without_a_step_has_a_version_of_its_own(places: Places) -> None:
+    state = places.train("a")
+    with places.job("b") as job:
+        job.checkpointer.restore(fork_from=places["a"])
+    assert places.marks("a") == ["fork"]
+    assert latest(places["b"]).version == STEPS  # type: ignore[union-attr]
+    with places.job("b") as job:
+        job.restore()
+        assert job.fingerprint() == state
+
+
+def test_the_persistent_level_alone_is_a_source_too(places: Places) -> None:
+    far = {"persistent_path": places["far"], "persistent_every_steps": 2, "persistent_keep_last": 1}
+    state = places.train("a", **far)
+    shutil.rmtree(places["a"])
+    with places.job("b") as job:
+        assert job.checkpointer.restore(fork_from=places["far"]) == STEPS
+        assert job.fingerprint() == state
+        job.checkpointer.abandon()
+    assert places.marks("far") == ["hold"]
+    with places.job("a", 0, **far) as job:
+        assert job.restore() == STEPS
+        job.run(STEPS + 4)
+    with places.job("b") as job:
+        assert job.checkpointer.restore(fork_from=places["far"]) == STEPS
+        assert job.fingerprint() == state
+    assert places.marks("far") == ["fork"]
+
+
+def test_the_memory_of_a_running_job_is_a_source(places: Places) -> None:
+    with places.job("a", 0, local_every_steps=0) as source:
+        source.run(STEPS)
+        source.settle()
+        with places.job("b") as job:
+            assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
+            assert job.checkpointer.restored.levels == {"memory": 1}
+            assert job.fingerprint() == source.fingerprint()
+
+
+def test_what_cannot_be_done_is_refused_with_a_remedy_that_works(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places.train("a")
+    with places.job("b") as job:
+        with pytest.raises(RestoreError, match=f"no complete v3 .*ones there are v5, v{STEPS}"):
+            job.checkpointer.restore(fork_from=f"{places['a']}@3")
+        with pytest.raises(RestoreError, match="this job's own place"):
+            job.checkpointer.restore(fork_from=places["b"])
+        with pytest.raises(ValueError, match="names two versions"):
+            job.checkpointer.restore(5, fork_from=places["a"])
+        assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
+        job.checkpointer.abandon()
+    places.train("c")
+    with places.job("b") as job:
+        with pytest.raises(RestoreError, match="tierckpt fork --cancel"):
+            job.checkpointer.restore(fork_from=places["c"])
+        job.checkpointer.abandon()
+    assert main(["fork", "--cancel", places["b"]]) == 0
+    assert places.marks("a") == []
+    with places.job("b") as job:
+        assert job.checkpointer.restore(fork_from=places["c"]) == STEPS
+
+
+def test_a_version_that_does_not_fit_changes_nothing(places: Places) -> None:
+    places.train("a")
+    model = tiny_model()
+    model[0] = torch.nn.Linear(12, 24, bias=False)
+    with TinyJob(places["b"], model=model, **places.settings) as job:
+        before = job.fingerprint()
+        with pytest.raises(StateMismatchError, match=r"0\.bias"):
+            job.checkpointer.restore(fork_from=places["a"])
+        assert job.fingerprint() == before
+        job.checkpointer.abandon()
+    assert places.marks("a") == []
+    assert not (Path(places["b"]) / "fork.json").exists()
+
+
+def test_the_command_orders_a_fork_and_takes_the_order_back(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = places.train("a")
+    order = ["fork", f"{places['a']}@v{STEPS}", places["b"]]
+    assert [main(order), main(order)] == [0, 0], "twice is once"
+    assert places.marks("a") == ["hold"]
+    assert main(["list", places["b"]]) == 0
+    assert f"the next start begins from {places['a']}@v{STEPS}" in capsys.readouterr().out
+    assert main(["list", places["a"]]) == 0
+    assert f"held for the fork {places['b']}" in capsys.readouterr().out
+    assert main(["fork", "--cancel", places["b"]]) == 0
+    assert main(["fork", "--cancel", places["b"]]) == 1
+    assert places.marks("a") == []
+    assert main(order) == 0
+    places.train("a", STEPS + 3)
+    with places.job("b") as job:
+        assert job.restore() == STEPS
+        assert job.fingerprint() == state
+        job.run(STEPS + 1)
+    assert places.marks("a") == ["fork"]
+    assert main(order) == 1
+    assert "has checkpoints already" in capsys.readouterr().err
+    assert main(["fork", f"{places['a']}@3", places["c"]]) == 1
+    assert not Path(places["c"]).exists()
+
+
+def test_holds_of_forks_that_are_gone_end_by_hand(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places.train("a")
+    assert main(["fork", places["a"], places["b"]]) == 0
+    shutil.rmtree(places["b"])
+    assert main(["unpin", places["a"], str(STEPS)]) == 1, "it is no pin"
+    assert main(["unpin", places["a"], "4", "--forks"]) == 1
+    assert f"versions that are held: v{STEPS}" in capsys.readouterr().err
+    assert main(["unpin", places["a"], str(STEPS), "--forks"]) == 0
+    assert places.marks("a") == ["fork"]
