@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -70,25 +70,30 @@ class Shard:
         self._offsets = list(accumulate(self.header.block_bytes, initial=begin))
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
-    def bring(self, number: int) -> None:
-        """Fetch a block's bytes, unless they are kept; `block` checks them. Any thread. Raises
-        the errors in `shard_image.LOST`."""
-        if number not in self._kept:
-            self.image.bring(*self._offsets[number : number + 2])
+    def block(self, number: int) -> bytes:
+        """The block of this number, not counting the header. Raises CorruptShardError, OSError."""
+        data = self.kept(number)
+        if data is None:
+            self.bring(number)
+            data = self.brought(number)
+            self.forget(number)
+        return data
 
-    def block(self, number: int, brought: bool = False) -> bytes:
-        """The block of this number, not counting the header; `brought`: `bring` has been called.
-        Raises CorruptShardError and OSError."""
+    def kept(self, number: int) -> bytes | None:
+        """The block, if it was read lately."""
         if number in self._kept:
             self._kept.move_to_end(number)
-            return self._kept[number]
-        if not brought:
-            self.bring(number)
+        return self._kept.get(number)
+
+    def bring(self, number: int) -> None:
+        """Fetch a block's bytes. Any thread. Raises the errors in `shard_image.LOST`."""
+        self.image.bring(*self._offsets[number : number + 2])
+
+    def brought(self, number: int) -> bytes:
+        """The block that `bring` fetched, checked. Raises CorruptShardError, OSError."""
         low, high = self._offsets[number : number + 2]
         self.image.touch(low, high)
         data = bytes(self.image.view[low:high])
-        if not brought:
-            self.forget(number)  # the needed bytes were copied
         if digest(data) != digest_at(self.manifest.digests, number + 1):
             raise CorruptShardError(
                 f"{self.manifest.key}: bytes {low} to {high} differ from their checksum"
@@ -190,16 +195,23 @@ class StoredTensor:
         ]
         for first in range(0, len(wanted), BLOCKS_AT_ONCE):
             group = wanted[first : first + BLOCKS_AT_ONCE]
-            coming = [pool.submit(shard.bring, number) for shard, number, _, _ in group]
-            wait(coming)
-            for (shard, number, low, view), came in zip(group, coming, strict=True):
+            coming: dict[int, Future[None]] = {}
+            for i, (shard, number, low, view) in enumerate(group):
+                data = shard.kept(number)
+                if data is None:
+                    coming[i] = pool.submit(shard.bring, number)
+                else:
+                    shard.copy(number, low, view, data)
+            wait(coming.values())
+            for i, came in coming.items():
+                shard, number, low, view = group[i]
                 try:
                     came.result()
-                    shard.copy(number, low, view, shard.block(number, brought=True))
+                    shard.copy(number, low, view, shard.brought(number))
                 except LOST as error:
                     raise LostShardError(shard.manifest.key, shard.place, error) from error
-            for shard, number, _, _ in group:
-                shard.forget(number)
+            for i in coming:
+                group[i][0].forget(group[i][1])
 
     def _reads(
         self, start: int, stop: int, into: np.ndarray

@@ -12,6 +12,7 @@ import torch
 import tierckpt
 from tests.store.offline.test_offline import flip_byte
 from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.offline import stored_version
 from tierckpt.offline.history import History
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import PersistentStore
@@ -163,6 +164,18 @@ def test_tensors_come_in_the_callers_hands_one_version_at_a_time(tmp_path: Path)
         assert sum(each._opened is not None for each in opened) == 1
         read.clear()
     assert all(each._opened is None for each in opened)
+
+
+def test_a_block_that_two_tensors_share_may_be_dropped_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of the large tensor is kept when its fetch begins, and not at its end."""
+    monkeypatch.setattr(stored_version, "KEPT_BLOCKS", 2)
+    course = made(tmp_path, **far(tmp_path, persistent_codecs="zstd"))
+    (saved,) = tierckpt.history(tmp_path / "shared", first=STEPS)
+    for name in ("norm.weight", "large.weight", "norm.weight", "large.bias"):
+        assert torch.equal(saved.tensors[name], course[STEPS][name])
+    saved.close()
 
 
 # --- damage --------------------------------------------------------------------------------------
