@@ -34,7 +34,8 @@ def difference(block: Buffer, base: Buffer, item_bytes: int) -> Buffer:
     """The difference of a block to a base of the same length, in integers of that size."""
     now, before = (np.frombuffer(each, f"<u{item_bytes}") for each in (block, base))
     signed = (now - before).view(f"<i{item_bytes}")
-    return ((signed << 1) ^ (signed >> (8 * item_bytes - 1))).data.cast("B")
+    found: np.ndarray = (signed << 1) ^ (signed >> (8 * item_bytes - 1))
+    return found.data.cast("B")
 
 
 def undone(stored: Buffer, base: Buffer, item_bytes: int) -> Buffer:
@@ -43,7 +44,8 @@ def undone(stored: Buffer, base: Buffer, item_bytes: int) -> Buffer:
         raise CorruptShardError(f"{len(stored)} bytes are no difference to {len(base)} bytes")
     change, before = (np.frombuffer(each, f"<u{item_bytes}") for each in (stored, base))
     one = change.dtype.type(1)
-    return (((change >> one) ^ (~(change & one) + one)) + before).data.cast("B")
+    found: np.ndarray = ((change >> one) ^ (~(change & one) + one)) + before
+    return found.data.cast("B")
 
 
 def pays(changed: Buffer, block: Buffer, codec: Codec, where: BlockId) -> bool:
