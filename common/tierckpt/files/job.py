@@ -45,6 +45,10 @@ class _NoBallots:
     def even_out(self) -> None:
         """Do nothing: there are no votes."""
 
+    def recover(self) -> bool:
+        """No vote can be lost."""
+        return False
+
     def passed(self, iterations: int) -> None:
         """Do nothing."""
 
