@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -110,8 +111,7 @@ def test_from_the_persistent_level(make: Make, tmp_path: Path) -> None:
     far = {"persistent_path": tmp_path / "far", "persistent_every_steps": 1}
     with make(**far) as files:
         write(files, x=b"1" * 9000)
-    for path in (tmp_path / "ckpts").iterdir():
-        path.unlink()
+    shutil.rmtree(tmp_path / "ckpts")
     again = make(**far)
     assert read(again) == {"x": b"1" * 9000}
 
