@@ -33,7 +33,8 @@ class Selection:
         unknown = [each for each in given if each not in PARTS]
         if unknown or not given:
             what = repr(unknown[0]) if unknown else "empty"
-            raise ValueError(f"only= is {what}; the parts are {', '.join(map(repr, PARTS))}")
+            there = ", ".join(repr(each) for each in PARTS)
+            raise ValueError(f"only= is {what}; the parts are {there}")
         pairs = tuple((map or {}).items())
         for source, target in pairs:
             for text in (source, target):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -207,9 +208,7 @@ def again_on(ranks: int, path: Path, source: Path) -> Path:
         model = tiny_model()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         jobs.append((model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)))
-    path.mkdir()
-    for file in source.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(source, path)
 
     def program(group: ThreadGroup) -> None:
         model, optimizer, scheduler = jobs[group.rank]
