@@ -10,7 +10,9 @@ from tierckpt.checkpointer.adapter import Adapter, PlainAdapter
 
 METHODS = {"step", "save", "restore", "wait", "complete", "pin", "unpin", "should_exit"}
 METHODS |= {"close", "abandon", "close_or_abandon", "register", "add_callbacks"}
+METHODS |= {"files", "load_from"}
 ATTRIBUTES = {"exit_reason", "interrupted", "closed", "version", "iteration", "metric"}
+ATTRIBUTES |= {"restored_files"}
 
 
 def test_a_checkpointer_has_no_other_public_names() -> None:
