@@ -33,7 +33,8 @@ FRAMEWORKS = ["horovod", "lightning", "pytorch_lightning", "transformers", "acce
 OTHERS = ["mpi4py", "pytest"]
 COMMANDS_PAGE = "docs/reference/commands"
 PUBLIC = (
-    *("tierckpt", "tierckpt.mpi", "tierckpt.exporters", "tierckpt.testing"),
+    *("tierckpt", "tierckpt.files", "tierckpt.scr", "tierckpt.mpi"),
+    *("tierckpt.exporters", "tierckpt.testing"),
     *("tierckpt.accelerate", "tierckpt.lightning", "tierckpt.transformers"),
     *("ddp_ckpt", "horovod_ckpt", "horovod_ckpt.elastic"),
 )
