@@ -269,7 +269,8 @@ def _verdict(rows: list[Row]) -> list[str]:
     if not ours:
         return []
     root = any(row["method"] == "root-shared" and row.get("losses_differing") for row in rows)
-    return [_BUCKETS] * root + [
+    return [
+        *([_BUCKETS] if root else []),
         "Goal: all losses of nodes survived, and the log that of the undisturbed job bit for bit: "
-        + ("met." if all(is_met) else "**missed**.")
+        + ("met." if all(is_met) else "**missed**."),
     ]
