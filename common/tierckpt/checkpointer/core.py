@@ -36,7 +36,7 @@ from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
-from tierckpt.errors import StateTornError, TierckptError
+from tierckpt.errors import TierckptError
 from tierckpt.events import Callback, EventLog, check_receiver
 from tierckpt.exporters.setting import exporters_of
 from tierckpt.format.facts import VersionFacts
@@ -498,21 +498,17 @@ class CheckpointerCore(abc.ABC):
         """Begin a run with a loaded version. Collective. Raises StateTornError on all ranks if one
         of them cannot."""
         error_barrier = ErrorBarrier(self.group, attempt.incomplete)
-        try:
-            with error_barrier:
-                self._go_on_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
-                all_finished(attempt, error_barrier)
-                self._went_back = restore_session.went_back(attempt)
-                restore_session.settle_rollback(attempt)
-                self._state.drop_gradients()  # left by an interrupted iteration
-                books = (self._agreement, self._pool, self._reports)
-                if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
-                    self._schedule.requested = frozenset((MEMORY, LOCAL))
-                self._forks.marks.has_versions()
-                return restore_session.report(loaded.result)
-        except StateTornError:
-            self._state.torn = True  # on this rank the state may be whole
-            raise
+        with error_barrier:
+            self._go_on_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
+            all_finished(attempt, error_barrier)
+            self._went_back = restore_session.went_back(attempt)
+            restore_session.settle_rollback(attempt)
+            self._state.drop_gradients()  # left by an interrupted iteration
+            books = (self._agreement, self._pool, self._reports)
+            if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
+                self._schedule.requested = frozenset((MEMORY, LOCAL))
+            self._forks.marks.has_versions()
+            return restore_session.report(loaded.result)
 
     def _begin_elsewhere(
         self, order: ForkOrder, bar: Progress, restore_session: RestoreSession
@@ -526,17 +522,13 @@ class CheckpointerCore(abc.ABC):
                 return restore_session.report(Restored(0))
         self._levels.run_notes.fork = forked.result.forked_from
         error_barrier = ErrorBarrier(self.group, forked.found.incomplete)
-        try:
-            with contextlib.closing(forked.found), error_barrier:
-                self._go_on_from((), forked.start, error_barrier)
-                all_finished(forked.found, error_barrier)
-                self._state.drop_gradients()
-                if self._local_enabled():  # the source's version is held until then
-                    self._schedule.requested = frozenset((MEMORY, LOCAL))
-                return restore_session.report(forked.result)
-        except StateTornError:
-            self._state.torn = True
-            raise
+        with contextlib.closing(forked.found), error_barrier:
+            self._go_on_from((), forked.start, error_barrier)
+            all_finished(forked.found, error_barrier)
+            self._state.drop_gradients()
+            if self._local_enabled():  # the source's version is held until then
+                self._schedule.requested = frozenset((MEMORY, LOCAL))
+            return restore_session.report(forked.result)
 
     def _load_from(
         self, source: str, selection: Selection, strict: bool, bar: Progress

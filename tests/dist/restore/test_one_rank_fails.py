@@ -37,7 +37,7 @@ FILES = {
 }
 assert all(map(os.path.exists, FILES)), FILES
 BETWEEN_BROADCASTS = {
-    *("read_together", "broadcast", "run", "_outputs", "rebuild"),
+    *("read_together", "broadcast", "_as_buffer", "run", "_outputs", "rebuild"),
     *("visit", "show", "nbytes", "_wants", "_window", "_room", "_visit", "trouble_of_any"),
 }
 """Functions where other ranks wait in a broadcast; calls inside these may fail."""
