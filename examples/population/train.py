@@ -85,7 +85,7 @@ def main() -> None:
         print(f"round {number}: loss {best:.4f} (best) to {worst:.4f}; copied {WORST} members")
     print(f"a copy took {statistics.median(times):.1f} ms (median of {len(times)})")
     for member in members:
-        member.ckpt.abandon()
+        member.ckpt.close()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -134,8 +133,7 @@ class Forks:
             assert wanted is not None
             return wanted
         if wanted is not None:
-            place = self._reader.place(wanted.path)
-            other = place != record.source and "{node}" not in wanted.path
+            other = self._reader.template(wanted.path) != record.source
             if other or wanted.version not in (None, record.id.version):
                 places = " and ".join(self.marks.recorded)
                 commands = [f"tierckpt fork --cancel {shlex.quote(p)}" for p in self.marks.recorded]
@@ -155,7 +153,7 @@ class Forks:
         selection: Selection | None,
         barrier: ErrorBarrier,
     ) -> Origin:
-        place, own = self._reader.place(source.path), os.path.realpath(self._config.directory)
+        place, own = map(self._reader.template, (source.path, self._config.path))
         parts = selection.parts if selection else ()
         origins: list[Origin] = barrier.all_gather_object(
             new_origin(place, look.facts[id_], own, parts)

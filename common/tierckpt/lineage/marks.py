@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -92,7 +91,7 @@ class OwnMarks:
         Collective, inside `barrier`."""
         trouble = ""
         if self._allowed:
-            child = child_of(origin, os.path.realpath(self._config.directory))
+            child = child_of(origin, self._reader.template(self._config.path))
             try:
                 self._mark(origin, look, lambda marks: marks.add(child))
             except Exception as error:  # a client's own errors, too
@@ -188,7 +187,7 @@ class OwnMarks:
     def _places_of_marks(self, origin: Origin) -> list[str]:
         if self._held_at or not (self._is_first or self._group.rank == 0):
             return self._held_at
-        here = self._reader.survey(origin.source)
+        here = self._reader.survey(self._reader.place(origin.source))
         marks = {child.where for _, child in here.children if child.name == origin.name}
         places = {directory_of(each) for each in marks}
         return sorted(p for p in places if (not self._group.rank if is_url(p) else self._is_first))

@@ -96,6 +96,11 @@ class SourceReader:
         """`host`: the id of this rank's node."""
         self._config, self._group, self._host, self._reports = config, group, host, reports
 
+    def template(self, path: str) -> str:
+        """A path for all nodes: absolute and without links, with `{node}` if it has that; a URL as
+        it is."""
+        return path if is_url(path) else os.path.realpath(path)
+
     def place(self, path: str) -> str:
         """A path on this node, absolute and without links; a URL as it is."""
         return path if is_url(path) else os.path.realpath(path.replace("{node}", self._config.here))

@@ -74,8 +74,8 @@ def test_a_fork_on_other_nodes_and_more_ranks_is_exact(tmp_path: Path, shm_dir: 
     assert [each[2] for each in again] == [each[3] for each in others]
     job = tree_of(source)
     assert [(f.child.path, f.child.held) for f in job.runs[0].forks] == [
-        (str(tmp_path / "b" / "n0"), True),
-        (str(tmp_path / "c" / "n0"), False),
+        (f"{tmp_path}/b/{{node}}", True),
+        (f"{tmp_path}/c/{{node}}", False),
     ]
 
 
