@@ -22,16 +22,14 @@ class Report:
     """The outcome for one page.
 
     proved: figures with the value of a results file. names: labels of rows. given: numbers that
-    nobody measured, such as targets and sizes. unproved: figures that no results file has. Both
-    are listed in the file of claims, by section. problems: sentences about what is wrong, empty if
-    the page is right.
+    nobody measured, such as targets and sizes, as the file of claims lists them by section.
+    problems: sentences about what is wrong, empty if the page is right.
     """
 
     page: Page
     proved: list[Found] = field(default_factory=list)
     names: list[Found] = field(default_factory=list)
     given: int = 0
-    unproved: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -106,23 +104,23 @@ def _check_rest(document: dict[str, Any], name: str, report: Report) -> None:
         for figure in report.page.figures()
         if figure.start not in covered and (chosen is None or figure.section in chosen)
     ]
-    given, unproved = _listed(document, "given"), _listed(document, "unproved")
-    report.given, report.unproved = given.total(), unproved.total()
+    given = _given(document)
+    report.given = given.total()
     found = Counter((figure.section, figure.text) for figure in rest)
     for what, extra in (
-        ("no results file proves", found - given - unproved),
-        ("listed, but proved or not there:", given + unproved - found),
+        ("no results file proves", found - given),
+        ("listed, but proved or not there:", given - found),
     ):
         for section in sorted({section for section, _ in extra}):
             texts = [text for where, text in extra.elements() if where == section]
             report.problems.append(f"{name}, {section}: {what} {' '.join(texts)}")
 
 
-def _listed(document: dict[str, Any], kind: str) -> Counter[tuple[str, str]]:
-    """Section and text of the figures on a list. The reason of an entry is for its readers."""
+def _given(document: dict[str, Any]) -> Counter[tuple[str, str]]:
+    """Section and text of the numbers that nobody measured. A reason is for the list's readers."""
     return Counter(
         (entry["section"], text)
-        for entry in document.get(kind, [])
+        for entry in document.get("given", [])
         if entry["reason"]
         for text in entry["figures"].split()
     )
