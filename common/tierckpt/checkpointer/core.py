@@ -370,8 +370,8 @@ class CheckpointerCore(abc.ABC):
             self._trace = self._trace.boundary(self.version, begin)
         self._heartbeat.boundary(self.version, begin, self._history.name)
         self.adapter.boundary_passed(agreed.adapter)
-        if self._forks.marks.needs is not None and self._agreement.local.safe is not None:
-            self._forks.marks.settle()
+        if self._forks.marks.needs is not None:
+            self._forks.marks.settle(self._agreement.local.safe)
         _milestones.reached(_milestones.BOUNDARY)
         self._callbacks.call("on_step_boundary", self.version)
         if self._replicas.error is not None:
@@ -730,9 +730,10 @@ class CheckpointerCore(abc.ABC):
         if self._folders is not None:
             self._folders.close()
         self._agent.close(abandoned=abandoned)
-        if self._forks.marks.needs is not None and self._agreement.local.safe is not None:
-            self._forks.marks.settle()
+        self._forks.marks.settle(self._agreement.local.safe)
+        self._forks.marks.close()
         self._levels.run_notes.close()
+        self._reports.say()
         self._resources.leave(remove)
         self.group.close()
         if self._trace is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,12 +24,16 @@ from tierckpt.core.fork import Child, Origin, name_of
 from tierckpt.core.levels import LOCAL, PERSISTENT
 from tierckpt.errors import RestoreError
 from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
 from tierckpt.storage.forks import ForkMarks, OriginFile
 from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
 from .source import SourceLook, SourceReader, places_of
+
+CLOSE_SECONDS = 10.0
+"""Time that the end of the job waits for a hold that is being ended."""
 
 
 def new_origin(source: str, facts: VersionFacts, path: str, parts: tuple[str, ...] = ()) -> Origin:
@@ -59,6 +64,7 @@ class OwnMarks:
         """The records that `orders` found, by place."""
         self._held_at: list[str] = []
         """Places where this process has set a hold."""
+        self._thread: threading.Thread | None = None
 
     def orders(self, text: str) -> tuple[Origin | None, str]:
         """The record of an earlier start or of `tierckpt fork`, and `text`: what the script or the
@@ -163,12 +169,29 @@ class OwnMarks:
                 origin = OriginFile(place).read()
                 self.needs = origin if origin is not None and origin.held else None
 
-    def settle(self) -> None:
-        """End the hold: this job has a version on all ranks' disks. Not collective; a failure is
-        reported, and the next start tries again."""
-        origin, self.needs = self.needs, None
-        if origin is None or not self._allowed:
+    def settle(self, safe: VersionId | None) -> None:
+        """End the hold if this job has a version on all ranks' disks, `safe`. A thread does it, as
+        no step waits for the source's store. Not collective; a failure is reported, and the next
+        start tries again."""
+        origin = self.needs
+        if origin is None or safe is None:
             return
+        self.needs = None
+        if not self._allowed:
+            return
+        thread = threading.Thread(
+            target=self._settle, args=(origin,), name="tierckpt-fork-mark", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # the limit of threads: the next start tries again
+            thread.start()
+            self._thread = thread
+
+    def close(self) -> None:
+        """Wait a little for the end of the hold."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _settle(self, origin: Origin) -> None:
         faults.point("fork", op="own")
         try:
             for place in self._places_of_marks(origin):
@@ -177,7 +200,7 @@ class OwnMarks:
             faults.point("fork", op="settled")
             self._write(replace(origin, held=False))
         except Exception as error:  # a client's own errors, too
-            self._reports.notice(
+            self._reports.notice_later(
                 f"{origin} is still held for this job, which does not need it any more: {error}. "
                 f"The next start tries again; or: tierckpt unpin {origin.source} "
                 f"{origin.id.version} --forks",

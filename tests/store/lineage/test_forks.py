@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tierckpt import latest
 from tierckpt.cli.main import main
 from tierckpt.errors import RestoreError, StateMismatchError
+from tierckpt.storage.forks import ForkMarks
 from tierckpt.testing.tiny_job import TinyJob, tiny_model
 
 STEPS = 6
@@ -64,6 +66,30 @@ def test_a_fork_begins_exactly_there_and_restarts_take_its_own_versions(places: 
         assert job.restore() == STEPS + 2, "the setting may stay, and the source may go"
         assert job.fingerprint() == course
         assert job.checkpointer.restored.forked_from == ""
+
+
+def test_no_step_waits_for_a_source_that_hangs(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hold ends when the source answers; here not before the training has ended."""
+    places.train("a")
+    came, go_on, release = threading.Event(), threading.Event(), ForkMarks.release
+
+    def hang(self: ForkMarks, *mark: Any) -> bool:
+        came.set()
+        assert go_on.wait(60)
+        return release(self, *mark)
+
+    monkeypatch.setattr(ForkMarks, "release", hang)
+    with places.job("b", fork_from=places["a"]) as job:
+        job.restore()
+        while not came.is_set():
+            job.run(job.iteration + 1)
+            came.wait(0.05)
+        job.run(job.iteration + 5)
+        assert places.marks("a") == ["hold"]
+        go_on.set()
+    assert places.marks("a") == ["fork"]
 
 
 def test_the_newest_version_of_a_source_is_fixed_by_the_first_start(places: Places) -> None:
