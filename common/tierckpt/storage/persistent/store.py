@@ -19,7 +19,7 @@ refer to the version being removed, whose mark is their manifest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -336,8 +336,7 @@ class PersistentStore:
         return ShardReader(self.backend, f"{name.stem}/{records[shard].file}", records[shard])
 
     def _with_suffix(self, suffix: str) -> list[VersionName]:
-        names = [n.removesuffix(suffix) for n in self.backend.sizes() if n.endswith(suffix)]
-        return sorted(n for n in map(VersionName.parse, names) if n is not None)
+        return _with_suffix(self.backend.sizes(), suffix)
 
     # --- removing ------------------------------------------------------------------------------
 
@@ -428,9 +427,10 @@ class PersistentStore:
         dead: list[VersionName],
         lease: Lease | None,
     ) -> list[VersionName]:
-        pins, suspects, kept = set(self.pinned()), set(self.suspects()), self.held()
-        held = []
-        for found in self.versions():
+        names = self.backend.sizes()  # one listing: `retire` looks for new pins and holds again
+        pins, suspects = (set(_with_suffix(names, suffix)) for suffix in (PIN, SUSPECT))
+        kept, held = held_by_forks(names), []
+        for found in _with_suffix(names, MANIFEST):
             try:
                 manifest = self.read_manifest(found)
             except (FileNotFoundError, CorruptShardError, FormatError):
@@ -466,6 +466,12 @@ class PersistentStore:
         """Remove unfinished writes of killed processes of this machine, in every version."""
         for folder in ("", *(f"{n.stem}/" for n in [*self.versions(), *self.incomplete()])):
             self.backend.discard(folder)
+
+
+def _with_suffix(names: Iterable[str], suffix: str) -> list[VersionName]:
+    """The versions that have a file of that suffix at the root, oldest first."""
+    stems = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
+    return sorted(found for found in map(VersionName.parse, stems) if found is not None)
 
 
 def _group_path(name: VersionName, groups: Groups, group: int) -> str:
