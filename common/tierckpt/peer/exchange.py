@@ -64,6 +64,7 @@ ASK_SECONDS = 2.0
 """Time for a silent peer to say which members it waits for, or for its last message to arrive; less
 when the limit is small: the members that wait for the hanging one must give up first."""
 SHOWN_NAMES = 8
+NO_ANSWER = "it does not answer"
 RETRY_SECONDS = 0.2
 """Interval between attempts to reach a missing agent."""
 
@@ -384,7 +385,23 @@ class Exchange:
             text += f"; it gave up: {words}"
         elif error.member in self._replies:
             text += f"; {self._replies[error.member]}"
+            if self._replies[error.member] != NO_ANSWER and (silent := self._silent(error.member)):
+                text += f"; no answer from {', '.join(silent)}"
         return type(error)(text, error.member)
+
+    def _silent(self, blamed: int) -> list[str]:
+        """Names of the other members that do not answer.
+
+        The blamed member answers, so it may be only slow, with its disk for example, and one of
+        these be the cause.
+        """
+        others = (member for member in self._party.others if member != blamed)
+        return [self._party.name(m) for m in others if self._ask(m) is None][:SHOWN_NAMES]
+
+    def _ask(self, member: int) -> tuple[list[str], str] | None:
+        """Which members it waits for, and why it gave up; None when it does not answer."""
+        address = self._party.addresses[member]
+        return self._transport.why(address, self, member, self._ask_seconds)
 
     def _excuse(self, member: int, silent_seconds: float) -> bool:
         """Ask a silent member before it is blamed. One that waits for a third gets `stall_seconds`
@@ -399,10 +416,9 @@ class Exchange:
         limits = self._transport.limits
         if silent_seconds > limits.join_seconds + limits.stall_seconds:
             return False
-        address = self._party.addresses[member]
-        answer = self._transport.why(address, self, member, self._ask_seconds)
+        answer = self._ask(member)
         if answer is None:
-            self._replies[member] = "it does not answer"
+            self._replies[member] = NO_ANSWER
             return False
         waits, gave_up = answer
         if gave_up:

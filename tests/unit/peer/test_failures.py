@@ -315,6 +315,19 @@ def test_one_that_gave_up_is_asked_why(tmp_path: Path) -> None:
         assert asks._replies[1] == "it does not answer"
 
 
+def test_one_that_is_slow_is_not_blamed_alone(tmp_path: Path) -> None:
+    """Member 1 answers, with a slow disk perhaps, while member 2 hangs: the error names both."""
+    limits = Limits(join_seconds=20.0, stall_seconds=6.0)
+    with Members(tmp_path, CODE, LENGTHS, limits) as members:
+        slow, asks = members.exchange(1), members.exchange(0)
+        with members.transports[1].hosting(slow):
+            members.transports[2].close()
+            assert not asks._excuse(1, 1.5 * limits.stall_seconds)
+            text = str(asks._explain(PeerError("rank 1 sent nothing for 9 s", 1)))
+        assert "makes no progress; no answer from " in text
+        assert text.endswith(asks._party.name(2))
+
+
 # --- giving up -----------------------------------------------------------------------------------
 
 
