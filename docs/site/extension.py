@@ -117,9 +117,9 @@ class SearchNames(SearchEnglish):
 def add_commands(app: Sphinx, page: str, source: list[str]) -> None:
     """Add the commands to their page."""
     if page == COMMANDS_PAGE:
-        from tierckpt.cli.main import _parser  # later than the stand-ins
+        from tierckpt.cli.main import whole_parser  # later than the stand-ins
 
-        source[0] += command_reference(_parser())
+        source[0] += command_reference(whole_parser())
 
 
 def unlink_folders(app: Sphinx, tree: nodes.document) -> None:

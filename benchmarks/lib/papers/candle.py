@@ -24,7 +24,7 @@ from lib.papers.results import Row
 from lib.progress import say
 from lib.training.launchers import HorovodRanks
 from lib.training.teams import TeamError
-from tierckpt.cli.trace import load
+from tierckpt.cli.reports.trace import load
 from tierckpt.tracing.summary import summarize
 
 RANK = Path(__file__).with_name("traced_rank.py")

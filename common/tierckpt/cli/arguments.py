@@ -1,12 +1,15 @@
-"""Types of command-line arguments."""
+"""Types of command-line arguments, and arguments that several commands have."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 
 from tierckpt._text import directory_of
 from tierckpt.errors import ConfigError
+
+UNITS_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def place(text: str) -> str:
@@ -43,3 +46,31 @@ def number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of iterations: 0 or more")
     return int(text)
+
+
+def duration(text: str) -> float:
+    """A duration in seconds. Raises ArgumentTypeError, which argparse prints."""
+    number = text.rstrip("smhd")
+    try:
+        seconds = float(number) * UNITS_SECONDS[text[len(number) :] or "s"]
+    except (KeyError, ValueError):
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a finite time of 0 or more; write for example 1.5s, 20m or 8h"
+        )
+    return seconds
+
+
+PLACES = (
+    "PATH is a job's path or its persistent_path. For several nodes give all paths, or the folder "
+    "above them; {node} in a path stands for any name. A persistent_path may be a URL: its client "
+    "gets the options in TIERCKPT_PERSISTENT_STORAGE_OPTIONS. Checkpoints of the job in this "
+    "machine's memory are found by its path. Nothing is changed."
+)
+"""The end of the description of a command that reads checkpoints."""
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.training import Place, attach, make_job, only_layers_release, train
-from tierckpt.cli.trace import load
+from tierckpt.cli.reports.trace import load
 from tierckpt.tracing.spans import Span, Timeline
 from tierckpt.tracing.summary import summarize
 

@@ -22,8 +22,8 @@ from torch import nn
 
 import tierckpt
 from tests.support import exact
-from tierckpt.cli.checkpoints import list_versions
-from tierckpt.cli.interchange import export_version
+from tierckpt.cli.exchange.interchange import export_version
+from tierckpt.cli.reports.checkpoints import list_versions
 from tierckpt.offline.stored_version import open_version
 from tierckpt.replicas import digests, monitor
 from tierckpt.replicas.monitor import OUTDATED_LOOKS

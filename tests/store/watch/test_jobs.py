@@ -272,7 +272,7 @@ def test_a_missing_job_is_reported_once_until_it_is_there(
         elif looks == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("tierckpt.cli.watch.time.sleep", sleep)
+    monkeypatch.setattr("tierckpt.cli.reports.watch.time.sleep", sleep)
     assert main(["watch", str(tmp_path / "ckpts"), "--json", "--interval-seconds", "1"]) == 130
     said = capsys.readouterr()
     assert said.err.count("waiting for the job") == 1

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
 
-from tierckpt.cli.main import COMMANDS, main
+from tierckpt.cli.commands import COMMANDS, GROUPS
+from tierckpt.cli.main import main
 
 TAKE_A_PLACE = {
     "halt": ["--show"],
@@ -39,7 +41,42 @@ def run(
     return done.returncode, (done.stdout or b"").decode(), done.stderr.decode()
 
 
-@pytest.mark.parametrize("command", [each.__name__.rstrip("_") for each in COMMANDS])
+def test_the_console_script_is_main() -> None:
+    setup = ConfigParser()
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
+    scripts = setup["options.entry_points"]["console_scripts"].split("\n")
+    assert f"tierckpt = {main.__module__}:{main.__name__}" in scripts
+
+
+def test_without_a_command_it_shows_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "usage: tierckpt" in capsys.readouterr().err
+
+
+def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    for title, commands in GROUPS.items():
+        _, _, lines = said.partition(f"\n{title}:\n")
+        for command in commands:
+            assert f"\n  {command.name} " in f"\n{lines}"
+
+
+def test_help_of_any_command_needs_neither_torch_nor_numpy() -> None:
+    """The arguments are beside the functions that carry them out; their import would take a
+    second."""
+    program = (
+        "import sys; from tierckpt.cli.main import whole_parser; whole_parser(); "
+        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize("command", [each.name for each in COMMANDS])
 def test_every_command_shows_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])

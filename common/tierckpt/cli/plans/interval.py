@@ -25,24 +25,23 @@ from tierckpt.core.tuning.interval_model import (
 )
 from tierckpt.errors import ConfigError
 
+from ..arguments import UNITS_SECONDS, duration
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-UNITS_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_STEPS = 10**9
 MEASURED = "the agent's cost to the training is known only for levels on `auto`"
 TIMED = {"sealed": "stall", "interval": "cost"}
 """Events, and the time that is read from each."""
 
 
-def interval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of `tierckpt interval`."""
-    parser = commands.add_parser(
-        "interval",
-        help="compute the best checkpoint interval for each level",
-        description="Uses the events of a job (events_dir), or times given by hand, which take "
-        "precedence. Times look like 20ms, 1.5s, 3m, 8h, 2d; without a unit they are seconds.",
+def add_interval(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt interval`."""
+    parser.description = (
+        "Uses the events of a job (events_dir), or times given by hand, which take "
+        "precedence. Times look like 20ms, 1.5s, 3m, 8h, 2d; without a unit they are seconds."
     )
     text = "the job's events_dir, or files from it; of several nodes, those of all"
     parser.add_argument("--events", type=Path, nargs="+", default=[], metavar="EVENTS", help=text)
@@ -62,21 +61,7 @@ def interval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     text = "share of the training time that checkpoints may take"
     parser.add_argument("--budget", type=float, default=0.03, metavar="SHARE", help=text)
-    parser.set_defaults(run=run)
-
-
-def duration(text: str) -> float:
-    """A duration in seconds. Raises ArgumentTypeError, which argparse prints."""
-    number = text.rstrip("smhd")
-    try:
-        seconds = float(number) * UNITS_SECONDS[text[len(number) :] or "s"]
-    except (KeyError, ValueError):
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a finite time of 0 or more; write for example 1.5s, 20m or 8h"
-        )
-    return seconds
+    parser.set_defaults(run=interval)
 
 
 def rarity(text: str) -> float:
@@ -84,7 +69,7 @@ def rarity(text: str) -> float:
     return math.inf if text == "inf" else duration(text)
 
 
-def run(args: argparse.Namespace, console: Console) -> None:
+def interval(args: argparse.Namespace, console: Console) -> None:
     """Print the table. Raises ConfigError when something is missing or wrong."""
     job = observe(*read(args.events)) if args.events else Job()
     job = by_hand(job, args)

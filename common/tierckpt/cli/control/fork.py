@@ -9,8 +9,28 @@ from typing import TYPE_CHECKING
 from tierckpt._text import some
 from tierckpt.errors import ConfigError
 
+from ..arguments import place
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def add_fork(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt fork SOURCE[@VERSION] PATH`."""
+    parser.description = (
+        "The next start of the job with this PATH begins from the version, bit for "
+        "bit, on any number of ranks, and goes on with versions of its own. Nothing is copied: "
+        "the version is held at its source until the new job has one on disk. SOURCE and PATH are "
+        "jobs' paths, or persistent_paths. TIERCKPT_FORK_FROM=SOURCE@VERSION, where the job is "
+        "started, is the same without this command."
+    )
+    text = "the other job, with @v4000 or @4000 for a version; default: its newest complete one"
+    parser.add_argument("source", nargs="?", metavar="SOURCE[@VERSION]", help=text)
+    text = "the new job; it must have no version yet"
+    parser.add_argument("path", type=place, metavar="PATH", help=text)
+    text = "take the order back, if no start has carried it out: tierckpt fork --cancel PATH"
+    parser.add_argument("--cancel", action="store_true", help=text)
+    parser.set_defaults(run=fork)
 
 
 def fork(args: argparse.Namespace, console: Console) -> None:

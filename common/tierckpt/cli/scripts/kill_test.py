@@ -1,13 +1,7 @@
-"""`tierckpt prove`: test whether a killed and restarted script continues bit for bit."""
+"""The test of `tierckpt prove`: the runs of a script, undisturbed and killed, and the verdict."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
-import signal
-import tempfile
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +9,6 @@ from typing import TYPE_CHECKING
 from tierckpt._text import some
 from tierckpt.coordination.proof_order import KEPT as KEPT_FOLDER
 from tierckpt.coordination.proof_order import SEED, ProofOrder
-from tierckpt.errors import ConfigError
 from tierckpt.proof import coverage, verdict
 from tierckpt.proof.coverage import Request
 from tierckpt.proof.progress import Bar
@@ -24,7 +17,7 @@ from tierckpt.proof.seed import link_all, version_in
 from tierckpt.proof.verdict import Departure, IncomparableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from rich.console import Console
 
@@ -101,76 +94,9 @@ class Plan:
         return run
 
 
-def prove(args: argparse.Namespace, console: Console) -> int:
-    """Run the test; returns 0 if the script is exact, 1 if not. Raises ProveError and ConfigError
-    if the test gave no result."""
-    command = tuple(args.command[1:] if args.command[:1] == ["--"] else args.command)
-    if not command:
-        raise ConfigError("give the command that starts the job: tierckpt prove -- torchrun ...")
-    folder = _folder(args.dir)
-    keep = True
-    try:
-        begin = _seed(args.begin, folder)
-        least = LEAST_BEFORE if begin else KEPT + LEAST_BEFORE
-        if args.steps < 1 or args.kill_after < least:
-            raise ConfigError(
-                f"--steps must be 1 or more and --kill-after {least} or more; they are "
-                f"{args.steps} and {args.kill_after}"
-            )
-        how = (args.kill_after, args.steps, args.patience)
-        with _ending_at_sigterm():
-            status = _judge(Plan(command, folder, begin, *how, console), args.epochs)
-        keep = status != 0 or args.dir is not None
-        return status
-    finally:
-        if keep and (folder / "undisturbed").exists():
-            console.print(f"logs, records and last versions: {folder}", soft_wrap=True)
-        elif args.dir is None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _ending_at_sigterm() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C: started processes are ended, too."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _folder(given: Path | None) -> Path:
-    if given is None:
-        return Path(tempfile.mkdtemp(prefix="tierckpt-prove-"))
-    folder = Path(os.path.abspath(given))
-    with suppress(FileNotFoundError):
-        if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty; give --dir a new or an empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _seed(begin: str | None, folder: Path) -> int:
-    """Copy the version to start from; returns its number, 0 for none."""
-    if begin is None:
-        return 0
-    from tierckpt.config import load_config
-    from tierckpt.proof.seed import copy_version
-
-    from .version_targets import Target, target_of
-
-    target = Target(load_config().path, int(begin)) if begin.isdecimal() else target_of(begin)
-    return copy_version(target.path, target.version, folder / SEED)
-
-
-# --- judging -------------------------------------------------------------------------------------
-
-
-def _judge(plan: Plan, epochs: bool) -> int:
+def judge(plan: Plan, epochs: bool) -> int:
+    """Carry out the runs, and print the verdict; returns 0 if the script is exact, 1 if not. Raises
+    ProveError if the test gave no result."""
     calm = plan.first()
     if epochs and (longer := _over_epochs(plan, calm)) is not plan:
         calm.order.folder.rename(plan.folder / "pace")
@@ -281,6 +207,3 @@ class _Judge:
         again = self._plan.again("control", found.version).records[self._job].by_rank()
         other = self._first if found.version < self._at else self._whole
         return verdict.departure(other, again, [found.version]) is not None
-
-
-__all__ = ["prove"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tierckpt.core import halt_conditions
 from tierckpt.errors import ConfigError, FormatError
 
-from .arguments import place
+from ..arguments import place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,15 +21,13 @@ if TYPE_CHECKING:
     from tierckpt.core.halt_conditions import HaltRequest
 
 
-def halt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of `tierckpt halt PATH`."""
-    parser = commands.add_parser(
-        "halt",
-        help="ask a running job to checkpoint and stop",
-        description="Asks a job to take a last checkpoint and stop as soon as one of the "
+def add_halt(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt halt PATH`."""
+    parser.description = (
+        "Asks a job to take a last checkpoint and stop as soon as one of the "
         "conditions holds. The request stays until it is cleared, and the job reads it within "
         "seconds. PATH is the job's path, or its persistent_path if that is a directory. A job "
-        "that has not written to PATH yet is found on its own node, by its shared memory.",
+        "that has not written to PATH yet is found on its own node, by its shared memory."
     )
     text = "a directory; jobs do not watch URLs (a persistent_path in an object store)"
     parser.add_argument("path", type=place, metavar="PATH", help=text)
@@ -49,10 +47,10 @@ def halt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--force", action="store_true", help=text)
     text = "remove the current request; conditions given with --clear make a new one"
     parser.add_argument("--clear", action="store_true", help=text)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=halt)
 
 
-def run(args: argparse.Namespace, console: Console) -> None:
+def halt(args: argparse.Namespace, console: Console) -> None:
     """Run the command. Raises ConfigError."""
     from tierckpt.halt import request_file
 

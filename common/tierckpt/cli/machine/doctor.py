@@ -20,6 +20,8 @@ from tierckpt.doctor.settings import valid_config
 from tierckpt.run.job.launcher import place_of
 from tierckpt.storage.health import parse_size
 
+from ..arguments import add_json, place
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,6 +30,25 @@ SIGNS = {Mark.GOOD: "✓", Mark.ABSENT: "-", Mark.WARNING: "!", Mark.CROSS: "✗
 PLAIN_SIGNS = {**SIGNS, Mark.GOOD: "+", Mark.CROSS: "x", CURE: "->"}
 """For terminals without Unicode."""
 STYLES = {Mark.GOOD: "green", Mark.ABSENT: "dim", Mark.WARNING: "yellow", Mark.CROSS: "bold red"}
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt doctor`."""
+    parser.description = (
+        "Looks at the software, the machine, the places for checkpoints, the network "
+        "and the settings, and prints a cure beside each cross. Under torchrun or mpirun it also "
+        "compares all nodes: torchrun --nproc-per-node 1 ... -m tierckpt doctor. The exit status "
+        "is 1 if there is a cross; warnings do not count."
+    )
+    text = "the job's path (default: as the settings say)"
+    parser.add_argument("--path", type=place, metavar="P", help=text)
+    text = "the job's persistent_path: a directory or URL"
+    parser.add_argument("--persistent-path", type=place, metavar="Q", help=text)
+    parser.add_argument("--shm-dir", type=place, metavar="D", help="the place for shared memory")
+    text = "size of parameters and optimizer state together, e.g. 12G: is there room for it?"
+    parser.add_argument("--state-bytes", default="0", metavar="SIZE", help=text)
+    add_json(parser)
+    parser.set_defaults(run=doctor)
 
 
 def doctor(args: argparse.Namespace, console: Console) -> int:

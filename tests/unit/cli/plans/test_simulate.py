@@ -18,7 +18,7 @@ from tierckpt.simulation.examples import EXAMPLES
 from tierckpt.simulation.scenario import Level
 from tierckpt.simulation.scenario_file import TABLES
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def said(capsys: pytest.CaptureFixture[str], *line: str | Path) -> str:

@@ -21,7 +21,8 @@ from tierckpt.offline.survey import Survey, survey, why_elsewhere
 from tierckpt.restore.progress import Progress
 from tierckpt.storage.local.sibling_nodes import NODE
 
-from .columns import print_columns
+from ..arguments import PLACES, add_json, place
+from ..columns import print_columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,17 @@ LEFT = ("level", "taken", "")
 
 
 # --- list ----------------------------------------------------------------------------------------
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt list PATH...`."""
+    parser.description = (
+        "Lists the checkpoints, and marks the one that a restart takes. Their data is "
+        f"not read; `tierckpt verify` reads it. {PLACES}"
+    )
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH")
+    parser.set_defaults(run=list_versions)
+    add_json(parser)
 
 
 def list_versions(args: argparse.Namespace, console: Console) -> None:
@@ -175,6 +187,20 @@ class _Tally:
         if self.unchecked:
             return f"sound as stored; content not checked: {self.unchecked}"
         return "sound"
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt verify PATH...`."""
+    parser.description = (
+        "Reads every copy of every shard, and all parity. The exit status is 0 if all "
+        "of it is sound, else 1. A shard that cannot be decoded here (no key, or a missing "
+        f"package) is checked in its stored form, which shows all damage. {PLACES}"
+    )
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH")
+    parser.set_defaults(run=verify_versions)
+    parser.add_argument(
+        "--version", type=int, metavar="V", help="verify only version V; default: all versions"
+    )
 
 
 def verify_versions(args: argparse.Namespace, console: Console) -> None:

@@ -19,6 +19,8 @@ from tierckpt.watch.drawing import drawn
 from tierckpt.watch.observer import Observer
 from tierckpt.watch.view import View
 
+from ..arguments import PLACES, place
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -26,6 +28,24 @@ DEFAULT_SECONDS = 2.0
 SHARE = 0.2
 """Largest share of the time that is spent on looking: a look at many files is repeated less often.
 """
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt watch PATH...`."""
+    parser.description = (
+        "Shows the levels, the newest version on each, the agents, flushes under way, "
+        f"and slow ranks, until Ctrl-C. No trainer is asked. {PLACES}"
+    )
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH")
+    text = "folder of the job's events, if the job's path does not lead to it (see events_dir)"
+    parser.add_argument("--events", type=place, metavar="DIR", help=text)
+    text = "look once, print, and end; the default without a terminal"
+    parser.add_argument("--once", action="store_true", help=text)
+    text = "print JSON, for other programs; without --once a line for each look"
+    parser.add_argument("--json", action="store_true", help=text)
+    text = "time between two looks (default: 2; longer where a look takes long)"
+    parser.add_argument("--interval-seconds", type=float, metavar="S", help=text)
+    parser.set_defaults(run=watch)
 
 
 def watch(args: argparse.Namespace, console: Console) -> None:

@@ -16,6 +16,43 @@ from tierckpt.tracing.summary import Hidden, SizeBucket, Stats, Summary, summari
 from tierckpt.tracing.tierckpt_traces import read_trace
 
 
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt trace merge|summary|plot`."""
+    parser.description = (
+        "Reads the traces that ranks wrote to trace_dir, and Horovod's timeline if there is one."
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    text = "write one file for Perfetto or about:tracing"
+    merging = actions.add_parser("merge", help=text)
+    merging.add_argument("out", type=Path, metavar="OUT.json")
+    _add_inputs(merging)
+    merging.set_defaults(run=merge)
+
+    text = "print latencies, gaps, and how much of the copying was hidden"
+    summing = actions.add_parser("summary", help=text)
+    text = "leave out all steps before version V, e.g. the first, slow ones"
+    summing.add_argument("--from-version", type=int, metavar="V", help=text)
+    _add_inputs(summing)
+    summing.set_defaults(run=summary)
+
+    plotting = actions.add_parser("plot", help="draw one step")
+    plotting.add_argument("out", type=Path, metavar="OUT.png")
+    text = "the step to draw; default: one of median duration"
+    plotting.add_argument("--version", type=int, metavar="V", help=text)
+    text = "ranks to draw; default: the first four"
+    plotting.add_argument("--ranks", type=int, nargs="+", default=(), metavar="R", help=text)
+    _add_inputs(plotting)
+    plotting.set_defaults(run=plot)
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    text = "trace-r*.json of all ranks, from the folder in trace_dir"
+    parser.add_argument("--ours", type=Path, nargs="+", required=True, metavar="FILE", help=text)
+    text = "the file in HOROVOD_TIMELINE, of the same run"
+    parser.add_argument("--horovod", type=Path, metavar="FILE", help=text)
+
+
 def load(ours: Sequence[Path], horovod: Path | None) -> Timeline:
     """All files on one time axis, with notes on how well they fit. Raises TimelineError."""
     timeline = Timeline()

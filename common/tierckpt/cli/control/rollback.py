@@ -19,6 +19,7 @@ from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.rollbacks import RollbackFiles
 
+from ..arguments import number, place
 from .halt import was_job_here
 
 if TYPE_CHECKING:
@@ -26,6 +27,23 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 8
 NAME_BYTES = 8
+
+
+def add_rollback(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt rollback PATH VERSION`."""
+    parser.description = (
+        "The next start of the job takes VERSION, and trains on from there. Restarts "
+        "after that take the newest version since then, never one that was given up. Nothing is "
+        "deleted: later versions can be read until retention removes them, when newer versions "
+        "of the next run are complete. PATH is a job's path on one of its nodes, or its "
+        "persistent_path (its client gets the options in TIERCKPT_PERSISTENT_STORAGE_OPTIONS). A "
+        "running job goes on until it ends."
+    )
+    parser.add_argument("path", type=place, metavar="PATH")
+    parser.add_argument("version", type=number, nargs="?", metavar="VERSION")
+    text = "take back a request that no start has carried out"
+    parser.add_argument("--cancel", action="store_true", help=text)
+    parser.set_defaults(run=rollback)
 
 
 def rollback(args: argparse.Namespace, console: Console) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tierckpt.cli.interval import duration, observe, read, text_of
+from tierckpt.cli.arguments import duration
 from tierckpt.cli.main import main
+from tierckpt.cli.plans.interval import observe, read, text_of
 from tierckpt.events import EventLog
 
 

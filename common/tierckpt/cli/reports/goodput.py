@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from tierckpt._text import counted
 from tierckpt.errors import ConfigError
 
-from .columns import print_columns
-from .interval import duration
+from ..arguments import add_json, duration
+from ..columns import print_columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,15 +25,13 @@ WORTH_SECONDS = 0.1
 """A rank that others waited for a shorter time for is not named."""
 
 
-def goodput(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of `tierckpt goodput`."""
-    parser = commands.add_parser(
-        "goodput",
-        help="account for the time of a job over all its runs",
-        description="Reads the events of a job (events_dir) and divides the time from the start "
+def add_goodput(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt goodput`."""
+    parser.description = (
+        "Reads the events of a job (events_dir) and divides the time from the start "
         "of its first process to its last record: training that counted, checkpoint stalls, lost "
         "work, and every part of a restart. The job may still run. Times look like 20ms, 1.5s, "
-        "3m, 8h, 2d.",
+        "3m, 8h, 2d."
     )
     text = "the job's events_dir, or files from it; of several nodes, those of all"
     parser.add_argument("events", type=Path, nargs="+", metavar="EVENTS", help=text)
@@ -44,13 +42,13 @@ def goodput(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--step-flop", type=float, metavar="N", help=text)
     text = "peak operations per second of all ranks' accelerators, for the program goodput"
     parser.add_argument("--peak-flops", type=float, metavar="N", help=text)
-    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    add_json(parser)
     text = "write a picture: a bar for each run, and one of all shares (needs matplotlib)"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=goodput)
 
 
-def run(args: argparse.Namespace, console: Console) -> None:
+def goodput(args: argparse.Namespace, console: Console) -> None:
     """Print the account. Raises ConfigError if the events cannot be used."""
     from tierckpt._event_files import event_files
     from tierckpt.goodput.account import account

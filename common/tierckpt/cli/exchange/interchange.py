@@ -11,10 +11,42 @@ from typing import TYPE_CHECKING
 from tierckpt._text import counted, size_text
 from tierckpt.errors import ConfigError
 
+from ..arguments import PLACES, nbytes, number, place
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tierckpt.interchange.importing import Imported
+
+
+FORMATS = ("safetensors", "transformers", "dcp", "lightning", "torch", "horovod")
+"""As in `interchange.formats`, which imports torch."""
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt import SOURCE PATH`."""
+    parser.description = (
+        "SOURCE is a file of torch.save (also of Horovod's examples), a folder of "
+        "torch.distributed.checkpoint, safetensors (a file, or a folder with an index), a .ckpt "
+        "of Lightning, or a folder checkpoint-N of Hugging Face's Trainer. No code in it runs. "
+        "PATH is a job's path, or its persistent_path; restore() of the job, on any number of "
+        "ranks, takes the version. It is written as a whole, verified, and reported."
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("path", type=place, metavar="PATH")
+    text = "format of SOURCE; default: as recognized"
+    parser.add_argument("--format", choices=FORMATS, help=text)
+    text = "name of the model in the file of a script; default: the usual names"
+    parser.add_argument("--model", metavar="KEY", help=text)
+    text = "drop this beginning of names in the model ('net.'), and tensors without it"
+    parser.add_argument("--prefix", metavar="TEXT", help=text)
+    text = "the iteration to resume from; default: as in SOURCE, or the number of optimizer steps"
+    parser.add_argument("--iteration", type=number, metavar="N", help=text)
+    text = "PATH is a directory that is a persistent_path (a URL always is)"
+    parser.add_argument("--persistent", action="store_true", help=text)
+    text = "also if there are checkpoints: a restart takes the new one then"
+    parser.add_argument("--force", action="store_true", help=text)
+    parser.set_defaults(run=import_checkpoint)
 
 
 def import_checkpoint(args: argparse.Namespace, console: Console) -> None:
@@ -61,6 +93,42 @@ def _report(made: Imported) -> Iterator[str]:
     yield "no random streams, no place in the data: they start fresh"
     for text in foreign.not_taken:
         yield f"not taken: {text}"
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt export PATH... TARGET`."""
+    parser.description = (
+        "TARGET's name chooses the format: .safetensors for the model alone, .pt or "
+        ".pth for everything as torch.save writes it (model, optimizer, or optimizers by name, "
+        "extra, version, iteration, metric), .ckpt for Lightning, .pth.tar as in Horovod's "
+        "examples. --format chooses dcp (a folder), transformers (a folder checkpoint-N), or "
+        "safetensors in a folder. The default is the version that a restart takes. It is verified. "
+        f"In Python: tierckpt.load(PATH). {PLACES}"
+    )
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH")
+    parser.add_argument("out", type=Path, metavar="TARGET")
+    text = (
+        "format of TARGET; default: by its name. files: a folder with the routed files of all ranks"
+    )
+    parser.add_argument("--format", choices=(*FORMATS, "files"), help=text)
+    parser.add_argument(
+        "--version",
+        type=int,
+        metavar="V",
+        help="export version V; default: the one that a restart takes",
+    )
+    text = "limit of one file of weights, e.g. 5G, in a folder of safetensors (default: 5 GB)"
+    parser.add_argument("--max-shard-bytes", type=nbytes, metavar="SIZE", help=text)
+    text = "put this before names in the model, e.g. 'net.', the attribute of a LightningModule"
+    parser.add_argument("--prefix", metavar="TEXT", help=text)
+    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
+    text = (
+        "a module with classes of stored values (torchao's 8-bit state, an Enum); may be repeated"
+    )
+    parser.add_argument(
+        "--import", dest="modules", action="append", default=[], metavar="MODULE", help=text
+    )
+    parser.set_defaults(run=export_version)
 
 
 def export_version(args: argparse.Namespace, console: Console) -> None:

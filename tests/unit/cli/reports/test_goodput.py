@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.support.event_stream import EventStream
-from tierckpt.cli import interval
 from tierckpt.cli.main import main
+from tierckpt.cli.plans import interval
 from tierckpt.goodput.categories import CATEGORIES
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture

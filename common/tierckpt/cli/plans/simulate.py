@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tierckpt._text import counted, size_text
 from tierckpt.errors import ConfigError
 
-from .columns import print_columns
+from ..arguments import add_json
+from ..columns import print_columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +35,36 @@ PHASES = {
     "recovery": "recovery",
 }
 SHOWN_BESIDE_EACH_OTHER = "value", "goodput", "lost work", "restarts", "stalls", "failures"
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt simulate SCENARIO`."""
+    parser.description = (
+        "Simulates a job that fails and restarts, from a scenario in a TOML file "
+        "(`tierckpt simulate --example > job.toml` writes one to start from). Options replace "
+        "values of the file, and these replace values measured from events. Needs the extra "
+        "[simulate]."
+    )
+    parser.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO", help="a TOML file")
+    text = "print an example, and end: %(choices)s (default: %(const)s)"
+    names = ("cluster", "llama3", "torch-save", "spot", "constant")
+    parser.add_argument("--example", nargs="?", const=names[0], choices=names, help=text)
+    text = "measure costs, restarts and the failure rate from a job's events_dir; may be repeated"
+    parser.add_argument(
+        "--events", type=Path, action="append", default=[], metavar="EVENTS", help=text
+    )
+    text = "set a value of the scenario, such as job.ranks=1024; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "simulate each value, and print a line for each: job.ranks=64,1024,16384"
+    parser.add_argument("--vary", metavar="NAME=VALUES", help=text)
+    text = "simulate also with the best interval of each level, by the formula"
+    parser.add_argument("--best", action="store_true", help=text)
+    parser.add_argument("--replicas", type=int, metavar="N", help="number of repetitions")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of all random numbers")
+    add_json(parser)
+    text = "write a picture: a bar of time for each simulated job (needs matplotlib)"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    parser.set_defaults(run=simulate)
 
 
 def simulate(args: argparse.Namespace, console: Console) -> None:

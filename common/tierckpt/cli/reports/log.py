@@ -7,22 +7,47 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, some
 from tierckpt.core.fork import Origin
 from tierckpt.format.run_record import RunRecord
-from tierckpt.lineage.tree import ForkNode, JobNode, RunNode, VersionNode, tree_of
+
+from ..arguments import add_json, place
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from tierckpt.lineage.tree import ForkNode, JobNode, RunNode, VersionNode
 
 COMMIT_LETTERS = HASH_LETTERS = 10
 MOST_PROBLEMS = 8
 
 
+def add_log(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt log PATH`."""
+    parser.description = (
+        "Shows every run of the job: the version that it restored, who started it, "
+        "where and when, the launcher, the git commit, the software, and the versions that are "
+        "left, with pins, the best, suspects and holds; and the forks that began from its "
+        "versions, with their own histories as far as their paths lead to them from here. "
+        "Nothing is changed."
+    )
+    text = "a job's path, or its persistent_path"
+    parser.add_argument("path", type=place, metavar="PATH", help=text)
+    text = "show every version, not only those with something to say"
+    parser.add_argument("--all", action="store_true", help=text)
+    add_json(parser)
+    text = "write a picture: a line for each run, from the version that it began with"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    parser.set_defaults(run=log)
+
+
 def log(args: argparse.Namespace, console: Console) -> None:
     """Run the command. Raises MissingPathError if there is nothing at the path."""
+    from tierckpt.lineage.tree import tree_of  # imports numpy
+
     job = tree_of(args.path)
     if args.plot is not None:
         from tierckpt.lineage.picture import draw

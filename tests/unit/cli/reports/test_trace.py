@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tierckpt.cli import main
-from tierckpt.cli.trace import load
+from tierckpt.cli.reports.trace import load
 from tierckpt.tracing.plot import MOST_ROWS, TREE_ROW, row_names, step_of, typical_version
 from tierckpt.tracing.recorder import ALLREDUCE, COPIER, TRAINING, Trace
 from tierckpt.tracing.spans import Span, Timeline, TimelineError
@@ -245,32 +244,8 @@ def test_as_a_module_it_runs_and_reports_an_error_in_one_line(tmp_path: Path) ->
     ]
 
 
-def test_the_console_script_is_main() -> None:
-    setup = ConfigParser()
-    setup.read(Path(__file__).parents[3] / "setup.cfg")
-    scripts = setup["options.entry_points"]["console_scripts"].split("\n")
-    assert f"tierckpt = {main.main.__module__}:{main.main.__name__}" in scripts
-
-
-def test_without_a_command_it_shows_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main.main([])
-    assert ended.value.code == 2
-    assert "usage: tierckpt" in capsys.readouterr().err
-
-
-def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main(["--help"])
-    said = capsys.readouterr().out
-    for title, commands in main.GROUPS.items():
-        _, _, lines = said.partition(f"\n{title}:\n")
-        for add in commands:
-            assert f"\n  {add.__name__.rstrip('_')} " in f"\n{lines}"
-
-
 def test_it_starts_without_torch_and_numpy() -> None:
-    modules = "tierckpt.cli.main, tierckpt.cli.trace, tierckpt.tracing.recorder"
+    modules = "tierckpt.cli.main, tierckpt.cli.reports.trace, tierckpt.tracing.recorder"
     program = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

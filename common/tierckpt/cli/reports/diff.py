@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import some
@@ -13,8 +14,9 @@ from tierckpt.errors import ConfigError
 from tierckpt.offline.survey import survey
 from tierckpt.restore.progress import Progress
 
-from .columns import print_columns
-from .version_targets import Target, range_of, targets_of
+from ..arguments import PLACES, add_json, number
+from ..columns import print_columns
+from ..version_targets import Target, range_of, targets_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +28,32 @@ SHOWN = 20
 """Lines shown without `--all`."""
 TITLES = ("what differs", "elements", "largest", "relative", "norm", "")
 LEFT = ("what differs", "")
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt diff A B`."""
+    parser.description = (
+        "Compares two versions of one job (`tierckpt diff PATH 100 200`) or of two "
+        "jobs (`tierckpt diff A@100 B@100`; without a number, the version that a restart takes): "
+        "every tensor and every other value. Tensors with equal checksums are not read. The exit "
+        "status is 0 if the versions are equal bit for bit, 1 if they differ, 2 after an error. "
+        "--plot draws how far each layer moves from version to version, and the norms of its "
+        "weights: `tierckpt diff PATH --plot FILE` for all versions, `PATH 100..200` for a range, "
+        f"--every and --names for a choice. {PLACES}"
+    )
+    parser.add_argument("targets", nargs="+", metavar="PATH[@VERSION]|VERSION")
+    add_json(parser)
+    parser.add_argument("--all", action="store_true", help="show all lines, not just the first 20")
+    text = "write a picture that shows how far each layer moves from version to version"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    text = "draw only tensors with such names, as in a shell: 'layer4.*' for weights and buffers, "
+    text += (
+        "'optimizer/layer4.*/exp_avg' for the optimizer's; may be repeated (default: all weights)"
+    )
+    parser.add_argument("--names", action="append", metavar="PATTERN", help=text)
+    text = "draw only versions that are multiples of this"
+    parser.add_argument("--every", type=number, metavar="N", help=text)
+    parser.set_defaults(run=diff, error_status=2)
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:

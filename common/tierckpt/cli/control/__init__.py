@@ -1,0 +1,1 @@
+"""Commands that a job, or its next start, obeys."""

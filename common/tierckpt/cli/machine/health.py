@@ -1,0 +1,50 @@
+"""`tierckpt health`: whether this node can take checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from tierckpt.errors import ConfigError, NodeHealthError
+
+from ..arguments import place
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def add_health(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tierckpt health PATH...`."""
+    parser.description = (
+        "Writes, flushes, reads back and compares a file in each directory. Meant for "
+        "scripts that run before a job: the exit status is 0 if the node is well, else 1."
+    )
+    text = "directories for checkpoints: the job's path, its persistent_path, /dev/shm"
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH", help=text)
+    text = "free space that each directory must have, e.g. 20G"
+    parser.add_argument("--free", default="0", metavar="SIZE", help=text)
+    text = "memory that must be available, e.g. 64G"
+    parser.add_argument("--memory", default="0", metavar="SIZE", help=text)
+    text = "how long to wait for a directory to answer (default: 20)"
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help=text)
+    parser.set_defaults(run=health)
+
+
+def health(args: argparse.Namespace, console: Console) -> None:
+    """Examine the directories. Raises ConfigError, and NodeHealthError if something is wrong."""
+    import socket
+
+    from tierckpt.config import DAY_SECONDS
+    from tierckpt.storage.health import Need, examine, parse_size
+
+    if not 0.1 <= args.seconds <= DAY_SECONDS:  # as health_seconds; NaN is not
+        raise ConfigError(
+            f"--seconds is {args.seconds:g}; it must be from 0.1 to {DAY_SECONDS} (a day)"
+        )
+    free, node = parse_size(args.free), os.environ.get("TIERCKPT_NODE") or socket.gethostname()
+    needs = [Need(os.path.abspath(path), free) for path in args.path]
+    problems = examine(needs, parse_size(args.memory), args.seconds)
+    if problems:
+        raise NodeHealthError({node: problems})
+    console.print(f"node {node} is well: {', '.join(n.path for n in needs)}", soft_wrap=True)

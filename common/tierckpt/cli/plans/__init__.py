@@ -1,0 +1,1 @@
+"""Commands that compute how often to checkpoint, and what failures cost."""

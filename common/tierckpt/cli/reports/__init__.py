@@ -1,0 +1,1 @@
+"""Commands that show what a job did, or does. They change nothing."""
