@@ -28,6 +28,8 @@ class AgentSettings:
     nice: int = 10
     """The agent's absolute niceness, not relative to its starter's."""
     linger_seconds: float = 60.0
+    peers: bool = False
+    """It will meet the agents of other nodes."""
     module_path: tuple[str, ...] = ()
     """Where the agent finds modules; empty: the same as its starter. See `_children`."""
 

@@ -120,14 +120,13 @@ class AgentClient:
         with self._lock:
             self._connection.find(first)
 
-    def start(self, first: bool = True, yields: bool = False) -> None:
+    def start(self, first: bool = True) -> None:
         """Connect to the agent, or start one. Raises OSError when it cannot be started.
 
         `first`: this is the node's first rank; the other ranks wait a while for it to start one.
-        `yields`: a new agent has its low priority already while it starts.
         """
         with self._lock:
-            self._connection.start(first, yields)
+            self._connection.start(first)
 
     def commit(self, key: ShardKey, slot: Slot) -> str:
         """Hand over a sealed slot; returns "", or the reason of a failure. Never blocks."""

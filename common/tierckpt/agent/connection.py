@@ -55,7 +55,6 @@ from .connection_states import (
     Welcomed,
     next_state,
 )
-from .priority import lower_priority
 from .protocol import (
     PROTOCOL,
     AgentMessage,
@@ -128,7 +127,6 @@ class AgentConnection:
         self._at = Standing(index=settings.index, may_start=may_start, inline=inline)
         self._began = time.monotonic()
         """Shows agents which of two runs is the later one."""
-        self._yields = False
         """A new agent has its low priority from the beginning."""
         self._unsent: deque[Packet] = deque()
         self._process: subprocess.Popen[bytes] | None = None
@@ -172,9 +170,9 @@ class AgentConnection:
         self._at = replace(self._at, first=first)
         self._reach()
 
-    def start(self, first: bool, yields: bool) -> None:
+    def start(self, first: bool) -> None:
         """Connect to the agent or start one, see `AgentClient.start`."""
-        self._at, self._yields = replace(self._at, first=first), yields
+        self._at = replace(self._at, first=first)
         self._on(Needed(again=True))
         self._receive()  # the agent that was found may have ended
         self._reach()
@@ -403,8 +401,6 @@ class AgentConnection:
             start_new_session=True,
             cwd="/",
         )
-        if self._yields:
-            lower_priority(nice, self._process.pid)
         self._on(ProcessStarted())
         self.starts += 1
 

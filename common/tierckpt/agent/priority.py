@@ -11,19 +11,20 @@ from pathlib import Path
 
 SHORTEST_SLICE_NANOSECONDS = 100_000
 """The kernel gives no less."""
+TRIES = 5
 
 
-def lower_priority(nice: int, pid: int = 0) -> None:
-    """Lower the priority of a process with one thread (0: this one) below the training's, for CPU
-    and disk. A refusal of the system is ignored."""
+def lower_priority(nice: int) -> None:
+    """Lower the priority of this process, which has one thread, below the training's, for CPU and
+    disk. A refusal of the system is ignored."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, nice)
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
     with contextlib.suppress(OSError):
-        _lower_session(nice, pid or os.getpid(), tries=1 if pid else 5)
+        _lower_session(nice)
     number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
     if number is not None:
         best_effort_lowest = 2 << 13 | 7
-        ctypes.CDLL(None, use_errno=True).syscall(number, 1, pid, best_effort_lowest)
+        ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, best_effort_lowest)
 
 
 def shorten_slices() -> None:
@@ -52,21 +53,20 @@ class _SchedAttr(ctypes.Structure):
     )
 
 
-def _lower_session(nice: int, pid: int, tries: int) -> None:
-    """Lower the priority of the process's session, if the process leads it. Raises OSError.
+def _lower_session(nice: int) -> None:
+    """Lower the priority of this process's session, if the process leads it. Raises OSError.
 
     Where Linux groups processes by session (sched(7), autogroup), niceness counts only within a
     session, and one process alone in its session gets as much CPU as all trainers in theirs. The
-    machine allows ten such changes a second: `tries` says how often this waits for another try.
+    machine allows ten such changes a second.
     """
-    if os.getsid(pid) != pid:
+    if os.getsid(0) != os.getpid():
         return
-    for left in reversed(range(tries)):
+    for _ in range(TRIES):
         with contextlib.suppress(BlockingIOError):
-            Path(f"/proc/{pid}/autogroup").write_text(str(nice))
+            Path("/proc/self/autogroup").write_text(str(nice))
             return
-        if left:
-            time.sleep(0.1)
+        time.sleep(0.1)
 
 
 __all__ = ["lower_priority", "shorten_slices"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -37,6 +38,8 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
         return 0
     if fd is None:
         return TAKEN
+    if settings.peers:  # at the trainers' priority, since they wait for this when nodes meet
+        importlib.import_module("tierckpt.agent.protector")
     lower_priority(settings.nice)
     listener = place.listen()
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 
@@ -98,12 +97,10 @@ class Tiers:
 
     def open(self) -> None:
         """Find the agent, if there is one; `meet` starts it otherwise. If nodes are to meet, all of
-        them would wait there for its start, so it is started now, at its low priority: its start
-        costs some 0.1 s of CPU, while a restore needs the cores."""
+        them would wait there for its start, so it is started now, beside the restore."""
         if self.peers.slow_coding and self._group.rank == 0:
             self._reports.notice(self.peers.slow_coding, logging.WARNING)
-        early = functools.partial(self.agent.start, yields=True)
-        self._have_agent(early if self.peers.groups else self.agent.find)
+        self._have_agent(self.agent.start if self.peers.groups else self.agent.find)
 
     def _have_agent(self, have: Callable[[bool], None]) -> None:
         if self._config.uses(LOCAL):
@@ -220,6 +217,7 @@ def agent_client(
             folder=job.path.name,
             nice=config.agent_nice,
             linger_seconds=config.agent_linger_seconds,
+            peers=config.uses(PEER),
             module_path=tuple(module_path()),
         ),
         SessionSettings(

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.agent import connection, connection_states, process, protocol
+from tierckpt.agent import connection_states, process, protocol
 from tierckpt.agent import server as agent
 from tierckpt.agent.address import AgentFiles
 from tierckpt.agent.client import AgentClient, AgentSettings
@@ -669,31 +669,19 @@ def test_how_far_it_gives_way_on_the_cpu_is_the_jobs_to_say(tmp_path: Path, shm_
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 3, 19)
 
 
-@pytest.mark.parametrize("yields", [True, False])
-def test_it_gives_way_before_it_has_begun_at_the_same_time_as_a_restore(
-    yields: bool, node: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At other times not: the first version for the disk, and its slot, wait for the agent."""
-    client = AgentClient(*node(0))
-    made = subprocess.Popen
-
-    def stopped(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
-        process = made(*arguments, **more)
-        process.send_signal(signal.SIGSTOP)
-        return process
-
-    monkeypatch.setattr(connection.subprocess, "Popen", stopped)
-    with client._lock:
-        client._connection.start(True, yields)
-    starting = client._connection._process
-    assert starting is not None
-    mine, found = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, starting.pid))
-    starting.send_signal(signal.SIGCONT)
-    assert found == (min(mine + 10, 19) if yields else mine)
-    assert reach(client) == starting.pid
-    assert os.getpriority(os.PRIO_PROCESS, starting.pid) == min(mine + 10, 19)
-    client.close()
-    until(lambda: not alive(starting.pid))
+@pytest.mark.parametrize("peers", [True, False])
+def test_its_code_for_other_nodes_is_loaded_before_it_gives_way(peers: bool, node: Any) -> None:
+    """Trainers wait for that code when nodes meet: at a low priority it takes seconds to load if
+    the cores are busy."""
+    program = """
+import sys
+from tierckpt.agent import process
+process.lower_priority = lambda nice: sys.exit(sys.modules.get("tierckpt.agent.protector") and 7)
+process.main()
+"""
+    settings = json.dumps(asdict(replace(node(0)[0], peers=peers)))
+    line = [sys.executable, "-c", program, settings, str(os.getpid())]
+    assert subprocess.run(line).returncode == (7 if peers else 0)
 
 
 JOB_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]

@@ -16,6 +16,7 @@ from lib.goodput.methods import Nothing, Ours, OursDisk, newest_file, remove_old
 from lib.methods.method import Job
 from lib.methods.shared_store import BYTES_PER_SECOND, FLUSHED_OF, HorovodRootShared, RootShared
 
+SLOW_STEP_SECONDS, PAUSE_SECONDS = 0.4, 0.02
 Broadcast = Callable[[torch.Tensor], object]
 
 
@@ -98,6 +99,26 @@ class Protected(OursDisk):
     flushed to the shared file system, as SCR does."""
 
     title = "ours, to local with XOR, every 10th flushed"
+
+    def resume(self, job: Job, every: int) -> int:
+        version = super().resume(job, every)
+        self._protected = version > 0
+        return version
+
+    def _receive(self, event: Any) -> None:
+        super()._receive(event)
+        self._protected |= (event.name, event.level) == ("committed", "peer")
+
+    def boundary(self, version: int, due: bool) -> None:
+        """Make slow steps at the start, until the first version has its parity.
+
+        A node that is lost before then ends the job. Only the steps of a toy are quicker than a
+        busy disk."""
+        super().boundary(version, due)
+        limit = time.monotonic() + SLOW_STEP_SECONDS
+        while not self._protected and time.monotonic() < limit:
+            time.sleep(PAUSE_SECONDS)
+            self.checkpointer.wait(0)  # it reports events
 
     def settings(self, every: int) -> dict[str, Any]:
         return {
