@@ -1,6 +1,8 @@
-"""The record of one run of a job: its place in the history, and who started it, when and how. Pure.
+"""The records of one run of a job: its place in the history, who started it, when and how, and how
+it ended. Pure.
 
-Written once, when the run begins. Nothing needs it to restore: it explains the history to people.
+The first is written when the run begins, the second when it ends; a killed run has no second one.
+Nothing needs them to restore: they explain the history to people.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 from .ids import VersionId
 
-FACTS = ("host", "user", "launcher", "command", "git")
+FACTS = ("host", "user", "launcher", "command", "git", "best")
 """Facts that are one text each."""
 
 
@@ -37,6 +39,8 @@ class RunRecord:
     """SHA-256 of the script's path and arguments, each with a zero byte at its end."""
     git: str = ""
     """The commit of the repository that contains the script."""
+    best: str = ""
+    """The setting `best`: whether the lowest or the highest metric is the best."""
     software: Mapping[str, str] = field(default_factory=dict)
     """Versions by name: of Python, tierckpt, torch, and frameworks in use."""
 
@@ -72,4 +76,37 @@ class RunRecord:
         )
 
 
-__all__ = ["RunRecord"]
+@dataclass(frozen=True)
+class RunEnd:
+    """The end of a run, as one of its ranks noted it."""
+
+    run_id: str
+    ended_seconds: float
+    """Unix time, by the clock of the rank's node."""
+    reason: str
+    """Why the training ended, in words: `the training's end`, a signal, or an error's type."""
+    rank: int = 0
+    failed: bool = False
+    """An error ended the training on this rank."""
+    version: int = 0
+    """The last version that this rank took, or began with."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the record, with the names of FORMAT.md."""
+        return dict(vars(self))
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> RunEnd:
+        """Read the fields that `to_json` made; ignore others. Raises KeyError, ValueError or
+        TypeError if they are not a record of an end."""
+        return RunEnd(
+            run_id=str(values["run_id"]),
+            ended_seconds=float(values["ended_seconds"]),
+            reason=str(values["reason"]),
+            rank=int(values.get("rank", 0)),
+            failed=bool(values.get("failed", False)),
+            version=int(values.get("version", 0)),
+        )
+
+
+__all__ = ["RunEnd", "RunRecord"]

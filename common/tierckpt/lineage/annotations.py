@@ -1,7 +1,9 @@
-"""Facts of this process that explain a run to people: who started it, how, and with what.
+"""Facts of this process that explain a run to people: who started it, how, and with what, and how
+it ended.
 
 Nothing that may be secret: of the command line only a hash, of the environment only the launcher's
-name for the launch. Nothing is imported or started for it, and unknown facts are empty.
+name for the launch, of an error only its type. Nothing is imported or started for it, and unknown
+facts are empty.
 """
 
 from __future__ import annotations
@@ -60,6 +62,18 @@ def command_hash(arguments: Sequence[str]) -> str:
     return hashlib.sha256("".join(f"{each}\0" for each in arguments).encode()).hexdigest()
 
 
+def end_reason(asked: str, abandoned: bool) -> tuple[str, bool]:
+    """The reason why the training ends, in words, and whether an error ended it. `asked`: why it
+    was asked to end early, if it was; `abandoned`: it ends without a last version."""
+    error = (getattr(sys, "last_value", None) or sys.exc_info()[1]) if abandoned else None
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return f"sys.exit({code})", code != 0
+    if error is not None:
+        return type(error).__name__, True
+    return asked or ("no last version" if abandoned else "the training's end"), False
+
+
 def git_commit(folder: Path) -> str:
     """The commit that is checked out around a folder, read from git's files; empty without one."""
     with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):
@@ -98,4 +112,4 @@ def software() -> dict[str, str]:
     return found
 
 
-__all__ = ["command_hash", "facts_here", "git_commit", "launcher", "software"]
+__all__ = ["command_hash", "end_reason", "facts_here", "git_commit", "launcher", "software"]

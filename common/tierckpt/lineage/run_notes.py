@@ -12,7 +12,7 @@ from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.core.levels import LOCAL, PERSISTENT
 from tierckpt.format.ids import VersionId
-from tierckpt.format.run_record import RunRecord
+from tierckpt.format.run_record import RunEnd, RunRecord
 from tierckpt.group import Group
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 from tierckpt.storage.run_records import RunRecords
@@ -21,22 +21,29 @@ from .annotations import facts_here
 
 CLOSE_SECONDS = 2.0
 """Time that the end of the job waits for a record on its way to a slow place."""
+ERROR_SECONDS = 0.5
+"""The same after an error: a restart waits for the end of this process."""
 
 
 class RunNotes:
-    """Writes a record when a run begins: on the local level of each node, and on rank 0 to the
-    persistent level. A thread does it, so that no start waits for a disk. Training thread."""
+    """Writes a record when a run begins, and when it ends: on the local level of each node, and on
+    rank 0 to the persistent level. A thread does it, so that no start waits for a disk. Training
+    thread.
+
+    After an error any rank writes, the first one for all of its node, and only to the local level:
+    the restart must not wait for a store."""
 
     def __init__(
         self, config: Config, group: Group, topology: JobTopology, reports: Reports
     ) -> None:
         """Nothing is written yet."""
         node = topology.node(group.rank)
-        self._config, self._reports = config, reports
+        self._config, self._reports, self._rank = config, reports, group.rank
         self._ranks, self._nodes = group.size, node.count
-        self._local = config.uses(LOCAL) and node.first == group.rank
-        self._persistent = config.uses(PERSISTENT) and group.rank == 0
+        self._is_first = node.first == group.rank
+        self._record: RunRecord | None = None
         self._threads: list[threading.Thread] = []
+        self._close_seconds = CLOSE_SECONDS
         self.began: VersionId | None = None
         """The version of this job that the run restores; None: it begins without one."""
         self.fork = ""
@@ -44,9 +51,9 @@ class RunNotes:
 
     def write(self, run_id: str, generation: int) -> None:
         """Note that a run began. Raises nothing: a failure is reported."""
-        if not (self._config.run_records and (self._local or self._persistent)):
+        if not (self._config.run_records and (self._config.uses(LOCAL) or self._far)):
             return
-        record = RunRecord(
+        self._record = RunRecord(
             run_id=run_id,
             generation=generation,
             began=self.began,
@@ -54,36 +61,77 @@ class RunNotes:
             started_seconds=time.time(),
             ranks=self._ranks,
             nodes=self._nodes,
+            best=self._config.best,
             **facts_here(self._config.node),
         )
-        thread = threading.Thread(
-            target=self._write, args=(record,), name="tierckpt-run-record", daemon=True
-        )
+        self._begin(None, self._config.uses(LOCAL) and self._is_first, self._far)
+
+    def end(self, reason: str, failed: bool, version: int) -> None:
+        """Note that the run ends, and how; only once, and only if its beginning was noted. Raises
+        nothing."""
+        if self._record is None:
+            return
+        end = RunEnd(self._record.run_id, time.time(), reason, self._rank, failed, version)
+        local = self._config.uses(LOCAL) and (self._is_first or failed)
+        self._begin(end, local, self._far and not (failed and local))
+        self._record = None
+        self._close_seconds = ERROR_SECONDS if failed else CLOSE_SECONDS
+
+    @property
+    def _far(self) -> bool:
+        return self._config.uses(PERSISTENT) and self._rank == 0
+
+    def _begin(self, end: RunEnd | None, local: bool, far: bool) -> None:
+        if self._record is None or not (local or far):
+            return
         self._threads = [each for each in self._threads if each.is_alive()]
+        thread = threading.Thread(
+            target=self._write,
+            args=(self._record, end, local, far, [*self._threads]),
+            name="tierckpt-run-record",
+            daemon=True,
+        )
         with contextlib.suppress(RuntimeError):  # the limit of threads: the training matters more
             thread.start()
             self._threads.append(thread)
 
-    def _write(self, record: RunRecord) -> None:
+    def _write(
+        self,
+        record: RunRecord,
+        end: RunEnd | None,
+        local: bool,
+        far: bool,
+        earlier: list[threading.Thread],
+    ) -> None:
+        for each in earlier:
+            each.join()
         try:
-            if self._local:
-                RunRecords(self._config.directory).add(record)
-            if self._persistent:
+            if local:
+                _add(RunRecords(self._config.directory), record, end)
+            if far:
                 place, few = self._config.persistent, RetryPolicy(tries=3)
                 made = PersistentStore(place.path, retry=few, **place.options())
                 with contextlib.closing(made) as store:
                     store.create()
-                    RunRecords(store).add(record)
+                    _add(RunRecords(store), record, end)
         except Exception as error:  # a client's own errors, too
+            what = "end" if end else "record"
             text = (
-                f"the record of this run could not be written, and `tierckpt log` lacks it: {error}"
+                f"the {what} of this run could not be noted, and `tierckpt log` lacks it: {error}"
             )
             self._reports.notice_later(text, logging.INFO)
 
     def close(self) -> None:
         """Wait a little for records on their way."""
         for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
+            thread.join(self._close_seconds)
+
+
+def _add(there: RunRecords, record: RunRecord, end: RunEnd | None) -> None:
+    if end is None:
+        there.add(record)
+    else:
+        there.add_end(record, end)
 
 
 __all__ = ["RunNotes"]

@@ -1,25 +1,40 @@
-"""Records of runs at one place of a job: a file for each run, in the folder `runs`.
+"""Records of runs at one place of a job, in the folder `runs`: a file for the beginning of each
+run, and one for its end.
 
 They stay when retention has removed the run's versions, so the history is longer than what is left
-of it. Of very many, the newest are kept.
+of it. Of very many runs, the newest are kept.
 """
 
 from __future__ import annotations
 
-import contextlib
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.run_record import RunRecord
+from tierckpt.format.run_record import RunEnd, RunRecord
 
 from .files import durable
 from .notes import Notes, Place
 from .persistent import PersistentStore
 
 FOLDER = "runs"
-KIND = "run"
+KIND, END_KIND = "run", "run-end"
+SUFFIX, END_SUFFIX = ".json", ".end.json"
 MOST_KEPT = 512
-"""Limit of the records at a place, some 700 bytes each."""
+"""Limit of the runs at a place, some 1000 bytes each."""
+
+
+@dataclass
+class FoundRuns:
+    """The records at one place."""
+
+    records: list[RunRecord] = field(default_factory=list)
+    """Oldest first."""
+    ends: dict[str, RunEnd] = field(default_factory=dict)
+    """By the run's name."""
+    troubles: list[str] = field(default_factory=list)
+    """Records that cannot be read, with the reasons."""
 
 
 class RunRecords:
@@ -31,24 +46,56 @@ class RunRecords:
         self._notes = Notes(place)
 
     def add(self, record: RunRecord) -> None:
-        """Write a record, and remove the oldest ones above the limit."""
+        """Write a record, and remove those of the oldest runs above the limit."""
         if self._folder is not None:
             durable.make_one(self._folder)
-        name = f"g{record.generation:06d}.{record.run_id}.json"
-        self._notes.write(f"{FOLDER}/{name}", KIND, record.to_json())
-        for old in self._notes.names(FOLDER)[:-MOST_KEPT]:
-            self._notes.remove(f"{FOLDER}/{old}")
+        self._notes.write(f"{_stem(record)}{SUFFIX}", KIND, record.to_json())
+        names = self._notes.names(FOLDER)
+        runs = [name for name in names if not name.endswith(END_SUFFIX)][:-MOST_KEPT]
+        old = {name.removesuffix(SUFFIX) for name in runs}
+        for name in names:
+            if name.removesuffix(END_SUFFIX).removesuffix(SUFFIX) in old:
+                self._notes.remove(f"{FOLDER}/{name}")
 
-    def all(self) -> list[RunRecord]:
-        """The records that can be read, oldest first."""
-        found = []
+    def add_end(self, record: RunRecord, end: RunEnd) -> None:
+        """Write the end of a run, unless another rank has: the first error is the cause of the
+        others."""
+        name = f"{_stem(record)}{END_SUFFIX}"
+        if self._folder is not None:
+            durable.make_one(self._folder)
+            if (self._folder.parent / name).exists():
+                return
+        self._notes.write(name, END_KIND, end.to_json())
+
+    def all(self) -> FoundRuns:
+        """All records at the place."""
+        found = FoundRuns()
         for name in self._notes.names(FOLDER):
-            with contextlib.suppress(
-                CorruptShardError, FormatError, KeyError, TypeError, ValueError
-            ):
-                values = self._notes.read(f"{FOLDER}/{name}", KIND)
-                found += [RunRecord.from_json(values)] if values else []
-        return sorted(found, key=lambda each: (each.generation, each.started_seconds))
+            is_end = name.endswith(END_SUFFIX)
+            try:
+                values = self._notes.read(f"{FOLDER}/{name}", END_KIND if is_end else KIND)
+                self._read(values or {}, is_end, found)
+            except (CorruptShardError, FormatError) as error:
+                found.troubles.append(f"the record of a run in {self._notes.where}: {error}")
+            except (KeyError, TypeError, ValueError) as error:
+                where = f"{self._notes.where}/{FOLDER}/{name}"
+                found.troubles.append(f"the record of a run, {where}: {error!r}")
+        found.records.sort(key=lambda each: (each.generation, each.started_seconds))
+        return found
+
+    @staticmethod
+    def _read(values: dict[str, Any], is_end: bool, found: FoundRuns) -> None:
+        if not values:  # removed since the listing
+            return
+        if is_end:
+            end = RunEnd.from_json(values)
+            found.ends[end.run_id] = end
+        else:
+            found.records.append(RunRecord.from_json(values))
 
 
-__all__ = ["RunRecords"]
+def _stem(record: RunRecord) -> str:
+    return f"{FOLDER}/g{record.generation:06d}.{record.run_id}"
+
+
+__all__ = ["FoundRuns", "RunRecords"]

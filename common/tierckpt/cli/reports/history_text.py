@@ -1,0 +1,236 @@
+"""The lines of a history for people: runs, versions and forks, as branches of a tree.
+
+Runs that came from each other are not nested: the run that leads to the newest one is on the same
+level as the run that it came from, so a job with many restarts is a list. Runs that lead to nothing
+newer (given up by a rollback, or dead before their first version) are below the run that they came
+from. Facts are shown where they change.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from tierckpt._text import counted, some
+
+if TYPE_CHECKING:
+    from tierckpt.core.fork import Origin
+    from tierckpt.format.run_record import RunRecord
+    from tierckpt.lineage.nodes import ForkNode, JobNode, RunNode, VersionNode
+
+COMMIT_LETTERS = HASH_LETTERS = 10
+MOST_STARTS = 2
+"""More starts of one kind that left nothing are one line."""
+UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+
+
+@dataclass
+class Branch:
+    """A line of the tree, with those below it."""
+
+    text: str
+    below: list[Branch] = field(default_factory=list)
+
+
+def branches_of(job: JobNode, every: bool) -> list[Branch]:
+    """The branches of a job. `every`: each version and start on a line of its own, with all
+    facts."""
+    return _JobLines(job, every).of(job.runs)
+
+
+class _JobLines:
+    """Makes the lines of one job, from the top to the bottom."""
+
+    def __init__(self, job: JobNode, every: bool) -> None:
+        self._every = every
+        self._known: dict[str, str] = {}
+        """The facts of the run above."""
+        self._newest: dict[int, tuple[int, float]] = {}
+        """By run: the place in time of the newest run that came from it."""
+        for run in reversed(job.every_run()):
+            later = [self._newest[id(each)] for each in run.runs]
+            self._newest[id(run)] = max([run.order, *later])
+
+    def of(self, runs: Iterable[RunNode]) -> list[Branch]:
+        """Branches of runs that began from the same run, each with those that lead on from it."""
+        found: list[Branch] = []
+        for _, group in groupby(runs, key=self._kind):
+            same = [*group]
+            if _is_bare(same[0]) and len(same) > MOST_STARTS and not self._every:
+                news = self._news(same[-1].record)
+                found.append(Branch(", ".join([_starts_text(same), *news])))
+                continue
+            for run in same:
+                found += self._of_chain(run)
+        return found
+
+    def _kind(self, run: RunNode) -> object:
+        """Equal for starts that can share a line. The name of a launch may differ."""
+        facts = {**_facts(run.record), "launcher": ""}
+        return (run.generation, run.began, facts) if _is_bare(run) else id(run)
+
+    def _of_chain(self, run: RunNode) -> Iterator[Branch]:
+        left: RunNode | None = run
+        while left is not None:
+            last = max(left.runs, key=lambda each: self._newest[id(each)], default=None)
+            yield self._of_run(left, [each for each in left.runs if each is not last])
+            left = last
+
+    def _of_run(self, run: RunNode, aside: list[RunNode]) -> Branch:
+        branch = Branch(", ".join([run_text(run), *self._news(run.record)]))
+        branch.below += [Branch(text) for text in version_texts(run.versions, self._every)]
+        for fork in run.forks:
+            below = branches_of(fork.job, self._every) if fork.job else []
+            branch.below.append(Branch(fork_text(fork), below))
+        branch.below += self.of(aside)
+        return branch
+
+    def _news(self, record: RunRecord | None) -> list[str]:
+        facts = _facts(record)
+        new = [text for name, text in facts.items() if self._every or self._known.get(name) != text]
+        self._known |= facts
+        return new
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def job_text(job: JobNode) -> str:
+    """A line about a job."""
+    return f"{job.path}, a fork of {_origin_text(job.origin)}" if job.origin else job.path
+
+
+def _origin_text(origin: Origin) -> str:
+    parts = f" ({' and '.join(origin.parts)} only)" if origin.parts else ""
+    return f"{origin}{parts}"
+
+
+def run_text(run: RunNode) -> str:
+    """A line about a run: what it restored, how far it came, when, and how it ended."""
+    record = run.record
+    if record is None and not run.began:
+        return f"run {run.generation}, nothing noted"
+    begin = f"v{run.begun_at}" if run.began else "the beginning"
+    begin = record.fork if record and record.fork else begin
+    reached = "" if run.newest == run.begun_at or begin.endswith(f"@v{run.newest}") else run.newest
+    text = f"run {run.generation}, from {begin}" + (f" to v{reached}" if reached else "")
+    if record is None:
+        return text
+    return f"{text}, {_when(record.started_seconds, run)}"
+
+
+def _when(began_seconds: float, run: RunNode) -> str:
+    began = _time_text(began_seconds)
+    if run.end is None:
+        return f"{began}, {'running' if run.running else 'no end noted'}"
+    return f"{began} to {_time_text(run.end.ended_seconds, began)}, {_end_text(run)}"
+
+
+def _end_text(run: RunNode) -> str:
+    if run.end is None:
+        return "no end noted"
+    where = f" on rank {run.end.rank}" if run.end.failed else ""
+    return f"{run.end.reason}{where}"
+
+
+def _time_text(seconds: float, after: str = "") -> str:
+    """A time; without its day if a text begins with the same."""
+    text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return text[11:] if text[:10] == after[:10] else text
+
+
+def _is_bare(run: RunNode) -> bool:
+    return run.record is not None and not (run.versions or run.runs or run.forks or run.running)
+
+
+def _starts_text(runs: list[RunNode]) -> str:
+    """A line about several starts that left nothing."""
+    first, last = (r.record.started_seconds for r in (runs[0], runs[-1]) if r.record)
+    begin = f"from v{runs[0].begun_at}" if runs[0].began else "from the beginning"
+    began = _time_text(first)
+    ends = Counter(map(_end_text, runs)).most_common()
+    return ", ".join(
+        [
+            f"run {runs[0].generation}, {begin}: {len(runs)} starts that left no version",
+            f"{began} to {_time_text(last, began)}",
+            *(f"{text} ({count})" if len(ends) > 1 else text for text, count in ends),
+        ]
+    )
+
+
+def _facts(record: RunRecord | None) -> dict[str, str]:
+    """Who started a run, how, and with what; texts by name."""
+    if record is None:
+        return {}
+    nodes = f" on {counted(record.nodes, 'node')}" if record.nodes > 1 else ""
+    shown = [n for n in record.software if n not in ("python", "numpy")]
+    found = {
+        "who": f"{record.user}@{record.host}" if record.user and record.host else record.host,
+        "ranks": f"{counted(record.ranks, 'rank')}{nodes}",
+        "launcher": UUID.sub(r"\1", record.launcher),
+        "git": f"git {record.git[:COMMIT_LETTERS]}" if record.git else "",
+        "command": f"command {record.command[:HASH_LETTERS]}" if record.command else "",
+        "software": " ".join(f"{name} {record.software[name]}" for name in shown),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+# --- versions and forks --------------------------------------------------------------------------
+
+
+def version_texts(versions: list[VersionNode], every: bool) -> Iterator[str]:
+    """Lines about versions: the newest one alone, of the others those with the same notes
+    together."""
+    if every:
+        for node in versions:
+            taken = [] if node.created_seconds is None else [_time_text(node.created_seconds)]
+            yield ", ".join([_version_text(node), *taken, *version_notes(node)])
+        return
+    for notes, group in groupby(versions[:-1], key=version_notes):
+        same = [*group]
+        if len(same) == 1:
+            yield ", ".join([_version_text(same[0]), *notes])
+        else:
+            first, last = same[0].id.version, same[-1].id.version
+            count = counted(len(same), "version")
+            yield ", ".join([f"v{first} to v{last}", count, *notes])
+    for node in versions[-1:]:
+        yield ", ".join([_version_text(node), *version_notes(node)])
+
+
+def _version_text(node: VersionNode) -> str:
+    metric = f", metric {node.metric:.6g}" if node.metric is not None else ""
+    return f"v{node.id.version} on {' and '.join(node.levels)}{metric}"
+
+
+def version_notes(node: VersionNode) -> list[str]:
+    """What there is to say about a version."""
+    marks = {
+        "a restart takes this": node.next,
+        "given up": node.given_up,
+        "not complete here": not (node.complete or node.given_up),
+        "best": node.best,
+        "pinned": node.pinned,
+        "suspect": bool(node.suspect),
+    }
+    held = [f"held for {some(node.held_for, 2)}"] if node.held_for else []
+    return [text for text, applies in marks.items() if applies] + held
+
+
+def fork_text(fork: ForkNode) -> str:
+    """A line about a fork."""
+    child = fork.child
+    text = f"fork of v{child.id.version}: {child.path or 'unknown'}"
+    if fork.job is None:
+        text += f", not found from here (made on {child.host})" if child.host else ", not found"
+    elif fork.job.origin is not None and fork.job.origin.parts:
+        text += f" ({' and '.join(fork.job.origin.parts)} only)"
+    return f"{text}, has no version of its own yet" if child.held else text
+
+
+__all__ = ["Branch", "branches_of", "job_text"]
