@@ -58,7 +58,7 @@ def test_the_tree_shows_runs_and_forks_below_their_versions(
     assert shown(out) == [
         f"{history}/a",
         "├── run 1, from the beginning to v6",
-        "│   ├── v1 to v2, 2 versions",
+        "│   ├── v1 to v2, 2 versions, the last one on local, metric 3",
         "│   ├── v3 on local, metric 2, pinned",
         "│   ├── v4 on local, metric 1",
         "│   ├── v6 on local, metric 1, given up, pinned",
@@ -125,6 +125,7 @@ def test_every_start_is_there_also_those_that_left_no_version(
             fail(error)
     with TinyJob(path, **places) as job:
         job.restore()
+        job.checkpointer._levels.run_notes.close()  # waits for the record
         assert main(["log", str(path)]) == 0
         assert ", running" in capsys.readouterr().out.splitlines()[-1]
         job.run(3)
@@ -236,8 +237,7 @@ def test_runs_without_records_come_from_lineages(
     assert main(["log", str(tmp_path / "a")]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "├── run 1, nothing noted",
-        "│   ├── v1 to v2, 2 versions",
-        "│   └── v3 on local",
+        "│   └── v1 to v3, 3 versions, the last one on local",
         "└── run 2, from v3 to v5",
         "    ├── v4 on local",
         "    └── v5 on local, a restart takes this",

@@ -184,28 +184,25 @@ def _facts(record: RunRecord | None) -> dict[str, str]:
 
 
 def version_texts(versions: list[VersionNode], every: bool) -> Iterator[str]:
-    """Lines about versions: the newest one alone, of the others those with the same notes
-    together."""
+    """Lines about versions; neighbours with the same notes share one, unless `every`."""
     if every:
         for node in versions:
             taken = [] if node.created_seconds is None else [_time_text(node.created_seconds)]
-            yield ", ".join([_version_text(node), *taken, *version_notes(node)])
+            yield ", ".join([f"v{node.id.version} {_where(node)}", *taken, *version_notes(node)])
         return
-    for notes, group in groupby(versions[:-1], key=version_notes):
+    for notes, group in groupby(versions, key=version_notes):
         same = [*group]
-        if len(same) == 1:
-            yield ", ".join([_version_text(same[0]), *notes])
+        first, last = same[0], same[-1]
+        if first is last:
+            yield ", ".join([f"v{first.id.version} {_where(first)}", *notes])
         else:
-            first, last = same[0].id.version, same[-1].id.version
-            count = counted(len(same), "version")
-            yield ", ".join([f"v{first} to v{last}", count, *notes])
-    for node in versions[-1:]:
-        yield ", ".join([_version_text(node), *version_notes(node)])
+            text = f"v{first.id.version} to v{last.id.version}, {counted(len(same), 'version')}"
+            yield ", ".join([text, *notes, f"the last one {_where(last)}"])
 
 
-def _version_text(node: VersionNode) -> str:
+def _where(node: VersionNode) -> str:
     metric = f", metric {node.metric:.6g}" if node.metric is not None else ""
-    return f"v{node.id.version} on {' and '.join(node.levels)}{metric}"
+    return f"on {' and '.join(node.levels)}{metric}"
 
 
 def version_notes(node: VersionNode) -> list[str]:
