@@ -63,6 +63,8 @@ class Forked:
     loaded: LoadedVersion
     result: Restored
     """The result for the script."""
+    origin: str = ""
+    """The version, with the absolute path of its job."""
 
     @property
     def start(self) -> Restored:
@@ -119,6 +121,7 @@ class Forks:
                 trouble = self.marks.hold(origin, look, barrier)
                 found = self._reader.read(source.path, look, id_, bar, barrier)
             forked = self._load(found, source, order, load_adapter)
+            forked.origin = str(origin)
             undo.pop_all()
         faults.point("fork", op="loaded")
         self.marks.note(origin)

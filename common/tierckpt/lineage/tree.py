@@ -66,10 +66,14 @@ class _Runs:
     def __init__(self, there: Survey) -> None:
         self._there = there
         self._nodes: dict[int, dict[str, RunNode]] = {}
+        self._named: dict[str, RunNode] = {}
 
     def _node(self, generation: int, run_id: str) -> RunNode:
-        named = self._nodes.setdefault(generation, {})
-        return named.setdefault(run_id, RunNode(generation, run_id))
+        """The run of that name. It has two generations if it took its last version once more."""
+        node = self._named.get(run_id) or RunNode(generation, run_id)
+        if run_id:
+            self._named[run_id] = node
+        return self._nodes.setdefault(generation, {}).setdefault(run_id, node)
 
     def add_records(self, found: FoundRuns) -> None:
         """Add the runs with a record at one place, and their ends."""
@@ -105,7 +109,8 @@ class _Runs:
             before = 0
             for generation, version in lineage:
                 node = self.of(generation)
-                if node.record is None and before and node.began is None:
+                known = node.record or node.began or node.generation != generation
+                if before and not known:
                     node.began = VersionId(before, version)
                 before = generation
 
@@ -118,7 +123,7 @@ class _Runs:
         return max(found, key=lambda each: (bool(each.versions), each.order))
 
     def _in_order(self) -> list[RunNode]:
-        found = [node for named in self._nodes.values() for node in named.values()]
+        found = {node: None for named in self._nodes.values() for node in named.values()}
         return sorted(found, key=lambda each: each.order)
 
     def roots(self) -> list[RunNode]:

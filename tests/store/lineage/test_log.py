@@ -161,6 +161,24 @@ def test_a_damaged_record_is_named_and_the_others_are_shown(
     assert f"{tmp_path}/a: the file runs/{first.name} is truncated or damaged" in out
 
 
+def test_a_run_that_took_its_last_version_once_more_is_one_run(
+    tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second one has a generation of its own. Lightning's end often takes it."""
+    for steps in (2, 3):
+        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep_last=9) as job:
+            job.restore()
+            job.run(steps)
+            job.scheduler.step()
+    assert main(["log", str(tmp_path / "a")]) == 0
+    assert shown(capsys.readouterr().out)[1:] == [
+        "├── run 1, from the beginning to v2",
+        "│   └── v1 to v2, 2 versions, the last one on local",
+        "└── run 3, from v2 to v3",
+        "    └── v3 on local, a restart takes this",
+    ]
+
+
 def test_many_restarts_are_a_list_and_their_facts_are_shown_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,7 +114,10 @@ def _ask(args: argparse.Namespace, files: RollbackFiles) -> Iterator[str]:
     abandoned = plan is None and there.plan(wanted, abandoned=True) is not None
     # Where versions are complete, all nodes are seen, and no other one has the missing shards.
     if plan is None and (abandoned or complete or not here):
-        names = ", ".join(f"v{v}" for v in nearest(wanted, complete)) or "none"
+        names = ", ".join(f"v{v}" for v in nearest(wanted, complete))
+        there_is = (
+            f"The nearest complete versions here are {names}" if names else "None is complete"
+        )
         if abandoned:
             why = (
                 f"v{wanted} was given up before: the job went back to an older version, and no "
@@ -124,8 +127,7 @@ def _ask(args: argparse.Namespace, files: RollbackFiles) -> Iterator[str]:
             why = f"there is no complete v{wanted}"
         raise RestoreError(
             f"{args.path}: {why}. Nothing was changed",
-            f"The nearest complete versions here are {names}. If other nodes or another level may "
-            "have it: give their path",
+            f"{there_is}. If other nodes or another level may have it: give their path",
         )
     files.ask(RollbackRequest(wanted, secrets.token_hex(NAME_BYTES)))
     return _result(args.path, there, wanted, plan is not None)

@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt._text import counted, some
+from tierckpt._text import counted, is_url, some
+from tierckpt.storage.local.sibling_nodes import NODE
 
 if TYPE_CHECKING:
     from tierckpt.core.fork import Origin
@@ -102,7 +104,12 @@ class _JobLines:
 
 def job_text(job: JobNode) -> str:
     """A line about a job."""
-    return f"{job.path}, a fork of {_origin_text(job.origin)}" if job.origin else job.path
+    if job.origin is None:
+        return job.path
+    source = job.origin.source
+    there = is_url(source) or NODE in source or Path(source).is_dir()
+    gone = "" if there else ", which is not found from here"
+    return f"{job.path}, a fork of {_origin_text(job.origin)}{gone}"
 
 
 def _origin_text(origin: Origin) -> str:
