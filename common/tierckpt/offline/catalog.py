@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
 from tierckpt.core.levels import RANK
-from tierckpt.core.restore_plan import RestorePlan, plan_restore
-from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_lineage, on_lineage
+from tierckpt.format.ids import ShardKey, VersionId, newest_lineage, on_lineage
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import read_seal
@@ -21,7 +20,6 @@ from .survey import Copy, OpenPersistent, Survey, job_of
 
 Group = tuple[VersionId, str, int, str]
 """Version, run, number of shards, and level."""
-C = TypeVar("C", bound=Found | FoundParity)
 
 
 @dataclass
@@ -140,34 +138,12 @@ def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
 
 
 def _mark_restorable(there: Survey, rows: Iterable[Row]) -> None:
-    taken = {(plan.id, plan.run_id) for plan in _plans(there)}
+    plans: dict[int, tuple[VersionId, str] | None] = {}
     for row in rows:
-        row.restartable = (VersionId(row.generation, row.version), row.run_id) in taken
-
-
-def _plans(there: Survey) -> Iterator[RestorePlan]:
-    """The plan of a `restore(version=...)` for each number that has one.
-
-    Each plan looks only at the versions of its number that are in the newest one's past: looking
-    at all versions for each takes a minute with 2,000 of 300 runs."""
-    own = [each for each in there.found if not there.is_elsewhere(each.place)]
-    copies: list[Copy] = [*own, *there.parities]
-    past = newest_lineage({each.key.id: each.facts.lineage for each in copies})
-    found, parities = _by_number(own, past), _by_number(there.parities, past)
-    for number in found.keys() | parities.keys():
-        here = [found.get(number, [])]
-        plan = plan_restore(here, version=number, parities=[parities.get(number, [])])
-        if plan is not None:
-            yield plan
-
-
-def _by_number(copies: Iterable[C], past: Lineage) -> dict[int, list[C]]:
-    """Copies of versions in the past, by the version's number."""
-    found: dict[int, list[C]] = {}
-    for each in copies:
-        if on_lineage(each.key.id, past):
-            found.setdefault(each.key.id.version, []).append(each)
-    return found
+        if row.version not in plans:
+            plan = there.plan(row.version)
+            plans[row.version] = (plan.id, plan.run_id) if plan else None
+        row.restartable = plans[row.version] == (VersionId(row.generation, row.version), row.run_id)
 
 
 def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
