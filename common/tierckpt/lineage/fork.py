@@ -121,11 +121,11 @@ class Forks:
                 trouble = self.marks.hold(origin, look, barrier)
                 found = self._reader.read(source.path, look, id_, bar, barrier)
             forked = self._load(found, source, order, load_adapter)
-            forked.origin = str(origin)
             undo.pop_all()
         faults.point("fork", op="loaded")
         self.marks.note(origin)
         faults.point("fork", op="record")
+        forked.origin = str(origin)
         self._report(forked, origin, trouble)
         return forked
 

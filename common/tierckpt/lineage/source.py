@@ -81,12 +81,11 @@ class SourceLook:
         whole = [v for v in sorted(there) if self.candidates.plan(v) is not None]
         wanted = "complete version" if source.version is None else f"complete v{source.version}"
         near = nearest(source.version or 0, whole)
-        names = ", ".join(f"v{each}" for each in near)
-        text = f"The nearest complete ones there are {names}"
-        there_is = text if names else "No version there is complete"
+        names = ", ".join(f"v{each}" for each in near) or "none"
         raise RestoreError(
             f"there is no {wanted} in {source.path}. Nothing was changed",
-            f"{there_is}. If other nodes have the rest: the source's path must lead to theirs, too",
+            f"The nearest complete ones there are {names}. If other nodes have the rest: the "
+            "source's path must lead to theirs, too",
         )
 
 
