@@ -48,7 +48,6 @@ from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import Iterations, Unattached
-from tierckpt.lineage.annotations import end_reason
 from tierckpt.lineage.fork import ForkOrder, Forks
 from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.proof.recorder import record_if_ordered
@@ -718,8 +717,7 @@ class CheckpointerCore(abc.ABC):
         self._levels.collect()
 
     def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
-        how = end_reason(self._halt.reason.text(), abandoned)
-        self._levels.run_notes.end(*how, self.version)
+        self._levels.run_notes.end(self._halt.reason.text(), abandoned, self.version)
         self._adapter_closed()
         self._closed = True
         self._halt.close()

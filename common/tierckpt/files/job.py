@@ -31,7 +31,6 @@ from tierckpt.events import Callback, EventLog, check_receiver
 from tierckpt.exporters.setting import exporters_of
 from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
-from tierckpt.lineage.annotations import end_reason
 from tierckpt.storage.routed.folders import FileFolders
 
 
@@ -168,8 +167,7 @@ class FilesJob:
 
     def shut_down(self, remove: bool, abandoned: bool = False) -> None:
         """Release everything; `remove` also frees the versions in memory. Not collective."""
-        how = end_reason(self.halt.reason.text(), abandoned)
-        self.levels.run_notes.end(*how, self.version)
+        self.levels.run_notes.end(self.halt.reason.text(), abandoned, self.version)
         self.halt.close()
         self.levels.drift.wait()
         self.folders.close()

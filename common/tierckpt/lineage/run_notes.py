@@ -17,7 +17,7 @@ from tierckpt.group import Group
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 from tierckpt.storage.run_records import RunRecords
 
-from .annotations import facts_here
+from .annotations import end_reason, facts_here
 
 CLOSE_SECONDS = 2.0
 """Time that the end of the job waits for a record on its way to a slow place."""
@@ -66,11 +66,12 @@ class RunNotes:
         )
         self._begin(None, self._config.uses(LOCAL) and self._is_first, self._far)
 
-    def end(self, reason: str, failed: bool, version: int) -> None:
+    def end(self, asked: str, abandoned: bool, version: int) -> None:
         """Note that the run ends, and how; only once, and only if its beginning was noted. Raises
-        nothing."""
+        nothing. For `asked` and `abandoned` see `end_reason`."""
         if self._record is None:
             return
+        reason, failed = end_reason(asked, abandoned)
         end = RunEnd(self._record.run_id, time.time(), reason, self._rank, failed, version)
         local = self._config.uses(LOCAL) and (self._is_first or failed)
         self._begin(end, local, self._far and not (failed and local))
