@@ -226,7 +226,8 @@ class Config:
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
     run_records: bool = True
     """Note each run beside its versions, for `tierckpt log`: host and user, launcher, hash of the
-    command line, git commit, versions of the software. No arguments and no environment."""
+    command line, git commit, versions of the software, and how it ended. No arguments, no
+    environment, no error's text."""
     heartbeat_seconds: float = 5.0
     """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
     every boundary."""

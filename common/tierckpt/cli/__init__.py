@@ -1,1 +1,1 @@
-"""Command line: `tierckpt` and its subcommands."""
+"""Command line: `tierckpt` and its subcommands, one folder for each kind."""
