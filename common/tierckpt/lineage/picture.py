@@ -25,10 +25,10 @@ MOST_NAMES = 12
 """Names of runs on one line."""
 
 
-def draw(job: JobNode, out: Path) -> None:
-    """Draw the runs of a job and of its forks, each from the version that it began with. Raises
-    ConfigError if matplotlib is missing, if there is nothing to draw, or if the file cannot be
-    written."""
+def draw(job: JobNode, out: Path) -> int:
+    """Draw the runs of a job and of its forks, each from the version that it began with; returns
+    their number. Raises ConfigError if matplotlib is missing, if there is nothing to draw, or if
+    the file cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -55,6 +55,7 @@ def draw(job: JobNode, out: Path) -> None:
         figure.savefig(out, dpi=120)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{out} cannot be written: {error}") from error
+    return len(lanes.bars)
 
 
 @dataclass
@@ -77,7 +78,7 @@ class _Lanes:
     def __init__(self) -> None:
         """No runs yet."""
         self.count = 0
-        self._bars: list[_Bar] = []
+        self.bars: list[_Bar] = []
         self._ends: dict[int, int] = {}
         """The end of the last run on each lane."""
 
@@ -98,7 +99,7 @@ class _Lanes:
             bar = _Bar(lane, first, max(run.newest, first), [], "", colour, above)
             bar.there = [each.id.version for each in run.versions]
             bar.name = f"{job}run {run.generation}"
-            self._bars.append(bar)
+            self.bars.append(bar)
             self._ends[lane] = bar.last
             for each in run.forks:
                 self._add_fork(each.job, each.child.path, each.child.id.version, lane)
@@ -111,7 +112,7 @@ class _Lanes:
             self.add(job.runs, above, begin, name, OTHER)
         else:
             bar = _Bar(self._new_lane(), version, version, [], name, OTHER, above)
-            self._bars.append(bar)
+            self.bars.append(bar)
 
     def _new_lane(self) -> int:
         self.count += 1
@@ -119,9 +120,9 @@ class _Lanes:
 
     def draw(self, axis: Axes) -> None:
         """Draw everything; of the names on one lane those that have room."""
-        room = max(bar.last for bar in self._bars) / MOST_NAMES
+        room = max(bar.last for bar in self.bars) / MOST_NAMES
         named: dict[int, float] = {}
-        for bar in self._bars:
+        for bar in self.bars:
             if bar.above not in (None, bar.lane):
                 ends = [bar.above, bar.lane]
                 axis.plot([bar.first, bar.first], ends, color="0.6", linewidth=1, zorder=1)

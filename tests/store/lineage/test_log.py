@@ -235,9 +235,10 @@ def test_in_a_narrow_terminal_and_without_unicode_it_stays_a_tree() -> None:
 
 def test_a_picture(history: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "tierckpt", "log", str(history / "a"), "--plot"]
+    command = [sys.executable, "-m", "tierckpt", "log", str(history / "a"), "--json", "--plot"]
     # In a process of its own: matplotlib keeps fonts open for as long as there is one.
-    subprocess.run([*command, str(history / "tree.png")], check=True)
+    done = subprocess.run([*command, str(history / "tree.png")], check=True, capture_output=True)
+    assert json.loads(done.stdout)["runs"]
     assert (history / "tree.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -42,15 +42,15 @@ class Branch:
 def branches_of(job: JobNode, every: bool) -> list[Branch]:
     """The branches of a job. `every`: each version and start on a line of its own, with all
     facts."""
-    return _JobLines(job, every).of(job.runs)
+    return _JobLines(job, every, {}).of(job.runs)
 
 
 class _JobLines:
     """Makes the lines of one job, from the top to the bottom."""
 
-    def __init__(self, job: JobNode, every: bool) -> None:
+    def __init__(self, job: JobNode, every: bool, known: Mapping[str, str]) -> None:
         self._every = every
-        self._known: dict[str, str] = {}
+        self._known = {**known}
         """The facts of the run above."""
         self._newest: dict[int, tuple[int, float]] = {}
         """By run: the place in time of the newest run that came from it."""
@@ -87,7 +87,8 @@ class _JobLines:
         branch = Branch(", ".join([run_text(run), *self._news(run.record)]))
         branch.below += [Branch(text) for text in version_texts(run.versions, self._every)]
         for fork in run.forks:
-            below = branches_of(fork.job, self._every) if fork.job else []
+            job = fork.job
+            below = _JobLines(job, self._every, self._known).of(job.runs) if job else []
             branch.below.append(Branch(fork_text(fork), below))
         branch.below += self.of(aside)
         return branch
@@ -124,11 +125,17 @@ def run_text(run: RunNode) -> str:
         return f"run {run.generation}, nothing noted"
     begin = f"v{run.begun_at}" if run.began else "the beginning"
     begin = record.fork if record and record.fork else begin
-    reached = "" if run.newest == run.begun_at or begin.endswith(f"@v{run.newest}") else run.newest
-    text = f"run {run.generation}, from {begin}" + (f" to v{reached}" if reached else "")
-    if record is None:
-        return text
-    return f"{text}, {_when(record.started_seconds, run)}"
+    reached = f" to v{run.newest}" if _made_any(run, begin) else ""
+    text = f"run {run.generation}, from {begin}{reached}"
+    return text if record is None else f"{text}, {_when(record.started_seconds, run)}"
+
+
+def _made_any(run: RunNode, begin: str) -> bool:
+    """Whether a run came further than where it began. A fork's first version may have the number of
+    its source's."""
+    if begin.endswith(f"@v{run.newest}"):
+        return any(each.id.version < run.newest for each in run.versions)
+    return run.newest > run.begun_at
 
 
 def _when(began_seconds: float, run: RunNode) -> str:

@@ -54,8 +54,9 @@ def log(args: argparse.Namespace, console: Console) -> None:
     if args.plot is not None:
         from tierckpt.lineage.picture import draw
 
-        draw(job, args.plot)
-        console.print(f"{args.plot}: {counted(len(job.every_run()), 'run')}", soft_wrap=True)
+        text = f"{args.plot}: {counted(draw(job, args.plot), 'run')}"
+        if not args.json:
+            console.print(text, soft_wrap=True)
     if args.json:
         print(json.dumps(job.as_json(), indent=1))
     elif args.plot is None:
