@@ -38,7 +38,7 @@ def draw(job: JobNode, out: Path) -> int:
             "drawing needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
     lanes = _Lanes()
-    lanes.add(job.runs, None, 0)
+    lanes.add(job.runs, None, 0, 0)
     if not lanes.count:
         raise ConfigError(f"{job.path}: no run has left a version to draw")
     figure = Figure(figsize=(9, 1.4 + min(0.32 * lanes.count, MOST_INCHES)))
@@ -70,6 +70,8 @@ class _Bar:
     colour: str
     above: int | None
     """The lane of the run that it came from; None: it came from none."""
+    source: int
+    """The version there that it came from. With parts of it a job begins at 0."""
 
 
 class _Lanes:
@@ -83,10 +85,16 @@ class _Lanes:
         """The end of the last run on each lane."""
 
     def add(
-        self, runs: list[RunNode], above: int | None, begin: int, job: str = "", colour: str = OWN
+        self,
+        runs: list[RunNode],
+        above: int | None,
+        source: int,
+        begin: int,
+        job: str = "",
+        colour: str = OWN,
     ) -> None:
         """Add runs that began from the run on the lane `above`, and all that came from them. Runs
-        of a fork began at `begin`."""
+        of a fork began at `begin`, from the version `source` of the run above."""
         left = [(run, above, begin) for run in reversed(runs)]
         while left:
             run, above, begin = left.pop()
@@ -96,7 +104,8 @@ class _Lanes:
             lane = above if run.began and above in self._ends else None
             if lane is None or first < self._ends[lane]:
                 lane = self._new_lane()
-            bar = _Bar(lane, first, max(run.newest, first), [], "", colour, above)
+            came_from = first if run.began else source
+            bar = _Bar(lane, first, max(run.newest, first), [], "", colour, above, came_from)
             bar.there = [each.id.version for each in run.versions]
             bar.name = f"{job}run {run.generation}"
             self.bars.append(bar)
@@ -109,9 +118,9 @@ class _Lanes:
         name = f"{Path(path).name or path}: "
         if job is not None and job.runs:
             begin = 0 if job.origin is not None and job.origin.parts else version
-            self.add(job.runs, above, begin, name, OTHER)
+            self.add(job.runs, above, version, begin, name, OTHER)
         else:
-            bar = _Bar(self._new_lane(), version, version, [], name, OTHER, above)
+            bar = _Bar(self._new_lane(), version, version, [], name, OTHER, above, version)
             self.bars.append(bar)
 
     def _new_lane(self) -> int:
@@ -125,7 +134,7 @@ class _Lanes:
         for bar in self.bars:
             if bar.above not in (None, bar.lane):
                 ends = [bar.above, bar.lane]
-                axis.plot([bar.first, bar.first], ends, color="0.6", linewidth=1, zorder=1)
+                axis.plot([bar.source, bar.first], ends, color="0.6", linewidth=1, zorder=1)
             axis.plot([bar.first, bar.last], [bar.lane, bar.lane], color=bar.colour)
             axis.plot([bar.first], [bar.lane], "|", color=bar.colour, markersize=9)
             size = 4 if len(bar.there) < MOST_NAMES else 1.5
