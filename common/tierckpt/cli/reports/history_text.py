@@ -123,11 +123,16 @@ def run_text(run: RunNode) -> str:
     record = run.record
     if record is None and not run.began:
         return f"run {run.generation}, nothing noted"
-    begin = f"v{run.begun_at}" if run.began else "the beginning"
-    begin = record.fork if record and record.fork else begin
+    begin = _begin_text(run)
     reached = f" to v{run.newest}" if _made_any(run, begin) else ""
     text = f"run {run.generation}, from {begin}{reached}"
     return text if record is None else f"{text}, {_when(record.started_seconds, run)}"
+
+
+def _begin_text(run: RunNode) -> str:
+    if run.record and run.record.fork:
+        return run.record.fork
+    return f"v{run.begun_at}" if run.began else "the beginning"
 
 
 def _made_any(run: RunNode, begin: str) -> bool:
@@ -165,12 +170,12 @@ def _is_bare(run: RunNode) -> bool:
 def _starts_text(runs: list[RunNode]) -> str:
     """A line about several starts that left nothing."""
     first, last = (r.record.started_seconds for r in (runs[0], runs[-1]) if r.record)
-    begin = f"from v{runs[0].begun_at}" if runs[0].began else "from the beginning"
+    begin = _begin_text(runs[0])
     began = _time_text(first)
     ends = Counter(map(_end_text, runs)).most_common()
     return ", ".join(
         [
-            f"run {runs[0].generation}, {begin}: {len(runs)} starts that left no version",
+            f"run {runs[0].generation}, from {begin}: {len(runs)} starts that left no version",
             f"{began} to {_time_text(last, began)}",
             *(f"{text} ({count})" if len(ends) > 1 else text for text, count in ends),
         ]
