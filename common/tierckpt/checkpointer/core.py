@@ -520,7 +520,7 @@ class CheckpointerCore(abc.ABC):
             with ErrorBarrier(self.group) as error_barrier:
                 self._levels.meet(error_barrier)
                 return restore_session.report(Restored(0))
-        self._levels.run_notes.fork = forked.origin
+        self._levels.run_notes.fork = forked.result.forked_from
         error_barrier = ErrorBarrier(self.group, forked.found.incomplete)
         with contextlib.closing(forked.found), error_barrier:
             self._go_on_from((), forked.start, error_barrier)

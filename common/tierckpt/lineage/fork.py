@@ -63,8 +63,6 @@ class Forked:
     loaded: LoadedVersion
     result: Restored
     """The result for the script."""
-    origin: str = ""
-    """The version, with the absolute path of its job."""
 
     @property
     def start(self) -> Restored:
@@ -125,7 +123,6 @@ class Forks:
         faults.point("fork", op="loaded")
         self.marks.note(origin)
         faults.point("fork", op="record")
-        forked.origin = str(origin)
         self._report(forked, origin, trouble)
         return forked
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 
+from tierckpt._text import is_url
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology
@@ -57,7 +59,7 @@ class RunNotes:
             run_id=run_id,
             generation=generation,
             began=self.began,
-            fork=self.fork,
+            fork=_whole(self.fork),
             started_seconds=time.time(),
             ranks=self._ranks,
             nodes=self._nodes,
@@ -126,6 +128,11 @@ class RunNotes:
         """Wait a little for records on their way."""
         for thread in self._threads:
             thread.join(self._close_seconds)
+
+
+def _whole(source: str) -> str:
+    """A source, perhaps with its version, as an absolute path; a URL as it is."""
+    return os.path.abspath(source) if source and not is_url(source) else source
 
 
 def _add(there: RunRecords, record: RunRecord, end: RunEnd | None) -> None:

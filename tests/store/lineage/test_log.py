@@ -36,7 +36,8 @@ def history(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
                 job.checkpointer.step(metric=abs(job.iteration - 5))
 
     life("a", 6)
-    life("b", 7, fork_from=f"{tmp_path / 'a'}@v4")
+    monkeypatch.chdir(tmp_path)
+    life("b", 7, fork_from="a@v4")
     assert main(["pin", str(tmp_path / "a"), "6"]) == 0
     life("a", 5, restore=4)
     assert main(["fork", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
