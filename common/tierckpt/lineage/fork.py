@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,19 +104,19 @@ class Forks:
         record, text = self.marks.orders(order.source or self._config.fork_from)
         if record is None and not text:
             return None
-        source = self._source(record, text)
+        source, cancel = self._source(record, text), self.marks.cancel_commands
         barrier = ErrorBarrier(self._group)
         with contextlib.ExitStack() as undo:
             with barrier:
-                look = self._reader.look(source.path, barrier)
+                look = self._reader.look(source.path, barrier, cancel)
                 exactly = record.id if record else None
-                id_ = look.choose(source, self._config.on_drift == "stop", exactly)
+                id_ = look.choose(source, self._config.on_drift == "stop", exactly, cancel)
                 origin = record or self._origin(source, id_, look, order.selection, barrier)
                 origin = replace(origin, held=True)
                 if record is None:
                     undo.callback(self.marks.let_go, origin)
                 trouble = self.marks.hold(origin, look, barrier)
-                found = self._reader.read(source.path, look, id_, bar, barrier)
+                found = self._reader.read(source.path, look, id_, bar, barrier, cancel)
             forked = self._load(found, source, order, load_adapter)
             undo.pop_all()
         faults.point("fork", op="loaded")
@@ -136,11 +135,10 @@ class Forks:
             other = self._reader.template(wanted.path) != record.source
             if other or wanted.version not in (None, record.id.version):
                 places = " and ".join(self.marks.recorded)
-                commands = [f"tierckpt fork --cancel {shlex.quote(p)}" for p in self.marks.recorded]
                 raise RestoreError(
                     f"this job is to begin from {record}, as an earlier start or `tierckpt fork` "
                     f"noted in {places}, and {SETTING} is {text!r}. Nothing was changed",
-                    f"To take the first one back: {', and '.join(commands)}",
+                    f"To take the first one back: {self.marks.cancel_commands}",
                 )
             return ForkSource(wanted.path, record.id.version)
         return ForkSource(record.source, record.id.version)
@@ -177,7 +175,7 @@ class Forks:
             make = functools.partial(PartLoader, selection=order.selection, report=report)
         try:
             barrier, new = ErrorBarrier(self._group), TensorPreallocator(self._state)
-            loaded = load(self._state, found, barrier, order.strict, new, make)
+            loaded = load(self._state, found, barrier, order.strict, new, make, named)
             if order.selection is None:
                 try:
                     load_adapter(loaded.adapter)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import socket
 import threading
 import time
@@ -56,6 +57,7 @@ class OwnMarks:
         """Nothing is read or written yet."""
         self._config, self._group, self._reports = config, group, reports
         self._reader, self._is_first = reader, node.first == group.rank
+        self._nodes = node.count
         self._allowed = order_here() is None
         """False in `tierckpt prove`, which changes nothing of the user's."""
         self.needs: Origin | None = None
@@ -91,6 +93,12 @@ class OwnMarks:
             raise RestoreError(f"the ranks are to begin from different versions: {texts}")
         self.recorded = {place: each for theirs, *_ in seen for place, each in theirs.items()}
         return next(iter(self.recorded.values()), None), text
+
+    @property
+    def cancel_commands(self) -> str:
+        """The commands that remove the records which `orders` found."""
+        commands = [f"tierckpt fork --cancel {shlex.quote(place)}" for place in self.recorded]
+        return ", ".join(commands) + (" (on every node)" if commands and self._nodes > 1 else "")
 
     def hold(self, origin: Origin, look: SourceLook, barrier: ErrorBarrier) -> str:
         """Have the source keep the version; returns why that is not possible, or an empty text.
@@ -210,7 +218,7 @@ class OwnMarks:
     def _places_of_marks(self, origin: Origin) -> list[str]:
         if self._held_at or not (self._is_first or self._group.rank == 0):
             return self._held_at
-        here = self._reader.survey(self._reader.place(origin.source))
+        here = self._reader.survey(origin.source)
         marks = {child.where for _, child in here.children if child.name == origin.name}
         places = {directory_of(each) for each in marks}
         return sorted(p for p in places if (not self._group.rank if is_url(p) else self._is_first))

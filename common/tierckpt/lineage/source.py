@@ -27,7 +27,7 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import NO_RUN, VersionId
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.group import Group
-from tierckpt.offline.survey import Survey, survey
+from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.shard_image import ShardImage, in_memory
@@ -52,11 +52,12 @@ class SourceLook:
     """Places that could not be read, and data of a newer format, in words."""
 
     def choose(
-        self, source: ForkSource, clean: bool, exactly: VersionId | None = None
+        self, source: ForkSource, clean: bool, exactly: VersionId | None = None, cancel: str = ""
     ) -> VersionId:
         """The version that `source` names: without a number, the newest that is complete, with
         `clean` the newest that is not suspect, if there is one. `exactly`: of several versions with
-        that number, this one. Raises RestoreError without it."""
+        that number, this one; `cancel` takes the order for it back. Raises RestoreError without
+        it."""
         avoid = self.suspects.keys() if clean and source.version is None else ()
         if exactly is not None:
             others = self.facts.keys() - {exactly}
@@ -65,8 +66,7 @@ class SourceLook:
             raise RestoreError(
                 f"{exactly} of {source.path} is not there any more, and this job is to begin from "
                 "it. Nothing was changed",
-                "To begin from another version: tierckpt fork --cancel and this job's path takes "
-                "the order back",
+                f"To begin from another version: {cancel}",
             )
         plan = self.candidates.plan(source.version, avoid) or self.candidates.plan(source.version)
         if self.unseen and (plan is None or source.version is None):
@@ -105,13 +105,16 @@ class SourceReader:
         """A path on this node, absolute and without links; a URL as it is."""
         return path if is_url(path) else os.path.realpath(path.replace("{node}", self._config.here))
 
-    def survey(self, place: str) -> Survey:
-        """What this process sees of another job, whose memory is where this job's is."""
-        return survey(place, replace(self._config, job_id=""))
+    def survey(self, path: str) -> Survey:
+        """What this process sees of another job, whose memory is where this job's is. With
+        `{node}`, it sees the folders of all nodes that are here: those of the source may have other
+        names than this job's. Raises MissingPathError."""
+        return survey(self.template(path), replace(self._config, job_id=""))
 
-    def look(self, path: str, barrier: ErrorBarrier) -> SourceLook:
+    def look(self, path: str, barrier: ErrorBarrier, cancel: str = "") -> SourceLook:
         """Take the inventory of another job's levels. Collective, inside `barrier`. Raises
-        RestoreError if it is this job, ConfigError if there is nothing at the path."""
+        RestoreError if it is this job, or if no rank finds anything at the path; `cancel` takes
+        back the order to begin there."""
         place = self.place(path)
         own = (self._config.directory, self._config.persistent.path)
         if place in (each if is_url(each) else os.path.realpath(each) for each in own if each):
@@ -120,7 +123,13 @@ class SourceReader:
                 "To go back to an older version of this job: restore(version=...), or tierckpt "
                 "rollback",
             )
-        here = self.survey(place)
+        here, missing = Survey(), ""
+        try:
+            here = self.survey(path)
+        except MissingPathError as error:  # a node that the source had not
+            missing = str(error)
+        if all(nowhere := barrier.all_gather_object(missing)):
+            raise _nothing_there(path, nowhere[0], cancel)
         inventories, _ = gather_inventories(barrier, self._inventory(here), UNKNOWN)
         different: list[Inventory] = distinct(inventories)
         rejected = self._rejected if self._group.rank == 0 else lambda text: None
@@ -182,10 +191,11 @@ class SourceReader:
         id_: VersionId,
         bar: Progress,
         barrier: ErrorBarrier,
+        cancel: str = "",
     ) -> VerifiedVersion:
         """Read and verify a version; the caller closes it. Collective, inside `barrier`. Raises
-        RestoreError if no copy of it is sound, or if the source's memory is written all the
-        time."""
+        RestoreError if no copy of it is sound, or if the source's memory is written all the time;
+        `cancel` takes back the order to begin there."""
         for _ in range(TRIES):
             # Nothing is filled ahead: the source may write to its memory after the check.
             context = RestoreContext(barrier, bar, look.here.open_far)
@@ -197,11 +207,7 @@ class SourceReader:
                 return found
             found.close()
             look = self.look(path, barrier)
-        bad = some(look.candidates.rejected) or "its source went on writing"
-        raise RestoreError(
-            f"{id_} of {path} could not be read: {bad}. Nothing was changed",
-            "Repeat it, or choose a version that is on disk (tierckpt list)",
-        )
+        raise _not_read(id_, path, look, cancel)
 
     def _detach(self, found: VerifiedVersion, barrier: ErrorBarrier) -> bool:
         """Replace images in the source's memory by copies. False, on all ranks, if the source has
@@ -217,6 +223,32 @@ class SourceReader:
                 else:
                     image.close()
         return all(barrier.all_gather_object(sound))
+
+
+def _not_read(id_: VersionId, path: str, look: SourceLook, cancel: str) -> RestoreError:
+    bad = look.candidates.rejected
+    what = f"{id_} of {path} could not be read"
+    if not bad:
+        return RestoreError(
+            f"{what}: its source went on writing. Nothing was changed",
+            "Repeat it, or choose a version that is on disk (tierckpt list)",
+        )
+    plan = look.candidates.plan(avoid={id_})
+    other = f"{path}@v{plan.id.version} is complete" if plan else "no other is complete there"
+    return RestoreError(
+        f"{what}: {some(bad)}. Nothing was changed",
+        f"Begin from another version: {other}" + (f". First: {cancel}" if cancel else ""),
+    )
+
+
+def _nothing_there(path: str, missing: str, cancel: str) -> RestoreError:
+    if cancel:
+        return RestoreError(
+            f"this job is to begin from a version of {path}, and {missing}. Nothing was changed",
+            f"Bring it back; or, to begin from another version: {cancel}",
+        )
+    number = "After the last @ comes the number of a version" if "@" in path else ""
+    return RestoreError(f"there is nothing to begin from: {missing}. Nothing was changed", number)
 
 
 def _copied(image: ShardImage) -> ShardImage:

@@ -171,12 +171,47 @@ def test_a_version_that_does_not_fit_changes_nothing(places: Places) -> None:
     model[0] = torch.nn.Linear(12, 24, bias=False)
     with TinyJob(places["b"], model=model, **places.settings) as job:
         before = job.fingerprint()
-        with pytest.raises(StateMismatchError, match=r"0\.bias"):
+        with pytest.raises(
+            StateMismatchError, match=rf"{places['a']}@v{STEPS} does not fit [^$]*0\.bias"
+        ):
             job.checkpointer.restore(fork_from=places["a"])
         assert job.fingerprint() == before
         job.checkpointer.abandon()
     assert places.marks("a") == []
     assert not (Path(places["b"]) / "fork.json").exists()
+
+
+def damage(folder: str, version: int) -> None:
+    path = next(Path(folder).glob(f"v{version:010d}*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_source_that_is_gone_or_damaged_is_refused_with_a_remedy_that_works(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places.train("a")
+    with places.job("b") as job:
+        with pytest.raises(RestoreError, match="nothing to begin from: .* not a directory.*number"):
+            job.checkpointer.restore(fork_from=f"{places['a']}@latest")
+        assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
+        job.checkpointer.abandon()
+    moved = Path(places["a"]).rename(places["moved"])
+    with places.job("b", fork_from=str(moved)) as job:
+        with pytest.raises(RestoreError, match="To take the first one back: tierckpt fork --can"):
+            job.restore()
+        job.checkpointer.abandon()
+    with places.job("b") as job:
+        with pytest.raises(RestoreError, match="Bring it back; or, .*: tierckpt fork --cancel"):
+            job.restore()
+        job.checkpointer.abandon()
+    assert main(["fork", "--cancel", places["b"]]) == 0
+    damage(places["moved"], STEPS)
+    with places.job("b", fork_from=str(moved)) as job:
+        with pytest.raises(RestoreError, match=f"another version: {moved}@v5 is complete"):
+            job.restore()
+        assert job.checkpointer.restore(fork_from=f"{moved}@v5") == 5
 
 
 def test_the_command_orders_a_fork_and_takes_the_order_back(
