@@ -193,7 +193,9 @@ def test_a_source_that_is_gone_or_damaged_is_refused_with_a_remedy_that_works(
 ) -> None:
     places.train("a")
     with places.job("b") as job:
-        with pytest.raises(RestoreError, match="nothing to begin from: .* not a directory.*number"):
+        with pytest.raises(
+            RestoreError, match=r"nothing to begin from: .* not a directory.*number"
+        ):
             job.checkpointer.restore(fork_from=f"{places['a']}@latest")
         assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
         job.checkpointer.abandon()
@@ -203,7 +205,7 @@ def test_a_source_that_is_gone_or_damaged_is_refused_with_a_remedy_that_works(
             job.restore()
         job.checkpointer.abandon()
     with places.job("b") as job:
-        with pytest.raises(RestoreError, match="Bring it back; or, .*: tierckpt fork --cancel"):
+        with pytest.raises(RestoreError, match=r"Bring it back; or, .*: tierckpt fork --cancel"):
             job.restore()
         job.checkpointer.abandon()
     assert main(["fork", "--cancel", places["b"]]) == 0
