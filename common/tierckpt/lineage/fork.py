@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,10 +38,10 @@ from tierckpt.restore.verified_version import VerifiedVersion, all_finished
 from tierckpt.restored import Restored
 from tierckpt.state.training_state import TrainingState
 
-from .marks import OwnMarks, new_origin
+from .marks import IN_MEMORY, OwnMarks, new_origin
 from .partial import PartLoader
 from .selection import PartReport, Selection
-from .source import SourceLook, SourceReader
+from .source import SourceLook, SourceReader, Wanted
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,19 @@ class Forks:
         record, text = self.marks.orders(order.source or self._config.fork_from)
         if record is None and not text:
             return None
-        source, cancel = self._source(record, text), self.marks.cancel_commands
+        wanted = self._wanted(record, text)
         barrier = ErrorBarrier(self._group)
         with contextlib.ExitStack() as undo:
             with barrier:
-                look = self._reader.look(source.path, barrier, cancel)
-                exactly = record.id if record else None
-                id_ = look.choose(source, self._config.on_drift == "stop", exactly, cancel)
-                origin = record or self._origin(source, id_, look, order.selection, barrier)
+                look = self._reader.look(wanted, barrier)
+                id_ = look.choose(wanted, self._config.on_drift == "stop")
+                origin = record or self._origin(wanted, id_, look, order.selection, barrier)
                 origin = replace(origin, held=True)
                 if record is None:
                     undo.callback(self.marks.let_go, origin)
                 trouble = self.marks.hold(origin, look, barrier)
-                found = self._reader.read(source.path, look, id_, bar, barrier, cancel)
-            forked = self._load(found, source, order, load_adapter)
+                found = self._reader.read(wanted, look, id_, bar, barrier)
+            forked = self._load(found, wanted, order, load_adapter)
             undo.pop_all()
         faults.point("fork", op="loaded")
         self.marks.note(origin)
@@ -125,33 +125,33 @@ class Forks:
         self._report(forked, origin, trouble)
         return forked
 
-    def _source(self, record: Origin | None, text: str) -> ForkSource:
+    def _wanted(self, record: Origin | None, text: str) -> Wanted:
         """The version to begin from. A record fixes it: a source that goes on has newer ones."""
-        wanted = source_of(text) if text else None
+        given = source_of(text) if text else None
         if record is None:
-            assert wanted is not None
-            return wanted
-        if wanted is not None:
-            other = self._reader.template(wanted.path) != record.source
-            if other or wanted.version not in (None, record.id.version):
+            assert given is not None
+            return Wanted(given.path, given.version)
+        cancel, path = self.marks.cancel_commands, given.path if given else record.source
+        if given is not None:
+            other = self._reader.template(given.path) != record.source
+            if other or given.version not in (None, record.id.version):
                 places = " and ".join(self.marks.recorded)
                 raise RestoreError(
                     f"this job is to begin from {record}, as an earlier start or `tierckpt fork` "
                     f"noted in {places}, and {SETTING} is {text!r}. Nothing was changed",
-                    f"To take the first one back: {self.marks.cancel_commands}",
+                    f"To take the first one back: {cancel}",
                 )
-            return ForkSource(wanted.path, record.id.version)
-        return ForkSource(record.source, record.id.version)
+        return Wanted(path, record.id.version, record.id, cancel, self.marks.kept(record))
 
     def _origin(
         self,
-        source: ForkSource,
+        wanted: Wanted,
         id_: VersionId,
         look: SourceLook,
         selection: Selection | None,
         barrier: ErrorBarrier,
     ) -> Origin:
-        place, own = map(self._reader.template, (source.path, self._config.path))
+        place, own = map(self._reader.template, (wanted.path, self._config.path))
         parts = selection.parts if selection else ()
         origins: list[Origin] = barrier.all_gather_object(
             new_origin(place, look.facts[id_], own, parts)
@@ -163,13 +163,13 @@ class Forks:
     def _load(
         self,
         found: VerifiedVersion,
-        source: ForkSource,
+        wanted: Wanted,
         order: ForkOrder,
         load_adapter: Callable[[Any], None],
     ) -> Forked:
         make: Callable[..., Loader] = Loader
         id_ = found.plan.id
-        named = str(ForkSource(source.path, id_.version))
+        named = str(ForkSource(wanted.path, id_.version))
         report = PartReport(named)
         if order.selection is not None:
             make = functools.partial(PartLoader, selection=order.selection, report=report)
@@ -194,14 +194,14 @@ class Forks:
 
     def load_from(self, text: str, selection: Selection, strict: bool, bar: Progress) -> PartReport:
         """Load parts of another job's version into the live state, and go on."""
-        source = source_of(text)
-        barrier = ErrorBarrier(self._group)
+        given = source_of(text)
+        wanted, barrier = Wanted(given.path, given.version), ErrorBarrier(self._group)
         with barrier:
-            look = self._reader.look(source.path, barrier)
-            id_ = look.choose(source, self._config.on_drift == "stop")
-            found = self._reader.read(source.path, look, id_, bar, barrier)
+            look = self._reader.look(wanted, barrier)
+            id_ = look.choose(wanted, self._config.on_drift == "stop")
+            found = self._reader.read(wanted, look, id_, bar, barrier)
         order = ForkOrder(text, selection, strict)
-        forked = self._load(found, source, order, lambda adapter: None)
+        forked = self._load(found, wanted, order, lambda adapter: None)
         try:
             with contextlib.closing(found):
                 all_finished(found, ErrorBarrier(self._group, found.incomplete))
@@ -223,10 +223,18 @@ class Forks:
         if trouble:
             self._reports.notice(
                 f"{origin} cannot be held there: {trouble}. If it goes before this job has one "
-                "on disk, a restart of this job in that time fails. A version on disk is kept by "
-                f"tierckpt pin {origin.source} {origin.id.version}",
+                f"on disk, a restart of this job in that time fails. {_remedy(origin, trouble)}",
                 logging.DEBUG if self._group.rank else logging.WARNING,
             )
+
+
+def _remedy(origin: Origin, trouble: str) -> str:
+    if trouble == IN_MEMORY:
+        return (
+            "To begin from one that stays, have that job write it to disk (save(now=True), "
+            "local_every_steps), or choose one that is there (tierckpt list)"
+        )
+    return f"To keep it: tierckpt pin {shlex.quote(origin.source)} {origin.id.version}"
 
 
 __all__ = ["ForkOrder", "Forked", "Forks"]

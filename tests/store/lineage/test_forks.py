@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from pathlib import Path
@@ -181,6 +182,36 @@ def test_a_version_that_does_not_fit_changes_nothing(places: Places) -> None:
     assert not (Path(places["b"]) / "fork.json").exists()
 
 
+def no_link(*paths: Any) -> None:
+    raise OSError(errno.EXDEV, "another file system")
+
+
+def test_the_source_may_be_deleted_if_its_files_have_second_names(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = {"persistent_path": places["far"], "persistent_every_steps": STEPS}
+    state = places.train("a", **far)
+    assert main(["fork", places["a"], places["b"]]) == 0
+    assert "the source may be deleted" in capsys.readouterr().out
+    shutil.rmtree(places["a"])
+    for _ in range(2):
+        with places.job("b") as job:
+            assert job.restore() == STEPS
+            assert job.fingerprint() == state
+            job.checkpointer.abandon()
+    assert main(["list", places["b"]]) == 0
+    assert "no checkpoints here" in capsys.readouterr().out, "these are another job's"
+    with places.job("b") as job:
+        assert job.restore() == STEPS
+        job.run(STEPS + 1)
+    assert not [*Path(places["b"]).glob("*.kept")]
+    assert main(["fork", f"{places['far']}@{STEPS}", places["c"]]) == 0
+    shutil.rmtree(places["far"])
+    with places.job("c") as job:
+        assert job.restore() == STEPS
+        assert job.fingerprint() == state
+
+
 def damage(folder: str, version: int) -> None:
     path = next(Path(folder).glob(f"v{version:010d}*.safetensors"))
     content = bytearray(path.read_bytes())
@@ -189,8 +220,9 @@ def damage(folder: str, version: int) -> None:
 
 
 def test_a_source_that_is_gone_or_damaged_is_refused_with_a_remedy_that_works(
-    places: Places, capsys: pytest.CaptureFixture[str]
+    places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tierckpt.storage.forks.os.link", no_link)
     places.train("a")
     with places.job("b") as job:
         with pytest.raises(
