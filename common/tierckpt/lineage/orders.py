@@ -16,6 +16,7 @@ from tierckpt.errors import ConfigError, PinError, RestoreError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile
+from tierckpt.storage.local.sibling_nodes import NODE
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore
@@ -54,20 +55,21 @@ def order_fork(source: str, path: str) -> tuple[Origin, list[str]]:
             f"{path} is to begin from {here.origins[0]} already; `tierckpt fork --cancel {path}` "
             "takes that back"
         )
-    sentences = _keep(theirs, origin, place)
-    with opened(path) as there:
+    folder = _on_this_node(path)
+    sentences = _keep(theirs, origin, place, folder)
+    with opened(folder) as there:
         if isinstance(there, PersistentStore):
             there.create()
         else:
-            LocalStore(path).create()
+            LocalStore(folder).create()
         OriginFile(there).write(origin)
     return origin, sentences
 
 
-def _keep(theirs: Survey, origin: Origin, path: str) -> list[str]:
-    """Hold the version at its source, and keep its files in `path` if that is on the same file
+def _keep(theirs: Survey, origin: Origin, path: str, folder: str) -> list[str]:
+    """Hold the version at its source, and keep its files in `folder` if that is on the same file
     system. Returns sentences about both."""
-    id_, kept = origin.id, KeptFiles(path, origin.name)
+    id_, kept = origin.id, KeptFiles(folder, origin.name)
     places = places_of(theirs, id_)
     if not places:
         return [
@@ -83,7 +85,7 @@ def _keep(theirs: Survey, origin: Origin, path: str) -> list[str]:
     sentences = [f"v{id_.version} is held there until this job has a version of its own on disk"]
     if kept.folder.is_dir() and survey(str(kept.folder)).plan(id_.version, abandoned=True):
         sentences.append(
-            f"its files have second names in {path} (hard links) until then: the source may be "
+            f"its files have second names in {folder} (hard links) until then: the source may be "
             "deleted"
         )
     return sentences
@@ -160,6 +162,11 @@ def _survey(path: str) -> Survey:
     with contextlib.suppress(MissingPathError):
         return survey(path)
     return Survey()
+
+
+def _on_this_node(path: str) -> str:
+    """The directory of a path with `{node}` on this node; the ranks on the others ask this one."""
+    return path if is_url(path) else path.replace(NODE, load_config().here)
 
 
 def _absolute(path: str) -> str:

@@ -212,6 +212,23 @@ def test_the_source_may_be_deleted_if_its_files_have_second_names(
         assert job.fingerprint() == state
 
 
+def test_the_command_takes_paths_with_the_name_of_the_node(
+    places: Places, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERCKPT_NODE", "n3")
+    state = places.train("a/{node}")
+    assert main(["fork", places["a/{node}"], places["b/{node}"]]) == 0
+    assert sorted(each.suffix for each in Path(places["b/n3"]).iterdir()) == [".json", ".kept"]
+    with places.job("b/{node}") as job:
+        assert job.restore() == STEPS
+        assert job.fingerprint() == state
+        job.checkpointer.abandon()
+    shutil.rmtree(places["b/n3"])
+    assert main(["fork", places["a/{node}"], places["b/{node}"]]) == 0
+    assert main(["fork", "--cancel", places["b/{node}"]]) == 0
+    assert [*Path(places["b/n3"]).iterdir()] == []
+
+
 def damage(folder: str, version: int) -> None:
     path = next(Path(folder).glob(f"v{version:010d}*.safetensors"))
     content = bytearray(path.read_bytes())
