@@ -9,7 +9,9 @@
 | note | the hold becomes a note at the source | - |
 
 So the source's version stays until the fork needs it no more, and a fork that is killed before it
-has a version of its own begins from the same version again.
+has a version of its own begins from the same version again. A version in the memory of a running
+job cannot be held; then the record follows only after the own version, as a job with a record of a
+version that is gone could not start.
 """
 
 from __future__ import annotations
@@ -120,9 +122,10 @@ class Forks:
             forked = self._load(found, wanted, order, load_adapter)
             undo.pop_all()
         faults.point("fork", op="loaded")
-        self.marks.note(origin)
+        fixed = record is not None or trouble != IN_MEMORY
+        self.marks.note(origin, now=fixed)
         faults.point("fork", op="record")
-        self._report(forked, origin, trouble)
+        self._report(forked, origin, trouble, fixed)
         return forked
 
     def _wanted(self, record: Origin | None, text: str) -> Wanted:
@@ -211,7 +214,7 @@ class Forks:
         assert forked.result.partial is not None
         return forked.result.partial
 
-    def _report(self, forked: Forked, origin: Origin, trouble: str) -> None:
+    def _report(self, forked: Forked, origin: Origin, trouble: str, fixed: bool) -> None:
         severity = logging.DEBUG if self._group.rank else logging.INFO
         report = forked.result.partial
         what = f"{report.of_parts} of {report}" if report else str(origin)
@@ -221,20 +224,19 @@ class Forks:
             severity,
         )
         if trouble:
+            then = "the restart fails"
+            remedy = f"To keep it: tierckpt pin {shlex.quote(origin.source)} {origin.id.version}"
+            if trouble == IN_MEMORY:
+                then = then if fixed else "the restart begins from the newest version then"
+                remedy = (
+                    "To begin from one that stays, choose one on disk (tierckpt list), or have "
+                    "that job write one (save(now=True), local_every_steps)"
+                )
             self._reports.notice(
-                f"{origin} cannot be held there: {trouble}. If it goes before this job has one "
-                f"on disk, a restart of this job in that time fails. {_remedy(origin, trouble)}",
+                f"{origin} cannot be held there: {trouble}. If it goes, and this job is restarted "
+                f"before it has a version of its own on disk, {then}. {remedy}",
                 logging.DEBUG if self._group.rank else logging.WARNING,
             )
-
-
-def _remedy(origin: Origin, trouble: str) -> str:
-    if trouble == IN_MEMORY:
-        return (
-            "To begin from one that stays, have that job write it to disk (save(now=True), "
-            "local_every_steps), or choose one that is there (tierckpt list)"
-        )
-    return f"To keep it: tierckpt pin {shlex.quote(origin.source)} {origin.id.version}"
 
 
 __all__ = ["ForkOrder", "Forked", "Forks"]

@@ -164,9 +164,12 @@ class OwnMarks:
         for folder in self._own_folders() if self._is_first else ():
             KeptFiles.remove_all(folder)
 
-    def note(self, origin: Origin) -> None:
-        """Write the record; a failure is reported, and costs no training. Not collective."""
+    def note(self, origin: Origin, now: bool = True) -> None:
+        """Write the record, now or with the end of the hold; a failure is reported, and costs no
+        training. Not collective."""
         self.needs = origin
+        if not now:
+            return
         try:
             self._write(origin)
         except Exception as error:  # a client's own errors, too

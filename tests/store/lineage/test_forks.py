@@ -14,7 +14,7 @@ import torch
 from tierckpt import latest
 from tierckpt.cli.main import main
 from tierckpt.errors import RestoreError, StateMismatchError
-from tierckpt.storage.forks import ForkMarks
+from tierckpt.storage.forks import ForkMarks, OriginFile
 from tierckpt.testing.tiny_job import TinyJob, tiny_model
 
 STEPS = 6
@@ -140,6 +140,14 @@ def test_the_memory_of_a_running_job_is_a_source(places: Places) -> None:
             assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
             assert job.checkpointer.restored.levels == {"memory": 1}
             assert job.fingerprint() == source.fingerprint()
+            job.checkpointer.abandon()
+        assert not (Path(places["b"]) / "fork.json").exists()
+        source.run(STEPS + 4)
+        source.settle()
+        with places.job("b") as job:
+            assert job.checkpointer.restore(fork_from=places["a"]) == STEPS + 4, "the newest then"
+            job.run(STEPS + 5)
+    assert OriginFile(places["b"]).read().id.version == STEPS + 4  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_done_is_refused_with_a_remedy_that_works(
