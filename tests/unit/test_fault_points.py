@@ -10,8 +10,8 @@ import tierckpt
 from tests.crash.agent.test_agents import BEFORE_EXCHANGE, IN_MID_EXCHANGE, IN_MID_FLUSH
 from tests.crash.checkpointer.test_sweep import AGENT_POINTS, TRAINER_POINTS
 from tests.crash.files.test_killed import FILES_KILLS
-from tests.crash.lineage.test_fork_kills import FORK_KILLS
 from tests.dist.interchange.test_interrupted import EXPORT_KILLS
+from tests.store.lineage.test_fork_kills import FORK_KILLS
 from tests.store.storage.test_persistent_fsspec import FSSPEC_KILLS
 from tests.store.storage.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
 from tests.store.storage.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS

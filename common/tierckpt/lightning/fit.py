@@ -35,8 +35,8 @@ IMPORTED = (
     "the file, and takes its versions there (`tierckpt export` makes a .ckpt)"
 )
 NOT_LOADED = (
-    "ckpt_path {given!r} is not loaded: the job goes on from its own v{version}. To begin with "
-    "this file, use another path for TierCheckpoint"
+    "ckpt_path {given!r} is not loaded: the job goes on from {version}. To begin with this file, "
+    "use another path for TierCheckpoint, and no fork_from"
 )
 
 
@@ -77,7 +77,8 @@ class Fit:
             self._say(OTHER_RANKS.format(version=restored.version), logging.WARNING)
         self._streams = rng.pack_rng(trainer.strategy.root_device)
         if trainer.ckpt_path:
-            text = NOT_LOADED.format(given=trainer.ckpt_path, version=restored.version)
+            version = restored.forked_from or f"its own v{restored.version}"
+            text = NOT_LOADED.format(given=trainer.ckpt_path, version=version)
             self._say(text, logging.WARNING)
         trainer._checkpoint_connector._loaded_checkpoint = {}
         self._state.load_at_start()

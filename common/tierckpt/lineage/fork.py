@@ -9,7 +9,9 @@
 | note | the hold becomes a note at the source | - |
 
 So the source's version stays until the fork needs it no more, and a fork that is killed before it
-has a version of its own begins from the same version again.
+has a version of its own begins from the same version again. A version in the memory of a running
+job cannot be held; then the record follows only after the own version, as a job with a record of a
+version that is gone could not start.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ from tierckpt.restore.verified_version import VerifiedVersion, all_finished
 from tierckpt.restored import Restored
 from tierckpt.state.training_state import TrainingState
 
-from .marks import OwnMarks, new_origin
+from .marks import IN_MEMORY, OwnMarks, new_origin
 from .partial import PartLoader
 from .selection import PartReport, Selection
-from .source import SourceLook, SourceReader
+from .source import SourceLook, SourceReader, Wanted
 
 
 @dataclass(frozen=True)
@@ -105,55 +107,54 @@ class Forks:
         record, text = self.marks.orders(order.source or self._config.fork_from)
         if record is None and not text:
             return None
-        source = self._source(record, text)
+        wanted = self._wanted(record, text)
         barrier = ErrorBarrier(self._group)
         with contextlib.ExitStack() as undo:
             with barrier:
-                look = self._reader.look(source.path, barrier)
-                exactly = record.id if record else None
-                id_ = look.choose(source, self._config.on_drift == "stop", exactly)
-                origin = record or self._origin(source, id_, look, order.selection, barrier)
+                look = self._reader.look(wanted, barrier)
+                id_ = look.choose(wanted, self._config.on_drift == "stop")
+                origin = record or self._origin(wanted, id_, look, order.selection, barrier)
                 origin = replace(origin, held=True)
                 if record is None:
                     undo.callback(self.marks.let_go, origin)
                 trouble = self.marks.hold(origin, look, barrier)
-                found = self._reader.read(source.path, look, id_, bar, barrier)
-            forked = self._load(found, source, order, load_adapter)
+                found = self._reader.read(wanted, look, id_, bar, barrier)
+            forked = self._load(found, wanted, order, load_adapter)
             undo.pop_all()
         faults.point("fork", op="loaded")
-        self.marks.note(origin)
+        fixed = record is not None or trouble != IN_MEMORY
+        self.marks.note(origin, now=fixed)
         faults.point("fork", op="record")
-        self._report(forked, origin, trouble)
+        self._report(forked, origin, trouble, fixed)
         return forked
 
-    def _source(self, record: Origin | None, text: str) -> ForkSource:
+    def _wanted(self, record: Origin | None, text: str) -> Wanted:
         """The version to begin from. A record fixes it: a source that goes on has newer ones."""
-        wanted = source_of(text) if text else None
+        given = source_of(text) if text else None
         if record is None:
-            assert wanted is not None
-            return wanted
-        if wanted is not None:
-            other = self._reader.template(wanted.path) != record.source
-            if other or wanted.version not in (None, record.id.version):
+            assert given is not None
+            return Wanted(given.path, given.version)
+        cancel, path = self.marks.cancel_commands, given.path if given else record.source
+        if given is not None:
+            other = self._reader.template(given.path) != record.source
+            if other or given.version not in (None, record.id.version):
                 places = " and ".join(self.marks.recorded)
-                commands = [f"tierckpt fork --cancel {shlex.quote(p)}" for p in self.marks.recorded]
                 raise RestoreError(
                     f"this job is to begin from {record}, as an earlier start or `tierckpt fork` "
                     f"noted in {places}, and {SETTING} is {text!r}. Nothing was changed",
-                    f"To take the first one back: {', and '.join(commands)}",
+                    f"To take the first one back: {cancel}",
                 )
-            return ForkSource(wanted.path, record.id.version)
-        return ForkSource(record.source, record.id.version)
+        return Wanted(path, record.id.version, record.id, cancel, self.marks.kept(record))
 
     def _origin(
         self,
-        source: ForkSource,
+        wanted: Wanted,
         id_: VersionId,
         look: SourceLook,
         selection: Selection | None,
         barrier: ErrorBarrier,
     ) -> Origin:
-        place, own = map(self._reader.template, (source.path, self._config.path))
+        place, own = map(self._reader.template, (wanted.path, self._config.path))
         parts = selection.parts if selection else ()
         origins: list[Origin] = barrier.all_gather_object(
             new_origin(place, look.facts[id_], own, parts)
@@ -165,19 +166,19 @@ class Forks:
     def _load(
         self,
         found: VerifiedVersion,
-        source: ForkSource,
+        wanted: Wanted,
         order: ForkOrder,
         load_adapter: Callable[[Any], None],
     ) -> Forked:
         make: Callable[..., Loader] = Loader
         id_ = found.plan.id
-        named = str(ForkSource(source.path, id_.version))
+        named = str(ForkSource(wanted.path, id_.version))
         report = PartReport(named)
         if order.selection is not None:
             make = functools.partial(PartLoader, selection=order.selection, report=report)
         try:
             barrier, new = ErrorBarrier(self._group), TensorPreallocator(self._state)
-            loaded = load(self._state, found, barrier, order.strict, new, make)
+            loaded = load(self._state, found, barrier, order.strict, new, make, named)
             if order.selection is None:
                 try:
                     load_adapter(loaded.adapter)
@@ -196,14 +197,14 @@ class Forks:
 
     def load_from(self, text: str, selection: Selection, strict: bool, bar: Progress) -> PartReport:
         """Load parts of another job's version into the live state, and go on."""
-        source = source_of(text)
-        barrier = ErrorBarrier(self._group)
+        given = source_of(text)
+        wanted, barrier = Wanted(given.path, given.version), ErrorBarrier(self._group)
         with barrier:
-            look = self._reader.look(source.path, barrier)
-            id_ = look.choose(source, self._config.on_drift == "stop")
-            found = self._reader.read(source.path, look, id_, bar, barrier)
+            look = self._reader.look(wanted, barrier)
+            id_ = look.choose(wanted, self._config.on_drift == "stop")
+            found = self._reader.read(wanted, look, id_, bar, barrier)
         order = ForkOrder(text, selection, strict)
-        forked = self._load(found, source, order, lambda adapter: None)
+        forked = self._load(found, wanted, order, lambda adapter: None)
         try:
             with contextlib.closing(found):
                 all_finished(found, ErrorBarrier(self._group, found.incomplete))
@@ -213,7 +214,7 @@ class Forks:
         assert forked.result.partial is not None
         return forked.result.partial
 
-    def _report(self, forked: Forked, origin: Origin, trouble: str) -> None:
+    def _report(self, forked: Forked, origin: Origin, trouble: str, fixed: bool) -> None:
         severity = logging.DEBUG if self._group.rank else logging.INFO
         report = forked.result.partial
         what = f"{report.of_parts} of {report}" if report else str(origin)
@@ -223,10 +224,17 @@ class Forks:
             severity,
         )
         if trouble:
+            then = "the restart fails"
+            remedy = f"To keep it: tierckpt pin {shlex.quote(origin.source)} {origin.id.version}"
+            if trouble == IN_MEMORY:
+                then = then if fixed else "the restart begins from the newest version then"
+                remedy = (
+                    "To begin from one that stays, choose one on disk (tierckpt list), or have "
+                    "that job write one (save(now=True), local_every_steps)"
+                )
             self._reports.notice(
-                f"{origin} cannot be held there: {trouble}. If it goes before this job has one "
-                "on disk, a restart of this job in that time fails. A version on disk is kept by "
-                f"tierckpt pin {origin.source} {origin.id.version}",
+                f"{origin} cannot be held there: {trouble}. If it goes, and this job is restarted "
+                f"before it has a version of its own on disk, {then}. {remedy}",
                 logging.DEBUG if self._group.rank else logging.WARNING,
             )
 

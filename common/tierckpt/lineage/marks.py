@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from tierckpt import _faults as faults
 from tierckpt._text import directory_of, is_url, some
@@ -26,12 +26,15 @@ from tierckpt.errors import RestoreError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
-from tierckpt.storage.forks import ForkMarks, OriginFile
+from tierckpt.offline.survey import MissingPathError, Survey
+from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile
 from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
-from .source import SourceLook, SourceReader, places_of
+from .source import SourceLook, SourceReader, encoded_in, places_of
 
+IN_MEMORY = "it is in memory alone, where its job overwrites it"
+"""The reason why a version cannot be held, of those for which there is a remedy of its own."""
 CLOSE_SECONDS = 10.0
 """Time that the end of the job waits for a hold that is being ended."""
 
@@ -56,6 +59,7 @@ class OwnMarks:
         """Nothing is read or written yet."""
         self._config, self._group, self._reports = config, group, reports
         self._reader, self._is_first = reader, node.first == group.rank
+        self._nodes = node.count
         self._allowed = order_here() is None
         """False in `tierckpt prove`, which changes nothing of the user's."""
         self.needs: Origin | None = None
@@ -92,31 +96,60 @@ class OwnMarks:
         self.recorded = {place: each for theirs, *_ in seen for place, each in theirs.items()}
         return next(iter(self.recorded.values()), None), text
 
+    @property
+    def cancel_commands(self) -> str:
+        """The commands that remove the records which `orders` found."""
+        commands = [f"tierckpt fork --cancel {shlex.quote(place)}" for place in self.recorded]
+        return ", ".join(commands) + (" (on every node)" if commands and self._nodes > 1 else "")
+
+    def kept(self, origin: Origin) -> tuple[str, ...]:
+        """Folders of this node that keep files of the origin's version. Not collective."""
+        folders = (KeptFiles(place, origin.name).folder for place in self._own_folders())
+        return tuple(str(each) for each in folders if each.is_dir())
+
     def hold(self, origin: Origin, look: SourceLook, barrier: ErrorBarrier) -> str:
-        """Have the source keep the version; returns why that is not possible, or an empty text.
-        Collective, inside `barrier`."""
+        """Have the source keep the version, and keep its files here where they can have second
+        names. Returns why the source cannot, or an empty text. Collective, inside `barrier`."""
         trouble = ""
         if self._allowed:
-            child = child_of(origin, self._reader.template(self._config.path))
             try:
-                self._mark(origin, look, lambda marks: marks.add(child))
+                self._mark(origin, look.here)
             except Exception as error:  # a client's own errors, too
                 trouble = str(error)
         faults.point("fork", op="hold")
-        seen = barrier.all_gather_object((trouble, bool(self._held_at)))
-        if self._allowed and not any(held for _, held in seen):
-            trouble = "it is in memory alone, where its job overwrites it"
-        return next((text for text, _ in seen if text), trouble)
+        stays = bool(self._held_at or self.kept(origin))
+        seen = barrier.all_gather_object((trouble, stays))
+        if self._allowed and not any(stays for _, stays in seen):
+            return IN_MEMORY
+        return next((text for text, _ in seen if text), "")
 
-    def _mark(self, origin: Origin, look: SourceLook, change: Callable[[ForkMarks], Any]) -> None:
-        places = places_of(origin.source, look.here, origin.id)
+    def _mark(self, origin: Origin, here: Survey) -> None:
+        child = child_of(origin, self._reader.template(self._config.path))
+        places = places_of(here, origin.id)
         for place in places.get(LOCAL, ()) if self._is_first else ():
-            change(ForkMarks(place))
+            ForkMarks(place).add(child)
             self._held_at.append(place)
+            if not encoded_in(here, origin.id, place):
+                self._link(place, origin)
         for place in places.get(PERSISTENT, ()) if self._group.rank == 0 else ():
             with self._store(place) as store:
-                change(ForkMarks(store))
+                ForkMarks(store).add(child)
             self._held_at.append(directory_of(place))
+            if not is_url(place):
+                self._link(directory_of(place), origin)
+
+    def _link(self, place: str, origin: Origin) -> None:
+        """Keep the files of a place, if a directory of this job is on the same file system."""
+        for folder in self._own_folders():
+            with contextlib.suppress(OSError):
+                KeptFiles(folder, origin.name).link(place, origin.id)
+                return
+
+    def _own_folders(self) -> list[str]:
+        """Directories of this job that this node has."""
+        found = [str(self._config.directory)] if self._config.uses(LOCAL) else []
+        far = self._config.persistent.path if self._config.uses(PERSISTENT) else ""
+        return found + ([directory_of(far)] if far and not is_url(far) else [])
 
     def let_go(self, origin: Origin) -> None:
         """Remove the marks of a fork that did not begin. Not collective; raises nothing."""
@@ -124,11 +157,19 @@ class OwnMarks:
             for place in self._held_at:
                 with self._opened(place) as opened:
                     ForkMarks(opened).remove(origin.id, origin.name)
+            self._forget_files()
         self._held_at = []
 
-    def note(self, origin: Origin) -> None:
-        """Write the record; a failure is reported, and costs no training. Not collective."""
+    def _forget_files(self) -> None:
+        for folder in self._own_folders() if self._is_first else ():
+            KeptFiles.remove_all(folder)
+
+    def note(self, origin: Origin, now: bool = True) -> None:
+        """Write the record, now or with the end of the hold; a failure is reported, and costs no
+        training. Not collective."""
         self.needs = origin
+        if not now:
+            return
         try:
             self._write(origin)
         except Exception as error:  # a client's own errors, too
@@ -197,6 +238,7 @@ class OwnMarks:
             for place in self._places_of_marks(origin):
                 with self._opened(place) as opened:
                     ForkMarks(opened).release(origin.id, origin.name)
+            self._forget_files()
             faults.point("fork", op="settled")
             self._write(replace(origin, held=False))
         except Exception as error:  # a client's own errors, too
@@ -210,7 +252,10 @@ class OwnMarks:
     def _places_of_marks(self, origin: Origin) -> list[str]:
         if self._held_at or not (self._is_first or self._group.rank == 0):
             return self._held_at
-        here = self._reader.survey(self._reader.place(origin.source))
+        try:
+            here = self._reader.survey(origin.source)
+        except MissingPathError:  # the source was deleted, with its marks
+            return []
         marks = {child.where for _, child in here.children if child.name == origin.name}
         places = {directory_of(each) for each in marks}
         return sorted(p for p in places if (not self._group.rank if is_url(p) else self._is_first))

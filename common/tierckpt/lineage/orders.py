@@ -15,19 +15,20 @@ from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import ConfigError, PinError, RestoreError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.offline.survey import MissingPathError, Survey, survey
-from tierckpt.storage.forks import ForkMarks, OriginFile
+from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile
+from tierckpt.storage.local.sibling_nodes import NODE
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore
 
 from .marks import child_of, new_origin
-from .source import places_of
+from .source import encoded_in, places_of
 
 
 def order_fork(source: str, path: str) -> tuple[Origin, list[str]]:
     """Order that the job with this `path` (or persistent_path) begins from a version of another
     job: hold the version there, then write the record here. Returns the record, and sentences about
-    what is not as it should be.
+    what keeps the version.
 
     A kill in between leaves a hold, which the same order takes up again. Raises ConfigError if
     there are versions already, or another order; RestoreError if there is no such version.
@@ -54,23 +55,40 @@ def order_fork(source: str, path: str) -> tuple[Origin, list[str]]:
             f"{path} is to begin from {here.origins[0]} already; `tierckpt fork --cancel {path}` "
             "takes that back"
         )
-    child, notices = child_of(origin, place), []
-    places = places_of(origin.source, theirs, facts.id)
-    for where in sorted({p for each in places.values() for p in each}):
-        with opened(where) as there:
-            ForkMarks(there).add(child)
-    if not places:
-        notices.append(
-            f"v{facts.id.version} is in memory alone, where nothing keeps it: start the new job "
-            "before its own job takes further versions, or goes away"
-        )
-    with opened(path) as there:
+    folder = _on_this_node(path)
+    sentences = _keep(theirs, origin, place, folder)
+    with opened(folder) as there:
         if isinstance(there, PersistentStore):
             there.create()
         else:
-            LocalStore(path).create()
+            LocalStore(folder).create()
         OriginFile(there).write(origin)
-    return origin, notices
+    return origin, sentences
+
+
+def _keep(theirs: Survey, origin: Origin, path: str, folder: str) -> list[str]:
+    """Hold the version at its source, and keep its files in `folder` if that is on the same file
+    system. Returns sentences about both."""
+    id_, kept = origin.id, KeptFiles(folder, origin.name)
+    places = places_of(theirs, id_)
+    if not places:
+        return [
+            f"v{id_.version} is in memory alone, where nothing keeps it: start the new job before "
+            "its own job takes further versions, or goes away"
+        ]
+    for where in sorted({p for each in places.values() for p in each}):
+        with opened(where) as there:
+            ForkMarks(there).add(child_of(origin, path))
+        if not (is_url(where) or is_url(path) or encoded_in(theirs, id_, where)):
+            with contextlib.suppress(OSError):  # another file system
+                kept.link(directory_of(where), id_)
+    sentences = [f"v{id_.version} is held there until this job has a version of its own on disk"]
+    if kept.folder.is_dir() and survey(str(kept.folder)).plan(id_.version, abandoned=True):
+        sentences.append(
+            f"its files have second names in {folder} (hard links) until then: the source may be "
+            "deleted"
+        )
+    return sentences
 
 
 def _facts_of(plan: RestorePlan, there: Survey) -> VersionFacts | None:
@@ -108,6 +126,8 @@ def cancel_fork(path: str) -> Origin:
     for where in [path] if is_url(path) else map(str, here.directories):
         with opened(where) as place:
             OriginFile(place).remove()
+        if not is_url(where):
+            KeptFiles.remove_all(where)
     with contextlib.suppress(MissingPathError):
         _on_marks(survey(origin.source), origin.name, lambda m: m.remove(origin.id, origin.name))
     return origin
@@ -142,6 +162,11 @@ def _survey(path: str) -> Survey:
     with contextlib.suppress(MissingPathError):
         return survey(path)
     return Survey()
+
+
+def _on_this_node(path: str) -> str:
+    """The directory of a path with `{node}` on this node; the ranks on the others ask this one."""
+    return path if is_url(path) else path.replace(NODE, load_config().here)
 
 
 def _absolute(path: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tierckpt._text import some
 from tierckpt.errors import StateMismatchError
 from tierckpt.format.layout import TensorSpec
 from tierckpt.restore.imported import ImportedNames
@@ -18,6 +19,7 @@ from tierckpt.restore.loader import Loader, shown
 from tierckpt.state.extras import EXTRA_STATES, PLAIN_VALUES
 from tierckpt.state.modules.custom_states import MODULE_STATES
 from tierckpt.state.names import FIXED, path_of
+from tierckpt.state.optimizers.put_back import Values
 from tierckpt.state.routed_files import FILES
 
 from .selection import PartReport, Selection
@@ -50,6 +52,18 @@ class PartLoader(Loader):
 
     def _saved_param(self, parameter: str) -> TensorSpec | None:
         return self._params.get(parameter)  # also if only its optimizer's state is wanted
+
+    def _param_fits(self, parameter: str) -> bool:
+        """See `Loader`; here a parameter without a counterpart in the source has no state there."""
+        return parameter in self._params
+
+    def _values_of(self, label: str) -> Values:
+        """See `Loader`; parameters that do not fit keep their live state."""
+        values, optimizer = super()._values_of(label), self.state.optimizers[label]
+        for name, param in self.state.params_by_name().items():
+            if name not in self._params and param in optimizer.state:
+                values[name] = dict(optimizer.state[param])
+        return values
 
     def differences(self) -> list[str]:
         """What does not match: with `strict`, everything; without, nothing, as it is in the report.
@@ -85,9 +99,12 @@ class _ChosenParts:
         saved = loader.saved
         gone = {"rng", "imported", "began", "adapter", FILES}
         kept = {key: value for key, value in saved.items() if key not in gone}
-        self.saved = {**kept, "groups": {}, "odd": {}, "extra": {}, "extra_per_rank": {}}
+        emptied = ("groups", "odd", "remainders", "extra", "extra_per_rank")
+        self.saved = {**kept, **{key: {} for key in emptied}, "shared": []}
+        self._leads: dict[str, str] = {}
+        """Live names of the model by stored ones, of tensors that are on both sides."""
         self._owners: dict[str, str] = {}
-        """Live names of the model by stored ones, of tensors of the same form."""
+        """Those of the same form."""
         self._map_model()
         self._map_optimizers()
         self._choose_objects()
@@ -115,13 +132,14 @@ class _ChosenParts:
                 report.other += [text] if wanted else []
                 continue
             taken[live] = name
+            self._leads[name] = live.partition("/")[2]
             now = self._live_specs[live]
             spec = stored[entry]._replace(name=live, device=self._live[live].device.type)
             if (spec.shape, spec.dtype) != (now.shape, now.dtype):
                 text = f"{name} is {shown(spec)} in the source, {live.partition('/')[2]} is "
                 report.other_shape += [f"{text}{shown(now)} here"] if wanted else []
                 continue
-            self._owners[name] = live.partition("/")[2]
+            self._owners[name] = self._leads[name]
             self.params[self._owners[name]] = spec._replace(device=stored[entry].device)
             if wanted:
                 self._take(entry, live, spec)
@@ -152,32 +170,58 @@ class _ChosenParts:
                 where = "here" if theirs is None else "in the source"
                 report.other.append(f"optimizer {label!r} is only {where}")
                 continue
-            groups = [[self._owners.get(n, n) for n in names] for names in theirs["groups"]]
-            if "imported" in self._loader.saved:
-                text = f"optimizer {label!r} was imported, and is taken only with a whole version"
-                report.other.append(text)
-            elif theirs["class"] != ours["class"]:
-                text = f"optimizer {label!r} is a {theirs['class']} in the source, a "
-                report.other.append(f"{text}{ours['class']} here")
-            elif groups != ours["groups"]:
-                report.other.append(f"optimizer {label!r} has other parameters in the source")
+            if why := self._reason_to_leave(label, theirs, ours):
+                report.other.append(f"optimizer {label!r} {why}")
             else:
                 self._take_optimizer(label, ours)
 
+    def _reason_to_leave(
+        self, label: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]
+    ) -> str:
+        """Why an optimizer that is on both sides cannot be taken; empty if it can."""
+        if "imported" in self._loader.saved:
+            return "was imported, and is taken only with a whole version"
+        if theirs["class"] != ours["class"]:
+            return f"is a {theirs['class']} in the source, a {ours['class']} here"
+        groups = [[self._leads.get(n, f"{n} (source)") for n in g] for g in theirs["groups"]]
+        if groups != ours["groups"]:
+            then, now = ({n for group in each for n in group} for each in (groups, ours["groups"]))
+            only_there = some(sorted(n.removesuffix(" (source)") for n in then - now))
+            texts = [f"only there: {only_there}"] if then - now else []
+            texts += [f"only here: {some(sorted(now - then))}"] if now - then else []
+            text = "; ".join(texts) or "they are in other groups, or in another order"
+            return f"has other parameters in the source ({text})"
+        renamed = any(name != owner for name, owner in self._owners.items())
+        if renamed and label in self._loader.saved.get("remainders", {}):
+            return "has values of its own under the source's names, and is taken only without map="
+        return ""
+
     def _take_optimizer(self, label: str, ours: Mapping[str, Any]) -> None:
+        saved = self._loader.saved
         self.structure[label] = ours
-        self.saved["groups"][label] = self._loader.saved["groups"][label]
+        self.saved["groups"][label] = saved["groups"][label]
+        if label in saved.get("remainders", {}):
+            self.saved["remainders"][label] = saved["remainders"][label]
+        left: dict[str, None] = {}
         for entry, spec in {**self._loader.specs, **self._loader.own_specs}.items():
             if entry.startswith(FIXED) or not entry.startswith(f"{label}/"):
                 continue
             name, key = path_of(entry)
-            live = f"{label}/{self._owners.get(name, name)}/{key}"
+            if name not in self._owners:
+                left[name] = None
+                continue
+            live = f"{label}/{self._owners[name]}/{key}"
             self._take(entry, live, spec._replace(name=live))
             self._report.loaded.append(live)
-        for owner, values in self._loader.saved["odd"].items():
-            name = owner.partition("/")[2]
-            if owner.startswith(f"{label}/"):
-                self.saved["odd"][f"{label}/{self._owners.get(name, name)}"] = values
+        for full, values in saved["odd"].items():
+            name = full.partition("/")[2]
+            if full.startswith(f"{label}/") and name in self._owners:
+                self.saved["odd"][f"{label}/{self._owners[name]}"] = values
+        for _, key, names in [each for each in saved.get("shared", ()) if each[0] == label]:
+            known = names and [self._owners[name] for name in names if name in self._owners]
+            self.saved["shared"].append([label, key, known])
+        text = f"optimizer {label!r}: the state of {{}} was left out, as its parameter does not fit"
+        self._report.other += [text.format(name) for name in left]
 
     # --- objects -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tierckpt._text import is_url, some
@@ -27,16 +28,37 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import NO_RUN, VersionId
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.group import Group
-from tierckpt.offline.survey import Survey, survey
+from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.shard_image import ShardImage, in_memory
 from tierckpt.restore.shard_reader import check_header, runs_of
 from tierckpt.restore.verification import RestoreContext, find
 from tierckpt.restore.verified_version import VerifiedVersion
+from tierckpt.storage.forks import is_kept
 
 TRIES = 5
 """Attempts to read a version from the memory of a job that goes on writing."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A version of another job, as this job asks for it."""
+
+    path: str
+    version: int | None = None
+    """None: the newest."""
+    exactly: VersionId | None = None
+    """Of several versions with that number, the one that a record names."""
+    cancel: str = ""
+    """The commands that take that record back, for messages."""
+    kept: tuple[str, ...] = ()
+    """Folders of this node with second names of its files, see `storage.forks.KeptFiles`."""
+
+    @property
+    def name(self) -> str:
+        """The version as people name it; without a number, the path."""
+        return str(ForkSource(self.path, self.version))
 
 
 @dataclass
@@ -51,39 +73,35 @@ class SourceLook:
     unseen: list[str] = field(default_factory=list)
     """Places that could not be read, and data of a newer format, in words."""
 
-    def choose(
-        self, source: ForkSource, clean: bool, exactly: VersionId | None = None
-    ) -> VersionId:
-        """The version that `source` names: without a number, the newest that is complete, with
-        `clean` the newest that is not suspect, if there is one. `exactly`: of several versions with
-        that number, this one. Raises RestoreError without it."""
-        avoid = self.suspects.keys() if clean and source.version is None else ()
-        if exactly is not None:
+    def choose(self, wanted: Wanted, clean: bool) -> VersionId:
+        """The version that is wanted: without a number, the newest that is complete, with `clean`
+        the newest that is not suspect, if there is one. Raises RestoreError without it."""
+        avoid = self.suspects.keys() if clean and wanted.version is None else ()
+        if (exactly := wanted.exactly) is not None:
             others = self.facts.keys() - {exactly}
             if exactly in self.facts and self.candidates.plan(exactly.version, others):
                 return exactly
             raise RestoreError(
-                f"{exactly} of {source.path} is not there any more, and this job is to begin from "
+                f"{exactly} of {wanted.path} is not there any more, and this job is to begin from "
                 "it. Nothing was changed",
-                "To begin from another version: tierckpt fork --cancel and this job's path takes "
-                "the order back",
+                f"To begin from another version: {wanted.cancel}",
             )
-        plan = self.candidates.plan(source.version, avoid) or self.candidates.plan(source.version)
-        if self.unseen and (plan is None or source.version is None):
+        plan = self.candidates.plan(wanted.version, avoid) or self.candidates.plan(wanted.version)
+        if self.unseen and (plan is None or wanted.version is None):
             raise RestoreError(
-                f"the versions of {source.path} are not all readable: {some(self.unseen)}. Nothing "
+                f"the versions of {wanted.path} are not all readable: {some(self.unseen)}. Nothing "
                 "was changed",
-                f"Make them readable, or name the version: {source.path}@VERSION",
+                f"Make them readable, or name the version: {wanted.path}@VERSION",
             )
         if plan is not None:
             return plan.id
         there = {id_.version for id_ in self.facts}
         whole = [v for v in sorted(there) if self.candidates.plan(v) is not None]
-        wanted = "complete version" if source.version is None else f"complete v{source.version}"
-        near = nearest(source.version or 0, whole)
+        what = "complete version" if wanted.version is None else f"complete v{wanted.version}"
+        near = nearest(wanted.version or 0, whole)
         names = ", ".join(f"v{each}" for each in near) or "none"
         raise RestoreError(
-            f"there is no {wanted} in {source.path}. Nothing was changed",
+            f"there is no {what} in {wanted.path}. Nothing was changed",
             f"The nearest complete ones there are {names}. If other nodes have the rest: the "
             "source's path must lead to theirs, too",
         )
@@ -105,13 +123,22 @@ class SourceReader:
         """A path on this node, absolute and without links; a URL as it is."""
         return path if is_url(path) else os.path.realpath(path.replace("{node}", self._config.here))
 
-    def survey(self, place: str) -> Survey:
-        """What this process sees of another job, whose memory is where this job's is."""
-        return survey(place, replace(self._config, job_id=""))
+    def survey(self, path: str, kept: Sequence[str] = ()) -> Survey:
+        """What this process sees of another job, whose memory is where this job's is. With
+        `{node}`, it sees the folders of all nodes that are here: those of the source may have other
+        names than this job's. Raises MissingPathError if neither `path` nor `kept` is there."""
+        config = replace(self._config, job_id="")
+        try:
+            return survey([self.template(path), *kept], config)
+        except MissingPathError:
+            if not kept:
+                raise
+            return survey(kept, config)
 
-    def look(self, path: str, barrier: ErrorBarrier) -> SourceLook:
+    def look(self, wanted: Wanted, barrier: ErrorBarrier) -> SourceLook:
         """Take the inventory of another job's levels. Collective, inside `barrier`. Raises
-        RestoreError if it is this job, ConfigError if there is nothing at the path."""
+        RestoreError if it is this job, or if no rank finds anything there."""
+        path = wanted.path
         place = self.place(path)
         own = (self._config.directory, self._config.persistent.path)
         if place in (each if is_url(each) else os.path.realpath(each) for each in own if each):
@@ -120,7 +147,13 @@ class SourceReader:
                 "To go back to an older version of this job: restore(version=...), or tierckpt "
                 "rollback",
             )
-        here = self.survey(place)
+        here, missing = Survey(), ""
+        try:
+            here = self.survey(path, wanted.kept)
+        except MissingPathError as error:  # a node that the source had not
+            missing = str(error)
+        if all(nowhere := barrier.all_gather_object(missing)):
+            raise _nothing_there(wanted, nowhere[0])
         inventories, _ = gather_inventories(barrier, self._inventory(here), UNKNOWN)
         different: list[Inventory] = distinct(inventories)
         rejected = self._rejected if self._group.rank == 0 else lambda text: None
@@ -177,7 +210,7 @@ class SourceReader:
 
     def read(
         self,
-        path: str,
+        wanted: Wanted,
         look: SourceLook,
         id_: VersionId,
         bar: Progress,
@@ -196,12 +229,8 @@ class SourceReader:
             if self._detach(found, barrier):
                 return found
             found.close()
-            look = self.look(path, barrier)
-        bad = some(look.candidates.rejected) or "its source went on writing"
-        raise RestoreError(
-            f"{id_} of {path} could not be read: {bad}. Nothing was changed",
-            "Repeat it, or choose a version that is on disk (tierckpt list)",
-        )
+            look = self.look(wanted, barrier)
+        raise _not_read(id_, wanted, look)
 
     def _detach(self, found: VerifiedVersion, barrier: ErrorBarrier) -> bool:
         """Replace images in the source's memory by copies. False, on all ranks, if the source has
@@ -217,6 +246,32 @@ class SourceReader:
                 else:
                     image.close()
         return all(barrier.all_gather_object(sound))
+
+
+def _not_read(id_: VersionId, wanted: Wanted, look: SourceLook) -> RestoreError:
+    bad = look.candidates.rejected
+    what = f"{id_} of {wanted.path} could not be read"
+    if not bad:
+        return RestoreError(
+            f"{what}: its source went on writing. Nothing was changed",
+            "Repeat it, or choose a version that is on disk (tierckpt list)",
+        )
+    plan = look.candidates.plan(avoid={id_})
+    other = f"{wanted.path}@v{plan.id.version} is complete" if plan else "none is complete there"
+    first = f". First: {wanted.cancel}" if wanted.cancel else ""
+    return RestoreError(
+        f"{what}: {some(bad)}. Nothing was changed", f"Begin from another version: {other}{first}"
+    )
+
+
+def _nothing_there(wanted: Wanted, missing: str) -> RestoreError:
+    if wanted.cancel:
+        return RestoreError(
+            f"this job is to begin from {wanted.name}, and {missing}. Nothing was changed",
+            f"Bring it back; or, to begin from another version: {wanted.cancel}",
+        )
+    number = "After the last @ comes the number of a version" if "@" in wanted.path else ""
+    return RestoreError(f"there is nothing to begin from: {missing}. Nothing was changed", number)
 
 
 def _copied(image: ShardImage) -> ShardImage:
@@ -239,21 +294,19 @@ def _copied(image: ShardImage) -> ShardImage:
     return copy
 
 
-def places_of(path: str, here: Survey, id_: VersionId) -> dict[str, list[str]]:
+def places_of(here: Survey, id_: VersionId) -> dict[str, list[str]]:
     """Places where retention may remove a version of the source, as this process sees them, by
     level: directories of the local level, and addresses of the persistent level."""
-    copies: list[Found | FoundParity] = here.copies
-    found = {
-        level: sorted(
-            {
-                each.place.where
-                for each in copies
-                if each.key.id == id_ and each.place.level == level
-            }
-        )
-        for level in (LOCAL, PERSISTENT)
-    }
-    return {level: where for level, where in found.items() if where}
+    found = dict[str, set[str]]()
+    for place in (copy.place for copy in here.copies if copy.key.id == id_):
+        if place.level in (LOCAL, PERSISTENT) and not is_kept(place.where):
+            found.setdefault(place.level, set()).add(place.where)
+    return {level: sorted(where) for level, where in found.items()}
 
 
-__all__ = ["SourceLook", "SourceReader", "places_of"]
+def encoded_in(here: Survey, id_: VersionId, place: str) -> bool:
+    """Whether shards of the version at a place need those of other versions, or may need them."""
+    return any(f.place.encoded for f in here.found if f.key.id == id_ and f.place.where == place)
+
+
+__all__ = ["SourceLook", "SourceReader", "Wanted", "encoded_in", "places_of"]

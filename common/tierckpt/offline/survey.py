@@ -28,7 +28,7 @@ from tierckpt.core.rollback import Rollback, RollbackRequest, merged, pending
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.forks import ForkMarks, OriginFile
+from tierckpt.storage.forks import ForkMarks, OriginFile, is_kept
 from tierckpt.storage.inventory import (
     look_at_local,
     look_at_memory,
@@ -242,11 +242,17 @@ def _folders(path: str, there: Survey) -> list[Path]:
             raise MissingPathError(
                 f"{path} is not a directory; give a job's path or its persistent_path"
             )
-        inside = sorted({*folder.iterdir()} - {folder / FOREIGN})
+        inside = sorted(each for each in folder.iterdir() if not _is_no_job(each))
     except OSError as error:
         _add_unseen(folder, error, there)
         return []
     return [folder, *(each for each in inside if _has_shards(each, there))]
+
+
+def _is_no_job(folder: Path) -> bool:
+    """Whether a folder in a job's directory belongs to the file system, or has another job's files
+    that a fork keeps."""
+    return folder.name == FOREIGN or is_kept(folder)
 
 
 def _named_after_nodes(path: str, there: Survey) -> list[Path]:

@@ -121,9 +121,11 @@ def load(
     strict: bool,
     new: TensorPreallocator,
     make_loader: Callable[..., Loader] = Loader,
+    name: str = "",
 ) -> LoadedVersion:
     """Load a verified version into the live state, with the loader that `make_loader` makes: for
-    a part of a version, another one than `Loader`. Collective.
+    a part of a version, another one than `Loader`. `name`: the version in errors, if it is another
+    job's. Collective.
 
     Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
     rank's live state differs and `strict` is True. Raises RestoreError on all ranks if a rank has
@@ -143,7 +145,7 @@ def load(
         all_differences, digests = zip(*group.all_gather_object(report), strict=True)
         found: list[str] = next((each for each in all_differences if each), [])
         if found and strict:
-            raise StateMismatchError(f"Version {version.plan.id}", found)
+            raise StateMismatchError(name or f"Version {version.plan.id}", found)
         result = version.report(loader.manifest)
         result.imported = saved.get("imported", {}).get("from", "")
         version.progress.begin(f"loading v{version.plan.id.version}", version.nbytes)

@@ -1,6 +1,7 @@
-"""Files of forks (see `core.fork`): the record of a job's origin, and the marks at a source.
+"""Files of forks (see `core.fork`): the record of a job's origin, the marks at a source, and second
+names of the source's files.
 
-Both lie in the directory of a node's local level, or at the root of the persistent level. A mark's
+All lie in the directory of a node's local level, or at the root of the persistent level. A mark's
 name has the version, so that a remover needs the listing alone to know which versions stay. A hold
 is a note by a rename: a kill leaves the one or the other.
 """
@@ -9,18 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 from tierckpt.core.fork import Child, Origin
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import VersionId
-from tierckpt.format.version_names import fork_mark, parse_fork_mark
+from tierckpt.format.version_names import (
+    FORK,
+    HOLD,
+    MANIFEST,
+    PIN,
+    RETIRED,
+    fork_mark,
+    parse_fork_mark,
+)
+from tierckpt.storage.files import durable
 from tierckpt.storage.local.pins import LocalPins, locked
 
 from .notes import Notes, Place
 from .persistent import PersistentStore
 
-ORIGIN = "fork.json"
+ORIGIN, KEPT = "fork.json", ".kept"
+_NOT_KEPT = (HOLD, FORK, PIN, RETIRED)
 KIND = "fork"
 
 
@@ -115,4 +127,54 @@ class ForkMarks:
             self._notes.remove(fork_mark(id_, fork, held))
 
 
-__all__ = ["ForkMarks", "OriginFile"]
+class KeptFiles:
+    """Second names (hard links) of the files of a source's version, in a folder of the fork: the
+    version is there as long as the fork needs it, also if the source is deleted. A store never
+    writes to a file with several names. One thread. Methods raise OSError."""
+
+    def __init__(self, place: str | os.PathLike[str], fork: str) -> None:
+        """The directory of the fork's local or persistent level; the name of the fork."""
+        self.folder = Path(place) / f"{fork}{KEPT}"
+
+    def link(self, source: str, id_: VersionId) -> None:
+        """Link the files that a place of the source has of a version. Those that are linked already
+        stay. An error leaves a part, without a manifest of what is missing."""
+        stem, folder = f"v{id_.version:010d}.g{id_.generation:06d}.", Path(source)
+        names = [n for n in os.listdir(folder) if n.startswith(stem) and not n.endswith(_NOT_KEPT)]
+        if not names:
+            raise FileNotFoundError(f"{source} has no files of {id_}")
+        durable.make(self.folder)
+        try:
+            for name in sorted(names, key=lambda each: (each.endswith(MANIFEST), each)):
+                _link(folder / name, self.folder / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()  # if it is empty
+            raise
+        durable.sync(self.folder)
+
+    @staticmethod
+    def remove_all(place: str | os.PathLike[str]) -> None:
+        """Remove all such folders of the directory, also one that a killed start left."""
+        with contextlib.suppress(FileNotFoundError):
+            for each in [each for each in Path(place).iterdir() if is_kept(each)]:
+                shutil.rmtree(each)
+
+
+def _link(path: Path, target: Path) -> None:
+    if path.is_dir():
+        target.mkdir(exist_ok=True)
+        for name in os.listdir(path):
+            _link(path / name, target / name)
+        durable.sync(target)
+        return
+    with contextlib.suppress(FileExistsError):
+        os.link(path, target)
+
+
+def is_kept(place: str | os.PathLike[str]) -> bool:
+    """Whether a directory is the folder of a `KeptFiles`."""
+    return os.fspath(place).rstrip("/").endswith(KEPT)
+
+
+__all__ = ["ForkMarks", "KeptFiles", "OriginFile", "is_kept"]

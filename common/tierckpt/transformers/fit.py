@@ -23,8 +23,8 @@ IMPORTED = (
     "folder, and takes its versions there (`tierckpt export --format transformers` makes a folder)"
 )
 NOT_LOADED = (
-    "resume_from_checkpoint is not used: the job goes on from its own v{version}. To begin with "
-    "that checkpoint, use another path for TierTrainer"
+    "resume_from_checkpoint is not used: the job goes on from {version}. To begin with that "
+    "checkpoint, use another path for TierTrainer, and no fork_from"
 )
 
 
@@ -92,7 +92,9 @@ class Fit:
         batches, amid = data.batches, self.resumes and data.batches > 0
         if self._version:
             if self.resumes and arguments["resume_from_checkpoint"] is not None:
-                self._say(NOT_LOADED.format(version=self._version), logging.WARNING)
+                forked_from = self.checkpointer.restored.forked_from
+                version = forked_from or f"its own v{self._version}"
+                self._say(NOT_LOADED.format(version=version), logging.WARNING)
             arguments["resume_from_checkpoint"] = MARK if amid else None
         self._load_late()
         self._state.epoch_is_over = False

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.killed_job import (
+    a_fork_goes_on_exactly,
     goes_back_once,
     goes_on_exactly,
     goes_on_with_the_same_samples,
@@ -82,6 +83,13 @@ def test_a_killed_job_goes_on_exactly(
     if name == "stateful loader with workers":
         skip_without_stateful_workers()
     goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario))
+
+
+def test_a_fork_by_the_environment_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    source = make_job({"local_every_steps": 1, "when_busy": "wait"})
+    a_fork_goes_on_exactly(source, make_job(), ("backward:1:10", "backward:0:10"), undisturbed())
 
 
 def test_a_rollback_by_the_environment_is_made_once(

@@ -58,9 +58,9 @@ def leave_behind(place: Place) -> tuple[str, str]:
     return told
 
 
-def take_up(place: Place) -> dict[str, Any]:
+def take_up(place: Place, **settings: Any) -> dict[str, Any]:
     job, extra = new_job(2)
-    attached = attach(job, place, extra=extra)
+    attached = attach(job, place, extra=extra, **settings)
     restored = attached.ckpt.restore()
     told = {
         "restored": (int(restored), restored.version, restored.levels),
@@ -111,6 +111,25 @@ def test_one_library_continues_where_another_was(
     shutil.copytree(disk, tmp_path / "disk")
     told = ranks(now[1], now[0]).run(take_up, Place(str(tmp_path / "disk"), str(shm_dir)))
     check_taken_up(told, made)
+
+
+FORKS: list[tuple[Job, Job]] = [
+    ((HOROVODRUN, 2), (HOROVODRUN, 3)),
+    ((HOROVODRUN, 2), (GLOO, 2)),
+    ((GLOO, 2), (HOROVODRUN, 2)),
+]
+
+
+@pytest.mark.parametrize(("now", "before"), FORKS, ids=lambda job: f"{job[0]}-{job[1]}")
+def test_a_fork_of_one_library_begins_where_another_was(
+    now: Job, before: Job, left: Left, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    disk, made = left(before)
+    place, fork_from = Place(str(tmp_path / "fork"), str(shm_dir)), f"{disk}@v{VERSION}"
+    told = ranks(now[1], now[0]).run(take_up, place, fork_from=fork_from)
+    check_taken_up(told, made)
+    holds = {mark.suffix for mark in disk.iterdir() if mark.suffix in (".hold", ".fork")}
+    assert len(holds) == 1
 
 
 def check_taken_up(told: list[dict[str, Any]], made: list[tuple[str, str]]) -> None:

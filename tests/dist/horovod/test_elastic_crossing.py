@@ -66,6 +66,12 @@ def elastic_takes_up(place: Place, values: dict[str, Any]) -> tuple[Any, ...]:
     return *told, left, gone, warnings
 
 
+def elastic_forks(place: Place, fork_from: str) -> tuple[Any, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIERCKPT_FORK_FROM", fork_from)
+        return elastic_takes_up(place, {"epoch": 5})
+
+
 def plain_job(seed: int) -> Any:
     make = make_horovod_job if under_horovod() else make_job
     ddp = {} if under_horovod() else {"broadcast_buffers": False}
@@ -135,3 +141,15 @@ def test_values_come_and_go_with_the_script(ranks: Any, tmp_path: Path, shm_dir:
     assert "was made without them" in kept
     assert "are not loaded (seen): TorchState was not given them" in gone
     assert second[5] == []
+
+
+def test_an_elastic_job_begins_where_another_one_was(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    source, fork = tmp_path / "source", Place(str(tmp_path / "fork"), str(shm_dir))
+    pool = ranks(2, HOROVODRUN)
+    made = pool.run(elastic_leaves, Place(str(source), str(shm_dir)), {"epoch": 0})
+    for told in pool.run(elastic_forks, fork, f"{source}@v{VERSION}"):
+        assert told == (made[0], VERSION, VERSION, {"epoch": 0}, False, [])
+    again = pool.run(elastic_takes_up, fork, {"epoch": 5})
+    assert [told[1] for told in again] == [VERSION + 1] * 2, "its own version"

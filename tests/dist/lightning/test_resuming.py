@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.killed_job import (
+    a_fork_goes_on_exactly,
     ends_by_a_signal_and_goes_on,
     goes_back_once,
     goes_on_after_an_error,
@@ -80,6 +81,13 @@ def test_a_killed_job_goes_on_exactly(
     if "ema" in scenario.get("callbacks", ()) and version("lightning") < "2.6":
         pytest.skip("this Lightning has no averaging of weights at every step")
     goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="start")
+
+
+def test_a_fork_by_the_environment_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    source = make_job({"local_every_steps": 1, "when_busy": "wait"})
+    a_fork_goes_on_exactly(source, make_job(), ("backward:1:8", "backward:0:8"), undisturbed())
 
 
 def test_a_rollback_by_the_environment_is_made_once(

@@ -79,6 +79,23 @@ def test_a_fork_on_other_nodes_and_more_ranks_is_exact(tmp_path: Path, shm_dir: 
     ]
 
 
+def test_nodes_of_other_names_see_the_source_if_one_of_them_does(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    source, fork = f"{tmp_path}/a/{{node}}", f"{tmp_path}/b/{{node}}"
+    first = [r.value for r in run_star(2, _train, source, str(shm_dir), STEPS)]
+    (tmp_path / "a" / "n0").rename(tmp_path / "a" / "x0")
+    (tmp_path / "a" / "n1").rename(tmp_path / "a" / "x1")
+    others = [r.value for r in run_star(2, _train, fork, str(shm_dir), STEPS + 3, source)]
+    assert [each[2] for each in others] == [each[3] for each in first]
+    assert len([*(tmp_path / "a").glob("x?/*.fork")]) == 2
+    assert not [*(tmp_path / "a").glob("x?/*.hold")]
+    one = f"{tmp_path}/only/{{node}}"
+    run_star(1, _train, one, str(shm_dir), STEPS)
+    again = [r.value for r in run_star(2, _train, f"{tmp_path}/d/{{node}}", str(shm_dir), 0, one)]
+    assert [each[0] for each in again] == [STEPS] * 2, "n1 has no folder there"
+
+
 def test_all_ranks_take_the_same_parts(tmp_path: Path, shm_dir: Path) -> None:
     source = f"{tmp_path}/a/{{node}}"
     run_star(2, _train, source, str(shm_dir), STEPS)

@@ -10,6 +10,7 @@ import pytest
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.jobs import Run
 from tests.support.frameworks.killed_job import (
+    a_fork_goes_on_exactly,
     ends_by_a_signal_and_goes_on,
     goes_back_once,
     goes_on_after_an_error,
@@ -104,6 +105,13 @@ def test_a_killed_job_goes_on_exactly(
 ) -> None:
     kills, scenario = CASES[name]
     goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="begin")
+
+
+def test_a_fork_by_the_environment_goes_on_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    source = make_job({"local_every_steps": 1, "when_busy": "wait"})
+    a_fork_goes_on_exactly(source, make_job(), ("backward:1:9", "backward:0:9"), undisturbed())
 
 
 def test_a_rollback_by_the_environment_is_made_once(

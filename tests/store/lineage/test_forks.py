@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from tierckpt import latest
 from tierckpt.cli.main import main
 from tierckpt.errors import RestoreError, StateMismatchError
-from tierckpt.storage.forks import ForkMarks
+from tierckpt.storage.forks import ForkMarks, OriginFile
 from tierckpt.testing.tiny_job import TinyJob, tiny_model
 
 STEPS = 6
@@ -139,6 +140,14 @@ def test_the_memory_of_a_running_job_is_a_source(places: Places) -> None:
             assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
             assert job.checkpointer.restored.levels == {"memory": 1}
             assert job.fingerprint() == source.fingerprint()
+            job.checkpointer.abandon()
+        assert not (Path(places["b"]) / "fork.json").exists()
+        source.run(STEPS + 4)
+        source.settle()
+        with places.job("b") as job:
+            assert job.checkpointer.restore(fork_from=places["a"]) == STEPS + 4, "the newest then"
+            job.run(STEPS + 5)
+    assert OriginFile(places["b"]).read().id.version == STEPS + 4  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_done_is_refused_with_a_remedy_that_works(
@@ -171,12 +180,97 @@ def test_a_version_that_does_not_fit_changes_nothing(places: Places) -> None:
     model[0] = torch.nn.Linear(12, 24, bias=False)
     with TinyJob(places["b"], model=model, **places.settings) as job:
         before = job.fingerprint()
-        with pytest.raises(StateMismatchError, match=r"0\.bias"):
+        with pytest.raises(
+            StateMismatchError, match=rf"{places['a']}@v{STEPS} does not fit [^$]*0\.bias"
+        ):
             job.checkpointer.restore(fork_from=places["a"])
         assert job.fingerprint() == before
         job.checkpointer.abandon()
     assert places.marks("a") == []
     assert not (Path(places["b"]) / "fork.json").exists()
+
+
+def no_link(*paths: Any) -> None:
+    raise OSError(errno.EXDEV, "another file system")
+
+
+def test_the_source_may_be_deleted_if_its_files_have_second_names(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = {"persistent_path": places["far"], "persistent_every_steps": STEPS}
+    state = places.train("a", **far)
+    assert main(["fork", places["a"], places["b"]]) == 0
+    assert "the source may be deleted" in capsys.readouterr().out
+    shutil.rmtree(places["a"])
+    for _ in range(2):
+        with places.job("b") as job:
+            assert job.restore() == STEPS
+            assert job.fingerprint() == state
+            job.checkpointer.abandon()
+    assert main(["list", places["b"]]) == 0
+    assert "no checkpoints here" in capsys.readouterr().out, "these are another job's"
+    with places.job("b") as job:
+        assert job.restore() == STEPS
+        job.run(STEPS + 1)
+    assert not [*Path(places["b"]).glob("*.kept")]
+    assert main(["fork", f"{places['far']}@{STEPS}", places["c"]]) == 0
+    shutil.rmtree(places["far"])
+    with places.job("c") as job:
+        assert job.restore() == STEPS
+        assert job.fingerprint() == state
+
+
+def test_the_command_takes_paths_with_the_name_of_the_node(
+    places: Places, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERCKPT_NODE", "n3")
+    state = places.train("a/{node}")
+    assert main(["fork", places["a/{node}"], places["b/{node}"]]) == 0
+    assert sorted(each.suffix for each in Path(places["b/n3"]).iterdir()) == [".json", ".kept"]
+    with places.job("b/{node}") as job:
+        assert job.restore() == STEPS
+        assert job.fingerprint() == state
+        job.checkpointer.abandon()
+    shutil.rmtree(places["b/n3"])
+    assert main(["fork", places["a/{node}"], places["b/{node}"]]) == 0
+    assert main(["fork", "--cancel", places["b/{node}"]]) == 0
+    assert [*Path(places["b/n3"]).iterdir()] == []
+
+
+def damage(folder: str, version: int) -> None:
+    path = next(Path(folder).glob(f"v{version:010d}*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_source_that_is_gone_or_damaged_is_refused_with_a_remedy_that_works(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierckpt.storage.forks.os.link", no_link)
+    places.train("a")
+    with places.job("b") as job:
+        with pytest.raises(
+            RestoreError, match=r"nothing to begin from: .* not a directory.*number"
+        ):
+            job.checkpointer.restore(fork_from=f"{places['a']}@latest")
+        assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
+        job.checkpointer.abandon()
+    moved = Path(places["a"]).rename(places["moved"])
+    with places.job("b", fork_from=str(moved)) as job:
+        with pytest.raises(RestoreError, match="To take the first one back: tierckpt fork --can"):
+            job.restore()
+        job.checkpointer.abandon()
+    with places.job("b") as job:
+        with pytest.raises(RestoreError, match=r"Bring it back; or, .*: tierckpt fork --cancel"):
+            job.restore()
+        job.checkpointer.abandon()
+    assert main(["fork", "--cancel", places["b"]]) == 0
+    damage(places["moved"], STEPS)
+    with places.job("b", fork_from=str(moved)) as job:
+        with pytest.raises(RestoreError, match=f"another version: {moved}@v5 is complete"):
+            job.restore()
+        assert job.checkpointer.restore(fork_from=f"{moved}@v5") == 5
 
 
 def test_the_command_orders_a_fork_and_takes_the_order_back(

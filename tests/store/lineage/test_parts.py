@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,4 +175,100 @@ def test_parts_need_a_source_and_a_name(tmp_path: Path, shm_dir: Path) -> None:
         ckpt.restore(only="model")
     with pytest.raises(ValueError, match="the parts are 'model', 'optimizer', 'extra'"):
         ckpt.load_from(tmp_path / "a", only="weights")
+    ckpt.abandon()
+
+
+def moments(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bytes:
+    return raw_bytes(optimizer.state[param]["exp_avg"])
+
+
+def test_the_optimizer_of_a_head_of_another_shape_keeps_its_own_state(
+    source: dict[str, bytes], tmp_path: Path, shm_dir: Path
+) -> None:
+    model, ckpt, optimizer = new(tmp_path / "new", shm_dir, classes=5)
+    step(model, optimizer, ckpt)
+    ckpt.complete()
+    body, head = model.encoder[0].weight, model.head.weight  # type: ignore[index]
+    before = moments(optimizer, body), moments(optimizer, head)
+    report = ckpt.load_from(
+        tmp_path / "source",
+        only=("model", "optimizer"),
+        map={"backbone.*": "encoder.*"},
+        strict=False,
+    )
+    assert report.other == [
+        f"optimizer 'optimizer': the state of head.{each} was left out, as its parameter does not "
+        "fit"
+        for each in ("weight", "bias")
+    ]
+    assert moments(optimizer, body) != before[0]
+    assert moments(optimizer, head) == before[1]
+    step(model, optimizer, ckpt)
+    ckpt.abandon()
+
+
+@pytest.mark.parametrize(
+    ("map_", "text"),
+    [
+        ({}, r"only there: backbone.0.bias, .*; only here: encoder.0.bias, "),
+        ({"backbone.0.*": "encoder.1.*"}, "has other parameters in the source"),
+    ],
+)
+def test_an_optimizer_of_other_parameters_is_left_out(
+    source: dict[str, bytes], tmp_path: Path, shm_dir: Path, map_: dict[str, str], text: str
+) -> None:
+    _, ckpt, optimizer = new(tmp_path / "new", shm_dir)
+    report = ckpt.load_from(
+        tmp_path / "source", only=("model", "optimizer"), map=map_, strict=False
+    )
+    assert any(re.search(text, each) for each in report.other)
+    assert not optimizer.state
+    ckpt.abandon()
+
+
+class Counting(torch.optim.Adam):
+    """Its `state_dict()` has a value under a parameter's name."""
+
+    seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return {**super().state_dict(), "seen": self.seen, "first": params[0]}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        told = dict(state_dict)
+        self.seen, _ = told.pop("seen"), told.pop("first")
+        super().load_state_dict(told)
+
+
+def test_an_optimizer_with_values_of_its_own_is_taken_under_the_same_names(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    def made(body: str, path: Path) -> tuple[Net, Counting, Checkpointer]:
+        model = Net(body, 3)
+        optimizer = Counting(model.parameters(), lr=0.1)
+        places: dict[str, Any] = {"path": path, "shm_dir": str(shm_dir)}
+        ckpt = Checkpointer(model, optimizer, **places, local_every_steps=1, when_busy="wait")
+        return model, optimizer, ckpt
+
+    model, optimizer, ckpt = made("backbone", tmp_path / "source")
+    optimizer.seen = 7
+    step(model, optimizer, ckpt)
+    ckpt.close()
+    model, optimizer, ckpt = made("backbone", tmp_path / "same")
+    assert not ckpt.load_from(tmp_path / "source", only=("model", "optimizer")).differences
+    assert optimizer.seen == 7
+    assert optimizer.state
+    ckpt.abandon()
+    model, optimizer, ckpt = made("encoder", tmp_path / "other")
+    taken: dict[str, Any] = {
+        "only": ("model", "optimizer"),
+        "map": {"backbone.*": "encoder.*"},
+    }
+    with pytest.raises(StateMismatchError, match="is taken only without map="):
+        ckpt.load_from(tmp_path / "source", **taken)
+    report = ckpt.load_from(tmp_path / "source", **taken, strict=False)
+    assert len(report.other) == 1
+    assert not optimizer.state
+    assert optimizer.seen == 0
     ckpt.abandon()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests.support.frameworks.jobs import Job, Run
 
@@ -61,6 +62,21 @@ def goes_back_once(job: Job, kills: tuple[str, str], version: int, plain: Run) -
         assert 0 < back.place_in(plain, rank) < again.place_in(plain, rank)
 
 
+def a_fork_goes_on_exactly(source: Job, fork: Job, kills: tuple[str, str], plain: Run) -> None:
+    """Kill `source`; begin `fork` where that was, by the environment, kill it before it has a
+    version of its own on disk, and run it to its end. Assert that both write what `plain` has."""
+    assert not source.start(kills[0]).ended()
+    path = (source.scenario.settings or {})["path"]
+    environment = {"TIERCKPT_FORK_FROM": path}
+    for kill in (kills[1], ""):
+        run = fork.start(kill, environment)
+        assert run.ended() is not bool(kill), run.output()
+        assert fork.fired(kill) or not kill, run.output()
+        assert all(run.place_in(plain, rank) > 0 for rank in range(2)), run.output()
+    assert [*Path(path).glob("*.fork")], "it has versions of its own"
+    assert not [*Path(path).glob("*.hold")]
+
+
 def goes_on_with_the_same_samples(killed: Run, other: Run, whole: Run, steps_an_epoch: int) -> None:
     """Assert that `other`, with another number of ranks than the job that was killed, trains on the
     samples that `whole` has in the same steps. The last step of an epoch may be filled up with
@@ -87,6 +103,7 @@ def samples_of_steps(run: Run) -> dict[int, set[int]]:
 
 
 __all__ = [
+    "a_fork_goes_on_exactly",
     "ends_by_a_signal_and_goes_on",
     "goes_on_after_an_error",
     "goes_on_exactly",

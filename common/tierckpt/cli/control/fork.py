@@ -45,14 +45,11 @@ def fork(args: argparse.Namespace, console: Console) -> None:
             text = f"{args.path}: the order to begin from {origin} is taken back, and its hold"
             console.print(text, soft_wrap=True)
             return
-        origin, notices = order_fork(args.source, args.path)
+        origin, sentences = order_fork(args.source, args.path)
     except OSError as error:
         raise ConfigError(f"no fork could be made: {error}") from error
     console.print(f"{args.path}: the next start begins from {origin}", soft_wrap=True)
-    if not notices:
-        text = f"v{origin.id.version} is held there until this job has a version of its own on disk"
-        console.print(text, soft_wrap=True)
-    for text in notices:
+    for text in sentences:
         console.print(text, soft_wrap=True)
     text = f"to take this back before that start: tierckpt fork --cancel {shlex.quote(args.path)}"
     console.print(text, soft_wrap=True)

@@ -48,6 +48,7 @@ def test_a_killed_fork_is_nothing_or_whole(point: str, tmp_path: Path, shm_dir: 
     held = [each.suffix for each in (tmp_path / "source").iterdir() if "of" not in each.name]
     assert held.count(".hold") == 0
     assert held.count(".fork") == 1
+    assert not [*(tmp_path / "b").glob("*.kept")]
     with TinyJob(tmp_path / "source", **places) as job:
         job.restore()
         job.run(STEPS + 4)
