@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import stat
 from pathlib import Path
 
 from tierckpt.errors import RestoreError
 from tierckpt.offline.stored_version import StoredVersion
 from tierckpt.storage.routed.folders import checked_name
+
+
+def recognizes(path: Path) -> bool:
+    """True for a folder that looks as if `write` had made it."""
+    return all(each.is_dir() and re.fullmatch(r"\d{5,}", each.name) for each in path.iterdir())
 
 
 def write(version: StoredVersion, out: Path) -> int:
@@ -25,11 +32,11 @@ def write(version: StoredVersion, out: Path) -> int:
             with path.open("wb") as file:
                 for window in shard.windows(low, high):
                     file.write(window)
-            path.chmod(modes[name])
+            path.chmod(modes[name] | stat.S_IRUSR)
             count += 1
     if not count:
         raise RestoreError(f"{version.text()} has no files: no program routed any")
     return count
 
 
-__all__ = ["write"]
+__all__ = ["recognizes", "write"]
