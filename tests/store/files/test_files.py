@@ -278,6 +278,14 @@ def test_a_refused_version_is_not_offered_again(make: Make) -> None:
     third = make(local_keep_last=3)
     assert read(third) == {"x": b"2"}
     assert write(third, x=b"4")
+    third.abandon()
+    fourth = make(local_keep_last=3)
+    while fourth.load() is not None:
+        fourth.refuse()
+    assert "the program refused all versions in" in said(fourth, "restored")
+    fourth.abandon()  # as killed again: nothing has replaced them, so they are offered again
+    fifth = make(local_keep_last=3)
+    assert read(fifth) == {"x": b"4"}
 
 
 def test_a_damaged_copy_is_replaced_by_another(make: Make, tmp_path: Path) -> None:
