@@ -244,6 +244,12 @@ class Files:
         return number, str(number)
 
     @property
+    def ranks_found(self) -> int:
+        """Number of ranks that wrote the version that was found; 0 if none was."""
+        found = self._restart.found if self._restart is not None else None
+        return 0 if found is None else len(found.plan.sources)
+
+    @property
     def begun(self) -> bool:
         """True once the run has begun: from a restored version, or with its first one."""
         return bool(self._job.history.lineage)

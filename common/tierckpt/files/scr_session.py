@@ -10,6 +10,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
+from tierckpt._text import counted
 from tierckpt.errors import TierckptError
 from tierckpt.group import Group
 
@@ -37,11 +38,6 @@ class ScrSession:
         self.files = Files(group=group, when_busy="wait", **settings.of_files)
         if settings.notice:
             self._note(settings.notice)
-        if not settings.advises:
-            self._note(
-                "need_checkpoint() is true only if the job is to end: set SCR_CHECKPOINT_INTERVAL, "
-                "SCR_CHECKPOINT_SECONDS or SCR_CHECKPOINT_OVERHEAD, or do not ask it"
-            )
         self._phase = Phase.IDLE
         self._restored: Mapping[str, str] = {}
         self._calls = 0
@@ -128,7 +124,15 @@ class ScrSession:
     def start_restart(self) -> str:
         """See `scr.start_restart`."""
         self._in(Phase.IDLE, "start_restart()")
-        restored = self.files.load() if self.have_restart() is not None else None
+        name, size = self.have_restart(), self._group.size
+        if name is not None and (wrote := self.files.ranks_found) != size:
+            place = os.path.join(self._settings.prefix, ".tierckpt")
+            raise TierckptError(
+                f"checkpoint {name!r} has files of {counted(wrote, 'rank')}, and this job has "
+                f"{size}: start as many. Or write all files to a folder (`tierckpt export {place} "
+                f"FOLDER --format files`), read them there, and call current({name!r})"
+            )
+        restored = self.files.load() if name is not None else None
         if restored is None:
             raise TierckptError("start_restart(): there is no checkpoint; ask have_restart() first")
         self._restored, self._phase = restored, Phase.RESTART
@@ -166,6 +170,11 @@ class ScrSession:
         """See `scr.need_checkpoint`."""
         self._in(Phase.IDLE, "need_checkpoint()")
         self._calls += 1
+        if self._calls == 1 and not self._settings.advises:
+            self._note(
+                "need_checkpoint() is true only if the job is to end: set SCR_CHECKPOINT_INTERVAL, "
+                "SCR_CHECKPOINT_SECONDS or SCR_CHECKPOINT_OVERHEAD, or do not ask it"
+            )
         due: bool = self._group.all_gather_object(self._is_due(time.monotonic()))[0]
         return self.files.should_exit() or due
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tierckpt.cli.main import main
 from tierckpt.errors import TierckptError
 from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession
 from tierckpt.files.scr_settings import merged, scr_settings
@@ -94,6 +95,27 @@ def test_an_output_that_cannot_be_copied_leaves_no_part(start: Start, tmp_path: 
     (tmp_path / "x.txt").mkdir()  # in the way
     assert not write(session, "step_1", CHECKPOINT | OUTPUT)
     assert not list(tmp_path.glob("*part*"))
+
+
+def test_another_number_of_ranks_reads_an_export(start: Start, tmp_path: Path) -> None:
+    def rank(group: ThreadGroup) -> None:
+        session = start(group)
+        session.start_output("step_1", CHECKPOINT)
+        Path(session.route(f"{group.rank}.txt")).write_text(f"{group.rank}")
+        assert session.complete_output(True)
+        session.finalize()
+
+    run_ranks(2, rank)
+    session = start()
+    with pytest.raises(TierckptError, match=r"'step_1' has files of 2 ranks, and this job has 1"):
+        session.start_restart()
+    export = ["export", str(tmp_path / ".tierckpt"), str(tmp_path / "all"), "--format", "files"]
+    assert main(export) == 0
+    assert [(tmp_path / f"all/0000{n}/{n}.txt").read_text() for n in (0, 1)] == ["0", "1"]
+    session.current("step_1")
+    assert write(session, "step_2")
+    session.files.abandon()
+    assert start().have_restart() == "step_2"
 
 
 def test_ranks_with_other_flags_are_refused(start: Start) -> None:
