@@ -142,6 +142,8 @@ def test_an_error_ends_the_version_and_the_last_one_stays(make: Make) -> None:
     assert "rank 0 could not complete it: ZeroDivisionError: on purpose" in said(files)
     with pytest.raises(TierckptError, match="has ended"):
         f.route("y")
+    with pytest.raises(FileNotFoundError):
+        Path(f.routed["x"]).write_bytes(b"late")
     files.abandon()
     again = make()
     assert read(again) == {"x": b"1"}
