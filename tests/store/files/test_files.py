@@ -22,7 +22,9 @@ from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Event
 from tierckpt.files import Files, VersionFiles
 from tierckpt.halt import request_file
+from tierckpt.storage.files.mounts import Mount
 from tierckpt.storage.memory.job_directory import JobBusyError
+from tierckpt.storage.routed import source_file
 
 Make = Callable[..., Files]
 
@@ -176,6 +178,17 @@ def test_a_file_mapped_for_writing_is_not_complete(make: Make) -> None:
     with files.version() as f:
         np.memmap(f.route("x"), np.uint8, "w+", shape=(9,))[:] = 1
     assert f.complete
+
+
+def test_a_file_system_that_cannot_tell_stores_what_is_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_file, "mount_of", lambda path: Mount("/home", "nfs4"))
+    files = make()
+    f = files.begin()
+    with Path(f.route("x")).open("wb", buffering=0) as file:
+        file.write(b"1")
+        assert files.end()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierckpt.errors import TierckptError
+from tierckpt.storage.files.mounts import SHARED, mount_of
 
 PREFIX = "file/"
 """Begin of the names of entries that are files."""
@@ -55,7 +56,7 @@ class SourceFile:
 
 def _is_open_for_writing(path: str) -> bool:
     """True if a process of this node has the file open, or mapped, for writing. False if the file
-    system cannot tell.
+    system cannot tell: those that other machines see refuse leases for reasons of their own.
 
     The kernel grants a lease for reading only if there is no such process. SIGURG, which processes
     ignore, in place of SIGIO, which ends them, would come if one opened the file at this moment.
@@ -66,7 +67,7 @@ def _is_open_for_writing(path: str) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as error:
-        return error.errno == errno.EAGAIN
+        return error.errno == errno.EAGAIN and mount_of(os.path.realpath(path)).kind not in SHARED
     finally:
         os.close(fd)
     return False
