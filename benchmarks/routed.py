@@ -127,9 +127,7 @@ def main() -> None:
     print(table(rows))
     if options.json:
         results = [{k: v for k, v in asdict(row).items() if k != "samples"} for row in rows]
-        write_json(
-            options.json, {"machine": about, "file_bytes": options.mb << 20, "rows": results}
-        )
+        write_json(options.json, {**about, "file_bytes": options.mb << 20, "rows": results})
 
 
 if __name__ == "__main__":

@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tierckpt._host import host_id
 from tierckpt.errors import TierckptError
 from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession
-from tierckpt.files.scr_settings import KNOWN, scr_settings
+from tierckpt.files.scr_settings import merged, of_file, scr_settings
 
 FLAG_NONE = 0
 """No flag."""
@@ -66,8 +67,7 @@ def config(conf: str) -> str | None:
     name, is_set, value = conf.partition("=")
     name = name.strip()
     if not is_set:
-        found = os.environ.get(name) or _given.get(name) or KNOWN.get(name)
-        return found or None
+        return merged(_given, _in_file(), os.environ).get(name) or None
     if _session is not None:
         raise RuntimeError(f"config({conf!r}) after init(): call it before")
     if value.strip():
@@ -75,6 +75,21 @@ def config(conf: str) -> str | None:
     else:
         _given.pop(name, None)
     return None
+
+
+def _in_file() -> dict[str, str]:
+    """The settings of the user's file: SCR_CONF_FILE, or `.scrconf` in SCR_PREFIX."""
+    prefix = merged(_given, {}, os.environ)["SCR_PREFIX"]
+    named = os.environ.get("SCR_CONF_FILE")
+    try:
+        text = Path(named or os.path.join(prefix, ".scrconf")).read_text()
+    except FileNotFoundError:
+        if not named:
+            return {}
+        raise RuntimeError(f"SCR_CONF_FILE is {named}, which does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RuntimeError(f"SCR's configuration file cannot be read: {error}") from error
+    return of_file(text, os.environ)
 
 
 def init() -> None:
@@ -89,7 +104,8 @@ def init() -> None:
     group = MPIGroup(MPI.COMM_WORLD)
     hosts = group.all_gather_object(host_id(os.environ.get("TIERCKPT_NODE", "")))
     try:
-        _session = ScrSession(scr_settings(_given, os.environ, len(set(hosts))), group)
+        found = merged(_given, _in_file(), os.environ)
+        _session = ScrSession(scr_settings(found, len(set(hosts))), group)
     except TierckptError as error:
         raise RuntimeError(str(error)) from error
 
@@ -148,7 +164,8 @@ def should_exit() -> bool:
 
 
 def current(name: str) -> None:
-    """Name the checkpoint that the program restarted from without the calls for a restart."""
+    """Name a checkpoint, before the first output: the one that `have_restart` is to offer, or the
+    one from which the program restarted without these calls."""
     _now(lambda session: session.current(name), "current()")
 
 
@@ -165,7 +182,8 @@ def delete(name: str) -> None:
 def _kept(call: str, name: Any) -> str:
     return (
         f"{call}({name!r}): tierckpt removes no single version on demand, as other versions and "
-        "nodes may depend on it. SCR_CACHE_SIZE and SCR_PREFIX_SIZE limit their number"
+        "nodes may depend on it. Leave this call out: SCR_CACHE_SIZE and SCR_PREFIX_SIZE limit the "
+        "number of checkpoints. Files of output are at their own paths: remove them there"
     )
 
 

@@ -127,12 +127,16 @@ class Checkpointer(CheckpointerCore):
         folders = self._file_folders()
         folders.clear()
         routed = VersionFiles(folders.routed, self.version + 1, "of the next boundary")
-        yield routed
-        sources = routed.sources(lambda text: self._reports.notice(text, logging.WARNING))
-        if self._restored_paths is None:  # they are not there any more
-            self._restored_paths = {}
-        self._state.routed.replace(sources)
-        routed.complete = True
+        try:
+            yield routed
+            sources = routed.sources(lambda text: self._reports.notice(text, logging.WARNING))
+            if self._restored_paths is None:  # they are not there any more
+                self._restored_paths = {}
+            self._state.routed.replace(sources)
+            routed.complete = True
+        finally:
+            routed.complete = bool(routed.complete)
+            folders.clear()  # so a file that is opened later is an error
 
     @property
     def restored_files(self) -> Mapping[str, str]:

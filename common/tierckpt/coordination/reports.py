@@ -115,9 +115,11 @@ class Reports:
         what = {"version": version, "level": level, "message": why, "behind_since": newest}
         self.emit("skipped", **what, reason="superseded", severity=logging.INFO)
 
-    def lost(self, version: int, why: str) -> None:
-        """Report that a version is lost in memory, and therefore on all levels."""
-        self.emit("failed", **self._failure(MEMORY, version, why))
+    def lost(self, version: int, why: str, shown_elsewhere: bool = False) -> None:
+        """Report that a version is lost in memory, and therefore on all levels. `shown_elsewhere`:
+        another rank shows the same report."""
+        failure = self._failure(MEMORY, version, why)
+        self.emit("failed", **failure | ({"severity": logging.DEBUG} if shown_elsewhere else {}))
 
     def left_behind(self, level: Level, id_: VersionId, why: str) -> None:
         """Report that the peer or persistent level probably does not get this node's part of a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Unpack
@@ -229,13 +230,24 @@ class Files:
         last = self._job.version
         if name is None or isinstance(name, str):
             return last + 1, name or str(last + 1)
-        number = int(name)
+        try:
+            number = operator.index(name)
+        except TypeError:
+            raise TierckptError(
+                f"version({name!r}): give a whole number, a name, or nothing"
+            ) from None
         if number <= last:
             raise TierckptError(
                 f"version({number}): the last version is {last}, and numbers must grow. Give a "
                 "larger number, or none"
             )
         return number, str(number)
+
+    @property
+    def ranks_found(self) -> int:
+        """Number of ranks that wrote the version that was found; 0 if none was."""
+        found = self._restart.found if self._restart is not None else None
+        return 0 if found is None else len(found.plan.sources)
 
     @property
     def begun(self) -> bool:

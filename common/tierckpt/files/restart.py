@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tierckpt._text import counted
 from tierckpt.checkpointer.repair import repair
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise
 from tierckpt.coordination.rollback_records import keep_record
@@ -112,7 +113,7 @@ class Restart:
         if ranks is None:
             if shards != group.size:
                 raise TierckptError(
-                    f"version {self.name} has files of {shards} ranks, and this job has "
+                    f"version {self.name} has files of {counted(shards, 'rank')}, and this job has "
                     f"{group.size}. restore(ranks=[...]) returns the files of the ranks that you "
                     "name, on each rank its own choice"
                 )

@@ -48,7 +48,7 @@ class Saving:
         gathered = job.group.all_gather_object((trouble, due, job.agent.busy() > 0, about))
         job.version = files.number
         if why := _why_not([theirs for theirs, *_ in gathered], [each for *_, each in gathered]):
-            job.reports.lost(files.number, why)
+            job.reports.lost(files.number, why, shown_elsewhere=job.group.rank > 0)
             self._clear()
             return False
         assert shard is not None

@@ -10,6 +10,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
+from tierckpt._text import counted
 from tierckpt.errors import TierckptError
 from tierckpt.group import Group
 
@@ -37,11 +38,6 @@ class ScrSession:
         self.files = Files(group=group, when_busy="wait", **settings.of_files)
         if settings.notice:
             self._note(settings.notice)
-        if not settings.advises:
-            self._note(
-                "need_checkpoint() is true only if the job is to end: set SCR_CHECKPOINT_INTERVAL, "
-                "SCR_CHECKPOINT_SECONDS or SCR_CHECKPOINT_OVERHEAD, or do not ask it"
-            )
         self._phase = Phase.IDLE
         self._restored: Mapping[str, str] = {}
         self._calls = 0
@@ -49,6 +45,8 @@ class ScrSession:
         self._ended = time.monotonic()
         self._began = self._ended
         self._costs_seconds: list[float] = []
+        self._named = settings.current
+        """Name of the checkpoint that was asked for, by SCR_CURRENT or `current`; else empty."""
         self._output: dict[str, str] = {}
         """Paths of a version's files by their paths in the prefix; of output, both are the same."""
         self._flags = 0
@@ -105,18 +103,36 @@ class ScrSession:
     def have_restart(self) -> str | None:
         """See `scr.have_restart`."""
         self._in(Phase.IDLE, "have_restart()")
-        if self.files.begun:
-            return None
+        return None if self.files.begun else self._find()
+
+    def _find(self) -> str | None:
+        """The newest checkpoint, or the named one."""
         name = self.files.latest()
-        while name is not None and self._settings.current not in ("", name):
+        seen = []
+        while self._named and name not in (None, self._named):
+            seen.append(str(name))
             self.files.refuse()
             name = self.files.latest()
+        if self._named and name is None:
+            wanted, self._named = self._named, ""
+            raise TierckptError(
+                f"there is no complete checkpoint {wanted!r} (SCR_CURRENT, or current()), but: "
+                f"{', '.join(seen) or 'none'}"
+            )
         return name
 
     def start_restart(self) -> str:
         """See `scr.start_restart`."""
         self._in(Phase.IDLE, "start_restart()")
-        restored = self.files.load() if self.have_restart() is not None else None
+        name, size = self.have_restart(), self._group.size
+        if name is not None and (wrote := self.files.ranks_found) != size:
+            place = os.path.join(self._settings.prefix, ".tierckpt")
+            raise TierckptError(
+                f"checkpoint {name!r} has files of {counted(wrote, 'rank')}, and this job has "
+                f"{size}: start as many. Or write all files to a folder (`tierckpt export {place} "
+                f"FOLDER --format files`), read them there, and call current({name!r})"
+            )
+        restored = self.files.load() if name is not None else None
         if restored is None:
             raise TierckptError("start_restart(): there is no checkpoint; ask have_restart() first")
         self._restored, self._phase = restored, Phase.RESTART
@@ -125,7 +141,7 @@ class ScrSession:
     def complete_restart(self, valid: bool) -> bool:
         """See `scr.complete_restart`."""
         self._in(Phase.RESTART, "complete_restart()")
-        self._phase, self._restored = Phase.IDLE, {}
+        self._phase, self._restored, self._named = Phase.IDLE, {}, ""
         whole = all(self._group.all_gather_object(bool(valid)))
         if whole:
             self.files.accept()
@@ -136,13 +152,17 @@ class ScrSession:
     def current(self, name: str) -> None:
         """See `scr.current`."""
         self._in(Phase.IDLE, "current()")
-        found = None if self.files.begun else self.files.latest()
-        while found not in (None, name):
-            self.files.refuse()
-            found = self.files.latest()
-        if found is None:
-            raise TierckptError(f"current({name!r}): there is no complete checkpoint of that name")
-        self.files.accept()
+        if self.files.begun:
+            raise TierckptError(
+                f"current({name!r}) after the restart or the first output: call it before"
+            )
+        self._named = name
+        self._find()
+
+    def _begin_from_current(self) -> None:
+        """A program that named its checkpoint has restarted from it by itself."""
+        if self._named and not self.files.begun and self._find() is not None:
+            self.files.accept()
 
     # --- output ---------------------------------------------------------------------------------
 
@@ -150,6 +170,11 @@ class ScrSession:
         """See `scr.need_checkpoint`."""
         self._in(Phase.IDLE, "need_checkpoint()")
         self._calls += 1
+        if self._calls == 1 and not self._settings.advises:
+            self._note(
+                "need_checkpoint() is true only if the job is to end: set SCR_CHECKPOINT_INTERVAL, "
+                "SCR_CHECKPOINT_SECONDS or SCR_CHECKPOINT_OVERHEAD, or do not ask it"
+            )
         due: bool = self._group.all_gather_object(self._is_due(time.monotonic()))[0]
         return self.files.should_exit() or due
 
@@ -173,8 +198,16 @@ class ScrSession:
             raise TierckptError(
                 f"start_output({name!r}, {flags}): flags are FLAG_CHECKPOINT and FLAG_OUTPUT"
             )
+        calls = self._group.all_gather_object((name, flags))
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise TierckptError(
+                    f"start_output{call} by rank {rank}, and start_output{calls[0]} by rank 0: all "
+                    "ranks must give the same name and flags"
+                )
+        self._begin_from_current()
         if flags & CHECKPOINT:
-            self.files.begin(str(name))
+            self.files.begin(str(name) if name else None)
         self._flags, self._phase, self._output = flags, Phase.OUTPUT, {}
         self._began = time.monotonic()
 
@@ -196,6 +229,7 @@ class ScrSession:
     def _copy_out(self) -> str:
         """Copy the files of a checkpoint that is output as well to their own paths; returns the
         reason of a failure."""
+        part = ""
         try:
             for target, path in self._output.items():
                 os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -203,12 +237,15 @@ class ScrSession:
                 shutil.copy2(path, part)
                 os.replace(part, target)
         except OSError as error:
+            with suppress(OSError):
+                os.unlink(part)
             return f"its files could not be copied to SCR_PREFIX: {error}"
         return ""
 
     def finalize(self) -> None:
         """See `scr.finalize`."""
         self._in(Phase.IDLE, "finalize()")
+        self._begin_from_current()
         self.files.close()
 
 

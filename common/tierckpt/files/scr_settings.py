@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from string import Template
 from typing import Any
 
 from tierckpt.errors import ConfigError
@@ -32,11 +33,15 @@ KNOWN = {
     "SCR_CURRENT": "",
 }
 """Settings with an effect, and SCR's defaults."""
+AFRESH = "to start without the checkpoints of earlier runs, give another SCR_PREFIX"
 REFUSED = {
     ("SCR_ENABLE", "0"): "leave out the calls of scr instead",
     ("SCR_GLOBAL_RESTART", "1"): "open the paths that route_file() returns: each rank finds its "
     "own files on its node",
-    ("SCR_FETCH", "0"): "to start without the checkpoints of earlier runs, give another SCR_PREFIX",
+    ("SCR_FETCH", "0"): AFRESH,
+    ("SCR_CACHE_PURGE", "1"): AFRESH,
+    ("SCR_PREFIX_PURGE", "1"): AFRESH,
+    ("SCR_HALT_EXIT", "1"): "leave the loop when should_exit() is true, and call finalize()",
     ("SCR_FLUSH_ON_RESTART", "1"): "restart with have_restart(), which needs no flush first",
     ("SCR_COPY_TYPE", "FILE"): f"give one of {', '.join(SCHEMES)}",
 }
@@ -68,13 +73,29 @@ class ScrSettings:
         return bool(self.interval or self.seconds or self.overhead)
 
 
-def scr_settings(
-    given: Mapping[str, str], environment: Mapping[str, str], nodes: int
-) -> ScrSettings:
-    """Settings from `config()` and from variables, which win, as in SCR, for a job of that many
-    nodes. Raises ConfigError."""
-    own = {name: value for name, value in environment.items() if name.startswith("SCR_")}
-    found = {**KNOWN, **given, **own}
+def merged(
+    given: Mapping[str, str], in_file: Mapping[str, str], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """All settings by name: variables win over the user's file, and that over `config()`, as in
+    SCR."""
+    own = {name: value for name, value in environment.items() if name.startswith("SCR_") and value}
+    return {**KNOWN, **given, **in_file, **own}
+
+
+def of_file(text: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The settings in a user's configuration file. Lines of descriptors (`CKPT=0 TYPE=XOR`) have no
+    effect, as in SCR without SCR_COPY_TYPE=FILE."""
+    found = {}
+    for line in text.splitlines():
+        name, is_set, value = line.partition("#")[0].partition("=")
+        if is_set and name.strip().startswith("SCR_"):
+            found[name.strip()] = Template(value.strip().strip('"')).safe_substitute(environment)
+    return found
+
+
+def scr_settings(found: Mapping[str, str], nodes: int) -> ScrSettings:
+    """What follows from all settings (`merged`) for a job of that many nodes. Raises
+    ConfigError."""
     for (name, value), remedy in REFUSED.items():
         if found.get(name, "").strip().upper() == value:
             raise ConfigError(f"{name}={value} is not supported by tierckpt.scr: {remedy}")
@@ -147,4 +168,4 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-__all__ = ["ScrSettings", "scr_settings"]
+__all__ = ["ScrSettings", "merged", "of_file", "scr_settings"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -60,16 +61,24 @@ class RankState:
 
     manifest: bytes
     tree: bytes
-    """Encoded tree, see `tree`."""
+    """Encoded tree, see `tree`, without the files at its end."""
     specs: tuple[TensorSpec, ...]
     """Specs of per-rank tensors."""
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Files at the end of the tree: the range of each in the shard, by name."""
 
     @staticmethod
-    def of(manifest: bytes, tree: bytes, header: ShardHeader) -> RankState:
-        """Make the state from the shard with that header."""
-        return RankState(
-            manifest, tree, tuple(p.spec for p in header.pieces if p.placement is PER_RANK)
-        )
+    def of(
+        manifest: bytes,
+        tree: bytes,
+        header: ShardHeader,
+        files: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> RankState:
+        """Make the state from the shard with that header. `files`: ranges in the whole tree."""
+        specs = tuple(p.spec for p in header.pieces if p.placement is PER_RANK)
+        at = header.tree_offset
+        there = {name: (at + low, at + high) for name, (low, high) in files.items()}
+        return RankState(manifest, tree, specs, there)
 
 
 @dataclass

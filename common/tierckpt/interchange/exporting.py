@@ -29,13 +29,14 @@ class Target:
         self._out = out = out if out.name else out.absolute()  # "."
         self._temp = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
 
-    def fill(self, write: Callable[[Path], list[str]]) -> list[str]:
+    def fill(self, write: Callable[[Path], list[str]], keep_rights: bool = False) -> list[str]:
         """Have `write` make the file or folder, and give it the name. Returns the result of
-        `write`. Raises ConfigError if it cannot be written; nothing is left then."""
+        `write`. `keep_rights`: the access rights are those that `write` gave. Raises ConfigError if
+        it cannot be written; nothing is left then."""
         out, temp = self._out, self._temp
         try:
             remarks = write(temp)
-            _make_durable(temp)
+            _make_durable(temp, keep_rights)
             _faults.point("target", op="rename")
             self._replace()
         except TierckptError:
@@ -75,16 +76,17 @@ def _files_in(path: Path) -> list[Path]:
     return [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
 
 
-def _make_durable(path: Path) -> None:
-    """Sync all files, and give them the access rights of any new file here: safetensors makes
-    private ones."""
+def _make_durable(path: Path, keep_rights: bool) -> None:
+    """Sync all files, and give them the access rights of any new file here, unless they keep their
+    own: safetensors makes private ones."""
     probe = path.with_name(f"{path.name}.rights")
     probe.touch()
     rights = probe.stat().st_mode & 0o777
     probe.unlink()
     for file in _files_in(path):
         with file.open("rb") as opened:
-            os.fchmod(opened.fileno(), rights)
+            if not keep_rights:
+                os.fchmod(opened.fileno(), rights)
             os.fsync(opened.fileno())
 
 

@@ -114,7 +114,7 @@ def format_of_target(path: Path, name: str | None) -> Format:
         f"{'/'.join(each.suffixes)} ({each.name})" for each in FORMATS if each.suffixes
     )
     raise ConfigError(
-        f"{path}: unknown suffix. Use {known}, or choose with --format: {', '.join(NAMES)}"
+        f"{path}: unknown suffix. Use {known}, or choose with --format: {', '.join(NAMES)}, files"
     )
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from tierckpt.state import tree_codec
+from tierckpt.storage.routed.source_file import PREFIX
 
 from .entry_names import order
 from .leaves import Leaf, bits_of, leaves_of, raw_bytes, shown
@@ -95,7 +97,7 @@ def compare(a: StoredVersion, b: StoredVersion) -> Comparison:
     for rank in common:
         if a.tree_covering(rank) == b.tree_covering(rank):
             continue
-        ours, theirs = leaves_of(a.tree(rank)), leaves_of(b.tree(rank))
+        ours, theirs = (leaves_of(each.tree(rank)) | _files(each, rank) for each in (a, b))
         rows += _leaves(ours, theirs, (rank,))
     rows += _structures(a.structure, b.structure)
     found.differences = sorted(_merged(rows, len(common)), key=lambda each: order(each.name))
@@ -106,6 +108,18 @@ def compare(a: StoredVersion, b: StoredVersion) -> Comparison:
             found.differences.append(
                 Difference("each rank's own state", what, tuple(extra), a=text)
             )
+    return found
+
+
+def _files(version: StoredVersion, rank: int) -> dict[str, Leaf]:
+    """Files in a rank's tree as leaves: of each its size and a digest. (Others are entries.)"""
+    shard, found = version.shards[rank], dict[str, Leaf]()
+    for name, (low, high) in version.files(rank).items():
+        if PREFIX + name not in version.own:
+            hasher = xxhash.xxh3_64()
+            for window in shard.windows(low, high):
+                hasher.update(window)
+            found[PREFIX + name] = f"{high - low} bytes #{hasher.hexdigest()}"
     return found
 
 

@@ -212,7 +212,7 @@ class _Reading:
         self._attempt, self._model_only = attempt, model_only
         self._contents = contents = attempt.contents
         self._manifest = Manifest.decode(contents.own.manifest)
-        self._tree = tree_codec.decode(contents.own.tree)
+        self._tree = tree_codec.decode(contents.own.tree, cut=True)
         own = {spec.name: spec for spec in contents.own.specs}
         specs = {n: s for n, s in {**contents.specs, **own}.items() if self._wanted(n)}
         self._tensors = {name: tree_codec.empty(spec, "cpu") for name, spec in specs.items()}

@@ -34,6 +34,8 @@ from tierckpt.restore.shard_image import (
 from tierckpt.restore.shard_reader import check_header
 from tierckpt.restore.verification import RestoreContext, find
 from tierckpt.state import tree_codec as tree
+from tierckpt.storage.routed.source_file import PREFIX
+from tierckpt.storage.routed.tree_files import Range, end_without, files_at_end
 
 from .load import candidates_of, nothing, text_of, version_to_read
 from .survey import Survey, Where, survey
@@ -41,6 +43,8 @@ from .survey import Survey, Where, survey
 KEPT_BLOCKS = 64
 """Limit for all shards of a version, at half a megabyte each: small tensors share blocks. Each
 shard keeps two at least."""
+WINDOW_BYTES = 8 * 1024 * 1024
+"""Bytes that are read at once of a long range."""
 BLOCKS_AT_ONCE = 16
 """Blocks that are fetched side by side."""
 OnRead = Callable[[int], None]
@@ -141,6 +145,18 @@ class Shard:
         before = [low - self._offsets[blocks[0]]] if blocks else []
         digests = tuple(digest_at(self.manifest.digests, n + 1) for n in blocks)
         return (*before, *lengths), digests
+
+    def windows(self, low: int, high: int) -> Iterator[bytes]:
+        """These bytes in order, in parts. Raises CorruptShardError, OSError."""
+        for begin in range(low, high, WINDOW_BYTES):
+            part = np.empty(min(WINDOW_BYTES, high - begin), np.uint8)
+            self.read(begin, part)
+            yield part.tobytes()
+
+    def tree_part(self, low: int, high: int) -> bytes:
+        """A range of the encoded rank tree. Raises CorruptShardError, OSError."""
+        base, _ = self.tree_range()
+        return b"".join(self.windows(base + low, base + high))
 
     def tree_range(self) -> tuple[int, int]:
         """The byte range of the encoded rank tree."""
@@ -281,12 +297,27 @@ class StoredVersion:
         return self.striped.get(name) or self.own.get(name, {}).get(rank)
 
     def tree(self, rank: int) -> dict[str, Any]:
-        """A rank's small state, decoded."""
-        low, high = self.shards[rank].tree_range()
-        data = np.empty(high - low, np.uint8)
-        self.shards[rank].read(low, data)
-        found: dict[str, Any] = tree.decode(data.tobytes())
+        """A rank's small state, decoded. The bytes of files in it are not read: see `files`."""
+        read = self.shards[rank].tree_part
+        end = end_without(self.shards[rank].manifest.rank_state_bytes, self._files_at_end(rank))
+        found: dict[str, Any] = tree.decode(read(0, end), cut=True)
         return found
+
+    def files(self, rank: int) -> dict[str, Range]:
+        """A rank's routed files, entries or parts of its tree: the range of each in the shard, by
+        name."""
+        base, _ = self.shards[rank].tree_range()
+        entries = {
+            name.removeprefix(PREFIX): held[rank].parts[0].range_of(0, held[rank].spec.numel)
+            for name, held in self.own.items()
+            if name.startswith(PREFIX) and rank in held
+        }
+        beside = self._files_at_end(rank).items()
+        return entries | {name: (base + low, base + high) for name, (low, high) in beside}
+
+    def _files_at_end(self, rank: int) -> dict[str, Range]:
+        shard = self.shards[rank]
+        return files_at_end(shard.manifest.rank_state_bytes, shard.tree_part)
 
     def tree_covering(self, rank: int) -> object:
         """A value that is equal for equal trees."""

@@ -21,6 +21,8 @@ from tierckpt.offline.leaves import fingerprint, leaves_of
 from tierckpt.state import tree_codec
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import Slot
+from tierckpt.storage.routed.source_file import PREFIX
+from tierckpt.storage.routed.tree_files import end_without, files_at_end
 
 from . import WALL_CLOCK, loader_passes
 from .records import Writer
@@ -122,8 +124,11 @@ def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
         part = "" if piece.whole else f"[{piece.start}:{piece.stop}]"
         data = digest(view[low : low + piece.nbytes]).hex()
         found[piece.spec.name + part] = f"{piece.spec.dtype}{list(piece.spec.shape)} #{data}"
-    low = header.tree_offset
-    small = tree_codec.decode(bytes(view[low : low + manifest.rank_state_bytes]))
+    tree = view[header.tree_offset :][: manifest.rank_state_bytes]
+    files = files_at_end(len(tree), lambda low, high: bytes(tree[low:high]))
+    for name, (low, high) in files.items():
+        found[PREFIX + name] = f"{high - low} bytes #{digest(tree[low:high]).hex()}"
+    small = tree_codec.decode(bytes(tree[: end_without(len(tree), files)]), cut=True)
     found |= {
         name: fingerprint(leaf)
         for name, leaf in leaves_of(small).items()

@@ -20,7 +20,7 @@ from tierckpt.state.modules.changing_buffers import ChangedBuffers
 from tierckpt.state.modules.custom_states import MODULE_STATES
 from tierckpt.state.names import FIXED, parameter_of, path_of
 from tierckpt.state.optimizers.put_back import OptimizerRestore, Values
-from tierckpt.state.routed_files import FILES
+from tierckpt.state.routed_files import FILES, FileWindows
 from tierckpt.state.training_state import NAMELESS, TrainingState, optimizer_class
 
 from .imported import ImportedNames
@@ -44,8 +44,8 @@ class Loader:
         self.strict = strict
         self.manifest = Manifest.decode(contents.own.manifest)
         """This rank's manifest."""
-        self.saved: dict[str, Any] = tree_codec.decode(contents.own.tree)
-        """This rank's small state."""
+        self.saved: dict[str, Any] = tree_codec.decode(contents.own.tree, cut=True)
+        """This rank's small state. Its files are not filled yet: see `_files`."""
         self.state = state
         self._new = new
         self.rank, self.size = rank, size
@@ -63,6 +63,8 @@ class Loader:
         self._live = self._find_live()
         self._live_specs = {s.name: s for s in tree_codec.specs_of([*self._live.items()])}
         self._imported = self._map_imported()
+        files = (self.saved.get(FILES) or {}) if self.shards == size else {}
+        self._files = FileWindows(contents.own.files, files.get("contents", {}))
         self._fitting: dict[str, bool] = {}
         """See `_param_fits`."""
         self._devices: dict[tuple[str, str], torch.device] = {}
@@ -267,10 +269,13 @@ class Loader:
     def load_window(self, shard: int, offset: int, window: memoryview) -> None:
         """Copy the pieces in this part of a shard into place: see `PieceWriter.take`."""
         self._filler.take(shard, offset, window)
+        if shard == self.rank:
+            self._files.take(offset, window)
 
     def wants(self, shard: int, low: int, high: int) -> bool:
         """Whether `load_window` needs these bytes: see `PieceWriter.wants`."""
-        return self._filler.wants(shard, low, high)
+        of_file = shard == self.rank and self._files.wants(low, high)
+        return of_file or self._filler.wants(shard, low, high)
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
         name = self.live_name(piece.spec.name)

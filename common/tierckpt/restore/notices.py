@@ -224,21 +224,27 @@ class RestoreNotices:
                 return store.owner()
         return ""
 
-    def restored(self, result: Restored) -> None:
-        """Report the end of the restore."""
+    def restored(self, result: Restored, refused: int = 0) -> None:
+        """Report the end of the restore. `refused`: number of versions that the program could not
+        use."""
         level = " and ".join(result.levels)
         self._reports.emit(
             "restored",
             level=level,
             nbytes=result.nbytes,
             seconds=result.seconds,
-            message=self._in_words(result, level),
+            message=self._in_words(result, level, refused),
             severity=logging.INFO if self._rank == 0 else logging.DEBUG,
         )
 
-    def _in_words(self, result: Restored, level: str) -> str:
+    def _in_words(self, result: Restored, level: str, refused: int) -> str:
         if result.partial is not None:
             return f"a fresh start with parts ({result.partial.of_parts}) of {result.forked_from}"
+        if not level and refused:
+            return (
+                f"the program refused all versions in {self._config.directory} ({refused}): a "
+                "fresh start. They are offered again until this run has a version of its own"
+            )
         if not level:
             return f"nothing to restore in {self._config.directory}: a fresh start"
         nbytes, seconds = size_text(result.nbytes), result.seconds["total"]

@@ -165,7 +165,7 @@ class VersionSearch:
         result.rejected = tuple(self._candidates.rejected)
         total_seconds = time.perf_counter() - self._begin_seconds
         result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
-        self._notices.restored(result)
+        self._notices.restored(result, len(self._excluded))
         self._history.forget()
         return result
 

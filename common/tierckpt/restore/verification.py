@@ -27,6 +27,7 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_file import ShardHeader, decode_header
 from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary, counts, lacking
 from tierckpt.restored import Restored, TransferStats
+from tierckpt.storage.routed.tree_files import end_without, files_at_end
 
 from .broadcast import ShardBroadcaster
 from .candidates import Candidates, RankFailures
@@ -369,9 +370,14 @@ def _own_state(share: ShareRead, shard: int) -> RankState:
 
 
 def _own_of(image: ShardImage, header: ShardHeader) -> RankState:
-    low = header.tree_offset
-    tree_bytes = bytes(image.view[low : low + image.manifest.rank_state_bytes])
-    return RankState.of(image.manifest.encode(), tree_bytes, header)
+    nbytes, base = image.manifest.rank_state_bytes, header.tree_offset
+
+    def read(low: int, high: int) -> bytes:
+        return bytes(image.view[base + low : base + high])
+
+    files = files_at_end(nbytes, read)
+    tree = read(0, end_without(nbytes, files))
+    return RankState.of(image.manifest.encode(), tree, header, files)
 
 
 __all__ = ["RestoreContext", "ShareRead", "SpillPolicy", "find", "read", "verify"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierckpt.storage.routed.source_file import SourceFile
@@ -45,6 +46,32 @@ class KeptFile:
             content = torch.frombuffer(mapped, dtype=torch.uint8)
         os.unlink(source.path)
         return KeptFile(content, source.mode)
+
+
+class FileWindows:
+    """Fills restored files from the windows of their shard, so that none is in memory twice."""
+
+    def __init__(
+        self, ranges: Mapping[str, tuple[int, int]], contents: Mapping[str, torch.Tensor]
+    ) -> None:
+        """`ranges`: of each file in the shard; those without a tensor are left out."""
+        self._parts = [
+            (low, high, contents[name].numpy())
+            for name, (low, high) in ranges.items()
+            if name in contents
+        ]
+
+    def wants(self, low: int, high: int) -> bool:
+        """True if these bytes of the shard belong to a file."""
+        return any(begin < high and low < end for begin, end, _ in self._parts)
+
+    def take(self, offset: int, window: memoryview) -> None:
+        """Copy the parts of files that this window has."""
+        data = np.frombuffer(window, np.uint8)
+        for begin, end, content in self._parts:
+            low, high = max(begin, offset), min(end, offset + len(window))
+            if low < high:
+                content[low - begin : high - begin] = data[low - offset : high - offset]
 
 
 class RoutedState:
@@ -85,4 +112,4 @@ class RoutedState:
         return paths
 
 
-__all__ = ["FILES", "KeptFile", "RoutedState"]
+__all__ = ["FILES", "FileWindows", "KeptFile", "RoutedState"]

@@ -302,8 +302,9 @@ def _row_of(tensor: torch.Tensor | bytes) -> str:
     return _JSON.encode([spec.dtype, spec.shape, spec.stride, spec.device])
 
 
-def decode(data: bytes | memoryview) -> Any:
-    """The inverse of `EncodedTree`, with all tensors on the CPU. Raises FormatError."""
+def decode(data: bytes | memoryview, cut: bool = False) -> Any:
+    """The inverse of `EncodedTree`, with all tensors on the CPU. `cut`: the end is not in `data`,
+    and tensors there are not filled. Raises FormatError."""
     try:
         length = int.from_bytes(bytes(data[:8]), "little")
         header = json.loads(bytes(data[8 : 8 + length]))
@@ -314,7 +315,7 @@ def decode(data: bytes | memoryview) -> Any:
                 "", dtype, tuple(shape), stride and tuple(stride), dtype_of(dtype).itemsize, device
             )
             target = empty(spec, "cpu")
-            if spec.nbytes:
+            if spec.nbytes and not (cut and offset >= len(data)):
                 raw = np.frombuffer(data, np.uint8, spec.nbytes, offset)
                 flat(target).view(torch.uint8).numpy()[:] = raw
             tensors.append(target)

@@ -45,6 +45,7 @@ def test_they_stay_part_of_every_version_until_replaced(tmp_path: Path, shm_dir:
     first.step()
     with pytest.raises(ZeroDivisionError):
         fails(first)
+    assert not [path for path in shm_dir.rglob("half") if path.is_file()]
     first.step()
     weight = first.model.weight.detach().clone()
     first.ckpt.complete()
@@ -67,6 +68,18 @@ def test_they_stay_part_of_every_version_until_replaced(tmp_path: Path, shm_dir:
     assert last.read() == {"a/other": b"1"}
     last.ckpt.close()
     assert not any(shm_dir.iterdir()), "no routed or restored file is left"
+
+
+def test_a_path_is_void_after_the_block(tmp_path: Path, shm_dir: Path) -> None:
+    job = Job(tmp_path, shm_dir)
+    with job.ckpt.files() as f:
+        path = Path(f.route("x"))
+        path.write_bytes(b"1")
+    with pytest.raises(FileNotFoundError):
+        path.write_bytes(b"late")
+    with pytest.raises(TierckptError, match="has ended"):
+        f.route("y")
+    job.ckpt.abandon()
 
 
 def fails(job: Job) -> None:

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,9 +20,11 @@ from tierckpt.cli.main import main
 from tierckpt.core.halt_conditions import HaltRequest
 from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Event
-from tierckpt.files import Files
+from tierckpt.files import Files, VersionFiles
 from tierckpt.halt import request_file
+from tierckpt.storage.files.mounts import Mount
 from tierckpt.storage.memory.job_directory import JobBusyError
+from tierckpt.storage.routed import source_file
 
 Make = Callable[..., Files]
 
@@ -44,9 +47,16 @@ def make(tmp_path: Path, shm_dir: Path) -> Iterator[Make]:
 
 def write(files: Files, number: int | None = None, **contents: bytes) -> bool | None:
     with files.version(number) as f:
-        for name, content in contents.items():
-            Path(f.route(name)).write_bytes(content)
+        put(f, contents)
     return f.complete
+
+
+def put(f: VersionFiles, contents: dict[str, bytes]) -> None:
+    """Write files, which their owner alone may execute."""
+    for name, content in contents.items():
+        path = Path(f.route(name))
+        path.write_bytes(content)
+        path.chmod(0o750)
 
 
 def read(files: Files, **options: Any) -> dict[str, bytes] | None:
@@ -134,10 +144,51 @@ def test_an_error_ends_the_version_and_the_last_one_stays(make: Make) -> None:
     assert "rank 0 could not complete it: ZeroDivisionError: on purpose" in said(files)
     with pytest.raises(TierckptError, match="has ended"):
         f.route("y")
+    with pytest.raises(FileNotFoundError):
+        Path(f.routed["x"]).write_bytes(b"late")
     files.abandon()
     again = make()
     assert read(again) == {"x": b"1"}
     assert write(again, x=b"3")
+
+
+half_written: list[IO[bytes]] = []
+
+
+def stays_open(path: Path) -> None:
+    half_written.append(path.open("wb"))  # noqa: SIM115: the mistake
+
+
+def leads_elsewhere(path: Path) -> None:
+    """Replace the file's folder by a link to another one, and write there."""
+    other = path.parents[3] / "other"
+    other.mkdir()
+    path.parent.rmdir()
+    path.parent.symlink_to(other)
+    path.write_bytes(b"1")
+
+
+def test_a_file_mapped_for_writing_is_not_complete(make: Make) -> None:
+    files = make()
+    with files.version() as f:
+        view = np.memmap(f.route("x"), np.uint8, "w+", shape=(9,))
+    assert f.complete is False
+    assert "delete the memory map" in said(files)
+    del view
+    with files.version() as f:
+        np.memmap(f.route("x"), np.uint8, "w+", shape=(9,))[:] = 1
+    assert f.complete
+
+
+def test_a_file_system_that_cannot_tell_stores_what_is_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_file, "mount_of", lambda path: Mount("/home", "nfs4"))
+    files = make()
+    f = files.begin()
+    with Path(f.route("x")).open("wb", buffering=0) as file:
+        file.write(b"1")
+        assert files.end()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +197,8 @@ def test_an_error_ends_the_version_and_the_last_one_stays(make: Make) -> None:
         (lambda path: None, "was routed and not written"),
         (os.mkdir, "is no plain file"),
         (lambda path: os.symlink("/etc/passwd", path), "is no plain file"),
+        (lambda path: leads_elsewhere(Path(path)), "is no plain file in the folder that route()"),
+        (lambda path: stays_open(Path(path)), "is still open for writing"),
     ],
 )
 def test_what_cannot_be_stored_costs_the_version(
@@ -154,9 +207,11 @@ def test_what_cannot_be_stored_costs_the_version(
     files = make()
     write(files, x=b"1")
     with files.version() as f:
-        spoil(f.route("x"))
+        spoil(f.route("a/x"))
     assert f.complete is False
     assert why in said(files)
+    while half_written:
+        half_written.pop().close()
     assert write(files, x=b"2"), "the program goes on"
 
 
@@ -184,6 +239,8 @@ def test_wrong_orders_are_refused(make: Make) -> None:
         files.begin(5)
     with pytest.raises(RestoreError, match="before the first version"):
         files.restore()
+    with pytest.raises(TierckptError, match=r"version\(6\.5\): give a whole number"):
+        files.begin(6.5)  # type: ignore[arg-type]
     files.begin()
     with pytest.raises(TierckptError, match="inside version 6"):
         files.begin()
@@ -236,6 +293,14 @@ def test_a_refused_version_is_not_offered_again(make: Make) -> None:
     third = make(local_keep_last=3)
     assert read(third) == {"x": b"2"}
     assert write(third, x=b"4")
+    third.abandon()
+    fourth = make(local_keep_last=3)
+    while fourth.load() is not None:
+        fourth.refuse()
+    assert "the program refused all versions in" in said(fourth, "restored")
+    fourth.abandon()  # as killed again: nothing has replaced them, so they are offered again
+    fifth = make(local_keep_last=3)
+    assert read(fifth) == {"x": b"4"}
 
 
 def test_a_damaged_copy_is_replaced_by_another(make: Make, tmp_path: Path) -> None:
@@ -304,7 +369,9 @@ def test_the_shard_is_a_plain_safetensors_file(make: Make, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("named", ["files", "beside a training"])
-def test_the_files_without_the_job(named: str, make: Make, tmp_path: Path, shm_dir: Path) -> None:
+def test_the_files_without_the_job(
+    named: str, make: Make, tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     contents = {"a/x": os.urandom(9_000_000), "empty": b""}
     if named == "files":
         with make() as files:
@@ -315,6 +382,12 @@ def test_the_files_without_the_job(named: str, make: Make, tmp_path: Path, shm_d
         train(tmp_path / "ckpts", shm_dir, contents)
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "ckpts"), str(out), "--format", "files"]) == 0
+    assert main(["export", str(tmp_path / "ckpts"), str(out), "--format", "files"]) == 1
+    assert "--force replaces it" in capsys.readouterr().err
+    (out / "00000" / "a" / "x").write_bytes(b"old")
+    again = ["export", str(tmp_path / "ckpts"), str(out), "--format", "files", "--force"]
+    assert main(again) == 0
+    assert stat.S_IMODE((out / "00000" / "a" / "x").stat().st_mode) == 0o750
     there = (path for path in out.rglob("*") if path.is_file())
     found = {str(path.relative_to(out / "00000")): path.read_bytes() for path in there}
     assert found == contents
@@ -329,8 +402,7 @@ def train(path: Path, shm_dir: Path, contents: dict[str, bytes]) -> None:
         model(torch.ones(2)).sum().backward()
         optimizer.step()
         with ckpt.files() as f:
-            for name, content in contents.items():
-                Path(f.route(name)).write_bytes(content)
+            put(f, contents)
         ckpt.step()
 
 

@@ -70,6 +70,23 @@ def found(a: Path, b: Path, va: int | None = None, vb: int | None = None) -> lis
 # --- differences ---------------------------------------------------------------------------------
 
 
+def test_files_beside_the_state_are_compared(tmp_path: Path) -> None:
+    def routes(content: bytes) -> Change:
+        def change(job: TinyJob) -> None:
+            with job.checkpointer.files() as f:
+                Path(f.route("a/x")).write_bytes(content)
+
+        return change
+
+    one, same, other = (
+        make(tmp_path / str(n), routes(bytes([n // 2]) * 9_000_000)) for n in range(3)
+    )
+    assert found(one, same) == []
+    (difference,) = found(one, other)
+    assert (difference.name, difference.what) == ("file/a/x", "values")
+    assert "9000000 bytes #" in difference.a
+
+
 def weight(job: TinyJob) -> torch.Tensor:
     tensor: torch.Tensor = job.model.get_parameter("0.weight")
     return tensor

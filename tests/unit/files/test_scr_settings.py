@@ -7,14 +7,39 @@ import re
 import pytest
 
 from tierckpt.errors import ConfigError
-from tierckpt.files.scr_settings import REFUSED, scr_settings
+from tierckpt.files.scr_settings import REFUSED, ScrSettings, merged, of_file, scr_settings
+
+
+def settings(given: dict[str, str], environment: dict[str, str], nodes: int) -> ScrSettings:
+    return scr_settings(merged(given, {}, environment), nodes)
+
+
+def test_the_users_file_wins_over_config_and_variables_over_both() -> None:
+    text = """
+    # my job
+    SCR_FLUSH=20    # every 20th
+    SCR_CACHE_BASE="/ssd/$JOB"
+    SCR_CHECKPOINT_INTERVAL = 7
+    CKPT=0 INTERVAL=1 TYPE=XOR
+    """
+    found = of_file(text, {"JOB": "77"})
+    assert found == {
+        "SCR_FLUSH": "20",
+        "SCR_CACHE_BASE": "/ssd/77",
+        "SCR_CHECKPOINT_INTERVAL": "7",
+    }
+    given = {"SCR_FLUSH": "1", "SCR_CACHE_SIZE": "3"}
+    every = merged(given, found, {"SCR_CHECKPOINT_INTERVAL": "9", "PATH": "/bin"})
+    numbers = [every[f"SCR_{name}"] for name in ("FLUSH", "CACHE_SIZE", "CHECKPOINT_INTERVAL")]
+    assert numbers == ["20", "3", "9"]
+    assert "PATH" not in every
 
 
 def test_variables_win_and_defaults_are_those_of_scr() -> None:
-    found = scr_settings({"SCR_CHECKPOINT_INTERVAL": "5"}, {"SCR_CHECKPOINT_INTERVAL": "3"}, 4)
+    found = settings({"SCR_CHECKPOINT_INTERVAL": "5"}, {"SCR_CHECKPOINT_INTERVAL": "3"}, 4)
     assert (found.interval, found.seconds, found.overhead) == (3, 0, 0)
     assert found.advises
-    assert not scr_settings({}, {}, 4).advises
+    assert not settings({}, {}, 4).advises
     of = found.of_files
     assert (of["peer_redundancy"], of["peer_group_size"]) == ("xor", 4)
     assert (of["local_keep_last"], of["persistent_every_steps"]) == (1, 10)
@@ -33,7 +58,7 @@ def test_variables_win_and_defaults_are_those_of_scr() -> None:
     ],
 )
 def test_redundancy_fits_the_nodes(given: dict[str, str], nodes: int, redundancy: str) -> None:
-    found = scr_settings(given, {}, nodes)
+    found = settings(given, {}, nodes)
     assert found.of_files["peer_redundancy"] == redundancy
     lost = redundancy == "none" and given.get("SCR_COPY_TYPE") != "SINGLE"
     assert bool(found.notice) == lost
@@ -42,10 +67,10 @@ def test_redundancy_fits_the_nodes(given: dict[str, str], nodes: int, redundancy
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_values_without_a_counterpart_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(REFUSED[name, value][:20])):
-        scr_settings({name: value}, {}, 1)
+        settings({name: value}, {}, 1)
 
 
 @pytest.mark.parametrize("value", ["-1", "x", "inf"])
 def test_wrong_numbers_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"SCR_FLUSH is '.*'; it must be a number, 0 or more"):
-        scr_settings({"SCR_FLUSH": value}, {}, 1)
+        settings({"SCR_FLUSH": value}, {}, 1)

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from tests.support.exact import image
 from tierckpt.errors import FormatError, UnsupportedStateError
 from tierckpt.state import tree_codec
+from tierckpt.state.routed_files import FileWindows, KeptFile, RoutedState
+from tierckpt.storage.routed.tree_files import end_without, files_at_end
 
 
 def encoded(node: Any, arena: tree_codec.Arena) -> bytes:
@@ -455,3 +457,40 @@ def test_reading_a_column_slice_part_by_part_copies_it_about_once() -> None:
         for low in range(0, sliced.numel(), part):
             tree_codec.row_major(sliced, low, low + part)
     assert sliced.numel() <= copied < 2 * sliced.numel()
+
+
+def test_files_at_the_end_of_a_tree_can_be_left_out() -> None:
+    arena = tree_codec.Arena()
+    value = {"a": torch.arange(70_000), "b": b"x" * 999}
+    rest = tree_codec.pack(value, "value", arena.keep)
+    routed = RoutedState()
+    for name, size in (("big", 100_000), ("empty", 0), ("small", 7)):
+        routed.kept[name] = KeptFile(torch.full((size,), len(name), dtype=torch.uint8), 0o640)
+    data = encoded({"value": rest, "files": routed.pack(arena)}, arena)
+    ranges = files_at_end(len(data), lambda low, high: data[low:high])
+    assert {name: set(data[low:high]) for name, (low, high) in ranges.items()} == {
+        "big": {3},
+        "empty": set(),
+        "small": {5},
+    }
+    end = end_without(len(data), ranges)
+    assert end == len(data) - 100_007
+    decoded = tree_codec.decode(data[:end], cut=True)
+    assert torch.equal(decoded["value"]["a"], torch.arange(70_000))
+    filled = FileWindows(ranges, decoded["files"]["contents"])
+    assert not filled.wants(0, end)
+    for low in range(0, len(data), 30_000):
+        filled.take(low, memoryview(data)[low : low + 30_000])
+    again = tree_codec.decode(data)["files"]["contents"]
+    for name, content in decoded["files"]["contents"].items():
+        assert torch.equal(content, again[name])
+
+
+def test_files_that_are_not_the_end_of_a_tree_are_refused() -> None:
+    arena = tree_codec.Arena()
+    routed = RoutedState()
+    routed.kept["x"] = KeptFile(torch.zeros(9, dtype=torch.uint8), 0o600)
+    files = routed.pack(arena)
+    data = encoded({"files": files, "value": arena.keep(torch.ones(2), "v")}, arena)
+    with pytest.raises(FormatError, match="not its last tensors"):
+        files_at_end(len(data), lambda low, high: data[low:high])

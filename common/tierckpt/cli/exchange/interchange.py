@@ -172,7 +172,7 @@ def _export_files(args: argparse.Namespace, console: Console) -> None:
     from tierckpt.interchange.exporting import Target
     from tierckpt.offline.stored_version import open_version
 
-    target = Target(args.out, args.force, lambda path: False)
+    target = Target(args.out, args.force, files_folder.recognizes)
     counts: list[int] = []
     place = args.path[0] if len(args.path) == 1 else args.path
     with contextlib.closing(open_version(place, args.version, lambda nbytes: None)) as version:
@@ -181,7 +181,7 @@ def _export_files(args: argparse.Namespace, console: Console) -> None:
             counts.append(files_folder.write(version, folder))
             return []
 
-        target.fill(write)
+        target.fill(write, keep_rights=True)
         what = counted(counts[0], "file")
         text = f"{args.out}: {what}, {size_text(target.nbytes)}, of {version.text()}"
         console.print(text, soft_wrap=True)

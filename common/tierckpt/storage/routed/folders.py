@@ -66,9 +66,8 @@ class FileFolders:
             ) from error
 
     def clear(self) -> None:
-        """Remove all routed files."""
+        """Remove all routed files. Never fails: `route` makes the folders that it needs."""
         remove(self.routed)
-        self.routed.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def restored(self, shard: int) -> Path:
         """The folder for the restored files of a shard."""

@@ -51,8 +51,8 @@ class VersionFiles:
 
     def sources(self, say: Callable[[str], None]) -> list[SourceFile]:
         """All files, complete. Files beside them get a notice by `say`: they are not stored. Raises
-        TierckptError if one is missing."""
-        found = [SourceFile.at(name, path) for name, path in sorted(self._routed.items())]
+        TierckptError if one is missing, or see `SourceFile.at`."""
+        found = [SourceFile.at(name, self._folder) for name in sorted(self._routed)]
         known = set(self._routed.values())
         there = (Path(top) / file for top, _, files in os.walk(self._folder) for file in files)
         if strays := sorted(str(p.relative_to(self._folder)) for p in there if p not in known):
