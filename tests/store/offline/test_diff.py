@@ -24,8 +24,8 @@ from tierckpt.errors import ConfigError
 from tierckpt.format.shard_file import decode_header
 from tierckpt.offline.difference import Difference, compare
 from tierckpt.offline.evolution import evolution, layer_norms, versions_at
+from tierckpt.offline.history import Choice
 from tierckpt.offline.stored_version import open_version
-from tierckpt.offline.survey import survey
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import Slot
 from tierckpt.testing import TinyJob
@@ -374,22 +374,23 @@ def test_a_picture_of_all_versions(tmp_path: Path) -> None:
     weight = tierckpt.load(path).model["0.weight"]
     assert told.weights[2]["model/0.weight"] == pytest.approx(float(weight.double().norm()))
     assert all(name.startswith("model/") for each in told.weights for name in each)
-    there = survey(path)
-    with pytest.raises(ConfigError, match="the change needs two versions, but there is v3"):
-        versions_at(there, str(path), 3, None)
+    with pytest.raises(
+        ConfigError, match=r"two versions, but there is v3 for first=3, and others \(v1, v2\)"
+    ):
+        versions_at(str(path), Choice(first=3))
 
 
 def test_a_picture_of_chosen_tensors_and_versions(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
     names = ["0.*", "optimizer/0.*/exp_avg"]
-    told = evolution(str(path), names=names, first=2)
+    told = evolution(str(path), names, Choice(first=2))
     wanted = [f"{name}{key}" for name in ("0.bias", "0.weight") for key in ("", "/exp_avg")]
     assert {*told.weights[0]} == {
         f"optimizer/{name}" if "/" in name else f"model/{name}" for name in wanted
     }
     assert {*told.by_layer().changes[0]} == {"0", "optimizer/0/exp_avg"}
-    with pytest.raises(ConfigError, match="no numbers in nothing"):
+    with pytest.raises(ConfigError, match=r"v1 has no numbers named nothing, but .*0.weight"):
         evolution(str(path), names="nothing")
     assert main(["diff", str(path), "1", "2", "--every", "2"]) == 2
     out = tmp_path / "chosen.png"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import tierckpt
 from tests.store.offline.test_offline import flip_byte
+from tierckpt.cli.main import main
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.offline import stored_version
 from tierckpt.offline.history import History
@@ -106,12 +108,64 @@ def test_a_name_that_is_not_there_is_reported_with_those_that_are(tmp_path: Path
     for saved in tierckpt.history(path, names="head.*", last=1):
         with pytest.raises(KeyError, match=r"'tail.weight' is not among the tensors of v1 .*head"):
             saved.tensors["tail.weight"]
-    with pytest.warns(UserWarning, match=r"v1 has no tensor named 'haed.\*', but .*head.bias"):
-        assert [len(saved.tensors) for saved in tierckpt.history(path, names="haed.*", last=1)] == [
-            0
-        ]
-    with pytest.raises(ConfigError, match="every=0"):
-        tierckpt.history(tmp_path / "ckpts", every=0)
+    found = tierckpt.history(path, names=["haed.*", "tail.*"])
+    with pytest.warns(UserWarning, match=r"v1 has no tensor named haed.\*, but .*head.b") as told:
+        assert [len(saved.tensors) for saved in found] == [1] * STEPS
+    assert len(told) == 1, "not for each version again"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"every": 0}, {"every": "1"}, {"first": 1.5}, {"names": []}, {"names": ""}, {"names": 3}],
+    ids=str,
+)
+def test_an_argument_that_chooses_nothing_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    name, value = next(iter(given.items()))
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}: give a ")):
+        tierckpt.history(tmp_path, **given)
+
+
+def test_no_version_is_reported_with_those_that_are_there(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no checkpoints here"):
+        assert not len(tierckpt.history(tmp_path))
+    made(tmp_path)
+    with pytest.warns(UserWarning, match="no version for every=7, first=2; there is v1, v2, v3"):
+        assert tierckpt.history(tmp_path / "ckpts", every=7, first=2).versions == []
+
+
+# --- runs and jobs -------------------------------------------------------------------------------
+
+
+def test_the_versions_of_a_run_that_was_given_up_are_chosen_by_its_number(tmp_path: Path) -> None:
+    course = made(tmp_path)
+    path = tmp_path / "ckpts"
+    assert main(["rollback", str(path), "3"]) == 0
+    pinned = ["pin", str(path), str(STEPS)]
+    assert main(pinned) == 0
+    with TinyJob(path, model=Model(), agent="inline", local_keep_last=STEPS) as second:
+        assert second.restore() == 3
+        for parameter in second.model.parameters():
+            parameter.data.mul_(2)
+        second.run(4)
+        second.checkpointer.wait()
+    newest = tierckpt.history(path)
+    assert newest.versions == [1, 2, 3, 4]
+    assert tierckpt.history(path, run=2).versions == newest.versions
+    (given_up,) = tierckpt.history(path, run=1, first=STEPS)
+    assert torch.equal(given_up.tensors["head.weight"], course[STEPS]["head.weight"])
+    given_up.close()
+    (last,) = tierckpt.history(path, first=4)
+    assert not torch.equal(last.tensors["head.weight"], course[4]["head.weight"])
+    last.close()
+    with pytest.raises(ConfigError, match="nothing is left of run 3; runs with versions: 1, 2"):
+        tierckpt.history(path, run=3)
+
+
+def test_places_of_two_jobs_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        made(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"places of several jobs: .*one job at a time"):
+        tierckpt.history([tmp_path / "a" / "ckpts", tmp_path / "b" / "ckpts"])
 
 
 # --- only the bytes that are needed --------------------------------------------------------------
@@ -154,7 +208,7 @@ def test_only_the_blocks_of_the_chosen_tensors_are_read(
 def test_tensors_come_in_the_callers_hands_one_version_at_a_time(tmp_path: Path) -> None:
     made(tmp_path)
     read: list[int] = []
-    found = History(tmp_path / "ckpts", "large.weight", None, None, None, read.append)
+    found = History(tmp_path / "ckpts", "large.weight", on_read=read.append)
     opened = []
     for saved in found:
         opened.append(saved)
@@ -220,3 +274,18 @@ def test_a_version_that_is_retired_in_the_meantime_is_skipped(tmp_path: Path) ->
         if saved.version == 2:
             store.retire(next(key for key in store.keys() if key.id.version == 3))  # noqa: SIM118
     assert seen == [1, 2, 4, 5, 6]
+
+
+def test_versions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    codecs = {"persistent_codecs": "delta full_every=4, zstd", "persistent_keep_every": 1}
+    course = made(tmp_path, **far(tmp_path, **codecs))
+    shared = tmp_path / "shared"
+    next(shared.glob("v0000000001.*.manifest")).unlink()
+    with pytest.warns(UserWarning, match="versions may be missing: .*v2 .*refers to v1 .*v3"):
+        assert tierckpt.history(shared).versions == [5, 6]
+    for saved in tierckpt.history(shared, first=5, names="head.weight"):
+        assert torch.equal(saved.tensors["head.weight"], course[saved.version]["head.weight"])
+    for path in shared.glob("v000000000[56].*.manifest"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(RestoreError, match=r"nothing can be read: .*v2"):
+        tierckpt.history(shared)
