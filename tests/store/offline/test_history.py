@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 import tierckpt
 from tests.store.offline.test_offline import flip_byte
+from tests.support.persistent_shards import s3_options
+from tests.support.s3_server import Proxy
 from tierckpt.cli.main import main
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.offline import stored_version
@@ -203,6 +206,31 @@ def test_only_the_blocks_of_the_chosen_tensors_are_read(
         assert sum(read) < 2 * BLOCK_BYTES + 200_000
         assert sum(read) < max(whole) / 10
         assert saved.levels == {"persistent": 1}
+
+
+def test_of_a_store_only_the_ranges_of_the_chosen_tensors_are_read(
+    tmp_path: Path, proxy: Proxy, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by a real S3 server, with differences: a block of the version and one of its base."""
+    url = f"s3://{tmp_path.relative_to(served)}/far"
+    options = s3_options(proxy.url)
+    more = {"persistent_path": url, "persistent_storage_options": options}
+    codecs = {"persistent_codecs": "delta full_every=3, zstd", "persistent_keep_every": 1}
+    course = made(tmp_path, **{**far(tmp_path), **more, **codecs})
+    shutil.rmtree(tmp_path / "ckpts")
+    store = PersistentStore(url, **options)
+    there = {name.id.version: store.read_manifest(name) for name in store.versions()}
+    store.close()
+    assert [version for version, each in there.items() if not each.bases] == [1, 4]
+    monkeypatch.setenv("TIERCKPT_PERSISTENT_STORAGE_OPTIONS", json.dumps(options))
+    proxy.reset()
+    found = tierckpt.history(url, names="head.*")
+    assert proxy.answered_bytes < 100_000, "manifests, and a list"
+    for saved in found:
+        proxy.reset()
+        for name, tensor in saved.tensors.items():
+            assert torch.equal(tensor, course[saved.version][name])
+        assert proxy.answered_bytes < BLOCK_BYTES + 100_000 < there[1].nbytes / 10
 
 
 def test_tensors_come_in_the_callers_hands_one_version_at_a_time(tmp_path: Path) -> None:
