@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import some
-from tierckpt.errors import ConfigError
+from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.format.ids import VersionId
 from tierckpt.restore.progress import Progress
+from tierckpt.restore.shard_image import LOST
 from tierckpt.state.names import FIXED
 
 from .difference import compare_tensors, norm_of
 from .entry_names import Names, in_order, patterns_of
 from .history import Choice, Chosen, choose, chosen
-from .stored_version import StoredVersion, open_version
+from .stored_version import OnRead, StoredVersion, open_version
+from .survey import Survey
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +40,7 @@ class Evolution:
     """From each version to the next."""
     weights: list[Norms]
     """At each version."""
-    gaps: tuple[str, ...] = ()
+    gaps: list[str]
     """Sentences about chosen versions that cannot be read."""
 
     def by_layer(self) -> Evolution:
@@ -73,31 +76,61 @@ def draw(
 
 
 def evolution(path: str, names: Names | None = None, choice: Choice | None = None) -> Evolution:
-    """Norms of the chosen tensors, in float64. Raises as `draw`."""
+    """Norms of the chosen tensors, in float64. A version without a sound copy is left out, and
+    among the gaps. Raises as `draw`."""
     patterns = None if names is None else patterns_of(names)
     there = versions_at(path, choice or Choice())
-    (first, part), *rest = there.parts.items()
-    found = Evolution([id_.version for id_ in there.parts], [], [], there.gaps)
+    found = Evolution([], [], [], [*there.gaps])
+    before: StoredVersion | None = None
     with ExitStack() as stack:
         bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
         bar.begin("comparing")
-        before = open_version(path, first.version, bar.advance, part)
-        try:
-            found.weights.append(_weights(before, patterns))
+        stack.callback(lambda: before.close() if before is not None else None)
+        for id_, part in there.parts.items():
+            if (after := _added(found, before, path, id_, part, patterns, bar.advance)) is None:
+                continue
+            if before is not None:
+                before.close()
+            before = after
             if not found.weights[0]:
-                here = some([*chosen(before, ("*", "*/*"))], 6)
+                here = some([*chosen(after, ("*", "*/*"))], 6)
                 asked = " or ".join(patterns or ("*",))
-                raise ConfigError(f"{path}: {first} has no numbers named {asked}, but {here}")
-            for id_, part in rest:
-                after = open_version(path, id_.version, bar.advance, part)
-                try:
-                    _add(found, before, after, patterns)
-                finally:
-                    before.close()
-                    before = after
-        finally:
-            before.close()
+                raise ConfigError(f"{path}: {id_} has no numbers named {asked}, but {here}")
+    if len(found.versions) < 2:
+        why = some(found.gaps, between="; ")
+        raise RestoreError(f"{path}: fewer than two of the versions can be read: {why}")
     return found
+
+
+def _added(
+    found: Evolution,
+    before: StoredVersion | None,
+    path: str,
+    id_: VersionId,
+    part: Survey,
+    patterns: Sequence[str] | None,
+    on_read: OnRead,
+) -> StoredVersion | None:
+    """Add a version, and return it open; None if there is no sound copy. If a copy proves damaged
+    the verified ones are read; if that fails the copy of `before` is the damaged one."""
+    for verify in (False, True):
+        try:
+            after = open_version(path, id_.version, on_read, part, verify)
+        except RestoreError as error:
+            found.gaps.append(str(error))
+            return None
+        with ExitStack() as undo:
+            undo.callback(after.close)
+            try:
+                _add(found, before, after, patterns)
+            except LOST:
+                if not verify:
+                    continue
+                _add(found, None, after, patterns)
+            undo.pop_all()
+        found.versions.append(id_.version)
+        return after
+    raise AssertionError
 
 
 def versions_at(path: str, choice: Choice) -> Chosen:
@@ -131,21 +164,31 @@ def _weights(version: StoredVersion, patterns: Sequence[str] | None) -> Norms:
 
 
 def _add(
-    found: Evolution, a: StoredVersion, b: StoredVersion, patterns: Sequence[str] | None
+    found: Evolution, a: StoredVersion | None, b: StoredVersion, patterns: Sequence[str] | None
 ) -> None:
-    """Add the norms of `b`, and of the change from `a`. What has not changed is not read."""
-    changes, weights = Norms(), Norms()
-    for entry in _entries(b, patterns):
-        before, after = a.tensor(entry, 0), b.tensor(entry, 0)
-        one = compare_tensors(entry, before, after)
-        if one is None and entry in found.weights[-1]:
-            changes[entry], weights[entry] = 0.0, found.weights[-1][entry]
-        elif one is not None and one.numbers is not None and one.numbers.norm is not None:
-            changes[entry], weights[entry] = one.numbers.norm, one.numbers.norm_b or 0.0
-        elif one is not None and after is not None and (norm := norm_of(after)) is not None:
-            weights[entry] = norm  # new, or of another shape
-    found.changes.append(changes)
+    """Add the norms of `b`, and of the change from `a`, if that can be read."""
+    changes, weights = Norms(), _weights(b, patterns) if a is None else Norms()
+    if a is not None:
+        for entry in _entries(b, patterns):
+            _add_tensor(entry, a, b, found.weights[-1], changes, weights)
+    if found.weights:
+        found.changes.append(changes)
     found.weights.append(weights)
+
+
+def _add_tensor(
+    entry: str, a: StoredVersion, b: StoredVersion, known: Norms, changes: Norms, weights: Norms
+) -> None:
+    """Add one tensor's norms to `changes` and `weights`; `known` are those of `a`. What has not
+    changed is not read."""
+    before, after = a.tensor(entry, 0), b.tensor(entry, 0)
+    one = compare_tensors(entry, before, after)
+    if one is None and entry in known:
+        changes[entry], weights[entry] = 0.0, known[entry]
+    elif one is not None and one.numbers is not None and one.numbers.norm is not None:
+        changes[entry], weights[entry] = one.numbers.norm, one.numbers.norm_b or 0.0
+    elif one is not None and after is not None and (norm := norm_of(after)) is not None:
+        weights[entry] = norm  # new, or of another shape
 
 
 def layer_norms(norms: Mapping[str, float]) -> Norms:

@@ -20,7 +20,7 @@ from tests.store.offline.test_offline import flip_byte
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.cli.main import main
 from tierckpt.cli.version_targets import Target, range_of, targets_of
-from tierckpt.errors import ConfigError
+from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.shard_file import decode_header
 from tierckpt.offline.difference import Difference, compare
 from tierckpt.offline.evolution import evolution, layer_norms, versions_at
@@ -378,6 +378,20 @@ def test_a_picture_of_all_versions(tmp_path: Path) -> None:
         ConfigError, match=r"two versions, but there is v3 for first=3, and others \(v1, v2\)"
     ):
         versions_at(str(path), Choice(first=3))
+
+
+def test_a_version_without_a_sound_copy_is_left_out_of_a_picture(tmp_path: Path) -> None:
+    path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
+    sound = evolution(str(path))
+    (data,) = path.glob("v0000000002.*.safetensors")
+    for at in range(5000, data.stat().st_size, 500):
+        flip_byte(data, at)
+    told = evolution(str(path))
+    assert told.versions == [1, 3]
+    assert told.weights == [sound.weights[0], sound.weights[2]]
+    assert "v2 shard 0 of 1" in " ".join(told.gaps)
+    with pytest.raises(RestoreError, match=r"fewer than two .* can be read: .*v2 shard 0 of 1"):
+        evolution(str(path), choice=Choice(first=2))
 
 
 def test_a_picture_of_chosen_tensors_and_versions(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
         versions = some([f"v{version}" for version in drawn.versions], 8)
         console.print(f"{args.plot}: {versions}", soft_wrap=True)
         for text in drawn.gaps[:MOST_GAPS]:
-            console.print(f"cannot be read, and may be missing there: {text}", soft_wrap=True)
+            console.print(f"cannot be read: {text}", soft_wrap=True)
         return 0
     if not (args.names is args.every is args.run_number is None):
         raise ConfigError("--names, --every and --run choose what --plot draws: add --plot FILE")
