@@ -161,16 +161,21 @@ def _lineage_of(run: int, lineages: Iterable[Lineage], path: str) -> Lineage:
 
 
 def _refuse_two_jobs(chosen: Mapping[VersionId, Survey], path: str) -> None:
-    """A run has one job. (A job that was moved has two names, and each run has one of them.)"""
-    jobs: dict[int, set[str]] = {}
+    """Two jobs have two runs with one number, under different names. (One job may have several
+    names: of its nodes' folders, or since its folder was moved.)"""
+    names: dict[int, dict[str, set[str]]] = {}
     for id_, part in chosen.items():
-        jobs.setdefault(id_.generation, set()).update(copy.facts.job for copy in part.copies)
-    for names in jobs.values():
-        if len(names) > 1:
+        for copy in part.copies:
+            runs = names.setdefault(id_.generation, {})
+            runs.setdefault(copy.facts.run_id, set()).add(copy.facts.job)
+    for runs in names.values():
+        one, *others = runs.values()
+        if any(one.isdisjoint(other) for other in others):
+            jobs = some(sorted(one.union(*others)), 4)
             raise ConfigError(
-                f"{path}: these are places of several jobs: {', '.join(sorted(names))}. Give the "
-                "places of one job at a time: of a fork's source the versions up to its beginning "
-                "(last=...), and then those of the fork"
+                f"{path}: these are places of several jobs: {jobs}. Give the places of one job at "
+                "a time: of a fork's source the versions up to its beginning (last=...), and then "
+                "those of the fork"
             )
 
 

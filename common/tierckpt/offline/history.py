@@ -162,12 +162,16 @@ class Chosen:
     """Sentences about chosen versions that exist and cannot be read."""
     others: tuple[int, ...]
     """Versions that can be read and were not chosen."""
+    parts_only: bool
+    """There are shards, but no complete version."""
 
     def texts(self, choice: Choice) -> Iterator[str]:
         """What to tell whoever chose, if anything."""
         if not self.parts and self.others:
             there = some([f"v{version}" for version in self.others], 6)
             yield f"no version for {choice}; there is {there}"
+        elif self.parts_only:
+            yield "no version is complete here; give the places of all nodes, or the persistent one"
         elif not self.parts:
             yield "no checkpoints here"
         if self.gaps:
@@ -183,7 +187,8 @@ def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
     if gaps and not every:
         raise RestoreError(f"{text_of(path)}: nothing can be read: {some(gaps, MOST_SHOWN, '; ')}")
     parts = {id_: part for id_, part in every.items() if choice.has(id_.version)}
-    return Chosen(parts, gaps, tuple(id_.version for id_ in every if id_ not in parts))
+    others = tuple(id_.version for id_ in every if id_ not in parts)
+    return Chosen(parts, gaps, others, bool(there.copies) and not every)
 
 
 def _gaps(there: Survey, choice: Choice) -> tuple[str, ...]:

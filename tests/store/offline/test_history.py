@@ -23,6 +23,7 @@ from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import TinyJob
+from tierckpt.testing.thread_group import ThreadGroup, run_ranks
 
 STEPS = 6
 BLOCK_BYTES = 512 * 1024
@@ -162,6 +163,21 @@ def test_the_versions_of_a_run_that_was_given_up_are_chosen_by_its_number(tmp_pa
     last.close()
     with pytest.raises(ConfigError, match="nothing is left of run 3; runs with versions: 1, 2"):
         tierckpt.history(path, run=3)
+
+
+def test_the_places_of_two_nodes_are_of_one_job(tmp_path: Path) -> None:
+    """Their paths have no part in common, so the job has a name on each."""
+
+    def program(group: ThreadGroup) -> None:
+        path = tmp_path / f"{group.rank}" / "ckpts"
+        with TinyJob(path, group=group, agent="inline", local_every_steps=1) as job:
+            job.run(2)
+
+    run_ranks(2, program)
+    places = [tmp_path / "0" / "ckpts", tmp_path / "1" / "ckpts"]
+    assert tierckpt.history(places).versions == [1, 2]
+    with pytest.warns(UserWarning, match="no version is complete here; give the places of all"):
+        assert not tierckpt.history(places[0]).versions
 
 
 def test_places_of_two_jobs_are_refused(tmp_path: Path) -> None:
