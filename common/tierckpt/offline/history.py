@@ -186,6 +186,8 @@ def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
     every = complete_versions(there, text_of(path), choice.run)
     if gaps and not every:
         raise RestoreError(f"{text_of(path)}: nothing can be read: {some(gaps, MOST_SHOWN, '; ')}")
+    if not every:
+        gaps = _gaps(there, choice)  # memory was left out: that of a running job changes
     parts = {id_: part for id_, part in every.items() if choice.has(id_.version)}
     others = tuple(id_.version for id_ in every if id_ not in parts)
     return Chosen(parts, gaps, others, bool(there.copies) and not every)
