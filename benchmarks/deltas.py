@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from tierckpt.format.encoding import Buffer
 
 BLOCK_BYTES = 512 * 1024
 """The block size of shards."""
+PHASES = ("early", "late")
 DISTANCES = (1, 10, 100, 1000)
 TEXT_BYTES = 8 << 20
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "weights, bfloat16")
@@ -60,6 +61,10 @@ class Size:
     early: int = 300
     """The step of the earlier version, early in the training."""
     late: int = 2500
+
+    def step_of(self, phase: str) -> int:
+        """The step of the earlier version in this phase."""
+        return {"early": self.early, "late": self.late}[phase]
 
 
 TOY = Size(width=32, layers=1, tokens=16, batch=2, steps=1080, early=20, late=60)
@@ -97,9 +102,9 @@ def text() -> torch.Tensor:
     return torch.frombuffer(found[:TEXT_BYTES], dtype=torch.uint8).long()
 
 
-def trained(size: Size) -> Iterator[tuple[int, Contents]]:
+def trained(size: Size, phases: Sequence[str]) -> Iterator[tuple[int, Contents]]:
     """Train, and yield the bytes of weights and moments at the steps that are compared."""
-    wanted = {at + d for at in (size.early, size.late) for d in (0, *DISTANCES)}
+    wanted = {size.step_of(phase) + d for phase in phases for d in (0, *DISTANCES)}
     torch.manual_seed(0)
     data, net = text(), Net(size)
     adam = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1)
@@ -191,11 +196,13 @@ def blocks(data: bytes) -> list[bytes]:
     return [data[low : low + BLOCK_BYTES] for low in range(0, len(data), BLOCK_BYTES)]
 
 
-def measure(size: Size, versions: dict[int, Contents], level: int, rounds: int) -> list[Row]:
+def measure(
+    size: Size, phases: Sequence[str], versions: dict[int, Contents], level: int, rounds: int
+) -> list[Row]:
     """Run all ways in turn, so that other load of the machine affects all of them equally."""
     jobs = [
         (Row(phase, kind, d, way.name, len(versions[at][kind])), way, at)
-        for phase, at in (("early", size.early), ("late", size.late))
+        for phase, at in ((phase, size.step_of(phase)) for phase in phases)
         for kind in KINDS
         for d in DISTANCES
         for way in WAYS
@@ -338,25 +345,31 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--versions", type=Path, help="keep the trained states here, and reuse them"
     )
+    text = "early, late or both; early alone needs a third of the training, and loads nothing"
+    parser.add_argument("--phases", default=",".join(PHASES), help=f"{text}; default both")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
+    options.phases = options.phases.split(",")
+    if not {*options.phases} <= {*PHASES}:
+        parser.error(f"--phases are {' and '.join(PHASES)}")
     options.rounds = options.rounds or (2 if options.toy else 5)
     return options
 
 
 def main() -> None:
     options = arguments()
-    torch.set_num_threads(1)
     about = machine.description(Path.cwd())
     size = TOY if options.toy else Size()
     if options.versions and options.versions.exists():
         versions = torch.load(options.versions, weights_only=True)
     else:
-        versions = dict(trained(size))
+        versions = dict(trained(size, options.phases))
         if options.versions:
             torch.save(versions, options.versions)
-    rows = measure(size, versions, options.level, options.rounds)
-    loaded = loads(size, versions, 1 if options.toy else 8, options.rounds)
+    torch.set_num_threads(1)
+    rows = measure(size, options.phases, versions, options.level, options.rounds)
+    copies = 1 if options.toy else 8
+    loaded = loads(size, versions, copies, options.rounds) if "late" in options.phases else []
     print(
         f"{about['cpu']}, {about['cores']} cores; one thread, blocks of {BLOCK_BYTES >> 10} KiB, "
         f"zstd level={options.level}\n"

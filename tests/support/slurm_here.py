@@ -22,10 +22,10 @@ PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/l
 @functools.cache
 def slurm_missing() -> str:
     """The reason, starting with "Slurm", why none can be started; empty: one can."""
-    former_nodes = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    if not former_nodes:
+    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if not missing:
         return ""
-    reason = f"no Slurm: {', '.join(former_nodes)} not found (Debian: slurmctld slurmd munge)"
+    reason = f"no Slurm: {', '.join(missing)} not found (Debian: slurmctld slurmd munge)"
     if os.environ.get("REQUIRE_SLURM", "0") not in ("", "0"):
         pytest.fail(f"REQUIRE_SLURM is set, and there is {reason}", pytrace=False)
     return reason

@@ -8,9 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tierckpt._text import some
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
 from tierckpt.core.levels import RANK
-from tierckpt.format.ids import ShardKey, VersionId, newest_lineage, on_lineage
+from tierckpt.errors import ConfigError
+from tierckpt.format.ids import (
+    Lineage,
+    ShardKey,
+    VersionId,
+    newest_first,
+    newest_lineage,
+    on_lineage,
+)
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import read_seal
@@ -44,6 +53,10 @@ class Row:
     iteration: int | None = None
     metric: float | None = None
     encoded: bool = False
+    refers_to: list[int] = field(default_factory=list)
+    """Whole versions that it needs: it is stored as differences or references to them."""
+    needed_by: list[int] = field(default_factory=list)
+    """Versions that refer to it."""
     pinned: bool = False
     held_for: list[str] = field(default_factory=list)
     """Paths of forks that keep it, as they have no durable version of their own yet."""
@@ -91,7 +104,79 @@ def rows_of(there: Survey) -> list[Row]:
             row.next = level in taken.levels or (level == "local" and "peer" in taken.levels)
     _mark_restorable(there, rows.values())
     _add_details(there, rows)
+    _mark_bases(rows)
     return list(rows.values())
+
+
+def by_version(there: Survey) -> dict[VersionId, Survey]:
+    """The survey's copies of each version, newest generation last; without memory that no restart
+    sees. To plan one version of thousands takes only its own copies."""
+    found: dict[VersionId, list[Found]] = {}
+    parities: dict[VersionId, list[FoundParity]] = {}
+    for each in there.found:
+        if not there.is_elsewhere(each.place):
+            found.setdefault(each.key.id, []).append(each)
+    for parity in there.parities:
+        parities.setdefault(parity.key.id, []).append(parity)
+    return {
+        id_: replace(there, found=found.get(id_, []), parities=parities.get(id_, []))
+        for id_ in sorted({*found, *parities})
+    }
+
+
+def complete_versions(there: Survey, path: str, run: int | None = None) -> dict[VersionId, Survey]:
+    """The versions that can be read from here, oldest first, each with its own copies.
+
+    They are those that the newest run came from, or the run with this number, and its own; of
+    several with one number the newest. Raises ConfigError for a run that left nothing, and for
+    places of two jobs.
+    """
+    parts = by_version(without_bare(there))
+    lineages = {id_: part.copies[0].facts.lineage for id_, part in parts.items()}
+    past = newest_lineage(lineages, there.begins_at)
+    if run is not None:
+        past = _lineage_of(run, lineages.values(), path)
+    newest = there.generation if run is None else run
+    found: dict[int, tuple[VersionId, Survey]] = {}
+    for id_, part in parts.items():  # newest generation last
+        is_past = id_.generation <= newest and on_lineage(id_, past)
+        if is_past and part.plan(id_.version, abandoned=True) is not None:
+            found[id_.version] = id_, part
+    chosen = dict(found[version] for version in sorted(found))
+    _refuse_two_jobs(chosen, path)
+    return chosen
+
+
+def _lineage_of(run: int, lineages: Iterable[Lineage], path: str) -> Lineage:
+    known: dict[int, Lineage] = {}
+    for lineage in lineages:
+        known |= {lineage[i][0]: lineage[: i + 1] for i in range(len(lineage))}
+    if run not in known:
+        runs = some(sorted(known), 6) or "none"
+        raise ConfigError(
+            f"{path}: nothing is left of run {run}; runs with versions: {runs} (tierckpt log shows "
+            "all)"
+        )
+    return known[run]
+
+
+def _refuse_two_jobs(chosen: Mapping[VersionId, Survey], path: str) -> None:
+    """Two jobs have two runs with one number, under different names. (One job may have several
+    names: of its nodes' folders, or since its folder was moved.)"""
+    names: dict[int, dict[str, set[str]]] = {}
+    for id_, part in chosen.items():
+        for copy in part.copies:
+            runs = names.setdefault(id_.generation, {})
+            runs.setdefault(copy.facts.run_id, set()).add(copy.facts.job)
+    for runs in names.values():
+        one, *others = runs.values()
+        if any(one.isdisjoint(other) for other in others):
+            jobs = some(sorted(one.union(*others)), 4)
+            raise ConfigError(
+                f"{path}: these are places of several jobs: {jobs}. Give the places of one job at "
+                "a time: of a fork's source the versions up to its beginning (last=...), and then "
+                "those of the fork"
+            )
 
 
 def _forks_that_need(there: Survey, id_: VersionId, level: str) -> list[str]:
@@ -138,12 +223,14 @@ def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
 
 
 def _mark_restorable(there: Survey, rows: Iterable[Row]) -> None:
-    plans: dict[int, tuple[VersionId, str] | None] = {}
+    parts = by_version(there)
+    plans: dict[int, tuple[VersionId, str]] = {}
+    for id_ in newest_first((id_, part.copies[0].facts.lineage) for id_, part in parts.items()):
+        if id_.version not in plans and (plan := parts[id_].plan(id_.version, abandoned=True)):
+            plans[id_.version] = plan.id, plan.run_id
     for row in rows:
-        if row.version not in plans:
-            plan = there.plan(row.version)
-            plans[row.version] = (plan.id, plan.run_id) if plan else None
-        row.restartable = plans[row.version] == (VersionId(row.generation, row.version), row.run_id)
+        id_ = VersionId(row.generation, row.version)
+        row.restartable = plans.get(row.version) == (id_, row.run_id)
 
 
 def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
@@ -161,9 +248,24 @@ def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
             row.iteration = manifest.facts.iteration
             row.metric = manifest.facts.metric if row.metric is None else row.metric
             row.encoded |= manifest.encoding is not None
+            if manifest.encoding is not None and manifest.encoding.base is not None:
+                _refer(row, manifest.encoding.base)
     for (id_, run_id, shards, level), row in rows.items():
         if level == "persistent":
             _add_persistent(row, VersionName(id_, shards, run_id), there.open_store)
+
+
+def _refer(row: Row, base: VersionId) -> None:
+    row.refers_to = sorted({*row.refers_to, base.version})
+
+
+def _mark_bases(rows: Mapping[Group, Row]) -> None:
+    """Mark the versions that others refer to: those of the same run, on the same level."""
+    for (id_, run_id, shards, level), row in rows.items():
+        for version in row.refers_to:
+            base = rows.get((VersionId(id_.generation, version), run_id, shards, level))
+            if base is not None:
+                base.needed_by.append(row.version)
 
 
 def manifest_at(key: ShardKey, place: Location) -> Manifest | None:
@@ -182,3 +284,6 @@ def _add_persistent(row: Row, name: VersionName, open_store: OpenPersistent) -> 
         manifest = store.read_manifest(name)
         row.nbytes, row.iteration = manifest.nbytes, manifest.facts.iteration
         row.metric = manifest.facts.metric
+        for base in manifest.bases:
+            row.encoded = True
+            _refer(row, base.id)

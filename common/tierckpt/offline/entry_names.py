@@ -1,13 +1,23 @@
-"""Names of entries in a version: the part that each belongs to, and their order. Pure."""
+"""Names of entries in a version: the part that each belongs to, their order, and patterns.
+
+Pure.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from tierckpt.errors import ConfigError
+from tierckpt.state.entry_names import FIXED
 
 PARTS = ("model", "buffer", "", "options", "extra", "extra_per_rank", "rng", "adapter", "metric")
 """The parts in order; the empty one is optimizer state."""
+
+Names = str | Sequence[str]
+"""One pattern, or several."""
 
 
 def part_of(name: str) -> str:
@@ -25,3 +35,29 @@ def order(name: str) -> tuple[int, list[Any]]:
 def in_order(names: Iterable[str]) -> list[str]:
     """Names of tensors and values, sorted."""
     return sorted(names, key=order)
+
+
+def shown(entry: str) -> str:
+    """The name of a model's parameter or buffer without its part, others as they are."""
+    return entry.split("/", 1)[1] if entry.startswith(FIXED) else entry
+
+
+def patterns_of(names: Names) -> tuple[str, ...]:
+    """The patterns, one or several. Raises ConfigError for other values, and for none."""
+    given: Any = names
+    patterns = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else (*given,)
+    if not patterns or not all(isinstance(each, str) and each for each in patterns):
+        raise ConfigError(f'names={names!r}: give a pattern such as "layer4.*", or several')
+    return patterns
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a shown name has the pattern. A star stands for any text, and slashes separate an
+    optimizer's tensors from a model's: those need a pattern with a slash."""
+    return ("/" in name) == ("/" in pattern) and fnmatch.fnmatchcase(name, pattern)
+
+
+def without_entry(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The patterns that no name has."""
+    there = [*names]
+    return [each for each in patterns if not any(fits(name, each) for name in there)]

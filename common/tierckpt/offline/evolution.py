@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt.errors import ConfigError
+from tierckpt._text import some
+from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.restore.progress import Progress
+from tierckpt.restore.shard_image import LOST
 from tierckpt.state.names import FIXED
 
 from .difference import compare_tensors, norm_of
-from .entry_names import in_order
-from .history import Names, chosen, listed
+from .entry_names import Names, in_order, patterns_of
+from .history import Choice, Chosen, choose, chosen
 from .stored_version import OnRead, StoredVersion, open_version
-from .survey import Survey, survey
+from .survey import Survey
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,24 +40,20 @@ class Evolution:
     """From each version to the next."""
     weights: list[Norms]
     """At each version."""
+    gaps: list[str]
+    """Sentences about chosen versions that cannot be read."""
 
     def by_layer(self) -> Evolution:
         """The same for layers, see `layer_norms`."""
         changes, weights = ([layer_norms(n) for n in each] for each in (self.changes, self.weights))
-        return Evolution(self.versions, changes, weights)
+        return replace(self, changes=changes, weights=weights)
 
 
 def draw(
-    path: str,
-    first: int | None,
-    last: int | None,
-    out: Path,
-    names: Names | None = None,
-    every: int | None = None,
-) -> list[int]:
-    """Draw the versions of `path` from `first` to `last` that are multiples of `every`; returns
-    their numbers. Two are open at a time. `names` are as for `tierckpt.history`; None: all
-    parameters.
+    path: str, out: Path, names: Names | None = None, choice: Choice | None = None
+) -> Evolution:
+    """Draw the chosen versions of `path`; returns the figures. Two are open at a time. `names` are
+    as for `tierckpt.history`; None: all parameters.
 
     Raises ConfigError if there are fewer than two, if matplotlib is missing, or if the file cannot
     be written; RestoreError and the errors of reading.
@@ -65,7 +63,7 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("drawing needs matplotlib: pip install matplotlib") from error
-    found = evolution(path, first, last, names, every).by_layer()
+    found = evolution(path, names, choice).by_layer()
     rows = min(len(found.weights[0]), MOST_ROWS)
     figure = Figure(figsize=(WIDTH_INCHES, 2 * (1.3 + ROW_INCHES * rows)))
     FigureCanvasAgg(figure)
@@ -74,87 +72,123 @@ def draw(
         figure.savefig(out, dpi=DPI)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the picture {out}: {error}") from error
-    return found.versions
-
-
-def evolution(
-    path: str,
-    first: int | None = None,
-    last: int | None = None,
-    names: Names | None = None,
-    every: int | None = None,
-) -> Evolution:
-    """Norms of the chosen tensors, in float64. Raises as `draw`."""
-    there = survey(path)
-    ids = versions_at(there, path, first, last, every)
-    found = Evolution([id_.version for id_ in ids], [], [])
-    with ExitStack() as stack:
-        bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
-        bar.begin("comparing")
-        before = _opened(path, ids[0], there, bar.advance)
-        try:
-            found.weights.append(_weights(before, names))
-            if not found.weights[0]:
-                raise ConfigError(f"{path}: v{ids[0].version} has no numbers in {names or 'it'}")
-            for id_ in ids[1:]:
-                after = _opened(path, id_, there, bar.advance)
-                try:
-                    _add(found, before, after, names)
-                finally:
-                    before.close()
-                    before = after
-        finally:
-            before.close()
     return found
 
 
-def versions_at(
-    there: Survey, path: str, first: int | None, last: int | None, every: int | None = None
-) -> list[VersionId]:
-    """The restorable versions in order. Raises ConfigError for fewer than two."""
-    found = listed(there, every, first, last)
-    if len(found) < 2:
-        seen = ", ".join(f"v{id_.version}" for id_ in found) or "none"
+def evolution(path: str, names: Names | None = None, choice: Choice | None = None) -> Evolution:
+    """Norms of the chosen tensors, in float64. A version without a sound copy is left out, and
+    among the gaps. Raises as `draw`."""
+    patterns = None if names is None else patterns_of(names)
+    there = versions_at(path, choice or Choice())
+    found = Evolution([], [], [], [*there.gaps])
+    before: StoredVersion | None = None
+    with ExitStack() as stack:
+        bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
+        bar.begin("comparing")
+        stack.callback(lambda: before.close() if before is not None else None)
+        for id_, part in there.parts.items():
+            if (after := _added(found, before, path, id_, part, patterns, bar.advance)) is None:
+                continue
+            if before is not None:
+                before.close()
+            before = after
+            if not found.weights[0]:
+                here = some([*chosen(after, ("*", "*/*"))], 6)
+                asked = " or ".join(patterns or ("*",))
+                raise ConfigError(f"{path}: {id_} has no numbers named {asked}, but {here}")
+    if len(found.versions) < 2:
+        why = some(found.gaps, between="; ")
+        raise RestoreError(f"{path}: fewer than two of the versions can be read: {why}")
+    return found
+
+
+def _added(
+    found: Evolution,
+    before: StoredVersion | None,
+    path: str,
+    id_: VersionId,
+    part: Survey,
+    patterns: Sequence[str] | None,
+    on_read: OnRead,
+) -> StoredVersion | None:
+    """Add a version, and return it open; None if there is no sound copy. If a copy proves damaged
+    the verified ones are read; if that fails the copy of `before` is the damaged one."""
+    for verify in (False, True):
+        try:
+            after = open_version(path, id_.version, on_read, part, verify)
+        except RestoreError as error:
+            found.gaps.append(str(error))
+            return None
+        with ExitStack() as undo:
+            undo.callback(after.close)
+            try:
+                _add(found, before, after, patterns)
+            except LOST:
+                if not verify:
+                    continue
+                _add(found, None, after, patterns)
+            undo.pop_all()
+        found.versions.append(id_.version)
+        return after
+    raise AssertionError
+
+
+def versions_at(path: str, choice: Choice) -> Chosen:
+    """The versions to draw, oldest first. Raises ConfigError for fewer than two."""
+    found = choose(path, choice)
+    if len(found.parts) < 2:
+        seen = some([str(id_) for id_ in found.parts]) or "none"
+        asked = f" for {choice}" if str(choice) else ""
+        others = some([f"v{version}" for version in found.others], 6)
+        more = f", and others ({others})" if others else ""
         raise ConfigError(
-            f"{path}: the change needs two versions, but there is {seen}; local_keep_last and "
-            "local_keep_every decide how many a job keeps"
+            f"{path}: the change needs two versions, but there is {seen}{asked}{more}; "
+            "local_keep_every and persistent_keep_every decide how many a job keeps"
         )
     return found
 
 
-def _opened(path: str, id_: VersionId, there: Survey, on_read: OnRead) -> StoredVersion:
-    return open_version(path, id_.version, on_read, there)
-
-
-def _entries(version: StoredVersion, names: Names | None) -> Iterable[str]:
-    if names is None:
+def _entries(version: StoredVersion, patterns: Sequence[str] | None) -> Iterable[str]:
+    if patterns is None:
         return in_order(each for each in version.names() if each.startswith(FIXED[0]))
-    return dict.fromkeys(chosen(version, names).values())
+    return dict.fromkeys(chosen(version, patterns).values())
 
 
-def _weights(version: StoredVersion, names: Names | None) -> Norms:
+def _weights(version: StoredVersion, patterns: Sequence[str] | None) -> Norms:
     found = Norms()
-    for entry in _entries(version, names):
+    for entry in _entries(version, patterns):
         stored = version.tensor(entry, 0)
         if stored is not None and (norm := norm_of(stored)) is not None:
             found[entry] = norm
     return found
 
 
-def _add(found: Evolution, a: StoredVersion, b: StoredVersion, names: Names | None) -> None:
-    """Add the norms of `b`, and of the change from `a`. What has not changed is not read."""
-    changes, weights = Norms(), Norms()
-    for entry in _entries(b, names):
-        before, after = a.tensor(entry, 0), b.tensor(entry, 0)
-        one = compare_tensors(entry, before, after)
-        if one is None and entry in found.weights[-1]:
-            changes[entry], weights[entry] = 0.0, found.weights[-1][entry]
-        elif one is not None and one.numbers is not None and one.numbers.norm is not None:
-            changes[entry], weights[entry] = one.numbers.norm, one.numbers.norm_b or 0.0
-        elif one is not None and after is not None and (norm := norm_of(after)) is not None:
-            weights[entry] = norm  # new, or of another shape
-    found.changes.append(changes)
+def _add(
+    found: Evolution, a: StoredVersion | None, b: StoredVersion, patterns: Sequence[str] | None
+) -> None:
+    """Add the norms of `b`, and of the change from `a`, if that can be read."""
+    changes, weights = Norms(), _weights(b, patterns) if a is None else Norms()
+    if a is not None:
+        for entry in _entries(b, patterns):
+            _add_tensor(entry, a, b, found.weights[-1], changes, weights)
+    if found.weights:
+        found.changes.append(changes)
     found.weights.append(weights)
+
+
+def _add_tensor(
+    entry: str, a: StoredVersion, b: StoredVersion, known: Norms, changes: Norms, weights: Norms
+) -> None:
+    """Add one tensor's norms to `changes` and `weights`; `known` are those of `a`. What has not
+    changed is not read."""
+    before, after = a.tensor(entry, 0), b.tensor(entry, 0)
+    one = compare_tensors(entry, before, after)
+    if one is None and entry in known:
+        changes[entry], weights[entry] = 0.0, known[entry]
+    elif one is not None and one.numbers is not None and one.numbers.norm is not None:
+        changes[entry], weights[entry] = one.numbers.norm, one.numbers.norm_b or 0.0
+    elif one is not None and after is not None and (norm := norm_of(after)) is not None:
+        weights[entry] = norm  # new, or of another shape
 
 
 def layer_norms(norms: Mapping[str, float]) -> Norms:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import SupportsIndex
 
 import torch
 
@@ -14,10 +14,9 @@ from tierckpt._text import some
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.state import tree_codec
-from tierckpt.state.names import FIXED
 
-from .catalog import rows_of
-from .entry_names import in_order
+from .catalog import complete_versions
+from .entry_names import Names, fits, in_order, patterns_of, shown, without_entry
 from .load import leave_out_memory, text_of
 from .stored_version import LostShardError, OnRead, StoredTensor, StoredVersion, open_version
 from .survey import Survey, Where, survey
@@ -25,7 +24,7 @@ from .verify import is_there
 
 THREADS = 8
 """Blocks that come from a store at the same time."""
-Names = str | Sequence[str]
+MOST_SHOWN = 4
 
 
 def history(
@@ -35,6 +34,7 @@ def history(
     every: int | None = None,
     first: int | None = None,
     last: int | None = None,
+    run: int | None = None,
 ) -> History:
     """The stored versions of a job, oldest first, for studies of how its weights evolve::
 
@@ -47,18 +47,24 @@ def history(
     lineage that a restart goes on with, and that are complete; `Checkpointer.pin` and the settings
     `local_keep_every` and `persistent_keep_every` decide which exist.
 
+    A warning names what was asked for and is not there: versions that exist and cannot be read,
+    patterns without a tensor in the first version, and the versions that there are if none is
+    chosen.
+
     Args:
-        path: as for `tierckpt.load`.
+        path: as for `tierckpt.load`; of one job.
         names: one pattern or several, as in a shell: `"layer4.*"` for parameters and buffers by
             their names in `model.state_dict()`, and with a slash for tensors of an optimizer,
             `"optimizer/layer4.*/exp_avg"`.
         every: only versions that are multiples of this.
         first, last: only versions from `first` to `last`, both included.
+        run: a run's number in `tierckpt log`: its versions and those that it came from, also if the
+            job went back to an older version since.
 
-    Raises ConfigError for an invalid path or argument; RestoreError if versions exist that this
-    release cannot read.
+    Raises ConfigError for an invalid path or argument, and for places of two jobs; RestoreError if
+    there are versions, or places, and none can be read.
     """
-    return History(path, names, every, first, last)
+    return History(path, names, Choice(every, first, last, run))
 
 
 class History:
@@ -72,35 +78,42 @@ class History:
     def __init__(
         self,
         path: Where | Sequence[Where],
-        names: Names,
-        every: int | None,
-        first: int | None,
-        last: int | None,
+        names: Names = "*",
+        choice: Choice | None = None,
         on_read: OnRead = lambda nbytes: None,
     ) -> None:
-        self._path, self._there, self._on_read = path, survey(path), on_read
-        leave_out_memory(self._there)
-        self._names = names
-        self._ids = listed(self._there, every, first, last)
+        choice = choice or Choice()
+        self._path, self._on_read = path, on_read
+        self._patterns = patterns_of(names)
+        found = choose(path, choice)
+        self._parts = found.parts
+        for text in found.texts(choice):
+            warnings.warn(f"{text_of(path)}: {text}", stacklevel=3)
 
     @property
     def versions(self) -> list[int]:
         """Numbers of the versions, oldest first."""
-        return [id_.version for id_ in self._ids]
+        return [id_.version for id_ in self._parts]
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._parts)
 
     def __iter__(self) -> Iterator[SavedVersion]:
-        for id_ in self._ids:
-            saved = SavedVersion(self._path, id_, self._names, self._there, self._on_read)
+        told = False
+        for id_, part in self._parts.items():
+            saved = SavedVersion(self._path, id_, self._patterns, part, self._on_read)
             try:
-                saved.open()
+                found = saved.open()
             except RestoreError:
                 if saved.is_retired():
                     continue
                 raise
             try:
+                if not told and (missed := without_entry(self._patterns, saved.tensors)):
+                    here = some([*chosen(found, ("*", "*/*"))], 6)
+                    text = f"{id_} has no tensor named {some(missed)}, but {here}"
+                    warnings.warn(text, stacklevel=2)
+                told = True
                 yield saved
             finally:
                 saved.close()
@@ -109,25 +122,84 @@ class History:
         return f"History({text_of(self._path)}: {some([f'v{v}' for v in self.versions], 6)})"
 
 
-def listed(
-    there: Survey, every: int | None = None, first: int | None = None, last: int | None = None
-) -> list[VersionId]:
-    """The versions that can be read from here and are on the newest lineage, oldest first. Raises
-    ConfigError for an `every` of no steps."""
-    if every is not None and every < 1:
-        raise ConfigError(f"every={every}: give a number of steps, 1 or more")
-    rows = [row for row in rows_of(there) if row.restartable and row.is_past]
-    found = {VersionId(row.generation, row.version) for row in rows}
-    return sorted(
-        (
-            id_
-            for id_ in found
-            if (first is None or id_.version >= first)
-            and (last is None or id_.version <= last)
-            and (every is None or id_.version % every == 0)
-        ),
-        key=lambda id_: id_.version,
-    )
+@dataclass(frozen=True)
+class Choice:
+    """The versions that somebody asked for."""
+
+    every: int | None = None
+    first: int | None = None
+    last: int | None = None
+    run: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what is no whole number, and for an `every` of no steps."""
+        for name, value in vars(self).items():
+            if value is not None and not isinstance(value, SupportsIndex):
+                raise ConfigError(f"{name}={value!r}: give a whole number")
+        if self.every is not None and self.every < 1:
+            raise ConfigError(f"every={self.every}: give a number of steps, 1 or more")
+
+    def has(self, version: int) -> bool:
+        """Whether a version with this number is chosen."""
+        return (
+            (self.first is None or version >= self.first)
+            and (self.last is None or version <= self.last)
+            and (self.every is None or version % self.every == 0)
+        )
+
+    def __str__(self) -> str:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return ", ".join(f"{name}={value}" for name, value in given.items())
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The versions that were chosen, and those that may be missing among them."""
+
+    parts: dict[VersionId, Survey]
+    """Each version's own copies, oldest first."""
+    gaps: tuple[str, ...]
+    """Sentences about chosen versions that exist and cannot be read."""
+    others: tuple[int, ...]
+    """Versions that can be read and were not chosen."""
+    parts_only: bool
+    """There are shards, but no complete version."""
+
+    def texts(self, choice: Choice) -> Iterator[str]:
+        """What to tell whoever chose, if anything."""
+        if not self.parts and self.others:
+            there = some([f"v{version}" for version in self.others], 6)
+            yield f"no version for {choice}; there is {there}"
+        elif self.parts_only:
+            yield "no version is complete here; give the places of all nodes, or the persistent one"
+        elif not self.parts:
+            yield "no checkpoints here"
+        if self.gaps:
+            yield f"versions may be missing: {some(self.gaps, MOST_SHOWN, '; ')}"
+
+
+def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
+    """The versions of a path that can be read and were chosen. Raises as `history`."""
+    there = survey(path)
+    gaps = _gaps(there, choice)
+    leave_out_memory(there)
+    every = complete_versions(there, text_of(path), choice.run)
+    if gaps and not every:
+        raise RestoreError(f"{text_of(path)}: nothing can be read: {some(gaps, MOST_SHOWN, '; ')}")
+    if not every:
+        gaps = _gaps(there, choice)  # memory was left out: that of a running job changes
+    parts = {id_: part for id_, part in every.items() if choice.has(id_.version)}
+    others = tuple(id_.version for id_ in every if id_ not in parts)
+    return Chosen(parts, gaps, others, bool(there.copies) and not every)
+
+
+def _gaps(there: Survey, choice: Choice) -> tuple[str, ...]:
+    """What cannot be read, without what only concerns versions that were not chosen."""
+    found: dict[str, None] = {}
+    for each in (*there.unseen, *there.problems):
+        if not each.keys or any(choice.has(key.id.version) for key in each.keys):
+            found[f"{each.place.where}: {each.why}"] = None
+    return tuple(found)
 
 
 class SavedVersion:
@@ -157,14 +229,14 @@ class SavedVersion:
         self,
         path: Where | Sequence[Where],
         id_: VersionId,
-        names: Names,
-        there: Survey,
+        patterns: Sequence[str],
+        part: Survey,
         on_read: OnRead,
     ) -> None:
         self._id, self.version = id_, id_.version
-        self._path, self._names, self._on_read = path, names, on_read
-        self._there = self._left = there
-        """What there is, and what is left of it without copies that proved damaged."""
+        self._path, self._patterns, self._on_read = path, patterns, on_read
+        self._there = self._left = part
+        """The copies of this version, and those of them that did not prove damaged."""
         self._why: list[str] = []
         self._opened: StoredVersion | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -173,9 +245,6 @@ class SavedVersion:
         """Open the shards and read their headers. Raises RestoreError."""
         if self._opened is None:
             found = open_version(self._path, self.version, self._on_read, self._left)
-            if found.manifest.id != self._id:
-                found.close()
-                raise RestoreError(f"{text_of(self._path)}: {self._id} is not complete and sound")
             self._opened = found
             self._pool = ThreadPoolExecutor(THREADS, "tierckpt-history")
             facts = found.manifest.facts
@@ -183,12 +252,7 @@ class SavedVersion:
             self.created_seconds = found.manifest.created_seconds
             self.ranks, self.levels = len(found.shards), dict(found.levels)
             self.suspect = found.suspect
-            entries = chosen(found, self._names)
-            self.tensors = _Tensors(self, entries)
-            if not entries:
-                there = some([*chosen(found, ("*", "*/*"))], 6)
-                text = f"v{self.version} has no tensor named {self._names!r}, but {there}"
-                warnings.warn(text, stacklevel=3)
+            self.tensors = _Tensors(self, chosen(found, self._patterns))
         return self._opened
 
     def close(self) -> None:
@@ -200,9 +264,8 @@ class SavedVersion:
 
     def is_retired(self) -> bool:
         """Whether the job has removed the version, or a part, since it was listed."""
-        rest = [e for e in self._there.found if e.key.id != self._id or is_there(e, self._there)]
-        plan = replace(self._there, found=rest).plan(self.version)
-        return plan is None or plan.id != self._id
+        rest = [each for each in self._there.found if is_there(each, self._there)]
+        return replace(self._there, found=rest).plan(self.version, abandoned=True) is None
 
     def read(self, name: str, entry: str) -> torch.Tensor:
         """Read a tensor. If a copy of a shard is damaged, another one is used."""
@@ -230,7 +293,7 @@ class SavedVersion:
         where = f"{text_of(self._path)}: v{self.version}, {name}"
         if self.is_retired():
             return RestoreError(
-                f"{where}: the job retired the version while it was read: {why}",
+                f"{where}: the job retired the version while it was read",
                 "Pin versions before you read them (tierckpt pin), or let the job keep them: "
                 "persistent_keep_every",
             )
@@ -265,28 +328,19 @@ class _Tensors(Mapping[str, torch.Tensor]):
         return f"<{len(self)} tensors of v{self._saved.version}: {some([*self._entries], 4)}>"
 
 
-def chosen(version: StoredVersion, names: Names) -> dict[str, str]:
-    """The entries that `names` select, by their shown names: those in the shards, without the
+def chosen(version: StoredVersion, patterns: Sequence[str]) -> dict[str, str]:
+    """The entries that the patterns select, by their shown names: those in the shards, without the
     `model/` and `buffer/` of a model's. Tied weights are there under all their names. State of
     other ranks than rank 0 alone is left out."""
     here = (name for name in version.names() if version.tensor(name, 0) is not None)
-    entries = {_shown(name): name for name in in_order(here)}
+    entries = {shown(name): name for name in in_order(here)}
     for shard in version.shards[:1]:
         for more, entry in shard.header.tied.items():
             if entry in entries.values():
-                entries[_shown(more)] = entry
-    patterns = [names] if isinstance(names, str) else [*names]
+                entries[shown(more)] = entry
     return {
-        name: entry
-        for name, entry in entries.items()
-        if any(
-            ("/" in name) == ("/" in each) and fnmatch.fnmatchcase(name, each) for each in patterns
-        )
+        name: entry for name, entry in entries.items() if any(fits(name, each) for each in patterns)
     }
-
-
-def _shown(entry: str) -> str:
-    return entry.split("/", 1)[1] if entry.startswith(FIXED) else entry
 
 
 def _read(stored: StoredTensor, pool: ThreadPoolExecutor) -> torch.Tensor:
@@ -295,4 +349,4 @@ def _read(stored: StoredTensor, pool: ThreadPoolExecutor) -> torch.Tensor:
     return target
 
 
-__all__ = ["History", "SavedVersion", "chosen", "history", "listed"]
+__all__ = ["Choice", "History", "SavedVersion", "choose", "chosen", "history"]

@@ -196,13 +196,11 @@ def look_at_persistent(
     place = Location("persistent", EVERYWHERE, persistent.path)
     root = Path(persistent.path)
     try:
-        former_nodes = (
-            "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
-        )
+        is_lost = "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
     except OSError as error:  # a dead mount
         unseen.append(Problem.of(place, error))
         return
-    if former_nodes:
+    if is_lost:
         why = f"{root.parent} does not exist; create it, unless it should have been mounted"
         unseen.append(Problem(place, why))
         return
@@ -214,12 +212,14 @@ def look_at_persistent(
     try:
         suspects = persistent_suspects(store)
         look_at_rollbacks(RollbackFiles(store), place, requests, rollbacks, problems, unseen)
-        for name in store.versions():
+        there = set(names := store.versions())
+        for name in names:
             keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))
             try:
                 manifest = store.read_manifest(name)
-                if lacking := [base for base in manifest.bases if not store.exists(base)]:
-                    raise FormatError(f"it refers to {lacking[0]}, which does not exist")
+                for base in manifest.bases:  # a request for each would take as long as a version
+                    if base not in there and not store.exists(base):
+                        raise FormatError(f"it refers to {base}, which does not exist")
             except FileNotFoundError as error:  # retired after the listing
                 problems.append(Problem.of(place, error, f"{name}: "))
             except OSError as error:

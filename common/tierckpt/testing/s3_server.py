@@ -84,13 +84,15 @@ class Front(ThreadingHTTPServer):
         self.upstream = urlsplit(upstream).netloc
         self.directory = directory
         self.url = f"http://{host}:{self.server_address[1]}"
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.reset()
 
     def reset(self) -> None:
-        """Remove the rule, and count requests from zero."""
+        """Remove the rule, and count requests and bytes from zero."""
         self.rule: Rule = lambda method, path, number: None
         self.requests: list[tuple[str, str]] = []
+        self.answered_bytes = 0
+        """Sum of the bodies of all answers."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -149,6 +151,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length if self.command == "HEAD" else str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
+            with self.server.lock:
+                self.server.answered_bytes += len(body)
             self.wfile.write(body)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _handle

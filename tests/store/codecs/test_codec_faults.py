@@ -63,8 +63,8 @@ def test_of_two_versions_the_second_refers_to_the_first(tmp_path: Path) -> None:
         else:
             assert encoding.base == VersionId(1, base)
             # The header does not change either; the last one is the sealed manifest's.
-            former_nodes = [not length for length in encoding.stored_bytes]
-            assert former_nodes == [True, False, True, False, True, False]
+            referred = [not length for length in encoding.stored_bytes]
+            assert referred == [True, False, True, False, True, False]
     assert local_contents(tmp_path) == {v: content_of(v) for v in range(1, VERSIONS + 1)}
 
 

@@ -380,7 +380,11 @@ def run_each(job: TinyJob, last: int) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"persistent_codecs": "delta full_every=3, zstd, aes-gcm"}])
 def test_kept_versions_are_differences_and_all_are_exact(
-    more: dict[str, Any], job: Any, course: dict[int, str], tmp_path: Path
+    more: dict[str, Any],
+    job: Any,
+    course: dict[int, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shared = tmp_path / "shared"
     settings = delta_settings(shared, **more)
@@ -394,7 +398,12 @@ def test_kept_versions_are_differences_and_all_are_exact(
     assert bases == {2: None, 4: 2, 6: 2, 8: None, 10: 8, 11: None}
     assert [v for v, each in there.items() if each.differences] == [4, 6, 10]
     shutil.rmtree(tmp_path / "ckpts")
+    capsys.readouterr()
     assert [main([command, str(shared)]) for command in ("verify", "list")] == [0, 0]
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    marks = {v: text.split("  ")[-1] for v, text in lines if " persistent " in f" {text}"}
+    assert (marks["v2"], marks["v4"]) == ("needed by v4, v6", "refers to v2")
+    assert marks["v11"] == "a restart takes this"
     for version in kept:
         again = job(**settings, local_every_steps=0)
         assert again.restore(version=version).levels == {"persistent": 1}

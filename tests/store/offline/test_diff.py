@@ -20,12 +20,12 @@ from tests.store.offline.test_offline import flip_byte
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.cli.main import main
 from tierckpt.cli.version_targets import Target, range_of, targets_of
-from tierckpt.errors import ConfigError
+from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.shard_file import decode_header
 from tierckpt.offline.difference import Difference, compare
 from tierckpt.offline.evolution import evolution, layer_norms, versions_at
+from tierckpt.offline.history import Choice
 from tierckpt.offline.stored_version import open_version
-from tierckpt.offline.survey import survey
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import Slot
 from tierckpt.testing import TinyJob
@@ -391,22 +391,37 @@ def test_a_picture_of_all_versions(tmp_path: Path) -> None:
     weight = tierckpt.load(path).model["0.weight"]
     assert told.weights[2]["model/0.weight"] == pytest.approx(float(weight.double().norm()))
     assert all(name.startswith("model/") for each in told.weights for name in each)
-    there = survey(path)
-    with pytest.raises(ConfigError, match="the change needs two versions, but there is v3"):
-        versions_at(there, str(path), 3, None)
+    with pytest.raises(
+        ConfigError, match=r"two versions, but there is v3 for first=3, and others \(v1, v2\)"
+    ):
+        versions_at(str(path), Choice(first=3))
+
+
+def test_a_version_without_a_sound_copy_is_left_out_of_a_picture(tmp_path: Path) -> None:
+    path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
+    sound = evolution(str(path))
+    (data,) = path.glob("v0000000002.*.safetensors")
+    for at in range(5000, data.stat().st_size, 500):
+        flip_byte(data, at)
+    told = evolution(str(path))
+    assert told.versions == [1, 3]
+    assert told.weights == [sound.weights[0], sound.weights[2]]
+    assert "v2 shard 0 of 1" in " ".join(told.gaps)
+    with pytest.raises(RestoreError, match=r"fewer than two .* can be read: .*v2 shard 0 of 1"):
+        evolution(str(path), choice=Choice(first=2))
 
 
 def test_a_picture_of_chosen_tensors_and_versions(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
     names = ["0.*", "optimizer/0.*/exp_avg"]
-    told = evolution(str(path), names=names, first=2)
+    told = evolution(str(path), names, Choice(first=2))
     wanted = [f"{name}{key}" for name in ("0.bias", "0.weight") for key in ("", "/exp_avg")]
     assert {*told.weights[0]} == {
         f"optimizer/{name}" if "/" in name else f"model/{name}" for name in wanted
     }
     assert {*told.by_layer().changes[0]} == {"0", "optimizer/0/exp_avg"}
-    with pytest.raises(ConfigError, match="no numbers in nothing"):
+    with pytest.raises(ConfigError, match=r"v1 has no numbers named nothing, but .*0.weight"):
         evolution(str(path), names="nothing")
     assert main(["diff", str(path), "1", "2", "--every", "2"]) == 2
     out = tmp_path / "chosen.png"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import torch
 
 import tierckpt
 from tests.store.offline.test_offline import flip_byte
+from tests.support.persistent_shards import s3_options
+from tests.support.s3_server import Proxy
+from tierckpt.cli.main import main
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.offline import stored_version
 from tierckpt.offline.history import History
@@ -18,6 +23,7 @@ from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import TinyJob
+from tierckpt.testing.thread_group import ThreadGroup, run_ranks
 
 STEPS = 6
 BLOCK_BYTES = 512 * 1024
@@ -106,12 +112,79 @@ def test_a_name_that_is_not_there_is_reported_with_those_that_are(tmp_path: Path
     for saved in tierckpt.history(path, names="head.*", last=1):
         with pytest.raises(KeyError, match=r"'tail.weight' is not among the tensors of v1 .*head"):
             saved.tensors["tail.weight"]
-    with pytest.warns(UserWarning, match=r"v1 has no tensor named 'haed.\*', but .*head.bias"):
-        assert [len(saved.tensors) for saved in tierckpt.history(path, names="haed.*", last=1)] == [
-            0
-        ]
-    with pytest.raises(ConfigError, match="every=0"):
-        tierckpt.history(tmp_path / "ckpts", every=0)
+    found = tierckpt.history(path, names=["haed.*", "tail.*"])
+    with pytest.warns(UserWarning, match=r"v1 has no tensor named haed.\*, but .*head.b") as told:
+        assert [len(saved.tensors) for saved in found] == [1] * STEPS
+    assert len(told) == 1, "not for each version again"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"every": 0}, {"every": "1"}, {"first": 1.5}, {"names": []}, {"names": ""}, {"names": 3}],
+    ids=str,
+)
+def test_an_argument_that_chooses_nothing_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    name, value = next(iter(given.items()))
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}: give a ")):
+        tierckpt.history(tmp_path, **given)
+
+
+def test_no_version_is_reported_with_those_that_are_there(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no checkpoints here"):
+        assert not len(tierckpt.history(tmp_path))
+    made(tmp_path)
+    with pytest.warns(UserWarning, match="no version for every=7, first=2; there is v1, v2, v3"):
+        assert tierckpt.history(tmp_path / "ckpts", every=7, first=2).versions == []
+
+
+# --- runs and jobs -------------------------------------------------------------------------------
+
+
+def test_the_versions_of_a_run_that_was_given_up_are_chosen_by_its_number(tmp_path: Path) -> None:
+    course = made(tmp_path)
+    path = tmp_path / "ckpts"
+    assert main(["rollback", str(path), "3"]) == 0
+    pinned = ["pin", str(path), str(STEPS)]
+    assert main(pinned) == 0
+    with TinyJob(path, model=Model(), agent="inline", local_keep_last=STEPS) as second:
+        assert second.restore() == 3
+        for parameter in second.model.parameters():
+            parameter.data.mul_(2)
+        second.run(4)
+        second.checkpointer.wait()
+    newest = tierckpt.history(path)
+    assert newest.versions == [1, 2, 3, 4]
+    assert tierckpt.history(path, run=2).versions == newest.versions
+    (given_up,) = tierckpt.history(path, run=1, first=STEPS)
+    assert torch.equal(given_up.tensors["head.weight"], course[STEPS]["head.weight"])
+    given_up.close()
+    (last,) = tierckpt.history(path, first=4)
+    assert not torch.equal(last.tensors["head.weight"], course[4]["head.weight"])
+    last.close()
+    with pytest.raises(ConfigError, match="nothing is left of run 3; runs with versions: 1, 2"):
+        tierckpt.history(path, run=3)
+
+
+def test_the_places_of_two_nodes_are_of_one_job(tmp_path: Path) -> None:
+    """Their paths have no part in common, so the job has a name on each."""
+
+    def program(group: ThreadGroup) -> None:
+        path = tmp_path / f"{group.rank}" / "ckpts"
+        with TinyJob(path, group=group, agent="inline", local_every_steps=1) as job:
+            job.run(2)
+
+    run_ranks(2, program)
+    places = [tmp_path / "0" / "ckpts", tmp_path / "1" / "ckpts"]
+    assert tierckpt.history(places).versions == [1, 2]
+    with pytest.warns(UserWarning, match="no version is complete here; give the places of all"):
+        assert not tierckpt.history(places[0]).versions
+
+
+def test_places_of_two_jobs_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        made(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"places of several jobs: .*one job at a time"):
+        tierckpt.history([tmp_path / "a" / "ckpts", tmp_path / "b" / "ckpts"])
 
 
 # --- only the bytes that are needed --------------------------------------------------------------
@@ -151,10 +224,35 @@ def test_only_the_blocks_of_the_chosen_tensors_are_read(
         assert saved.levels == {"persistent": 1}
 
 
+def test_of_a_store_only_the_ranges_of_the_chosen_tensors_are_read(
+    tmp_path: Path, proxy: Proxy, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by a real S3 server, with differences: a block of the version and one of its base."""
+    url = f"s3://{tmp_path.relative_to(served)}/far"
+    options = s3_options(proxy.url)
+    more = {"persistent_path": url, "persistent_storage_options": options}
+    codecs = {"persistent_codecs": "delta full_every=3, zstd", "persistent_keep_every": 1}
+    course = made(tmp_path, **{**far(tmp_path), **more, **codecs})
+    shutil.rmtree(tmp_path / "ckpts")
+    store = PersistentStore(url, **options)
+    there = {name.id.version: store.read_manifest(name) for name in store.versions()}
+    store.close()
+    assert [version for version, each in there.items() if not each.bases] == [1, 4]
+    monkeypatch.setenv("TIERCKPT_PERSISTENT_STORAGE_OPTIONS", json.dumps(options))
+    proxy.reset()
+    found = tierckpt.history(url, names="head.*")
+    assert proxy.answered_bytes < 100_000, "manifests, and a list"
+    for saved in found:
+        proxy.reset()
+        for name, tensor in saved.tensors.items():
+            assert torch.equal(tensor, course[saved.version][name])
+        assert proxy.answered_bytes < BLOCK_BYTES + 100_000 < there[1].nbytes / 10
+
+
 def test_tensors_come_in_the_callers_hands_one_version_at_a_time(tmp_path: Path) -> None:
     made(tmp_path)
     read: list[int] = []
-    found = History(tmp_path / "ckpts", "large.weight", None, None, None, read.append)
+    found = History(tmp_path / "ckpts", "large.weight", on_read=read.append)
     opened = []
     for saved in found:
         opened.append(saved)
@@ -220,3 +318,18 @@ def test_a_version_that_is_retired_in_the_meantime_is_skipped(tmp_path: Path) ->
         if saved.version == 2:
             store.retire(next(key for key in store.keys() if key.id.version == 3))  # noqa: SIM118
     assert seen == [1, 2, 4, 5, 6]
+
+
+def test_versions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    codecs = {"persistent_codecs": "delta full_every=4, zstd", "persistent_keep_every": 1}
+    course = made(tmp_path, **far(tmp_path, **codecs))
+    shared = tmp_path / "shared"
+    next(shared.glob("v0000000001.*.manifest")).unlink()
+    with pytest.warns(UserWarning, match="versions may be missing: .*v2 .*refers to v1 .*v3"):
+        assert tierckpt.history(shared).versions == [5, 6]
+    for saved in tierckpt.history(shared, first=5, names="head.weight"):
+        assert torch.equal(saved.tensors["head.weight"], course[saved.version]["head.weight"])
+    for path in shared.glob("v000000000[56].*.manifest"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(RestoreError, match=r"nothing can be read: .*v2"):
+        tierckpt.history(shared)

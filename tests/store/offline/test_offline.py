@@ -82,9 +82,11 @@ def key_of(path: Path, version: int) -> Any:
 
 def flip_byte(path: Path, at: int) -> None:
     """Flip a byte at `at`; a negative number counts from the end."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    with path.open("r+b") as file:
+        offset = file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        (value,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([value ^ 1]))
 
 
 def damage(path: Path, version: int) -> None:

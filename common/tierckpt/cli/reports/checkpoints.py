@@ -155,9 +155,17 @@ def _notes(row: Row) -> list[str]:
         notes.append("pinned")
     if row.held_for:
         notes.append(f"held for the fork {some(row.held_for, 2)}")
-    if row.encoded:
+    if row.refers_to:
+        notes.append(f"refers to {_numbers(row.refers_to)}")
+    elif row.encoded:
         notes.append("encoded")
+    if row.needed_by:
+        notes.append(f"needed by {_numbers(row.needed_by)}")
     return notes
+
+
+def _numbers(versions: Sequence[int]) -> str:
+    return some([f"v{version}" for version in versions])
 
 
 def _time_text(seconds: float | None) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tierckpt.offline.difference import Comparison, Difference, Numbers
     from tierckpt.offline.stored_version import StoredVersion
 
+MOST_GAPS = 8
 SHOWN = 20
 """Lines shown without `--all`."""
 TITLES = ("what differs", "elements", "largest", "relative", "norm", "")
@@ -39,7 +40,7 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
         "status is 0 if the versions are equal bit for bit, 1 if they differ, 2 after an error. "
         "--plot draws how far each layer moves from version to version, and the norms of its "
         "weights: `tierckpt diff PATH --plot FILE` for all versions, `PATH 100..200` for a range, "
-        f"--every and --names for a choice. {PLACES}"
+        f"--every, --names and --run for a choice. {PLACES}"
     )
     parser.add_argument("targets", nargs="+", metavar="PATH[@VERSION]|VERSION")
     add_json(parser)
@@ -53,6 +54,9 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--names", action="append", metavar="PATTERN", help=text)
     text = "draw only versions that are multiples of this"
     parser.add_argument("--every", type=number, metavar="N", help=text)
+    text = "draw the versions of this run and of those that it came from, by its number in "
+    text += "`tierckpt log` (default: the newest run)"
+    parser.add_argument("--run", type=number, metavar="N", dest="run_number", help=text)
     parser.set_defaults(run=diff, error_status=2)
 
 
@@ -61,14 +65,18 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     reading."""
     if args.plot is not None:
         from tierckpt.offline import evolution
+        from tierckpt.offline.history import Choice
 
         path, first, last = range_of(args.targets)
-        drawn = evolution.draw(path, first, last, args.plot, args.names, args.every)
-        versions = some([f"v{version}" for version in drawn], 8)
+        choice = Choice(args.every, first, last, args.run_number)
+        drawn = evolution.draw(path, args.plot, args.names, choice)
+        versions = some([f"v{version}" for version in drawn.versions], 8)
         console.print(f"{args.plot}: {versions}", soft_wrap=True)
+        for text in drawn.gaps[:MOST_GAPS]:
+            console.print(f"cannot be read: {text}", soft_wrap=True)
         return 0
-    if args.names or args.every:
-        raise ConfigError("--names and --every choose what --plot draws: add --plot FILE")
+    if not (args.names is args.every is args.run_number is None):
+        raise ConfigError("--names, --every and --run choose what --plot draws: add --plot FILE")
     targets = targets_of(args.targets)
     with ExitStack() as stack:
         bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
