@@ -123,7 +123,7 @@ with Files(sys.argv[1] + "/ckpts", group=MPI.COMM_WORLD, shm_dir=sys.argv[1]) as
         assert f.complete is False
 with Files(sys.argv[1] + "/ckpts", group=MPI.COMM_WORLD, shm_dir=sys.argv[1]) as files:
     found = files.restore()
-    print(rank, found.name, Path(found["x"]).read_text(), flush=True)
+    print(f"{rank} {found.name} {Path(found['x']).read_text()}", flush=True)
 """
     (tmp_path / "shm").mkdir()
     done = mpirun(program, tmp_path / "shm")
