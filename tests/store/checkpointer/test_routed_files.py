@@ -11,6 +11,8 @@ import torch
 
 import tierckpt
 from tierckpt.errors import TierckptError
+from tierckpt.format.manifest import Manifest
+from tierckpt.proof.recorder import state_of
 
 
 class Job:
@@ -80,6 +82,19 @@ def test_a_path_is_void_after_the_block(tmp_path: Path, shm_dir: Path) -> None:
     with pytest.raises(TierckptError, match="has ended"):
         f.route("y")
     job.ckpt.abandon()
+
+
+def test_prove_compares_them(tmp_path: Path, shm_dir: Path) -> None:
+    def of(content: bytes) -> str:
+        path = tmp_path / content.hex()
+        job = Job(path, shm_dir)
+        job.step(x=content)
+        job.ckpt.close()
+        (shard,) = path.glob("*.safetensors")
+        manifest = Manifest.decode(shard.with_suffix(".manifest").read_bytes())
+        return state_of(memoryview(shard.read_bytes()), manifest)["file/a/x"]
+
+    assert of(b"1") != of(b"2")
 
 
 def fails(job: Job) -> None:
