@@ -144,7 +144,8 @@ class Forks:
                     f"noted in {places}, and {SETTING} is {text!r}. Nothing was changed",
                     f"To take the first one back: {cancel}",
                 )
-        return Wanted(path, record.id.version, record.id, cancel, self.marks.kept(record))
+        kept = self.marks.kept(record)
+        return Wanted(path, record.id.version, record.id, record.run_id, cancel, kept)
 
     def _origin(
         self,

@@ -50,6 +50,8 @@ class Wanted:
     """None: the newest."""
     exactly: VersionId | None = None
     """Of several versions with that number, the one that a record names."""
+    run_id: str = ""
+    """The run that wrote that one: a job that is trained again under the same path has others."""
     cancel: str = ""
     """The commands that take that record back, for messages."""
     kept: tuple[str, ...] = ()
@@ -154,7 +156,7 @@ class SourceReader:
             missing = str(error)
         if all(nowhere := barrier.all_gather_object(missing)):
             raise _nothing_there(wanted, nowhere[0])
-        inventories, _ = gather_inventories(barrier, self._inventory(here), UNKNOWN)
+        inventories, _ = gather_inventories(barrier, self._inventory(here, wanted), UNKNOWN)
         different: list[Inventory] = distinct(inventories)
         rejected = self._rejected if self._group.rank == 0 else lambda text: None
         look = SourceLook(
@@ -181,20 +183,21 @@ class SourceReader:
     def _rejected(self, text: str) -> None:
         self._reports.emit("rejected", message=text, severity=logging.WARNING)
 
-    def _inventory(self, here: Survey) -> Inventory:
+    def _inventory(self, here: Survey, wanted: Wanted) -> Inventory:
         """This rank's part: only rank 0 offers what all ranks can read."""
         far = self._group.rank == 0
 
-        def mine(place: Location) -> Location | None:
+        def mine(copy: Found | FoundParity) -> Location | None:
+            place = copy.place
+            if wanted.run_id not in ("", copy.facts.run_id):
+                return None
             if place.host == EVERYWHERE:
                 return place if far else None
             return None if here.is_elsewhere(place) else replace(place, host=self._host)
 
-        found = tuple(
-            replace(f, place=place) for f in here.found if (place := mine(f.place)) is not None
-        )
+        found = tuple(replace(f, place=place) for f in here.found if (place := mine(f)) is not None)
         parities = tuple(
-            replace(p, place=place) for p in here.parities if (place := mine(p.place)) is not None
+            replace(p, place=place) for p in here.parities if (place := mine(p)) is not None
         )
         return Inventory(
             found,

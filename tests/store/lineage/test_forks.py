@@ -220,6 +220,27 @@ def test_the_source_may_be_deleted_if_its_files_have_second_names(
         assert job.fingerprint() == state
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_another_job_under_the_path_of_the_source_is_not_taken_for_it(
+    places: Places, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+        monkeypatch.setattr("tierckpt.storage.forks.os.link", no_link)
+    state = places.train("a")
+    assert main(["fork", places["a"], places["b"]]) == 0
+    shutil.rmtree(places["a"])
+    with places.job("a", 1) as job:
+        assert job.run(STEPS).fingerprint() != state
+    with places.job("b") as job:
+        if links:
+            assert job.restore() == STEPS
+            assert job.fingerprint() == state
+        else:
+            with pytest.raises(RestoreError, match="not there any more"):
+                job.restore()
+        job.checkpointer.abandon()
+
+
 def test_the_command_takes_paths_with_the_name_of_the_node(
     places: Places, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
