@@ -77,6 +77,7 @@ OVERWRITTEN = (
 class HorovodAdapter(PlainAdapter):
     """The adapter of a model that Horovod trains. See `Adapter` for the methods."""
 
+    repeats_steps = False
     newly_unreduced_notice = APART
     is_elastic = False
     """True if a new adapter is made whenever ranks join or leave."""

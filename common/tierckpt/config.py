@@ -66,6 +66,10 @@ class LocalConfig:
     in_place: bool = True
     """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
     and are committed without a copy (see `image_file`). False: each level has its own copy."""
+    journal_steps: int = 0
+    """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
+    after the newest version again; and take a version at the latest after N steps, which limits the
+    journal's room and the time of a restart. 0: no journal."""
     codecs: str = ""
     """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none."""
@@ -289,6 +293,7 @@ class Config:
             _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
         for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
             _at_least(f"local_{name}", getattr(self.local, name), 0)
+        _at_least("local_journal_steps", self.local.journal_steps, 0)
         _at_least("peer_group_size", self.peer.group_size, 2)
         _within("peer_port", self.peer.port, 0, 65535)
         persistent = self.persistent
@@ -374,6 +379,12 @@ class Config:
                 f"persistent_codecs is {self.persistent.codecs!r}, but delta stores only versions "
                 "that persistent_keep_every keeps, and that is 0: set it, or leave out delta"
             )
+        if local.hides and self.local.journal_steps:
+            raise ConfigError(
+                f"local_codecs is {self.local.codecs!r}, and local_journal_steps is "
+                f"{self.local.journal_steps}: the journal is not encrypted, so the disk would have "
+                "the gradients in the clear. Drop one of the two"
+            )
         if local.hides and self.uses("peer"):
             raise ConfigError(
                 f"local_codecs is {self.local.codecs!r}, and peer_redundancy is "
@@ -420,6 +431,8 @@ class Config:
         if level == "peer":
             return self._wants_parity and self.uses("local")
         table = getattr(self, level)
+        if level == "local" and self.local.journal_steps:
+            return True
         there = level != "persistent" or bool(self.persistent.path)
         return there and (table.every_steps != 0 or table.every_seconds > 0)
 

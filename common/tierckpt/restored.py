@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import VersionId
 
 if TYPE_CHECKING:
     from tierckpt.lineage.selection import PartReport
@@ -37,7 +38,12 @@ class Restored(int):
     """Bytes that this rank received from other ranks."""
     seconds: dict[str, float]
     """By phase: `inventory`, `verify` (includes reading), `rebuild` (in the background of
-    `verify`), `load`, `total`."""
+    `verify`), `load`, `replay` (of the journal), `total`."""
+    base: VersionId | None = None
+    """The stored version from which the journal of gradients led on to `version`; None if all came
+    from a stored version."""
+    replayed: int = 0
+    """Number of boundaries that the journal led on from `base`."""
     forked_from: str = ""
     """The version of another job that this one began from, `PATH@v40`; else empty."""
     partial: PartReport | None = None

@@ -10,6 +10,7 @@ import tierckpt
 from tests.crash.agent.test_agents import BEFORE_EXCHANGE, IN_MID_EXCHANGE, IN_MID_FLUSH
 from tests.crash.checkpointer.test_sweep import AGENT_POINTS, TRAINER_POINTS
 from tests.crash.files.test_killed import FILES_KILLS
+from tests.crash.journal.test_journal_kills import JOURNAL_KILLS
 from tests.dist.interchange.test_interrupted import EXPORT_KILLS
 from tests.store.lineage.test_fork_kills import FORK_KILLS
 from tests.store.storage.test_persistent_fsspec import FSSPEC_KILLS
@@ -41,6 +42,7 @@ SWEEPS = {
     ),
     "interchange/exporting.py": EXPORT_KILLS,
     "files/saving.py": FILES_KILLS,
+    "journal/writer.py": JOURNAL_KILLS,
     "lineage/fork.py": FORK_KILLS[1:3],
     "lineage/marks.py": [FORK_KILLS[0], *FORK_KILLS[3:]],
     "agent/protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],

@@ -215,6 +215,9 @@ class Adapter(Protocol):
     releases_by_layer: bool
     """True if the adapter calls `Handle.release`; if not, layers are copied from the boundary
     on."""
+    repeats_steps: bool
+    """True if `step()` of an optimizer does nothing but its step, with the gradients that it finds:
+    a restart can make it again from a journal. False if it communicates."""
     extra_syntax: str
     """A script's way to add an object to the checkpoint, for notices, with `{name}` (or
     `{name!r}`) and `{it}`."""
@@ -334,6 +337,7 @@ class PlainAdapter:
     """
 
     releases_by_layer = False
+    repeats_steps = True
     extra_syntax = "extra={{{name!r}: {it}}}"
     no_calls_notice = NO_CALLS
     newly_unreduced_notice = (

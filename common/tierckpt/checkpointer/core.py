@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -48,6 +48,9 @@ from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import Iterations, Unattached
+from tierckpt.journal.recorder import JournalRecorder
+from tierckpt.journal.replay import Replay
+from tierckpt.journal.support import check_support
 from tierckpt.lineage.fork import ForkOrder, Forks
 from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.proof.recorder import record_if_ordered
@@ -93,6 +96,10 @@ def _normal_mode() -> contextlib.AbstractContextManager[object]:
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return contextlib.nullcontext()
+
+
+def _load_later(value: Any) -> None:
+    """Load no values of the adapter: those of a later record follow."""
 
 
 def as_number(metric: Any) -> float:
@@ -163,6 +170,10 @@ class CheckpointerCore(abc.ABC):
         except TierckptError as error:
             raise refused(error, self.group) from error.__cause__
         self.config, topology = agree_on_settings(settings, config_file, self.group)
+        try:
+            check_support(self.config, self._state, self.adapter.repeats_steps)
+        except TierckptError as error:
+            raise refused(error, self.group) from error.__cause__
         self._state.forward_changes(self.config.forward_changes)
         self._node = topology.node(self.group.rank)
         # Nothing has been started yet.
@@ -277,6 +288,11 @@ class CheckpointerCore(abc.ABC):
             self._unchanged,
         )
         undo.callback(self._active.close)
+        self._journal: JournalRecorder | None = None
+        if config.local.journal_steps:
+            parts = self._state, self._active.capture, reports
+            self._journal = JournalRecorder(config, group, *parts)
+            undo.callback(self._journal.close)
         self._replicas = ReplicaMonitor(
             config,
             group,
@@ -356,6 +372,12 @@ class CheckpointerCore(abc.ABC):
                 details = self._replicas.suspicion or "the details are known in a few steps"
                 self._reports.lost(self.version, f"replicas differ: {details}")
         id_ = self._id()
+        if self._journal is not None:
+            sound = not self._replicas.refusing and self._agreement.parted is None and vote != VOID
+            with _normal_mode():
+                self._journal.boundary(
+                    self._facts(id_), self._packed, sound, LOCAL in take, self._agreement.local.safe
+                )
         snapshot = self._open_snapshot(id_, take, vote == VOID) if take else None
         halt, check = self._halt.vote(self.version), self._replicas.vote(place)
         row, unchanged = self._replicas.row(), self._unchanged.count
@@ -463,14 +485,22 @@ class CheckpointerCore(abc.ABC):
     # --- a restore ------------------------------------------------------------------------------
 
     def _restore(
-        self, version: int | None, strict: bool, bar: Progress, fork: ForkOrder
+        self,
+        version: int | None,
+        strict: bool,
+        bar: Progress,
+        fork: ForkOrder,
+        repeats: bool = True,
     ) -> Restored:
+        """Restore, and make the journal's steps again if it `repeats`."""
         begin = time.perf_counter()
         # The version in progress is valid: no step has changed the state yet.
         self._agreement.even_out()  # the copier may wait for a vote
         error_barrier = ErrorBarrier(self.group)
         with error_barrier:
             self.complete()
+            if self._journal is not None:
+                self._journal.pause()
             self._agreement.void()
             self._agent.wait(None)
             self._collect()
@@ -487,10 +517,28 @@ class CheckpointerCore(abc.ABC):
         attempt = restore_session.find(version, self.version)
         if attempt is None:
             return self._begin_elsewhere(fork, bar, restore_session)
-        with contextlib.closing(attempt):
+        repeats = repeats and strict and restore_session.takes_newest
+        with contextlib.closing(attempt), self._replay_of(attempt, repeats) as replay:
             with _garbage.paused():
-                loaded = restore_session.load(attempt, strict, self.adapter.load)
-            return self._begin_with(attempt, loaded, restore_session)
+                load_adapter = self.adapter.load if replay is None else _load_later
+                loaded: LoadedVersion | None = restore_session.load(attempt, strict, load_adapter)
+                if replay is not None and loaded is not None:
+                    loaded = replay.run(loaded, attempt.trouble, self.adapter.load)
+            if loaded is not None:
+                return self._begin_with(attempt, loaded, restore_session)
+        return self._restore(version, strict, bar, fork, repeats=False)
+
+    @contextlib.contextmanager
+    def _replay_of(self, attempt: VerifiedVersion, repeats: bool) -> Iterator[Replay | None]:
+        """The records of the journal that follow a version; None without any. Collective."""
+        if self._journal is None or not repeats:
+            yield None
+            return
+        began = self._history.began_last
+        barrier = ErrorBarrier(self.group)
+        where = self.config.directory, self._state, barrier, self._reports
+        with contextlib.closing(Replay(*where, attempt.plan.id, began)) as replay:
+            yield replay if len(replay) else None
 
     def _begin_with(
         self, attempt: VerifiedVersion, loaded: LoadedVersion, restore_session: RestoreSession
@@ -505,7 +553,8 @@ class CheckpointerCore(abc.ABC):
             restore_session.settle_rollback(attempt)
             self._state.drop_gradients()  # left by an interrupted iteration
             books = (self._agreement, self._pool, self._reports)
-            if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
+            mended = not self._local_enabled() or repair(attempt, self.group, self._levels, *books)
+            if not mended or loaded.result.base is not None:
                 self._schedule.requested = frozenset((MEMORY, LOCAL))
             self._forks.marks.has_versions()
             return restore_session.report(loaded.result)
@@ -554,6 +603,9 @@ class CheckpointerCore(abc.ABC):
         self._schedule.start_at(result.version)
         self._levels.go_on_from(lineage, result, error_barrier)
         self._heartbeat.resumed(result.version)
+        if self._journal is not None and lineage:
+            id_ = VersionId(result.generation, result.version)
+            self._journal.begin_at(id_, self._history.generation)
         self.adapter.resumed(self.iteration)
 
     def _carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
@@ -663,6 +715,8 @@ class CheckpointerCore(abc.ABC):
         """Called at the beginning of a registered optimizer's step."""
         if self.adapter.before_step(label):
             self._barrier()
+            if self._journal is not None:
+                self._journal.before_step(label)
 
     def _barrier(self) -> None:
         """Wait until the copy is complete: the state may change after this call. Also called before
@@ -726,6 +780,8 @@ class CheckpointerCore(abc.ABC):
         self._active.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that ended
         self._active.close()
+        if self._journal is not None:
+            self._journal.close(remove)
         self._replicas.restart()  # also frees its references to the state
         self._levels.drift.wait()
         if self._folders is not None:

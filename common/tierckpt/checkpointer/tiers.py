@@ -146,7 +146,7 @@ class Tiers:
 
     def _learn_from_history(self, lineage: Lineage, result: Restored) -> None:
         self.history.go_on_from(lineage, result.version)
-        id_ = VersionId(result.generation, result.version)
+        id_ = result.base or VersionId(result.generation, result.version)
         self._pin_as_elsewhere(id_)
         # Also if some shards came from other levels: those in memory may be the only copies.
         memory = id_ if MEMORY in result.levels else self.history.newest(MEMORY, id_)

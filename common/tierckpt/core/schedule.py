@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tierckpt.config import AUTO, Config, Steps
 from tierckpt.core.tuning.autotune import Change, Tuner
 
-from .levels import INTERVALS, MEMORY, Level
+from .levels import INTERVALS, LOCAL, MEMORY, Level
 from .votes import Vote
 
 
@@ -70,9 +70,15 @@ class Schedule:
         asked, due = agreed.no_request == 0, set[Level]()
         for level, goes_to in self._ways.items():
             wanted = asked or agreed.levels[level].time_left == 0
+            wanted = wanted or (level == LOCAL and self._journal_needs(version))
             if wanted or (self._every_steps[level] and self._steps_passed(level, version)):
                 due |= goes_to
         return due
+
+    def _journal_needs(self, version: int) -> bool:
+        """Whether the journal of gradients needs a version to begin with, or a newer one."""
+        most, last = self.config.local.journal_steps, self.last[LOCAL]
+        return bool(most) and (last == 0 or version - last >= most)
 
     def _steps_passed(self, level: Level, version: int) -> bool:
         every = self._every_steps[level]

@@ -248,6 +248,14 @@ class RestoreNotices:
         if not level:
             return f"nothing to restore in {self._config.directory}: a fresh start"
         nbytes, seconds = size_text(result.nbytes), result.seconds["total"]
+        if result.base is not None:
+            replay_seconds = result.seconds.get("replay", 0.0)
+            return (
+                f"restored v{result.version} (iteration {int(result)}): v{result.base.version} from"
+                f" {level}, and the steps of {result.replayed} iteration(s) after it from the "
+                f"journal: {nbytes} in {seconds:.2f} s, of which the steps took "
+                f"{replay_seconds:.2f} s"
+            )
         return (
             f"restored {result.forked_from or f'v{result.version}'} (iteration {int(result)}) from "
             f"{level}: {nbytes} in {seconds:.2f} s"

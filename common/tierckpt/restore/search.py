@@ -130,6 +130,11 @@ class VersionSearch:
             on_failure.pop_all()
         return found
 
+    @property
+    def takes_newest(self) -> bool:
+        """True if `find` looked for the newest version, and passed over none. After `find`."""
+        return self._version is None and not self.passed_over
+
     def exclude(self, id_: VersionId) -> None:
         """Take this version out of the search, because the caller could not use it. If no other is
         left, `find` returns None. The same on all ranks."""

@@ -81,7 +81,8 @@ class CopyPlan:
             self.began = changing_buffers.changed(state.first_buffers, state.model)
         self.shared = tree_codec.Packed(state.shared(walk))
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
-        self._own = own
+        self.own = own
+        """Name and tensor of parameters, and their optimizer state, that each rank has alone."""
         self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
         pieces = {p.spec.name for p in self.layout.pieces if p.placement is REPLICATED}
         everything = is_small(walk.tensors)
@@ -150,7 +151,7 @@ class CopyPlan:
         held = [holder.get(name) for holder, name in slots]
         if slots is self._buffer_slots and same_objects(held, self._held) and self.buffers.stand():
             return True
-        if not self.buffers.follow([*named_buffers(state.model), *self._own]):
+        if not self.buffers.follow([*named_buffers(state.model), *self.own]):
             return False
         self._buffer_slots, self._held = slots, held
         return True

@@ -117,7 +117,7 @@ class Staging:
         Raises the errors of the state's own objects, and SnapshotError.
         """
         try:
-            plan, node, arena = self._stage(adapter)
+            plan, node, arena = self.stage(adapter)
         finally:
             self._whole_boundaries = max(self._whole_boundaries - 1, 0)
         parts = (facts, plan, levels, node, arena, choose_slot, on_done)
@@ -138,14 +138,15 @@ class Staging:
     def is_unmoved(self, manifest: Manifest, image: memoryview, adapter: Any) -> bool:
         """True if a snapshot taken now would equal this sealed one; nothing may be copied during
         the call. Raises the errors of the state's own objects."""
-        plan, node, arena = self._stage(adapter, whole=True)
+        plan, node, arena = self.stage(adapter, whole=True)
         return is_unmoved(plan, tree_codec.EncodedTree(node, arena), manifest, image)
 
-    def _stage(
+    def stage(
         self, adapter: Any, whole: bool = False
     ) -> tuple[CopyPlan, tree_codec.Packed, tree_codec.Arena]:
         """Copy the rank's tree and the buffers, before the next forward pass changes them. `whole`:
-        as in `_fitting_plan`."""
+        as in `_fitting_plan`. Nothing may be copied during the call. Raises the errors of the
+        state's own objects, and SnapshotError."""
         if self._failed is not None:
             raise self._failed
         plan, state = self._fitting_plan(whole), self._state

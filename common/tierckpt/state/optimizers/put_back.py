@@ -130,7 +130,7 @@ class OptimizerRestore:
         known = {number for numbers in indices(optimizer) for number in numbers}
         for key, value in put_together(node, self)["state"].items():
             if key not in known:
-                others[key] = _beside(before.get(key), value)
+                others[key] = beside(before.get(key), value)
 
     def _replace_options(self, label: str, optimizer: torch.optim.Optimizer) -> None:
         first = self._state.first_options[label]
@@ -143,7 +143,7 @@ class OptimizerRestore:
                     del group[key]
             for key, value in options.items():
                 if (number, key) not in kept:
-                    group[key] = _beside(group.get(key), value)
+                    group[key] = beside(group.get(key), value)
 
     def _check(self, label: str, optimizer: torch.optim.Optimizer) -> None:
         """Add a notice for values that were not restored."""
@@ -270,7 +270,7 @@ def _into(live: Any, value: torch.Tensor) -> torch.Tensor:
     return live
 
 
-def _beside(live: Any, value: Any) -> Any:
+def beside(live: Any, value: Any) -> Any:
     """A value that came from the host, moved to the device of its predecessor."""
     if not (isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)):
         return value
@@ -291,4 +291,4 @@ def _on_device(value: Any, param: torch.Tensor) -> Any:
     return value
 
 
-__all__ = ["OptimizerRestore", "Values"]
+__all__ = ["OptimizerRestore", "Values", "beside"]

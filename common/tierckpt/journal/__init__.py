@@ -1,0 +1,20 @@
+"""The gradient journal: the reduced gradients of every optimizer step, on the node's disk.
+
+A restart loads the newest version and makes the journal's steps again, with the same optimizer and
+the same gradients, bit for bit; see docs/internals/journal.md.
+
+| module | content |
+|---|---|
+| `frames` | the bytes of a journal, and the names of its files; pure |
+| `chain` | the records that follow a version, found alike on all ranks; pure |
+| `segments` | journal files: reading and removal |
+| `images` | gradients and small state as the bytes of a shard |
+| `writer` | the thread that appends them |
+| `recorder` | one rank's journal, during the training |
+| `replay` | a restart: the steps, made again |
+| `support` | state that a journal cannot repeat, refused by name |
+
+That a log of gradients is as good as checkpoints at every step is the idea of LowDiff (Yao et al.,
+2025, arXiv:2509.04084), which logs compressed gradients; a log of inputs that a deterministic
+program repeats is the redo log of databases (ARIES: Mohan et al., 1992).
+"""

@@ -1,0 +1,197 @@
+"""Recorder: one rank's journal during the training.
+
+Every record follows a version or another record. After a record that could not be made the journal
+stops, and it begins again at the next version that goes to local.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierckpt._text import size_text
+from tierckpt.config import Config
+from tierckpt.coordination.reports import Reports
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.group import Group
+from tierckpt.snapshot.staging import Staging
+from tierckpt.state import tree_codec
+from tierckpt.state.training_state import TrainingState
+
+from .frames import SegmentName
+from .images import GradientImages, Image, SmallStateImages, UnjournaledError
+from .segments import FOLDER
+from .writer import CLOSE_SECONDS, Draft, JournalWriter
+
+STOPPED = (
+    "the journal ends at v{last}: {why}. Later steps are not on disk until the next version is; "
+    "then the journal begins again"
+)
+BEHIND = (
+    "{folder} does not keep up with {size} a step and rank. Use a faster disk, leave out "
+    'local_journal_steps, or set when_busy="wait", and the training waits for the disk'
+)
+SCALED = (
+    "a fused optimizer unscales the gradients inside its step, where they cannot be read. Make the "
+    "optimizer with fused=False"
+)
+UNSOUND = "this boundary is no version"
+
+
+class JournalRecorder:
+    """Training thread; a thread of its own writes."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        state: TrainingState,
+        capture: Staging,
+        reports: Reports,
+    ) -> None:
+        """All arguments stay their owners'."""
+        self.folder = Path(config.directory) / FOLDER
+        self._config, self._group, self._state = config, group, state
+        self._capture, self._reports = capture, reports
+        self._writer = JournalWriter(self.folder, group.rank, self._failed)
+        self._place: VersionId | None = None
+        """The version or record that the next record follows; None while the journal is stopped."""
+        self._segment: SegmentName | None = None
+        self._steps: list[Image] = []
+        """Gradients of the steps since the last boundary."""
+        self._gradients: dict[str, GradientImages] = {}
+        self._small = SmallStateImages()
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Make no further record before `begin_at`, because a restore begins."""
+        self._stop()
+        self._writer.drain(CLOSE_SECONDS)
+
+    def _stop(self) -> None:
+        self._place, self._steps = None, []
+
+    def begin_at(self, id_: VersionId, writer: int) -> None:
+        """Begin with the live state, which equals a version or record of an earlier run; `writer`
+        is the generation of this run."""
+        self._steps = []
+        self._follow(id_, writer)
+
+    def _follow(self, id_: VersionId, writer: int) -> None:
+        if self._segment is None or self._segment.writer != writer:
+            # A run of that number has left its journal, and no version: it counts no more.
+            self._writer.remove(lambda name: name.writer >= writer)
+        self._place = id_
+        key = ShardKey(id_, self._group.rank, self._group.size)
+        self._segment = SegmentName(key, writer)
+
+    def close(self, remove: bool = False) -> None:
+        """End; with `remove` the last version is durable, and the files are removed."""
+        if remove:
+            self._writer.remove(lambda _: True)
+        self._writer.close()
+
+    # --- a step and a boundary ------------------------------------------------------------------
+
+    def before_step(self, label: str) -> None:
+        """Copy the gradients of the optimizer of that label, which is about to make its step."""
+        if self._place is None:
+            return
+        try:
+            self._keep_up()
+            self._steps.append(self._image_of(label, self._state.optimizers[label]))
+        except Exception as error:
+            self._give_up(error)
+
+    def boundary(
+        self,
+        facts: VersionFacts,
+        adapter: Callable[[], Any],
+        sound: bool,
+        local: bool,
+        safe: VersionId | None,
+    ) -> None:
+        """Record the boundary of the version with these facts, before the version is taken.
+
+        Args:
+            facts: those of its version, whether one is taken or not.
+            adapter: returns the adapter's values; may raise.
+            sound: the live state could be a version.
+            local: a version goes to local, and the journal goes on from it.
+            safe: the newest version that is complete on all local disks.
+        """
+        id_, size = facts.id, self._group.size
+        if self._place is not None:
+            try:
+                if not sound:
+                    raise UnjournaledError(UNSOUND)
+                self._record(facts, adapter())
+            except Exception as error:
+                self._give_up(error)
+        self._steps = []
+        if local and sound:
+            self._follow(id_, id_.generation)
+            self._writer.retire(size, safe, self._config.local.keep_last)
+
+    def _record(self, facts: VersionFacts, adapter: Any) -> None:
+        assert self._place is not None
+        assert self._segment is not None
+        if self._writer.failed == self._segment:  # already reported
+            self._stop()
+            return
+        plan, node, arena = self._capture.stage(adapter)
+        tree = tree_codec.EncodedTree(node, arena)
+        small = self._small.make(plan, tree, self._writer.room)
+        params, steps = self._small.digest(plan), tuple(self._steps)
+        self._writer.submit(Draft(self._segment, self._place, facts, params, steps, small))
+        self._place = facts.id
+
+    def _image_of(self, label: str, optimizer: torch.optim.Optimizer) -> Image:
+        if getattr(optimizer, "grad_scale", None) is not None or (
+            getattr(optimizer, "found_inf", None) is not None
+        ):
+            raise UnjournaledError(SCALED)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        named = [(self._state.name_of(p), p.grad) for p in params if p.grad is not None]
+        arena = tree_codec.Arena()
+        groups = self._state.pack_groups(arena.keep)
+        if isinstance(groups, tree_codec.Packed):
+            groups = groups.node
+        node = {"label": label, "groups": groups[label], "params": len(params)}
+        if label not in self._gradients:
+            self._gradients[label] = GradientImages(self._group.rank, self._group.size)
+        tree = tree_codec.EncodedTree(node, arena)
+        return self._gradients[label].make(named, tree, self._writer.room)
+
+    def _keep_up(self) -> None:
+        """Raise UnjournaledError if the disk does not keep up."""
+        if self._steps or self._writer.keeps_up(self._config.when_busy == "wait"):
+            return
+        raise UnjournaledError(BEHIND.format(folder=self.folder, size=self._size_text()))
+
+    def _size_text(self) -> str:
+        params = self._state.walk().params
+        return size_text(sum(p.nbytes for p in params) // self._group.size)
+
+    def _give_up(self, error: Exception) -> None:
+        """Stop until the next version on local. Any error: the journal never ends a training."""
+        last, known = self._place, isinstance(error, UnjournaledError)
+        why = str(error) if known else f"{type(error).__name__}: {error}"
+        self._stop()
+        if last is not None:
+            text = STOPPED.format(last=last.version, why=why)
+            self._reports.notice(text, logging.WARNING)
+
+    def _failed(self, last: VersionId, error: OSError) -> None:
+        """The record after `last` could not be written; the writer's thread."""
+        text = STOPPED.format(last=last.version, why=f"{self.folder}: {error}")
+        self._reports.notice_later(text, logging.ERROR)
+
+
+__all__ = ["JournalRecorder"]

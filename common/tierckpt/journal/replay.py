@@ -1,0 +1,257 @@
+"""Replay: a restart makes the steps of the journal again, and proves that they are the same.
+
+The state is that of a loaded version. For each record, every rank receives the stripes of all
+ranks, sets the options and gradients that the step had, and calls the optimizer's own `step()`.
+Then the digest of its stripes of the parameters must be that of the record. After the last record
+its small state is loaded, as from a version.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierckpt.coordination.error_barrier import ErrorBarrier, by_rank
+from tierckpt.coordination.reports import Reports
+from tierckpt.format.ids import VersionId
+from tierckpt.format.layout import Piece
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.shard_file import decode_header
+from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary
+from tierckpt.restore.loader import Loader
+from tierckpt.restore.session import LoadedVersion
+from tierckpt.restore.tensor_fill import PieceWriter, TensorPreallocator
+from tierckpt.restored import Restored
+from tierckpt.snapshot.copy_plan import CopyPlan
+from tierckpt.state import rng, tree_codec
+from tierckpt.state.optimizers.put_back import beside
+from tierckpt.state.training_state import TrainingState
+
+from .chain import Link, chain_from
+from .images import GRADIENT, SmallStateImages
+from .segments import FOLDER, Frame, JournalReader, Record, names_in
+from .writer import MOST_WAITING
+
+DIFFERS = (
+    "the journal leads from v{base} to v{last}, and its steps could not be made again exactly: "
+    "{why}. The job goes on from v{base}, which is exact; the {steps} step(s) after it are lost"
+)
+OTHER_RANKS = (
+    "the journal in {folder} is of {were} ranks, this job has {size}: its steps after v{base} are "
+    "lost. Start with {were} ranks to have them again"
+)
+SHORTER = (
+    "rank {rank} has the journal only up to v{last}, and others up to v{longest}: the job goes on "
+    "from v{last}"
+)
+
+
+class Replay:
+    """The records that follow one version. Training thread, all ranks alike; `close` it."""
+
+    def __init__(
+        self,
+        directory: str,
+        state: TrainingState,
+        barrier: ErrorBarrier,
+        reports: Reports,
+        base: VersionId,
+        began: tuple[int, int],
+    ) -> None:
+        """Read and verify this rank's journal, and find the records that follow the version `base`
+        on all ranks. `began`: see `chain_from`. Collective."""
+        self._state, self._barrier, self._reports, self._base = state, barrier, reports, base
+        folder, rank, size = Path(directory) / FOLDER, barrier.rank, barrier.size
+        self._reader = JournalReader(folder, rank, size)
+        with barrier:
+            links = [record.link for record in self._reader.records.values()]
+            gathered: list[list[Link]] = barrier.all_gather_object(links)
+        self._ids = chain_from(base, gathered, began)
+        self._pairs = [*pairwise([base, *self._ids])]
+        known = [{link[:2]: link for link in theirs} for theirs in gathered]
+        self._links = [[theirs[pair] for theirs in known] for pair in self._pairs]
+        """For each record, every rank's link."""
+        self._plan: CopyPlan | None = None
+        self._images = SmallStateImages()
+        for text in self._reader.problems:
+            reports.notice(f"a part of the journal is not used: {text}", logging.WARNING)
+        self._report_ends(gathered, began, folder)
+
+    def _report_ends(
+        self, gathered: Sequence[Sequence[Link]], began: tuple[int, int], folder: Path
+    ) -> None:
+        """Report ranks with fewer records than others, and a journal of another number of ranks."""
+        if self._barrier.rank:
+            return
+        own = [len(chain_from(self._base, [links], began)) for links in gathered]
+        if own and max(own) > len(self._ids):
+            rank = own.index(min(own))
+            end = self._ids[-1].version if self._ids else self._base.version
+            longest = chain_from(self._base, [gathered[own.index(max(own))]], began)[-1]
+            usual = max(own) - len(self._ids) <= MOST_WAITING + 1  # of ranks killed while writing
+            text = SHORTER.format(rank=rank, last=end, longest=longest.version)
+            self._reports.notice(text, logging.INFO if usual else logging.WARNING)
+        size = self._barrier.size
+        others = {n.base.shards for n in names_in(folder) if n.base.id >= self._base} - {size}
+        if others and not self._ids:
+            words = {"folder": folder, "were": min(others), "size": size}
+            text = OTHER_RANKS.format(base=self._base.version, **words)
+            self._reports.notice(text, logging.WARNING)
+
+    def __len__(self) -> int:
+        """Number of records."""
+        return len(self._ids)
+
+    def run(
+        self, loaded: LoadedVersion, trouble: str, load_adapter: Callable[[Any], None]
+    ) -> LoadedVersion | None:
+        """Make all steps, and load the small state after them; `loaded` is what the live state
+        equals, unless there was `trouble` on this rank. Returns the result of the restore. None,
+        on all ranks and with a notice, if the state is not exactly that of the last record: it is
+        torn then, and the version must be loaded again. Collective."""
+        begin = time.perf_counter()
+        self._state.torn = True
+        result: LoadedVersion | None = None
+        for pair, links in zip(self._pairs, self._links, strict=True):
+            trouble = self._repeat(self._reader.records[pair], links, trouble)
+        try:
+            if not trouble:
+                last = self._reader.records[self._pairs[-1]]
+                result = self._load_small(last.small, loaded, load_adapter)
+        except Exception as error:
+            trouble = _in_words(self._ids[-1], error)
+        with self._barrier:
+            troubles = self._barrier.all_gather_object(trouble)
+        if any(troubles) or result is None:
+            ends = {"base": self._base.version, "last": self._ids[-1].version}
+            why = "; ".join(by_rank(troubles))
+            text = DIFFERS.format(**ends, why=why, steps=len(self._ids))
+            severity = logging.DEBUG if self._barrier.rank else logging.ERROR
+            self._reports.notice(text, severity)
+            return None
+        self._state.torn = False
+        result.result.seconds["replay"] = time.perf_counter() - begin
+        return result
+
+    def close(self) -> None:
+        """Unmap the journal."""
+        self._reader.close()
+
+    # --- a record -------------------------------------------------------------------------------
+
+    def _repeat(self, record: Record, links: Sequence[Link], trouble: str) -> str:
+        """Make the steps of one record; returns what failed on this rank. Collective, also with
+        `trouble`: no other rank waits in vain."""
+        for number, frame in enumerate(record.steps):
+            gradients: dict[str, torch.Tensor] = {}
+            filler = PieceWriter(functools.partial(_place, gradients))
+            for source, link in enumerate(links):
+                buffer = torch.empty(link.steps[number], dtype=torch.uint8)
+                if source == self._barrier.rank:
+                    buffer.numpy().data[:] = frame.image
+                self._barrier.broadcast(buffer, source)
+                try:
+                    if not trouble:
+                        filler.take(source, 0, buffer.numpy().data)
+                except Exception as error:
+                    trouble = _in_words(record.id, error)
+            try:
+                if not trouble:
+                    self._make_step(frame, gradients)
+            except Exception as error:
+                trouble = _in_words(record.id, error)
+        try:
+            if not trouble and self._digest() != record.small.head.params:
+                trouble = f"{record.id}: the parameters differ from those of the run before"
+        except Exception as error:
+            trouble = _in_words(record.id, error)
+        return trouble
+
+    def _make_step(self, frame: Frame, gradients: dict[str, torch.Tensor]) -> None:
+        """Make one optimizer's step with these gradients and the options of the frame."""
+        saved = tree_codec.decode(_tree_of(frame))
+        optimizer, state = self._state.given[saved["label"]], self._state
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(params) != saved["params"]:
+            had, now = saved["params"], len(params)
+            raise ValueError(f"{saved['label']} had {had} parameters, not {now}")
+        for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in options.items():
+                group[key] = beside(group.get(key), value)
+        for param in params:
+            param.grad = gradients.pop(GRADIENT + state.name_of(param), None)
+        if gradients:
+            raise ValueError(f"gradients of unknown parameters: {', '.join(gradients)}")
+        optimizer.step()
+        for param in params:
+            param.grad = None
+
+    def _digest(self) -> int:
+        state, barrier = self._state, self._barrier
+        if self._plan is None or not self._plan.fits(state):
+            self._plan = CopyPlan(state, state.walk(), barrier.rank, barrier.size)
+        return self._images.digest(self._plan)
+
+    def _load_small(
+        self, frame: Frame, loaded: LoadedVersion, load_adapter: Callable[[Any], None]
+    ) -> LoadedVersion:
+        """Load buffers, random streams, options and objects of the last record."""
+        state, rank, size = self._state, self._barrier.rank, self._barrier.size
+        image = torch.empty(len(frame.image), dtype=torch.uint8)
+        image.numpy().data[:] = frame.image
+        header = decode_header(image.numpy().data)
+        live = [(name, tensor) for name, tensor, _ in state.entries(state.walk())]
+        specs = tuple(tree_codec.specs_of(live))
+        lengths = header.header_bytes, header.data_bytes
+        outlines = [ShardSummary(*lengths, specs, 0, header.structure)]
+        outlines += [ShardSummary(*lengths, (), 0, None)] * (size - 1)
+        own = RankState.of(frame.manifest, _tree_of(frame), header)
+        contents = VersionSummary(outlines, own)
+        loader = Loader(state, contents, rank, size, TensorPreallocator(state))
+        if differences := loader.differences():
+            raise ValueError("; ".join(differences))
+        loader.prepare()
+        loader.choose_shards()
+        with torch.no_grad():
+            loader.load_window(rank, 0, image.numpy().data)
+            loader.finish()
+        manifest, saved = loader.manifest, loader.saved
+        notices = loader.notices + rng.take_up(saved["rng"], manifest.id.version, rank, ())
+        for text in notices:
+            self._reports.notice(text, logging.WARNING)
+        load_adapter(saved.get("adapter"))
+        return LoadedVersion(manifest, self._result(manifest, loaded.result), [], None)
+
+    def _result(self, manifest: Manifest, before: Restored) -> Restored:
+        result = Restored.of(manifest.facts)
+        result.base, result.replayed = self._base, len(self._ids)
+        result.levels, result.shard_levels = before.levels, before.shard_levels
+        result.nbytes, result.seconds = before.nbytes, before.seconds
+        return result
+
+
+def _place(gradients: dict[str, torch.Tensor], _: int, piece: Piece) -> torch.Tensor:
+    """The gradient that a piece belongs to; made with the first one."""
+    name = piece.spec.name
+    if name not in gradients:
+        gradients[name] = tree_codec.empty(piece.spec, "cpu")
+    return gradients[name]
+
+
+def _tree_of(frame: Frame) -> bytes:
+    manifest, offset = Manifest.decode(frame.manifest), decode_header(frame.image).tree_offset
+    return bytes(frame.image[offset : offset + manifest.rank_state_bytes])
+
+
+def _in_words(id_: VersionId, error: Exception) -> str:
+    return f"{id_}: {type(error).__name__}: {error}"
+
+
+__all__ = ["Replay"]

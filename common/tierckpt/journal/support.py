@@ -1,0 +1,66 @@
+"""Support: the state whose steps a journal can repeat; all other is refused by name.
+
+A step is repeated with the same gradients, options, state and parameters. So it must be a function
+of these alone: no random numbers, no closure that is called several times, no clock.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tierckpt._text import some
+from tierckpt.config import Config
+from tierckpt.errors import ConfigError, UnsupportedStateError
+from tierckpt.format.layout import REPLICATED
+from tierckpt.state.training_state import TrainingState, optimizer_class
+
+REPEATABLE = frozenset(
+    (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
+        *("RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+"""Optimizers of torch whose steps are such functions; a test repeats a step of each."""
+SETTING = "local_journal_steps"
+
+
+def check_support(config: Config, state: TrainingState, repeats_steps: bool) -> None:
+    """Raise ConfigError or UnsupportedStateError, on all ranks alike, if the journal cannot repeat
+    this training. `repeats_steps`: see `Adapter`."""
+    if not config.local.journal_steps:
+        return
+    if not repeats_steps:
+        raise ConfigError(
+            f"{SETTING} is {config.local.journal_steps}, and the optimizer's step reduces the "
+            "gradients (Horovod): a restart cannot repeat it alone. Leave the setting out; "
+            "memory_every_steps=1, the default, takes a version at every step"
+        )
+    for label, optimizer in state.optimizers.items():
+        if state.given.get(label) is optimizer and _is_known(type(optimizer)):
+            continue
+        kind = f"{type(optimizer).__module__}.{optimizer_class(optimizer)}"
+        raise UnsupportedStateError(
+            f"{SETTING}: optimizer {label!r} is a {kind}, and it is not known that its step can be "
+            f"repeated bit for bit. Those of torch.optim whose step can: "
+            f"{', '.join(sorted(REPEATABLE))}. Use one of these, or leave the setting out"
+        )
+    walk = state.walk()
+    devices = [str(param.device) for param in walk.params if not param.is_cpu]
+    if devices:
+        raise UnsupportedStateError(
+            f"{SETTING}: the model is on {devices[0]}, and the journal is for models on the CPU so "
+            "far. Leave the setting out"
+        )
+    apart = [p for p in walk.params if walk.placement(p) is not REPLICATED]
+    if apart:
+        raise UnsupportedStateError(
+            f"{SETTING}: each rank has its own {some([state.name_of(p) for p in apart])}, whose "
+            "values do not follow from the gradients of all ranks. Leave the setting out"
+        )
+
+
+def _is_known(kind: type[torch.optim.Optimizer]) -> bool:
+    return kind.__name__ in REPEATABLE and getattr(torch.optim, kind.__name__, None) is kind
+
+
+__all__ = ["REPEATABLE", "SETTING", "check_support"]

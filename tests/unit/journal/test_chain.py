@@ -1,0 +1,85 @@
+"""The records that lead on from a version, as all ranks find them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierckpt.errors import CorruptShardError
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.journal.chain import Link, chain_from, outdated
+from tierckpt.journal.frames import BOUNDARY, FrameHead, SegmentName
+
+STEPS = (4096,)
+
+
+def v(version: int, generation: int = 1) -> VersionId:
+    return VersionId(generation, version)
+
+
+def links(*ids: VersionId) -> list[Link]:
+    return [Link(after, id_, STEPS) for after, id_ in zip(ids, ids[1:], strict=False)]
+
+
+def test_the_rank_with_the_shortest_journal_ends_it() -> None:
+    long, short = links(v(4), v(5), v(6), v(7)), links(v(4), v(5), v(6))
+    assert chain_from(v(4), [long, short]) == [v(5), v(6)]
+    assert chain_from(v(5), [long, short]) == [v(6)], "from any version on the way"
+    assert chain_from(v(6), [long, short]) == []
+    assert chain_from(v(4), [long, []]) == []
+
+
+def test_a_hole_ends_it() -> None:
+    whole = links(v(4), v(5), v(6), v(7))
+    assert chain_from(v(4), [whole, [whole[0], whole[2]]]) == [v(5)]
+
+
+def test_other_numbers_of_steps_end_it() -> None:
+    two = [Link(v(4), v(6), (4096, 4096))]
+    assert chain_from(v(4), [two, two]) == [v(6)]
+    assert chain_from(v(4), [two, [Link(v(4), v(6), STEPS)]]) == []
+
+
+def test_sizes_differ_between_ranks() -> None:
+    assert chain_from(v(4), [links(v(4), v(5)), [Link(v(4), v(5), (8192,))]]) == [v(5)]
+
+
+def test_it_goes_on_through_runs_and_the_newer_one_counts() -> None:
+    first = links(v(4), v(5), v(6))
+    second = links(v(5), v(6, 2), v(7, 2))
+    both = [*first, *second]
+    assert chain_from(v(4), [both, both]) == [v(5), v(6, 2), v(7, 2)]
+    assert chain_from(v(4), [both, first]) == [v(5), v(6)], "one rank has not begun it"
+
+
+def test_records_that_a_rollback_gave_up_do_not_count() -> None:
+    first = links(v(4), v(5), v(6), v(7))
+    assert chain_from(v(4), [first], began=(2, 4)) == []
+    assert chain_from(v(4), [first], began=(2, 6)) == [v(5), v(6)]
+    assert chain_from(v(4), [first], began=(1, 0)) == [v(5), v(6), v(7)]
+
+
+def test_files_before_the_versions_that_stay_are_outdated() -> None:
+    bases = [v(9), v(1), v(5), v(13)]
+    assert outdated(bases, v(9), 2) == {v(1)}
+    assert outdated(bases, v(9), 1) == {v(1), v(5)}
+    assert outdated(bases, v(4), 1) == set()
+    assert outdated(bases, None, 1) == set()
+    assert outdated([v(20), v(3, 2)], v(3, 2), 1) == {v(20)}, "of an earlier run"
+
+
+def test_names_and_heads_are_read_as_they_were_written() -> None:
+    name = SegmentName(ShardKey(v(40), 1, 2), 3)
+    assert str(name) == "v0000000040.g000001.s00001of00002.by000003.journal"
+    assert SegmentName.parse(str(name)) == name
+    assert SegmentName.parse("v0000000040.g000001.s00001of00002.manifest") is None
+    head = FrameHead(BOUNDARY, v(40), 2**64 - 1, 700, 8192)
+    data = head.encode()
+    assert len(data) == 64
+    assert FrameHead.decode(data) == head
+    for place in range(64):
+        wrong = bytearray(data)
+        wrong[place] ^= 1
+        with pytest.raises(CorruptShardError):
+            FrameHead.decode(bytes(wrong))
+    with pytest.raises(CorruptShardError):
+        FrameHead.decode(data[:63])
