@@ -341,6 +341,8 @@ class Checkpointer(CheckpointerCore):
         """
         self._active.complete()
         self._replicas.finish()
+        if self._journal is not None:
+            self._journal.settle()
 
     @property
     def closed(self) -> bool:

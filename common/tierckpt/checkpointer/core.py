@@ -290,7 +290,7 @@ class CheckpointerCore(abc.ABC):
         undo.callback(self._active.close)
         self._journal: JournalRecorder | None = None
         if config.local.journal_steps:
-            parts = self._state, self._active.capture, reports
+            parts = self._state, self._active.capture, reports, self._active.submit
             self._journal = JournalRecorder(config, group, *parts)
             undo.callback(self._journal.close)
         self._replicas = ReplicaMonitor(
@@ -730,6 +730,8 @@ class CheckpointerCore(abc.ABC):
         if self._active.snapshot is not None:
             self._active.finish()
         self._replicas.finish()
+        if self._journal is not None:
+            self._journal.settle()
         self._heartbeat.barrier(begin)
 
     def _keep_apart(self) -> None:

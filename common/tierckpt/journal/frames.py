@@ -33,8 +33,9 @@ class FrameHead:
     kind: int
     after: VersionId
     """The version or record that this frame's record follows."""
-    params: int
-    """xxh3_64 of this rank's stripes of the parameters after the record; 0 in a `STEP` frame."""
+    digest: int
+    """xxh3_64 of this rank's stripes of parameters and optimizer state after the record; 0 in a
+    `STEP` frame."""
     manifest_bytes: int
     image_bytes: int
 
@@ -46,7 +47,7 @@ class FrameHead:
     def encode(self) -> bytes:
         """The head's bytes, with their xxh3_64 at the end."""
         lengths = self.manifest_bytes, self.image_bytes
-        text = _FIELDS.pack(_MAGIC, self.kind, *self.after, self.params, *lengths)
+        text = _FIELDS.pack(_MAGIC, self.kind, *self.after, self.digest, *lengths)
         return text + _CHECK.pack(xxhash.xxh3_64_intdigest(text))
 
     @staticmethod
@@ -56,11 +57,11 @@ class FrameHead:
         check = bytes(data[_FIELDS.size : HEAD_BYTES])
         if len(check) < _CHECK.size or check != _CHECK.pack(xxhash.xxh3_64_intdigest(text)):
             raise CorruptShardError("the head of a frame is truncated or damaged")
-        magic, kind, generation, version, params, manifest_bytes, image_bytes = _FIELDS.unpack(text)
+        magic, kind, generation, version, digest, manifest_bytes, image_bytes = _FIELDS.unpack(text)
         if magic != _MAGIC or kind not in (STEP, BOUNDARY):
             raise CorruptShardError(f"a frame of an unknown kind ({magic!r}, {kind})")
         after = VersionId(generation, version)
-        return FrameHead(kind, after, params, manifest_bytes, image_bytes)
+        return FrameHead(kind, after, digest, manifest_bytes, image_bytes)
 
 
 @dataclass(frozen=True, order=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import xxhash
 
 from tierckpt.format.ids import PAGE_BYTES, round_up
 from tierckpt.format.layout import Layout, plan_layout
@@ -121,7 +120,6 @@ class SmallStateImages:
     def __init__(self) -> None:
         self._plan: CopyPlan | None = None
         self._maker: ImageMaker | None = None
-        self._params: list[Any] = []
 
     def make(self, plan: CopyPlan, tree: tree_codec.EncodedTree, room: MakeRoom) -> Image:
         """The buffers that `plan` has staged, and the tree. Raises UnjournaledError if the plan has
@@ -132,14 +130,6 @@ class SmallStateImages:
         addresses = [staged[p.spec.name].data_ptr() for p in self._maker.layout.pieces]
         return self._maker.make(addresses, tree, room)
 
-    def digest(self, plan: CopyPlan) -> int:
-        """The digest of this rank's stripes of the parameters, as they are now."""
-        self._follow(plan)
-        found = xxhash.xxh3_64()
-        for part in self._params:
-            found.update(part)
-        return found.intdigest()
-
     def _follow(self, plan: CopyPlan) -> None:
         if plan is self._plan:
             return
@@ -147,13 +137,6 @@ class SmallStateImages:
             raise UnjournaledError(f"each rank has its own {plan.own[0][0]}")
         layout = plan_layout([], plan.buffers.specs, plan.layout.rank, plan.layout.ranks)
         self._maker = ImageMaker(layout, plan.structure)
-        self._params = []
-        for piece, source in zip(plan.layout.pieces, plan.sources, strict=True):
-            if piece.spec.name.startswith("model/") and piece.nbytes:
-                if not source.is_cpu or not tree_codec.is_dense(source):
-                    raise UnjournaledError(f"{piece.spec.name} is not dense, or not on the CPU")
-                begin = source.data_ptr() + piece.start * piece.spec.itemsize_bytes
-                self._params.append((ctypes.c_char * piece.nbytes).from_address(begin))
         self._plan = plan
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from tierckpt.coordination.reports import Reports
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.group import Group
+from tierckpt.snapshot.copier import Work
+from tierckpt.snapshot.memory_moves import guard
 from tierckpt.snapshot.staging import Staging
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState
 
+from .digest import INLINE_BYTES, DigestPlan, DigestWork
 from .frames import SegmentName
 from .images import GradientImages, Image, SmallStateImages, UnjournaledError
 from .segments import FOLDER
@@ -53,11 +57,12 @@ class JournalRecorder:
         state: TrainingState,
         capture: Staging,
         reports: Reports,
+        submit: Callable[[Work], None],
     ) -> None:
-        """All arguments stay their owners'."""
+        """All arguments stay their owners'. `submit` gives the copier work."""
         self.folder = Path(config.directory) / FOLDER
         self._config, self._group, self._state = config, group, state
-        self._capture, self._reports = capture, reports
+        self._capture, self._reports, self._submit = capture, reports, submit
         self._writer = JournalWriter(self.folder, group.rank, self._failed)
         self._place: VersionId | None = None
         """The version or record that the next record follows; None while the journal is stopped."""
@@ -66,11 +71,15 @@ class JournalRecorder:
         """Gradients of the steps since the last boundary."""
         self._gradients: dict[str, GradientImages] = {}
         self._small = SmallStateImages()
+        self._digest: DigestPlan | None = None
+        self._work: DigestWork | None = None
+        """The digest that may be in progress."""
 
     # --- the run --------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """Make no further record before `begin_at`, because a restore begins."""
+        self.settle()
         self._stop()
         self._writer.drain(CLOSE_SECONDS)
 
@@ -127,6 +136,7 @@ class JournalRecorder:
             safe: the newest version that is complete on all local disks.
         """
         id_, size = facts.id, self._group.size
+        self.settle()
         if self._place is not None:
             try:
                 if not sound:
@@ -148,9 +158,27 @@ class JournalRecorder:
         plan, node, arena = self._capture.stage(adapter)
         tree = tree_codec.EncodedTree(node, arena)
         small = self._small.make(plan, tree, self._writer.room)
-        params, steps = self._small.digest(plan), tuple(self._steps)
-        self._writer.submit(Draft(self._segment, self._place, facts, params, steps, small))
+        if self._digest is None or self._digest.plan is not plan:
+            self._digest = DigestPlan(plan)
+        make = partial(
+            Draft, self._segment, self._place, facts, steps=tuple(self._steps), small=small
+        )
         self._place = facts.id
+        if self._digest.nbytes < INLINE_BYTES:
+            self._writer.submit(make(digest=self._digest.compute()))
+            return
+        self._work = DigestWork(self._digest, lambda found: self._writer.submit(make(digest=found)))
+        guard(self._work)
+        self._submit(self._work)
+
+    def settle(self) -> None:
+        """Return when the state may change: nothing of it is read any more."""
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        work.barrier()
+        if work.error is not None:
+            self._give_up(work.error)
 
     def _image_of(self, label: str, optimizer: torch.optim.Optimizer) -> Image:
         if getattr(optimizer, "grad_scale", None) is not None or (
@@ -179,7 +207,7 @@ class JournalRecorder:
         params = self._state.walk().params
         return size_text(sum(p.nbytes for p in params) // self._group.size)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Stop until the next version on local. Any error: the journal never ends a training."""
         last, known = self._place, isinstance(error, UnjournaledError)
         why = str(error) if known else f"{type(error).__name__}: {error}"

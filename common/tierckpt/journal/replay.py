@@ -2,8 +2,8 @@
 
 The state is that of a loaded version. For each record, every rank receives the stripes of all
 ranks, sets the options and gradients that the step had, and calls the optimizer's own `step()`.
-Then the digest of its stripes of the parameters must be that of the record. After the last record
-its small state is loaded, as from a version.
+Then the digest of its stripes of parameters and optimizer state must be that of the record. After
+the last record its small state is loaded, as from a version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from tierckpt.state.optimizers.put_back import beside
 from tierckpt.state.training_state import TrainingState
 
 from .chain import Link, chain_from
-from .images import GRADIENT, SmallStateImages
+from .digest import DigestPlan
+from .images import GRADIENT
 from .segments import FOLDER, Frame, JournalReader, Record, names_in
 from .writer import MOST_WAITING
 
@@ -79,7 +80,7 @@ class Replay:
         self._links = [[theirs[pair] for theirs in known] for pair in self._pairs]
         """For each record, every rank's link."""
         self._plan: CopyPlan | None = None
-        self._images = SmallStateImages()
+        self._digest_plan: DigestPlan | None = None
         for text in self._reader.problems:
             reports.notice(f"a part of the journal is not used: {text}", logging.WARNING)
         self._report_ends(gathered, began, folder)
@@ -168,8 +169,8 @@ class Replay:
             except Exception as error:
                 trouble = _in_words(record.id, error)
         try:
-            if not trouble and self._digest() != record.small.head.params:
-                trouble = f"{record.id}: the parameters differ from those of the run before"
+            if not trouble and self._digest() != record.small.head.digest:
+                trouble = f"{record.id}: parameters or optimizer state differ from the killed run's"
         except Exception as error:
             trouble = _in_words(record.id, error)
         return trouble
@@ -197,7 +198,9 @@ class Replay:
         state, barrier = self._state, self._barrier
         if self._plan is None or not self._plan.fits(state):
             self._plan = CopyPlan(state, state.walk(), barrier.rank, barrier.size)
-        return self._images.digest(self._plan)
+        if self._digest_plan is None or self._digest_plan.plan is not self._plan:
+            self._digest_plan = DigestPlan(self._plan)
+        return self._digest_plan.compute()
 
     def _load_small(
         self, frame: Frame, loaded: LoadedVersion, load_adapter: Callable[[Any], None]

@@ -39,8 +39,8 @@ class Draft:
     segment: SegmentName
     after: VersionId
     facts: VersionFacts
-    params: int
-    """See `FrameHead.params`."""
+    digest: int
+    """See `FrameHead.digest`."""
     steps: tuple[Image, ...]
     small: Image
 
@@ -172,8 +172,8 @@ class JournalWriter:
             created_seconds=time.time(),
         )
         text = manifest.encode()
-        params = draft.params if kind == BOUNDARY else 0
-        head = FrameHead(kind, draft.after, params, len(text), manifest.image_bytes).encode()
+        state = draft.digest if kind == BOUNDARY else 0
+        head = FrameHead(kind, draft.after, state, len(text), manifest.image_bytes).encode()
         half = len(data) // 2
         _write_all(fd, memoryview(head + text + image.header))
         _write_all(fd, data[:half])

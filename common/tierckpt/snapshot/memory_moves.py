@@ -17,12 +17,12 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from .snapshot import Snapshot
+    from .copy_plan import CopyPlan
 
 OF_STORAGES = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 OF_TENSORS = ("resize_", "resize_as_")
@@ -32,11 +32,29 @@ MOVED = (
     "boundary, i.e. before step() of the checkpointer"
 )
 
-_copying: weakref.WeakValueDictionary[int, Snapshot] = weakref.WeakValueDictionary()
+
+class Reader(Protocol):
+    """A snapshot, or other work that reads the sources of a plan."""
+
+    @property
+    def plan(self) -> CopyPlan: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def slot(self) -> object | None: ...
+
+    def barrier(self) -> None: ...
+
+    def wait_done(self) -> bool: ...
+
+
+_copying: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
 """Snapshots that may be copying, by `id()`; those that are over go with the next one."""
 
 
-def guard(snapshot: Snapshot) -> None:
+def guard(snapshot: Reader) -> None:
     """Let the memory of this snapshot's sources stay until it is copied. Training thread, before
     the first block may be copied."""
     _install()

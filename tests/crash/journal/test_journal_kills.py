@@ -107,12 +107,14 @@ def test_steps_that_are_not_the_same_are_not_used(journaled: Job) -> None:
     low, head = heads_of(path)[5]
     assert head.kind == BOUNDARY
     data = path.read_bytes()
-    other = dataclasses.replace(head, params=head.params ^ 1).encode()
+    other = dataclasses.replace(head, digest=head.digest ^ 1).encode()
     path.write_bytes(data[:low] + other + data[low + HEAD_BYTES :])
     resumed = journaled.live()
     assert resumed.start == 1
     text = notices(journaled, resumed)
-    assert "could not be made again exactly: rank 1: v4: the parameters differ" in text
+    assert (
+        "could not be made again exactly: rank 1: v4: parameters or optimizer state differ" in text
+    )
     assert "The job goes on from v1, which is exact" in text
     journaled.ended_as_undisturbed()
 

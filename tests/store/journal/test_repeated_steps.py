@@ -4,6 +4,7 @@ bit; it refuses the others by name."""
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,47 @@ def test_old_files_go_with_the_versions(tmp_path: Path, shm_dir: Path) -> None:
     ckpt.abandon()
     bases = [name.base.id.version for name in names_in(path / FOLDER)]
     assert bases == [13, 16, 19]
+
+
+class Meddling(Loop):
+    """The loop changes the state outside of steps, once."""
+
+    def __init__(self, make: Make, what: str) -> None:
+        super().__init__(make)
+        self.what, self.iteration = what, 0
+
+    def iterate(self) -> None:
+        super().iterate()
+        self.iteration += 1
+        if self.iteration == STEPS:
+            param, optimizer = self.params[0], self.optimizers["optimizer"]
+            changed = param if self.what == "parameter" else optimizer.state[param]["exp_avg"]
+            changed.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("what", ["parameter", "state"])
+def test_a_state_that_steps_do_not_lead_to_is_not_made_up(
+    what: str, tmp_path: Path, shm_dir: Path
+) -> None:
+    adam = functools.partial(optim.Adam, lr=0.01)
+    first, path, events = Meddling(adam, what), tmp_path / "ckpts", list[tierckpt.Event]()
+    images = {}
+    ckpt = attach(first, path, shm_dir)
+    for _ in range(STEPS):
+        first.iterate()
+        ckpt.step()
+        images[ckpt.version] = first.image()
+    ckpt.abandon()
+    second = Meddling(adam, what)
+    again = attach(second, path, shm_dir, on_event=events.append)
+    restored = again.restore()
+    assert restored.base is None
+    assert second.image() == images[restored.version]
+    assert restored.version == 1
+    errors = [event.message for event in events if event.severity >= logging.ERROR]
+    assert len(errors) == 1
+    assert f"rank 0: v{STEPS}: parameters or optimizer state differ" in errors[0]
+    again.abandon()
 
 
 # --- what is refused ------------------------------------------------------------------------------

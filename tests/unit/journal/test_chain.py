@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tierckpt.errors import CorruptShardError
@@ -17,7 +19,7 @@ def v(version: int, generation: int = 1) -> VersionId:
 
 
 def links(*ids: VersionId) -> list[Link]:
-    return [Link(after, id_, STEPS) for after, id_ in zip(ids, ids[1:], strict=False)]
+    return [Link(after, id_, STEPS) for after, id_ in pairwise(ids)]
 
 
 def test_the_rank_with_the_shortest_journal_ends_it() -> None:
