@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import operator
 import os
 import time
@@ -313,13 +314,15 @@ class Checkpointer(CheckpointerCore):
             return self._load_from(os.fspath(source), selection, strict, bar)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until every version is sealed and committed, or has failed. Call it between steps.
+        """Wait until every version is sealed and committed, or has failed, and every record of the
+        journal is on disk. Call it between steps.
 
         Not collective. False if that takes longer than `timeout_seconds`, or if the checkpointer is
         closed and some result is unknown.
         """
         if self._closed:
             return not self._agent.committing()
+        begin = time.monotonic()
         self.complete()
         some = shutdown.NOTICE_SECONDS
         with contextlib.closing(self._wait_progress()) as progress:
@@ -329,6 +332,9 @@ class Checkpointer(CheckpointerCore):
                 progress.say(f"waiting for writes to {self.config.directory}")
                 rest = timeout_seconds and timeout_seconds - some
                 done = self._agent.wait(rest, on_look=progress.look)
+        if self._journal is not None:
+            end = math.inf if timeout_seconds is None else begin + timeout_seconds
+            done = self._journal.drain(end - time.monotonic()) and done
         self._collect()
         return done
 

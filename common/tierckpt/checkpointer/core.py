@@ -538,7 +538,11 @@ class CheckpointerCore(abc.ABC):
         barrier = ErrorBarrier(self.group)
         where = self.config.directory, self._state, barrier, self._reports
         with contextlib.closing(Replay(*where, attempt.plan.id, began)) as replay:
-            yield replay if len(replay) else None
+            self._iterations.repeating = True
+            try:
+                yield replay if len(replay) else None
+            finally:
+                self._iterations.repeating = False
 
     def _begin_with(
         self, attempt: VerifiedVersion, loaded: LoadedVersion, restore_session: RestoreSession

@@ -124,6 +124,8 @@ class Iterations:
         """The unit of version numbers; see `VersionFacts.iteration_counts`."""
         self.stepping: set[str] = set()
         """Labels of optimizers in the middle of a step."""
+        self.repeating = False
+        """True while a restart makes steps of a journal again: these do not count."""
         self._boundary, self._before_step = boundary, before_step
         self._made_step = made_step
         self._keep_streams = never_compiled("Tierckpt copies random streams here")(keep_streams)
@@ -220,6 +222,8 @@ class Iterations:
 
         Must be called before every other hook: a user's hook may change state that is being copied.
         """
+        if self.repeating:
+            return None
         label = self._labels[id(optimizer)]
         closure = closure_of(args, kwargs)
         if callable(closure) and label in self._since and not self.explicit:

@@ -73,9 +73,8 @@ class DigestWork:
 
     def run(self) -> None:
         """Compute it; the copier."""
-        found = self._digest.compute()
+        self._then(self._digest.compute())
         self._over.set()
-        self._then(found)
 
     def fail(self, error: BaseException) -> None:
         """Record that there is none; the copier."""

@@ -1,8 +1,9 @@
 """Frames: the bytes of a journal, and the names of its files (see FORMAT.md). Pure.
 
-A journal file is a sequence of frames. Each has a head of fixed length, a manifest, and the image
-of a shard. Some `STEP` frames and the `BOUNDARY` frame after them are one record: the gradients of
-the optimizer steps of one iteration, and the small state after it.
+A journal file is a sequence of frames. Each has a head of fixed length, a manifest, zeros up to a
+page, and the image of a shard, so that images can be written past the page cache. Some `STEP`
+frames and the `BOUNDARY` frame after them are one record: the gradients of the optimizer steps of
+one iteration, and the small state after it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import xxhash
 
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId, round_up
 
 STEP, BOUNDARY = 0, 1
 """Kinds of frames."""
@@ -42,7 +43,12 @@ class FrameHead:
     @property
     def frame_bytes(self) -> int:
         """Length of the frame."""
-        return HEAD_BYTES + self.manifest_bytes + self.image_bytes
+        return self.image_offset + self.image_bytes
+
+    @property
+    def image_offset(self) -> int:
+        """Offset of the image in the frame."""
+        return round_up(HEAD_BYTES + self.manifest_bytes, PAGE_BYTES)
 
     def encode(self) -> bytes:
         """The head's bytes, with their xxh3_64 at the end."""

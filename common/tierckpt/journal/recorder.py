@@ -44,6 +44,12 @@ SCALED = (
     "a fused optimizer unscales the gradients inside its step, where they cannot be read. Make the "
     "optimizer with fused=False"
 )
+MOST_STEPS = 64
+"""Limit of optimizer steps in one iteration, whose gradients are all in memory."""
+ENDLESS = f"{MOST_STEPS} optimizer steps were made without a boundary between them"
+MOST_INTERVALS = 3
+"""Limit of the steps since the newest complete version, in `local_journal_steps`."""
+STUCK = "no version became complete on all local disks since v{safe}"
 UNSOUND = "this boundary is no version"
 
 
@@ -79,9 +85,8 @@ class JournalRecorder:
 
     def pause(self) -> None:
         """Make no further record before `begin_at`, because a restore begins."""
-        self.settle()
+        self.drain(CLOSE_SECONDS)
         self._stop()
-        self._writer.drain(CLOSE_SECONDS)
 
     def _stop(self) -> None:
         self._place, self._steps = None, []
@@ -99,6 +104,11 @@ class JournalRecorder:
         self._place = id_
         key = ShardKey(id_, self._group.rank, self._group.size)
         self._segment = SegmentName(key, writer)
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until all records are durable or have failed; False if that takes longer."""
+        self.settle()
+        return self._writer.drain(timeout_seconds)
 
     def close(self, remove: bool = False) -> None:
         """End; with `remove` the last version is durable, and the files are removed."""
@@ -141,6 +151,7 @@ class JournalRecorder:
             try:
                 if not sound:
                     raise UnjournaledError(UNSOUND)
+                self._limit(id_, safe)
                 self._record(facts, adapter())
             except Exception as error:
                 self._give_up(error)
@@ -198,10 +209,18 @@ class JournalRecorder:
         return self._gradients[label].make(named, tree, self._writer.room)
 
     def _keep_up(self) -> None:
-        """Raise UnjournaledError if the disk does not keep up."""
+        """Raise UnjournaledError if the disk does not keep up, or no boundary comes."""
+        if len(self._steps) >= MOST_STEPS:
+            raise UnjournaledError(ENDLESS)
         if self._steps or self._writer.keeps_up(self._config.when_busy == "wait"):
             return
         raise UnjournaledError(BEHIND.format(folder=self.folder, size=self._size_text()))
+
+    def _limit(self, id_: VersionId, safe: VersionId | None) -> None:
+        """Raise UnjournaledError if versions do not become complete, so that no file is removed."""
+        most = MOST_INTERVALS * self._config.local.journal_steps
+        if safe is not None and id_.version - safe.version > most:
+            raise UnjournaledError(STUCK.format(safe=safe.version))
 
     def _size_text(self) -> str:
         params = self._state.walk().params
@@ -216,7 +235,7 @@ class JournalRecorder:
             text = STOPPED.format(last=last.version, why=why)
             self._reports.notice(text, logging.WARNING)
 
-    def _failed(self, last: VersionId, error: OSError) -> None:
+    def _failed(self, last: VersionId, error: Exception) -> None:
         """The record after `last` could not be written; the writer's thread."""
         text = STOPPED.format(last=last.version, why=f"{self.folder}: {error}")
         self._reports.notice_later(text, logging.ERROR)

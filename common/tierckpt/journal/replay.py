@@ -9,6 +9,7 @@ the last record its small state is loaded, as from a version.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -49,8 +50,8 @@ OTHER_RANKS = (
     "lost. Start with {were} ranks to have them again"
 )
 SHORTER = (
-    "rank {rank} has the journal only up to v{last}, and others up to v{longest}: the job goes on "
-    "from v{last}"
+    "rank {rank} has the journal only up to v{last}, and others have {more} more record(s): the "
+    "job goes on from v{last}"
 )
 
 
@@ -74,7 +75,13 @@ class Replay:
         with barrier:
             links = [record.link for record in self._reader.records.values()]
             gathered: list[list[Link]] = barrier.all_gather_object(links)
-        self._ids = chain_from(base, gathered, began)
+        ids = chain_from(base, gathered, began)
+        sound = [*itertools.repeat(0, size)]
+        if ids:
+            with barrier:
+                good = self._reader.sound(pairwise([base, *ids]))
+                sound = barrier.all_gather_object(good)
+        self._ids = ids[: min(sound)]
         self._pairs = [*pairwise([base, *self._ids])]
         known = [{link[:2]: link for link in theirs} for theirs in gathered]
         self._links = [[theirs[pair] for theirs in known] for pair in self._pairs]
@@ -83,23 +90,20 @@ class Replay:
         self._digest_plan: DigestPlan | None = None
         for text in self._reader.problems:
             reports.notice(f"a part of the journal is not used: {text}", logging.WARNING)
-        self._report_ends(gathered, began, folder)
+        if not rank:
+            whole = [len(chain_from(base, [theirs], began)) for theirs in gathered]
+            ends = zip(whole, sound, strict=True)
+            self._report_ends([n if n < len(ids) else there for there, n in ends], folder)
 
-    def _report_ends(
-        self, gathered: Sequence[Sequence[Link]], began: tuple[int, int], folder: Path
-    ) -> None:
-        """Report ranks with fewer records than others, and a journal of another number of ranks."""
-        if self._barrier.rank:
-            return
-        own = [len(chain_from(self._base, [links], began)) for links in gathered]
-        if own and max(own) > len(self._ids):
-            rank = own.index(min(own))
-            end = self._ids[-1].version if self._ids else self._base.version
-            longest = chain_from(self._base, [gathered[own.index(max(own))]], began)[-1]
-            usual = max(own) - len(self._ids) <= MOST_WAITING + 1  # of ranks killed while writing
-            text = SHORTER.format(rank=rank, last=end, longest=longest.version)
+    def _report_ends(self, lengths: Sequence[int], folder: Path) -> None:
+        """Report ranks with fewer records than others, by the `lengths` of all, and a journal of
+        another number of ranks."""
+        least, most, size = min(lengths), max(lengths), self._barrier.size
+        last = self._ids[-1] if self._ids else self._base
+        if most > least:
+            usual = most - least <= MOST_WAITING + 1  # the ranks were killed while they wrote
+            text = SHORTER.format(rank=lengths.index(least), last=last.version, more=most - least)
             self._reports.notice(text, logging.INFO if usual else logging.WARNING)
-        size = self._barrier.size
         others = {n.base.shards for n in names_in(folder) if n.base.id >= self._base} - {size}
         if others and not self._ids:
             words = {"folder": folder, "were": min(others), "size": size}
@@ -215,7 +219,7 @@ class Replay:
         lengths = header.header_bytes, header.data_bytes
         outlines = [ShardSummary(*lengths, specs, 0, header.structure)]
         outlines += [ShardSummary(*lengths, (), 0, None)] * (size - 1)
-        own = RankState.of(frame.manifest, _tree_of(frame), header)
+        own = RankState.of(frame.manifest.encode(), _tree_of(frame), header)
         contents = VersionSummary(outlines, own)
         loader = Loader(state, contents, rank, size, TensorPreallocator(state))
         if differences := loader.differences():
@@ -249,8 +253,8 @@ def _place(gradients: dict[str, torch.Tensor], _: int, piece: Piece) -> torch.Te
 
 
 def _tree_of(frame: Frame) -> bytes:
-    manifest, offset = Manifest.decode(frame.manifest), decode_header(frame.image).tree_offset
-    return bytes(frame.image[offset : offset + manifest.rank_state_bytes])
+    offset = decode_header(frame.image).tree_offset
+    return bytes(frame.image[offset : offset + frame.manifest.rank_state_bytes])
 
 
 def _in_words(id_: VersionId, error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Segments: the files of a journal, read and removed. Without torch.
 
-A record counts if all of its frames are whole: every byte has a checksum. The first damaged or
-incomplete frame of a file ends it.
+A restart first reads heads and manifests, to find the records that it needs, and verifies the
+images of these alone: a journal is much larger than a version.
 """
 
 from __future__ import annotations
@@ -27,33 +27,44 @@ FOLDER = "journal"
 
 @dataclass(frozen=True)
 class Frame:
-    """A verified frame in a mapped file."""
+    """A frame in a mapped file. Head and manifest are sound, the image is as `verify` finds it."""
 
     head: FrameHead
-    manifest: bytes
+    manifest: Manifest
     image: memoryview
+
+    def verify(self) -> None:
+        """Raise CorruptShardError or FormatError unless the image is that of the manifest."""
+        verify_shard(self.manifest, self.image, f"the record of {self.manifest.id}")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A verified record: the gradients of some optimizer steps, and the small state after them."""
+    """A record: the gradients of some optimizer steps, and the small state after them."""
 
+    path: Path
     steps: tuple[Frame, ...]
     small: Frame
-    id: VersionId
+
+    @property
+    def id(self) -> VersionId:
+        """The version that a boundary after it would have."""
+        return self.small.manifest.id
 
     @property
     def link(self) -> Link:
         """The record as other ranks know it."""
-        return Link(self.small.head.after, self.id, tuple(len(each.image) for each in self.steps))
+        steps = tuple(len(each.image) for each in self.steps)
+        return Link(self.small.head.after, self.id, steps)
 
 
 class JournalReader:
     """One rank's records on this node. `close` unmaps the files: no `Frame` is used after it."""
 
     def __init__(self, folder: Path, shard: int, shards: int) -> None:
-        """Read and verify all files of this rank, of a job with that number of ranks. Never raises:
-        files that cannot be read are in `problems`."""
+        """Read heads and manifests in all files of this rank, of a job with that number of ranks.
+        Never raises: parts that cannot be read are in `problems`. The last record of a file may be
+        incomplete, as its writer was killed; that is no problem."""
         self.records: dict[tuple[VersionId, VersionId], Record] = {}
         """By the place that each follows, and its id."""
         self.problems: list[str] = []
@@ -61,10 +72,11 @@ class JournalReader:
         for name in names_in(folder):
             if (name.base.shard, name.base.shards) != (shard, shards):
                 continue
+            path = folder / str(name)
             try:
-                self._read(folder / str(name))
+                self._read(path)
             except (OSError, CorruptShardError, FormatError) as error:
-                self.problems.append(f"{folder / str(name)}: {error}")
+                self.problems.append(f"{path}: {error}")
 
     def _read(self, path: Path) -> None:
         with open_plain(path) as file:
@@ -78,10 +90,24 @@ class JournalReader:
             if frame.head.kind != BOUNDARY:
                 steps.append(frame)
                 continue
-            id_ = Manifest.decode(frame.manifest).id
-            record = Record(tuple(steps), frame, id_)
+            record = Record(path, tuple(steps), frame)
             self.records[record.link[:2]] = record
             steps = []
+
+    def sound(self, pairs: Iterable[tuple[VersionId, VersionId]]) -> int:
+        """Verify records in this order; returns the number of those before the first damaged one,
+        which `problems` names then."""
+        count = 0
+        for pair in pairs:
+            record = self.records[pair]
+            try:
+                for frame in (*record.steps, record.small):
+                    frame.verify()
+            except (CorruptShardError, FormatError) as error:
+                self.problems.append(f"{record.path}: {error}")
+                break
+            count += 1
+        return count
 
     def close(self) -> None:
         """Unmap all files. May be called again."""
@@ -94,20 +120,17 @@ class JournalReader:
 
 
 def _frames(view: memoryview) -> Iterator[Frame]:
-    """The frames of a file, without the last if it is incomplete: its writer was killed. Raises
-    CorruptShardError or FormatError at the first damaged one."""
+    """The frames of a file, without the last if it is incomplete. Raises CorruptShardError or
+    FormatError at the first damaged head or manifest."""
     low = 0
     while low + HEAD_BYTES <= len(view):
         head = FrameHead.decode(view[low : low + HEAD_BYTES])
-        begin = low + HEAD_BYTES + head.manifest_bytes
-        low += head.frame_bytes
-        if low > len(view):
+        begin, end = low + HEAD_BYTES, low + head.frame_bytes
+        if end > len(view):
             return
-        data = bytes(view[begin - head.manifest_bytes : begin])
-        image = view[begin:low]
-        manifest = Manifest.decode(data)
-        verify_shard(manifest, image, f"the record of v{manifest.id.version}")
-        yield Frame(head, data, image)
+        manifest = Manifest.decode(bytes(view[begin : begin + head.manifest_bytes]))
+        yield Frame(head, manifest, view[low + head.image_offset : end])
+        low = end
 
 
 def names_in(folder: Path) -> list[SegmentName]:

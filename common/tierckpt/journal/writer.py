@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import mmap
 import queue
 import threading
 import time
@@ -16,10 +16,11 @@ import torch
 
 from tierckpt import _faults
 from tierckpt.format.facts import VersionFacts
-from tierckpt.format.ids import VersionId
+from tierckpt.format.ids import PAGE_BYTES, VersionId
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.verify import digests_of
 from tierckpt.storage.files import durable
+from tierckpt.storage.files.direct_file import DirectFile
 
 from .chain import outdated
 from .frames import BOUNDARY, STEP, FrameHead, SegmentName
@@ -49,7 +50,7 @@ class JournalWriter:
     """Owns the thread and the memory of records. Methods are for the training thread."""
 
     def __init__(
-        self, folder: Path, shard: int, on_failed: Callable[[VersionId, OSError], None]
+        self, folder: Path, shard: int, on_failed: Callable[[VersionId, Exception], None]
     ) -> None:
         """`on_failed` is called on the thread if a record could not be written, with the place that
         it follows: the rest of its file is dropped."""
@@ -60,8 +61,10 @@ class JournalWriter:
         self._free: deque[torch.Tensor] = deque(maxlen=2 * MOST_WAITING + 2)
         self._waiting = 0
         self._changed = threading.Condition()
-        self._file: tuple[SegmentName, int] | None = None
-        """The open file and its descriptor."""
+        self._file: tuple[SegmentName, DirectFile] | None = None
+        """The open file."""
+        self._end = 0
+        """Bytes of its whole records."""
         self._thread = threading.Thread(target=self._run, name="tierckpt-journal", daemon=True)
         self._thread.start()
 
@@ -73,7 +76,8 @@ class JournalWriter:
                 if found.numel() == nbytes:
                     return found
                 self._free.append(found)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        memory = mmap.mmap(-1, nbytes)  # begins with a page, as writes past the page cache need it
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def keeps_up(self, wait: bool) -> bool:
         """True if another record may be submitted; with `wait`, when that is so."""
@@ -121,7 +125,7 @@ class JournalWriter:
         end = time.monotonic() + timeout_seconds
         with self._changed:
             while self._waiting and time.monotonic() < end:
-                self._changed.wait(end - time.monotonic())
+                self._changed.wait(min(end - time.monotonic(), CLOSE_SECONDS))
             return not self._waiting
 
     # --- the thread -----------------------------------------------------------------------------
@@ -135,7 +139,7 @@ class JournalWriter:
             try:
                 if work.segment != self.failed:
                     self._append(work)
-            except OSError as error:
+            except Exception as error:  # also in memory: the training may wait for this thread
                 self.failed = work.segment
                 self._close_file()
                 self._on_failed(work.after, error)
@@ -147,19 +151,20 @@ class JournalWriter:
         self._close_file()
 
     def _append(self, draft: Draft) -> None:
-        fd = self._open(draft.segment)
-        whole = os.lseek(fd, 0, os.SEEK_CUR)
+        file = self._open(draft.segment)
+        whole = self._end
         try:
             for image in draft.steps:
-                self._write(fd, draft, STEP, image)
-            self._write(fd, draft, BOUNDARY, draft.small)
-            os.fdatasync(fd)
+                self._write(file, draft, STEP, image)
+            self._write(file, draft, BOUNDARY, draft.small)
+            file.sync(self._end)
         except OSError:
+            self._end = whole
             with contextlib.suppress(OSError):  # a record without its end is not read
-                os.ftruncate(fd, whole)
+                file.sync(whole)
             raise
 
-    def _write(self, fd: int, draft: Draft, kind: int, image: Image) -> None:
+    def _write(self, file: DirectFile, draft: Draft, kind: int, image: Image) -> None:
         """Write one frame."""
         data = image.data.numpy().data
         manifest = Manifest(
@@ -173,38 +178,35 @@ class JournalWriter:
         )
         text = manifest.encode()
         state = draft.digest if kind == BOUNDARY else 0
-        head = FrameHead(kind, draft.after, state, len(text), manifest.image_bytes).encode()
-        half = len(data) // 2
-        _write_all(fd, memoryview(head + text + image.header))
-        _write_all(fd, data[:half])
+        head = FrameHead(kind, draft.after, state, len(text), manifest.image_bytes)
+        first = mmap.mmap(-1, head.image_offset + len(image.header))  # begins with a page
+        first.write((head.encode() + text).ljust(head.image_offset, b"\0") + image.header)
+        half = len(data) // 2 // PAGE_BYTES * PAGE_BYTES
+        begin = self._end + len(first)
+        file.write(memoryview(first), self._end)
+        file.write(data[:half], begin)
         _faults.point("journal", version=draft.facts.id.version, kind=kind)
-        _write_all(fd, data[half:])
+        file.write(data[half:], begin + half)
+        self._end = begin + len(data)
 
-    def _open(self, name: SegmentName) -> int:
+    def _open(self, name: SegmentName) -> DirectFile:
         if self._file is not None and self._file[0] == name:
             return self._file[1]
         self._close_file()
         durable.make(self._folder)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        fd = os.open(self._folder / str(name), flags, 0o666)
-        self._file = name, fd
-        durable.share(fd, self._folder)
+        self._file = name, DirectFile(self._folder / str(name))
+        self._end = 0
         try:
             durable.sync(self._folder)
         except OSError as error:
             if error.errno not in durable.REFUSALS:
                 raise
-        return fd
+        return self._file[1]
 
     def _close_file(self) -> None:
         if self._file is not None:
-            os.close(self._file[1])
+            self._file[1].close()
             self._file = None
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 __all__ = ["CLOSE_SECONDS", "MOST_WAITING", "Draft", "JournalWriter"]

@@ -1,0 +1,213 @@
+"""What does it cost to have every step on disk: a version at each, or the journal of gradients?
+
+    python benchmarks/journal.py --toy
+    python benchmarks/journal.py --json journal.json
+
+Three twins of one model take turns in the same two ranks: alone, with a version to local at every
+step, and with the journal. With both the training waits for the disk if it must
+(`when_busy="wait"`), and a block ends when its last step is on disk. Then the job with the journal
+ends as in a crash, and another one restores it. benchmarks/README.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_ckpt
+from lib.figures import Spread, spread
+from lib.files import (
+    SHARED_MEMORY,
+    add_row,
+    clean_up_when_terminated,
+    rows_of,
+    temporary,
+    write_json,
+)
+from lib.machine import description, scratch_parent
+from lib.report import align
+from lib.step_models import mlp
+from tierckpt.journal.segments import FOLDER
+
+ALONE, VERSIONS, JOURNAL = "alone", "a version at every step", "the journal"
+SETTINGS: dict[str, dict[str, Any]] = {
+    VERSIONS: {"local_every_steps": 1},
+    JOURNAL: {"local_journal_steps": 1_000_000},
+}
+
+
+@dataclass
+class Row:
+    """One way. Seconds are per step; bytes are on disk, per step, of all ranks."""
+
+    way: str
+    step_seconds: Spread
+    slower_seconds: Spread
+    step_bytes: int = 0
+
+
+class Side:
+    """One twin."""
+
+    def __init__(self, way: str, options: argparse.Namespace, folder: Path, memory: Path) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(mlp(options.layers, options.width))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.ckpt: Any = None
+        self.folder = folder / way.replace(" ", "-")
+        self.events: list[Any] = []
+        if way in SETTINGS:
+            self.ckpt = ddp_ckpt.Checkpointer(
+                self.model,
+                self.optimizer,
+                path=self.folder,
+                shm_dir=memory,
+                memory_every_steps=0,
+                local_every_seconds=0,
+                when_busy="wait",
+                replica_check_steps=0,
+                on_event=self.events.append,
+                **SETTINGS[way],
+            )
+
+    def block(self, steps: int, batch: torch.Tensor, labels: torch.Tensor) -> float:
+        """Train so many steps; returns the seconds of one, all on disk."""
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(batch), labels).backward()
+            self.optimizer.step()
+            if self.ckpt is not None:
+                self.ckpt.step()
+        if self.ckpt is not None:
+            self.ckpt.wait()
+        dist.barrier()
+        return (time.perf_counter() - begin) / steps
+
+    def bytes_of_files(self) -> int:
+        """Bytes of all ranks in the journal's folder."""
+        return sum(path.stat().st_size for path in (self.folder / FOLDER).iterdir())
+
+
+def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) -> None:
+    """Run one rank; rank 0 adds the rows."""
+    logging.basicConfig()
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    batch = torch.randn(options.batch, options.width), torch.randint(10, (options.batch,))
+    sides = {way: Side(way, options, folder, memory) for way in (ALONE, VERSIONS, JOURNAL)}
+    found: dict[str, list[float]] = {way: [] for way in sides}
+    for number in range(options.rounds + 1):
+        order = [*sides] if number % 2 else [*sides][::-1]
+        for way in order:
+            seconds = sides[way].block(options.steps, *batch)
+            found[way] += [seconds] if number else []  # the first one makes slots and files
+    journal = sides[JOURNAL]
+    steps = journal.ckpt.version
+    state_bytes = sum(3 * p.nbytes for p in journal.model.parameters())
+    if rank == 0:
+        for way, seconds in found.items():
+            slower = [s - a for s, a in zip(seconds, found[ALONE], strict=True)]
+            row = Row(way, spread(seconds), spread(slower))
+            if way == VERSIONS:
+                shards = sides[way].folder.glob(f"v{steps:010d}*.safetensors")
+                row.step_bytes = sum(path.stat().st_size for path in shards)
+            if way == JOURNAL:
+                row.step_bytes = journal.bytes_of_files() // (steps - 1)
+            add_row(str(folder), asdict(row))
+    dist.barrier()
+    journal.ckpt.abandon()
+    again = Side(JOURNAL, options, folder, memory)
+    restored = again.ckpt.restore()
+    assert restored.version == steps
+    assert all(map(torch.equal, again.model.parameters(), journal.model.parameters()))
+    if rank == 0:
+        replay = {
+            "replayed": restored.replayed,
+            "replay_seconds": restored.seconds["replay"] / restored.replayed,
+            "load_seconds": restored.seconds["load"],
+            "state_bytes": state_bytes,
+            "not_on_disk": [e.message for e in journal.events if "the journal ends" in e.message],
+        }
+        add_row(str(folder), replay)
+    for side in (sides[VERSIONS], again):
+        side.ckpt.abandon()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(rows: list[Row]) -> str:
+    """The table, one line for each way."""
+    headers = ("way", "step, ms (min..max)", "slower, ms (min..max)", "MB a step")
+    lines = [
+        (r.way, _ms(r.step_seconds), _ms(r.slower_seconds), f"{r.step_bytes / 1e6:.1f}")
+        for r in rows
+    ]
+    return align([headers, *lines])
+
+
+def _row(values: dict[str, Any]) -> Row:
+    spreads = {key: Spread(**values[key]) for key in ("step_seconds", "slower_seconds")}
+    return Row(**{**values, **spreads})
+
+
+def _ms(found: Spread) -> str:
+    return f"{1e3 * found.median:.0f} ({1e3 * found.low:.0f}..{1e3 * found.high:.0f})"
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=2048, help="4 layers of 2048: 201 MB")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a block")
+    parser.add_argument("--dir", type=Path, help="where files are written; default a disk")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    if options.toy:
+        options.layers, options.width, options.rounds, options.steps = 2, 64, 2, 3
+    options.dir = options.dir or scratch_parent()
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    about = description(options.dir)
+    clean_up_when_terminated()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
+        torch.multiprocessing.spawn(measure, (options, folder, memory), nprocs=2)
+        *found, replay = rows_of(str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+    rows = [_row(each) for each in found]
+    megabytes, again_ms = replay["state_bytes"] / 1e6, 1e3 * replay["replay_seconds"]
+    print(f"{about['cpu']}, {about['cores']} cores, {about['filesystem']}; 2 ranks")
+    print(f"{megabytes:.0f} MB of parameters and AdamW; {options.rounds} rounds\n")
+    print(table(rows))
+    print(f"\na restart made {replay['replayed']} steps again, in {again_ms:.0f} ms each")
+    for text in replay["not_on_disk"]:
+        print(text)
+    if options.json:
+        document = {"run": about, "rows": [asdict(row) for row in rows], "replay": replay}
+        write_json(options.json, document)
+
+
+if __name__ == "__main__":
+    main()
