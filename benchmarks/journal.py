@@ -3,10 +3,11 @@
     python benchmarks/journal.py --toy
     python benchmarks/journal.py --json journal.json
 
-Three twins of one model take turns in the same two ranks: alone, with a version to local at every
-step, and with the journal. With both the training waits for the disk if it must
-(`when_busy="wait"`), and a block ends when its last step is on disk. Then the job with the journal
-ends as in a crash, and another one restores it. benchmarks/README.md explains the columns.
+Two twins of one model take turns in the same two ranks: one takes a version to local at every step,
+the other has the journal. Each trains blocks with it and blocks without, and the difference is its
+cost. With both the training waits for the disk if it must (`when_busy="wait"`), and a block ends
+when its last step is on disk. Then the job with the journal ends as in a crash, and another one
+restores it. benchmarks/README.md explains the columns.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ from lib.files import (
 from lib.machine import description, scratch_parent
 from lib.report import align
 from lib.step_models import mlp
+from tierckpt.core.levels import LOCAL, MEMORY
 from tierckpt.journal.segments import FOLDER
 
-ALONE, VERSIONS, JOURNAL = "alone", "a version at every step", "the journal"
+VERSIONS, JOURNAL = "a version at every step", "the journal"
+Batch = tuple[torch.Tensor, torch.Tensor]
 SETTINGS: dict[str, dict[str, Any]] = {
     VERSIONS: {"local_every_steps": 1},
     JOURNAL: {"local_journal_steps": 1_000_000},
@@ -52,6 +55,7 @@ class Row:
     """One way. Seconds are per step; bytes are on disk, per step, of all ranks."""
 
     way: str
+    alone_seconds: Spread
     step_seconds: Spread
     slower_seconds: Spread
     step_bytes: int = 0
@@ -64,41 +68,60 @@ class Side:
         torch.manual_seed(0)
         self.model = DistributedDataParallel(mlp(options.layers, options.width))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.ckpt: Any = None
+        self.way = way
         self.folder = folder / way.replace(" ", "-")
         self.events: list[Any] = []
-        if way in SETTINGS:
-            self.ckpt = ddp_ckpt.Checkpointer(
-                self.model,
-                self.optimizer,
-                path=self.folder,
-                shm_dir=memory,
-                memory_every_steps=0,
-                local_every_seconds=0,
-                when_busy="wait",
-                replica_check_steps=0,
-                on_event=self.events.append,
-                **SETTINGS[way],
-            )
+        self.ckpt: Any = ddp_ckpt.Checkpointer(
+            self.model,
+            self.optimizer,
+            path=self.folder,
+            shm_dir=memory,
+            memory_every_steps=0,
+            local_every_seconds=0,
+            when_busy="wait",
+            replica_check_steps=0,
+            on_event=self.events.append,
+            **SETTINGS[way],
+        )
 
-    def block(self, steps: int, batch: torch.Tensor, labels: torch.Tensor) -> float:
-        """Train so many steps; returns the seconds of one, all on disk."""
+    def block(self, steps: int, batch: Batch, recorded: bool) -> float:
+        """Train so many steps; returns the seconds of one. If `recorded`, all are on disk then."""
+        if recorded:  # from a version on: the journal was stopped
+            self.ckpt._schedule.requested = frozenset((MEMORY, LOCAL))
+            self._train(1, batch, recorded)
+            self.ckpt.wait()
+        else:
+            self._stop()
+            self._train(1, batch, recorded)
         dist.barrier()
         begin = time.perf_counter()
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(batch), labels).backward()
-            self.optimizer.step()
-            if self.ckpt is not None:
-                self.ckpt.step()
-        if self.ckpt is not None:
+        self._train(steps, batch, recorded)
+        if recorded:
             self.ckpt.wait()
         dist.barrier()
         return (time.perf_counter() - begin) / steps
 
-    def bytes_of_files(self) -> int:
-        """Bytes of all ranks in the journal's folder."""
-        return sum(path.stat().st_size for path in (self.folder / FOLDER).iterdir())
+    def _train(self, steps: int, batch: Batch, recorded: bool) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(batch[0]), batch[1]).backward()
+            self.optimizer.step()
+            if recorded:
+                self.ckpt.step()
+
+    def _stop(self) -> None:
+        """Make no records before the next version."""
+        if self.ckpt._journal is not None:
+            self.ckpt._journal.pause()
+
+    def bytes_a_step(self, steps: int) -> int:
+        """Bytes on disk of one step, of all ranks; those of the last block, of so many steps."""
+        version = self.ckpt.version
+        if self.way == VERSIONS:
+            files = self.folder.glob(f"v{version:010d}*.safetensors")
+            return sum(path.stat().st_size for path in files)
+        files = (self.folder / FOLDER).glob(f"v{version - steps:010d}*")
+        return sum(path.stat().st_size for path in files) // steps
 
 
 def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) -> None:
@@ -109,25 +132,24 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) 
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     torch.manual_seed(rank)
     batch = torch.randn(options.batch, options.width), torch.randint(10, (options.batch,))
-    sides = {way: Side(way, options, folder, memory) for way in (ALONE, VERSIONS, JOURNAL)}
-    found: dict[str, list[float]] = {way: [] for way in sides}
+    sides = [Side(way, options, folder, memory) for way in (VERSIONS, JOURNAL)]
+    found: dict[tuple[str, bool], list[float]] = {}
     for number in range(options.rounds + 1):
-        order = [*sides] if number % 2 else [*sides][::-1]
-        for way in order:
-            seconds = sides[way].block(options.steps, *batch)
-            found[way] += [seconds] if number else []  # the first one makes slots and files
-    journal = sides[JOURNAL]
+        for side in sides if number % 2 else sides[::-1]:
+            for recorded in (False, True) if number % 2 else (True, False):
+                seconds = side.block(options.steps, batch, recorded)
+                samples = found.setdefault((side.way, recorded), [])
+                samples += [seconds] if number else []  # the first one makes slots and files
+    journal = sides[1]
+    sides[1].block(options.steps, batch, True)
     steps = journal.ckpt.version
     state_bytes = sum(3 * p.nbytes for p in journal.model.parameters())
     if rank == 0:
-        for way, seconds in found.items():
-            slower = [s - a for s, a in zip(seconds, found[ALONE], strict=True)]
-            row = Row(way, spread(seconds), spread(slower))
-            if way == VERSIONS:
-                shards = sides[way].folder.glob(f"v{steps:010d}*.safetensors")
-                row.step_bytes = sum(path.stat().st_size for path in shards)
-            if way == JOURNAL:
-                row.step_bytes = journal.bytes_of_files() // (steps - 1)
+        for side in sides:
+            alone, with_it = found[side.way, False], found[side.way, True]
+            slower = [s - a for s, a in zip(with_it, alone, strict=True)]
+            row = Row(side.way, spread(alone), spread(with_it), spread(slower))
+            row.step_bytes = side.bytes_a_step(options.steps)
             add_row(str(folder), asdict(row))
     dist.barrier()
     journal.ckpt.abandon()
@@ -144,7 +166,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) 
             "not_on_disk": [e.message for e in journal.events if "the journal ends" in e.message],
         }
         add_row(str(folder), replay)
-    for side in (sides[VERSIONS], again):
+    for side in (sides[0], again):
         side.ckpt.abandon()
     dist.barrier()
     dist.destroy_process_group()
@@ -152,16 +174,25 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) 
 
 def table(rows: list[Row]) -> str:
     """The table, one line for each way."""
-    headers = ("way", "step, ms (min..max)", "slower, ms (min..max)", "MB a step")
+    headers = ("way", "without, ms", "step, ms", "slower, ms (min..max)", "MB a step")
     lines = [
-        (r.way, _ms(r.step_seconds), _ms(r.slower_seconds), f"{r.step_bytes / 1e6:.1f}")
+        (
+            r.way,
+            f"{1e3 * r.alone_seconds.median:.0f}",
+            f"{1e3 * r.step_seconds.median:.0f}",
+            _ms(r.slower_seconds),
+            f"{r.step_bytes / 1e6:.1f}",
+        )
         for r in rows
     ]
     return align([headers, *lines])
 
 
+SPREADS = ("alone_seconds", "step_seconds", "slower_seconds")
+
+
 def _row(values: dict[str, Any]) -> Row:
-    spreads = {key: Spread(**values[key]) for key in ("step_seconds", "slower_seconds")}
+    spreads = {key: Spread(**values[key]) for key in SPREADS}
     return Row(**{**values, **spreads})
 
 

@@ -44,13 +44,16 @@ def heads_of(path: Path) -> list[tuple[int, FrameHead]]:
     return found
 
 
-def on_disk_and_rebooted(job: Job, version: int) -> None:
-    """Reboot once the agents, which outlive the ranks, have written the version."""
+def killed_after(job: Job, version: int, rule: dict[int, str], gate: str, step: int) -> Life:
+    """Play a run that is killed by `rule`, once the version is on the disks of both ranks: the
+    ranks wait for that before `step`."""
+    life = job.start(rule, gates={gate: step}).waiting(gate)
     job.wait_for(
         lambda: job.both_have(lambda r: [k.id.version for k in job.on_disk(r)]) == version,
         f"v{version} on both disks",
     )
-    job.reboot()
+    (job.folder / gate).touch()
+    return life.until_over()
 
 
 def notices(job: Job, life: Life, rank: int = 0) -> str:
@@ -59,18 +62,21 @@ def notices(job: Job, life: Life, rank: int = 0) -> str:
 
 @pytest.mark.parametrize("reboot", [False, True])
 def test_a_restart_makes_the_steps_again(journaled: Job, reboot: bool) -> None:
-    journaled.live(KILLED)
+    killed_after(journaled, 1, KILLED, "first", 2)
     if reboot:
-        on_disk_and_rebooted(journaled, 1)
-    second = journaled.live({0: "kill@script:step=17,phase=forward"})
+        journaled.reboot()
+    rule = {0: "kill@script:step=17,phase=forward"}
+    second = journaled.start(rule, gates={"second": 15}).waiting("second")
     assert 12 - MOST_WAITING <= second.start <= 12
     assert "iteration(s) after it from the journal" in "".join(
         x["message"] for x in journaled.journal(0, second.number, event="restored")
     )
+    (journaled.folder / "second").touch()
+    second.until_over()
     if reboot:
-        on_disk_and_rebooted(journaled, second.start + 1)
+        journaled.reboot()
     third = journaled.live()
-    assert third.start >= 17 - MOST_WAITING
+    assert third.start >= 17 - MOST_WAITING, "through the second run, whatever is on disk of it"
     journaled.ended_as_undisturbed()
     assert [files_of(journaled, rank) for rank in (0, 1)] == [[], []]
 
