@@ -70,7 +70,8 @@ class Schedule:
         asked, due = agreed.no_request == 0, set[Level]()
         for level, goes_to in self._ways.items():
             wanted = asked or agreed.levels[level].time_left == 0
-            wanted = wanted or (level == LOCAL and self._journal_needs(version))
+            if level == LOCAL and self.config.local.journal_steps:
+                wanted = wanted or self._journal_needs(version)
             if wanted or (self._every_steps[level] and self._steps_passed(level, version)):
                 due |= goes_to
         return due
@@ -78,7 +79,7 @@ class Schedule:
     def _journal_needs(self, version: int) -> bool:
         """Whether the journal of gradients needs a version to begin with, or a newer one."""
         most, last = self.config.local.journal_steps, self.last[LOCAL]
-        return bool(most) and (last == 0 or version - last >= most)
+        return last == 0 or version - last >= most
 
     def _steps_passed(self, level: Level, version: int) -> bool:
         every = self._every_steps[level]

@@ -15,6 +15,7 @@ from torch import nn
 
 import tierckpt
 from tests.support import exact
+from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.journal.segments import FOLDER, names_in
 from tierckpt.journal.support import REPEATABLE
@@ -326,6 +327,14 @@ def test_state_that_the_forward_pass_changes_is_refused(tmp_path: Path, shm_dir:
 
     text = refusal(lambda: Words(optim.Adam), tmp_path, shm_dir)
     assert "each rank has its own 4.weight" in text
+
+
+def test_steps_that_communicate_are_refused(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainAdapter, "repeats_steps", False)  # as Horovod's
+    text = refusal(lambda: Loop(optim.Adam), tmp_path, shm_dir)
+    assert "local_journal_steps is 100, and the optimizer's step reduces the gradients" in text
 
 
 def test_no_journal_beside_encrypted_shards(

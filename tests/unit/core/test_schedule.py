@@ -95,6 +95,16 @@ def test_every_so_many_steps() -> None:
     assert taken(schedule, {}, range(1, 13)) == {3: memory, 6: both, 9: memory, 12: both}
 
 
+def test_a_journal_begins_with_a_version_and_ends_with_the_next_one() -> None:
+    schedule = Schedule(configured(local_journal_steps=4))
+    found = taken(schedule, {}, range(1, 12))
+    assert found == {v: (MEMORY, LOCAL) for v in (1, 5, 9)}
+    schedule.start_at(20)
+    assert [*taken(schedule, {}, range(21, 30))] == [24, 28]
+    both = Schedule(configured(local_journal_steps=4, local_every_steps=3))
+    assert [*taken(both, {}, range(1, 12))] == [1, 3, 6, 9], "whichever comes first"
+
+
 def test_steps_that_are_jumped_over_still_count() -> None:
     """Several optimizer steps an iteration: the multiple may lie between two boundaries."""
     schedule = Schedule(configured(memory_every_steps=10))
