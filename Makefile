@@ -20,7 +20,7 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/budget.py benchmarks/replicacheck.py benchmarks/objectstore.py \
 	benchmarks/saturated.py benchmarks/boundary.py benchmarks/attach.py benchmarks/stepcost.py \
 	benchmarks/manyranks.py benchmarks/ballots.py benchmarks/scale.py benchmarks/routed.py \
-	benchmarks/papers.py
+	benchmarks/journal.py benchmarks/papers.py
 
 .PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench figures chaos suites oldest-frameworks clean
 
