@@ -84,14 +84,20 @@ class ReplicaError(TierckptError):
         return type(self), (str(self), self.names, self.ranks)
 
 
+SAME_STATE = (
+    "Build the same model and optimizer as the run that wrote it, or pass strict=False to load the "
+    "parts that fit and leave the rest unchanged."
+)
+
+
 class StateMismatchError(RestoreError):
     """The checkpoint and the live state differ in structure; nothing was changed.
 
     `differences` lists every one of them, in words for a user.
     """
 
-    def __init__(self, source: str, differences: Sequence[str]) -> None:
-        self._source, self.differences = source, tuple(differences)
+    def __init__(self, source: str, differences: Sequence[str], way_out: str = SAME_STATE) -> None:
+        self._source, self.differences, self._way_out = source, tuple(differences), way_out
         shown = "\n".join(f"  - {d}" for d in self.differences[:40])
         hidden = len(self.differences) - 40
         if hidden > 0:
@@ -99,13 +105,12 @@ class StateMismatchError(RestoreError):
         super().__init__(
             f"{source} does not fit the live training state "
             f"({len(self.differences)} difference(s)); nothing was changed:\n{shown}",
-            "Build the same model and optimizer as the run that wrote it, or pass strict=False to "
-            "load the parts that fit and leave the rest unchanged.",
+            way_out,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Support pickling between processes."""
-        return type(self), (self._source, self.differences)
+        return type(self), (self._source, self.differences, self._way_out)
 
 
 LEFT_OUT = "was left out"

@@ -27,9 +27,16 @@ from .selection import PartReport, Selection
 OF_MODULES = (MODULE_STATES, EXTRA_STATES)
 """Entries of `extra` that belong to the model."""
 
+OTHER_NAMES = (
+    'Give names that differ with map={"there.*": "here.*"}, or pass strict=False to load the parts '
+    "that fit and leave the rest unchanged."
+)
+
 
 class PartLoader(Loader):
     """A `Loader` of parts. It fills `report` when it is made."""
+
+    way_out = OTHER_NAMES
 
     def __init__(self, *arguments: Any, selection: Selection, report: PartReport) -> None:
         """`arguments`: those of `Loader`."""
@@ -72,7 +79,7 @@ class PartLoader(Loader):
         found = [*self._missing, *self.report.differences]
         if not self.report.loaded:
             nothing = f"the source has nothing of {self.report.of_parts} that fits here"
-            raise StateMismatchError(self.report.source, [nothing, *found])
+            raise StateMismatchError(self.report.source, [nothing, *found], OTHER_NAMES)
         return found if self.strict else []
 
 

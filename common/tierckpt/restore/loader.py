@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from tierckpt.errors import StateTornError
+from tierckpt.errors import SAME_STATE, StateTornError
 from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
@@ -29,6 +29,9 @@ from .tensor_fill import PieceWriter, TensorPreallocator
 
 class Loader:
     """Loads a verified version into the live state: compare, load every shard, finish."""
+
+    way_out = SAME_STATE
+    """What to do about differences."""
 
     def __init__(
         self,

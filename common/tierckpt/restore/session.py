@@ -145,7 +145,7 @@ def load(
         all_differences, digests = zip(*group.all_gather_object(report), strict=True)
         found: list[str] = next((each for each in all_differences if each), [])
         if found and strict:
-            raise StateMismatchError(name or f"Version {version.plan.id}", found)
+            raise StateMismatchError(name or f"Version {version.plan.id}", found, loader.way_out)
         result = version.report(loader.manifest)
         result.imported = saved.get("imported", {}).get("from", "")
         version.progress.begin(f"loading v{version.plan.id.version}", version.nbytes)

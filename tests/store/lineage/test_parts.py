@@ -110,8 +110,9 @@ def test_a_strict_load_names_what_does_not_match_and_changes_nothing(
 ) -> None:
     model, ckpt, _ = new(tmp_path / "new", shm_dir, classes=5)
     before = {name: raw_bytes(value) for name, value in model.state_dict().items()}
-    with pytest.raises(StateMismatchError, match=text):
+    with pytest.raises(StateMismatchError, match=text) as refused:
         ckpt.restore(fork_from=tmp_path / "source", only="model", map=map_)
+    assert "Give names that differ with map=" in str(refused.value)
     assert {name: raw_bytes(value) for name, value in model.state_dict().items()} == before
     ckpt.abandon()
 
