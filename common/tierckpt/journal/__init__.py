@@ -8,6 +8,7 @@ the same gradients, bit for bit; see docs/internals/journal.md.
 | `frames` | the bytes of a journal, and the names of its files; pure |
 | `chain` | the records that follow a version, found alike on all ranks; pure |
 | `segments` | journal files: reading and removal |
+| `listing` | how far a journal leads, for `tierckpt list` |
 | `images` | gradients and small state as the bytes of a shard |
 | `writer` | the thread that appends them |
 | `recorder` | one rank's journal, during the training |

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.crash.launcher import Job, Life
+from tierckpt.cli.main import main
 from tierckpt.journal.frames import BOUNDARY, HEAD_BYTES, STEP, FrameHead
 from tierckpt.journal.segments import FOLDER, names_in
 from tierckpt.journal.writer import MOST_WAITING
@@ -61,13 +62,19 @@ def notices(job: Job, life: Life, rank: int = 0) -> str:
 
 
 @pytest.mark.parametrize("reboot", [False, True])
-def test_a_restart_makes_the_steps_again(journaled: Job, reboot: bool) -> None:
+def test_a_restart_makes_the_steps_again(
+    journaled: Job, reboot: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     killed_after(journaled, 1, KILLED, "first", 2)
     if reboot:
         journaled.reboot()
+        assert main(["list", str(journaled.store.directory)]) == 0
     rule = {0: "kill@script:step=17,phase=forward"}
     second = journaled.start(rule, gates={"second": 15}).waiting("second")
     assert 12 - MOST_WAITING <= second.start <= 12
+    if reboot:
+        listed = f"the journal leads on to v{second.start}: a restart with local_journal_steps "
+        assert f"{listed}makes {second.start - 1} steps after v1 again" in capsys.readouterr().out
     assert "iteration(s) after it from the journal" in "".join(
         x["message"] for x in journaled.journal(0, second.number, event="restored")
     )

@@ -7,14 +7,15 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, size_text, some
 from tierckpt.core.copies import FoundParity, Location
 from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.format.ids import ShardKey
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.journal.listing import JournalReach, reach_of
 from tierckpt.offline.catalog import Row, rows_of, without_bare
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey, why_elsewhere
@@ -56,6 +57,7 @@ def list_versions(args: argparse.Namespace, console: Console) -> None:
             "versions": [row.as_json() for row in rows],
             "problems": there.troubles,
             "memory": there.memory,
+            "journal": asdict(reach) if (reach := _reach(rows, there)) else None,
         }
         print(json.dumps(listing, indent=1))
     else:
@@ -81,6 +83,8 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
     for text in _on_memory(rows, there, paths):
         console.print(text, soft_wrap=True)
     for text in there.beside:
+        console.print(text, soft_wrap=True)
+    for text in _of_journal(_reach(rows, there)):
         console.print(text, soft_wrap=True)
     if (request := there.request) is not None:
         text = f"the next start goes back to v{request.version}, as {request.where} asks"
@@ -119,6 +123,31 @@ def _on_memory(rows: list[Row], there: Survey, paths: Sequence[str]) -> Iterator
         )
         if not any(NODE in path for path in paths):
             yield f"if the job's path contains {NODE}, give it with {NODE} here, too, in quotes"
+
+
+def _reach(rows: list[Row], there: Survey) -> JournalReach | None:
+    """How far the journal leads from the version that a restart takes."""
+    taken = next((row for row in rows if row.next), None)
+    if taken is None or there.request is not None:  # a restart that goes back repeats no steps
+        return None
+    id_ = VersionId(taken.generation, taken.version)
+    return reach_of(there.directories, id_, taken.shards, there.began_last)
+
+
+def _of_journal(reach: JournalReach | None) -> Iterator[str]:
+    if reach is None:
+        return
+    if reach.missing:
+        noun = "ranks" if reach.missing[1:] else "rank"
+        yield (
+            f"a journal is here, without that of {noun} {some(reach.missing, MOST_SHOWN)}: give "
+            "the paths of all nodes to see how far it leads"
+        )
+    elif reach.records:
+        yield (
+            f"the journal leads on to v{reach.last}: a restart with local_journal_steps makes "
+            f"{counted(reach.records, 'step', 'steps')} after v{reach.base} again"
+        )
 
 
 def _cells(row: Row) -> tuple[str, ...]:
