@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -77,7 +77,6 @@ OVERWRITTEN = (
 class HorovodAdapter(PlainAdapter):
     """The adapter of a model that Horovod trains. See `Adapter` for the methods."""
 
-    repeats_steps = False
     newly_unreduced_notice = APART
     is_elastic = False
     """True if a new adapter is made whenever ranks join or leave."""
@@ -149,10 +148,9 @@ class HorovodAdapter(PlainAdapter):
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def step_function(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-        """The `step` of the optimizer's own class, which Horovod's `step` calls at its end."""
-        kind = type(optimizer).__mro__[1 if is_horovod(optimizer) else 0]
-        return kind.step  # type: ignore[attr-defined,no-any-return]
+    def step_class(self, optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+        """The optimizer's own class, whose `step` Horovod's calls at its end."""
+        return type(optimizer).__mro__[1 if is_horovod(optimizer) else 0]
 
     def before_step(self, label: str) -> bool:
         """False for Horovod's outer step, which first waits for reductions."""
@@ -162,6 +160,11 @@ class HorovodAdapter(PlainAdapter):
             self.handle.notice(text, logging.WARNING)
         reductions = self._reductions.get(label)
         return reductions is None or not reductions.step_begins()
+
+    def reads_gradients(self, label: str) -> bool:
+        """False for Horovod's outer step."""
+        reductions = self._reductions.get(label)
+        return reductions is None or reductions.in_inner_step
 
     def step_completed(self, label: str) -> bool:
         """False for an inner step alone."""

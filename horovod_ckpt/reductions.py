@@ -151,6 +151,11 @@ class Reductions:
         waits = bool(first and optimizer._should_synchronize and optimizer._handles)
         return waits and not others_come_first(optimizer)
 
+    @property
+    def in_inner_step(self) -> bool:
+        """True after the second pre-hook of a step."""
+        return self._entered >= 2
+
     def step_ended(self) -> bool:
         """Note that a post-hook runs; True if it ends a step of the training.
 

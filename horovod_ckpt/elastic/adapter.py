@@ -34,6 +34,7 @@ class ElasticAdapter(HorovodAdapter):
     """The adapter of a checkpointer over the current ranks of an elastic job."""
 
     is_elastic = True
+    repeats_steps = False
     extra_syntax = "TorchState(..., {name}={it})"
     no_calls_notice = NO_COMMITS
 

@@ -8,7 +8,7 @@ overrides the methods that its library needs, and is passed as `Checkpointer(...
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -200,7 +200,8 @@ class Adapter(Protocol):
         `untrained_parameters`, then `attached`.
     2.  In an iteration, the adapter calls `Handle.release` whenever the library has launched the
         reduction of some gradients.
-    3.  Before an optimizer's step: `step_function` and `before_step`; after it `step_completed`.
+    3.  Before an optimizer's step: `step_class`, `before_step`, and with a journal
+        `reads_gradients`; after it `step_completed`.
     4.  At a boundary (a call of `Checkpointer.step` after an optimizer's step; or the next forward
         pass): `boundary_begins`; `vote`; if a version is taken `resume_iteration`,
         `newly_unreduced` and `pack`; `boundary_passed`.
@@ -216,8 +217,7 @@ class Adapter(Protocol):
     """True if the adapter calls `Handle.release`; if not, layers are copied from the boundary
     on."""
     repeats_steps: bool
-    """True if `step()` of an optimizer does nothing but its step, with the gradients that it finds:
-    a restart can make it again from a journal. False if it communicates."""
+    """True if a restart can make the steps of `step_class` again from a journal."""
     extra_syntax: str
     """A script's way to add an object to the checkpoint, for notices, with `{name}` (or
     `{name!r}`) and `{it}`."""
@@ -244,8 +244,8 @@ class Adapter(Protocol):
         """
         ...
 
-    def step_function(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-        """The function that changes the optimizer's parameters, for a step with a closure."""
+    def step_class(self, optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+        """The class whose `step` changes the optimizer's parameters, and does nothing else."""
         ...
 
     def before_step(self, label: str) -> bool:
@@ -254,6 +254,11 @@ class Adapter(Protocol):
         True: the Checkpointer waits here until everything that the step may change is copied.
         False: nothing changes before the next call of this method (a step within a step).
         """
+        ...
+
+    def reads_gradients(self, label: str) -> bool:
+        """After `before_step`: whether this is the step of `step_class`, and the gradients are
+        those that it reads."""
         ...
 
     def step_completed(self, label: str) -> bool:
@@ -358,11 +363,15 @@ class PlainAdapter:
         """Keep the handle."""
         self.handle = handle
 
-    def step_function(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-        """The `step` of the optimizer's class."""
-        return type(optimizer).step
+    def step_class(self, optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+        """The optimizer's class."""
+        return type(optimizer)
 
     def before_step(self, label: str) -> bool:
+        """True."""
+        return True
+
+    def reads_gradients(self, label: str) -> bool:
         """True."""
         return True
 

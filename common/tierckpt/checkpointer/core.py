@@ -171,7 +171,9 @@ class CheckpointerCore(abc.ABC):
             raise refused(error, self.group) from error.__cause__
         self.config, topology = agree_on_settings(settings, config_file, self.group)
         try:
-            check_support(self.config, self._state, self.adapter.repeats_steps)
+            check_support(
+                self.config, self._state, self.adapter.repeats_steps, self.adapter.step_class
+            )
         except TierckptError as error:
             raise refused(error, self.group) from error.__cause__
         self._state.forward_changes(self.config.forward_changes)
@@ -317,7 +319,7 @@ class CheckpointerCore(abc.ABC):
             made_step=self.adapter.step_completed,
             keep_streams=self._active.capture.keep_streams,
             say=self._say,
-            step_of=self.adapter.step_function,
+            step_class=self.adapter.step_class,
             no_calls=self.adapter.no_calls_notice,
         )
         self._trace = open_trace(self.config, self.group.rank, self._state.name_of, self._log)
@@ -537,7 +539,8 @@ class CheckpointerCore(abc.ABC):
         began = self._history.began_last
         barrier = ErrorBarrier(self.group)
         where = self.config.directory, self._state, barrier, self._reports
-        with contextlib.closing(Replay(*where, attempt.plan.id, began)) as replay:
+        step_class = self.adapter.step_class
+        with contextlib.closing(Replay(*where, attempt.plan.id, began, step_class)) as replay:
             self._iterations.repeating = True
             try:
                 yield replay if len(replay) else None
@@ -719,7 +722,7 @@ class CheckpointerCore(abc.ABC):
         """Called at the beginning of a registered optimizer's step."""
         if self.adapter.before_step(label):
             self._barrier()
-            if self._journal is not None:
+            if self._journal is not None and self.adapter.reads_gradients(label):
                 self._journal.before_step(label)
 
     def _barrier(self) -> None:

@@ -99,9 +99,7 @@ class Iterations:
         made_step: Callable[[str], bool],
         keep_streams: Callable[[], None],
         say: Say,
-        step_of: Callable[[torch.optim.Optimizer], Callable[..., Any]] = lambda each: (
-            type(each).step
-        ),
+        step_class: Callable[[torch.optim.Optimizer], type[torch.optim.Optimizer]] = type,
         no_calls: str = NO_CALLS,
     ) -> None:
         """Store the callbacks; all of them are called on the training thread.
@@ -115,7 +113,7 @@ class Iterations:
             keep_streams: a step was made and the next forward pass is its boundary: the next batch
                 is drawn before that.
             say: reports problems of the loop, each text once.
-            step_of: the function that changes an optimizer's parameters.
+            step_class: the class whose `step` changes an optimizer's parameters.
             no_calls: the error after STEPS_UNTIL_CALL steps without a call of `step()`.
         """
         self.explicit = mode == "explicit"
@@ -129,7 +127,7 @@ class Iterations:
         self._boundary, self._before_step = boundary, before_step
         self._made_step = made_step
         self._keep_streams = never_compiled("Tierckpt copies random streams here")(keep_streams)
-        self._say, self._step_of, self._no_calls = say, step_of, no_calls
+        self._say, self._step_class, self._no_calls = say, step_class, no_calls
         self._since: dict[str, int] = {}
         """Steps of each optimizer since the last boundary."""
         self._called = False
@@ -229,7 +227,7 @@ class Iterations:
         if callable(closure) and label in self._since and not self.explicit:
             self._pass_forward()  # the forward passes come inside the step, too late for a boundary
         self.stepping.add(label)
-        step, then = self._step_of(optimizer), partial(self._before_step, label)
+        step, then = self._step_class(optimizer).step, partial(self._before_step, label)
         others = after_first_call(optimizer, step, args, kwargs, then)
         if others is None:
             self._before_step(label)

@@ -39,6 +39,7 @@ from .chain import Link, chain_from
 from .digest import DigestPlan
 from .images import GRADIENT
 from .segments import FOLDER, Frame, JournalReader, Record, names_in
+from .support import StepClass
 from .writer import MOST_WAITING
 
 DIFFERS = (
@@ -66,9 +67,11 @@ class Replay:
         reports: Reports,
         base: VersionId,
         began: tuple[int, int],
+        step_class: StepClass,
     ) -> None:
         """Read and verify this rank's journal, and find the records that follow the version `base`
-        on all ranks. `began`: see `chain_from`. Collective."""
+        on all ranks. `began`: see `chain_from`; `step_class`: see `Adapter`. Collective."""
+        self._step_class = step_class
         self._state, self._barrier, self._reports, self._base = state, barrier, reports, base
         folder, rank, size = Path(directory) / FOLDER, barrier.rank, barrier.size
         self._reader = JournalReader(folder, rank, size)
@@ -194,7 +197,7 @@ class Replay:
             param.grad = gradients.pop(GRADIENT + state.name_of(param), None)
         if gradients:
             raise ValueError(f"gradients of unknown parameters: {', '.join(gradients)}")
-        optimizer.step()
+        self._step_class(optimizer).step(optimizer)  # Horovod's own would reduce the gradients
         for param in params:
             param.grad = None
 

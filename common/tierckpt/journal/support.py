@@ -6,6 +6,8 @@ of these alone: no random numbers, no closure that is called several times, no c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tierckpt._text import some
@@ -22,21 +24,24 @@ REPEATABLE = frozenset(
 )
 """Optimizers of torch whose steps are such functions; a test repeats a step of each."""
 SETTING = "local_journal_steps"
+StepClass = Callable[[torch.optim.Optimizer], type[torch.optim.Optimizer]]
+"""Returns the class whose `step` changes an optimizer's parameters (see `Adapter`)."""
 
 
-def check_support(config: Config, state: TrainingState, repeats_steps: bool) -> None:
+def check_support(
+    config: Config, state: TrainingState, repeats_steps: bool, step_class: StepClass
+) -> None:
     """Raise ConfigError or UnsupportedStateError, on all ranks alike, if the journal cannot repeat
-    this training. `repeats_steps`: see `Adapter`."""
+    this training. `repeats_steps` and `step_class`: see `Adapter`."""
     if not config.local.journal_steps:
         return
     if not repeats_steps:
         raise ConfigError(
-            f"{SETTING} is {config.local.journal_steps}, and the optimizer's step reduces the "
-            "gradients (Horovod): a restart cannot repeat it alone. Leave the setting out; "
-            "memory_every_steps=1, the default, takes a version at every step"
+            f"{SETTING} is {config.local.journal_steps}, and elastic jobs have no journal. Leave "
+            "the setting out; memory_every_steps=1, the default, takes a version at every step"
         )
     for label, optimizer in state.optimizers.items():
-        if state.given.get(label) is optimizer and _is_known(type(optimizer)):
+        if state.given.get(label) is optimizer and _is_known(step_class(optimizer)):
             continue
         kind = f"{type(optimizer).__module__}.{optimizer_class(optimizer)}"
         raise UnsupportedStateError(

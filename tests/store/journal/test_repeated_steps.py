@@ -329,12 +329,12 @@ def test_state_that_the_forward_pass_changes_is_refused(tmp_path: Path, shm_dir:
     assert "each rank has its own 4.weight" in text
 
 
-def test_steps_that_communicate_are_refused(
+def test_an_elastic_job_is_refused(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PlainAdapter, "repeats_steps", False)  # as Horovod's
+    monkeypatch.setattr(PlainAdapter, "repeats_steps", False)  # as elastic Horovod's
     text = refusal(lambda: Loop(optim.Adam), tmp_path, shm_dir)
-    assert "local_journal_steps is 100, and the optimizer's step reduces the gradients" in text
+    assert "local_journal_steps is 100, and elastic jobs have no journal" in text
 
 
 def test_no_journal_beside_encrypted_shards(

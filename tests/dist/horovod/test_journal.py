@@ -1,0 +1,95 @@
+"""The journal under Horovod: a restart makes the steps of the optimizers, without reductions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.support.rank_pool import HOROVODRUN
+from tests.support.training import (
+    HorovodJob,
+    Named,
+    Place,
+    attach,
+    horovod,
+    make_horovod_job,
+)
+
+LAST, END = 5, 8
+
+
+def compressed(hvd: Any, model: nn.Module) -> dict[str, Any]:
+    return {"compression": hvd.Compression.fp16}
+
+
+def halves(model: nn.Module) -> list[Named]:
+    named = list(model.named_parameters())
+    return [named[:2], named[2:]]
+
+
+class Clipped(HorovodJob):
+    """Gradients are clipped between the reduction and the step."""
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+
+def make(kind: str, seed: int = 1) -> HorovodJob:
+    if kind == "compressed":
+        return make_horovod_job(options=compressed, seed=seed)
+    if kind == "several":
+        return make_horovod_job(parts=halves, seed=seed)
+    job = make_horovod_job(passes=2 if kind == "passes" else 1, seed=seed)
+    if kind == "clipped":
+        job.__class__ = Clipped
+    return job
+
+
+def resumed(place: Place, kind: str) -> dict[str, Any]:
+    """Train with a version at the first step alone; then go on with another job."""
+    settings = {"memory_every_steps": 0, "local_journal_steps": 100, "when_busy": "wait"}
+    alone = make(kind)
+    for iteration in range(END):
+        alone.iterate(iteration)
+    job = make(kind)
+    ckpt = attach(job, place, **settings).ckpt
+    for iteration in range(LAST):
+        job.iterate(iteration)
+        ckpt.step()
+    ckpt.wait()
+    ckpt.abandon()
+    again = make(kind, seed=2)
+    attached = attach(again, place, **settings)
+    restored = attached.ckpt.restore()
+    for iteration in range(restored, END):
+        again.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.close()
+    return {
+        "restored": (int(restored), restored.replayed),
+        "same": again.digest() == alone.digest(),
+        "complaints": [e.text() for e in attached.events if e.severity > 20],
+        "size": horovod().size(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("plain", 2), ("plain", 1), ("compressed", 2), ("several", 2), ("passes", 2), ("clipped", 2)],
+)
+def test_a_restart_makes_the_steps_again(
+    kind: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(size, HOROVODRUN).run(resumed, place, kind):
+        assert told["size"] == size
+        assert told["restored"] == (LAST, LAST - 1)
+        assert told["same"]
+        assert not told["complaints"]
