@@ -48,6 +48,22 @@ def number(text: str) -> int:
     return int(text)
 
 
+def version_number(text: str) -> int:
+    """A version's number, also as `list` and `log` print it (v4000). Raises ArgumentTypeError."""
+    found = version_of(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no version; give a number, like 4000 or v4000"
+        )
+    return found
+
+
+def version_of(text: str) -> int | None:
+    """The number in `4000` or `v4000`; None for another text."""
+    digits = text.removeprefix("v")
+    return int(digits) if digits.isdecimal() else None
+
+
 def duration(text: str) -> float:
     """A duration in seconds. Raises ArgumentTypeError, which argparse prints."""
     number = text.rstrip("smhd")

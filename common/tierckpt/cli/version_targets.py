@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tierckpt.errors import ConfigError
 
-from .arguments import place
+from .arguments import place, version_of
 
 USAGE = (
     "give two versions: `tierckpt diff PATH 100 200`, `tierckpt diff A@100 B@100`, or `tierckpt "
@@ -30,8 +30,9 @@ class Target:
 def target_of(text: str) -> Target:
     """Parse `PATH`, or `PATH@VERSION` unless a directory has that name. Raises ConfigError."""
     path, at, version = text.rpartition("@")
-    if at and version.isdecimal() and not os.path.isdir(text):
-        return Target(place_of(path), int(version))
+    number = version_of(version)
+    if at and number is not None and not os.path.isdir(text):
+        return Target(place_of(path), number)
     return Target(place_of(text), None)
 
 
@@ -46,7 +47,8 @@ def place_of(text: str) -> str:
 def targets_of(given: Sequence[str]) -> tuple[Target, Target]:
     """The two versions that the arguments name. Raises ConfigError if they do not name two."""
     first, *more = given
-    numbers = [int(text) for text in more if text.isdecimal() and not os.path.isdir(text)]
+    named = [version_of(text) for text in more if not os.path.isdir(text)]
+    numbers = [number for number in named if number is not None]
     if more and len(numbers) == len(more) <= 2:
         path = target_of(first)
         if path.version is not None:
@@ -61,14 +63,11 @@ def targets_of(given: Sequence[str]) -> tuple[Target, Target]:
 def range_of(given: Sequence[str]) -> tuple[str, int | None, int | None]:
     """A path, and the first and last version to draw (None: not given). Raises ConfigError."""
     path, *more = given
-    named = re.fullmatch(r"(\d*)\.\.(\d*)", more[0]) if len(more) == 1 else None
-    if len(more) == 2 and all(text.isdecimal() for text in more):
-        bounds = [*more]
-    elif named is not None:
-        bounds = [*named.groups()]
-    elif more:
+    named = re.fullmatch(r"v?(\d*)\.\.v?(\d*)", more[0]) if len(more) == 1 else None
+    bounds = named.groups() if named is not None else more or ("", "")
+    numbers = [version_of(text) for text in bounds]
+    if len(bounds) != 2 or any(
+        text and number is None for text, number in zip(bounds, numbers, strict=True)
+    ):
         raise ConfigError(f"--plot draws the versions of one path: {USAGE}")
-    else:
-        bounds = ["", ""]
-    low, high = (int(text) if text else None for text in bounds)
-    return place_of(path), low, high
+    return place_of(path), numbers[0], numbers[1]

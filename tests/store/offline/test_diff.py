@@ -354,7 +354,8 @@ def test_another_copy_is_compared_in_the_place_of_a_damaged_one(
 
 def test_versions_are_named_as_people_do(tmp_path: Path) -> None:
     assert targets_of(["a@1", "b@2"]) == (Target("a", 1), Target("b", 2))
-    assert targets_of(["a", "1", "2"]) == (Target("a", 1), Target("a", 2))
+    assert targets_of(["a@v1", "b@v2"]) == (Target("a", 1), Target("b", 2))
+    assert targets_of(["a", "v1", "2"]) == (Target("a", 1), Target("a", 2))
     assert targets_of(["a", "1"]) == (Target("a", 1), Target("a", None))
     assert targets_of(["s3://u@h/b", "s3://u@h/b@3"]) == (
         (Target("s3://u@h/b", None), Target("s3://u@h/b", 3))
@@ -365,6 +366,7 @@ def test_versions_are_named_as_people_do(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             targets_of(wrong)
     assert range_of(["a"]) == ("a", None, None)
+    assert range_of(["a", "v5..v9"]) == range_of(["a", "v5", "v9"]) == ("a", 5, 9)
     assert range_of(["a", "5..9"]) == ("a", 5, 9)
     assert range_of(["a", "5.."]) == ("a", 5, None)
     assert range_of(["a", "5", "9"]) == ("a", 5, 9)

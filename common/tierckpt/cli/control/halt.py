@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tierckpt.core import halt_conditions
 from tierckpt.errors import ConfigError, FormatError
 
-from ..arguments import place
+from ..arguments import place, version_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ def add_halt(parser: argparse.ArgumentParser) -> None:
     text = "a directory; jobs do not watch URLs (a persistent_path in an object store)"
     parser.add_argument("path", type=place, metavar="PATH", help=text)
     text = "stop when version V or a later one is taken"
-    parser.add_argument("--after-version", type=int, metavar="V", help=text)
+    parser.add_argument("--after-version", type=version_number, metavar="V", help=text)
     text = (
         "stop before this time: HH:MM, or 2026-12-24T18:00. --seconds-left, or else the job's "
         "halt_seconds_left, says how long before. Without either the job stops just AFTER this "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tierckpt.errors import ConfigError
 
-from ..arguments import place
+from ..arguments import place, version_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ def _add(parser: argparse.ArgumentParser, action: str) -> None:
         f"has a path of its own, run the command on all of them, or call {action}() in the job."
     )
     parser.add_argument("path", type=place, metavar="PATH")
-    parser.add_argument("version", type=int, metavar="VERSION")
+    parser.add_argument("version", type=version_number, metavar="VERSION")
     parser.set_defaults(run=mark, action=action, forks=False)
 
 

@@ -19,7 +19,7 @@ from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.rollbacks import RollbackFiles
 
-from ..arguments import number, place
+from ..arguments import place, version_number
 from .halt import was_job_here
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_rollback(parser: argparse.ArgumentParser) -> None:
         "running job goes on until it ends."
     )
     parser.add_argument("path", type=place, metavar="PATH")
-    parser.add_argument("version", type=number, nargs="?", metavar="VERSION")
+    parser.add_argument("version", type=version_number, nargs="?", metavar="VERSION")
     text = "take back a request that no start has carried out"
     parser.add_argument("--cancel", action="store_true", help=text)
     parser.set_defaults(run=rollback)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tierckpt._text import counted, size_text
 from tierckpt.errors import ConfigError
 
-from ..arguments import PLACES, nbytes, number, place
+from ..arguments import PLACES, nbytes, number, place, version_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,7 +113,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=(*FORMATS, "files"), help=text)
     parser.add_argument(
         "--version",
-        type=int,
+        type=version_number,
         metavar="V",
         help="export version V; default: the one that a restart takes",
     )

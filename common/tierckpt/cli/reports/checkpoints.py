@@ -22,7 +22,7 @@ from tierckpt.offline.survey import Survey, survey, why_elsewhere
 from tierckpt.restore.progress import Progress
 from tierckpt.storage.local.sibling_nodes import NODE
 
-from ..arguments import PLACES, add_json, place
+from ..arguments import PLACES, add_json, place, version_number
 from ..columns import print_columns
 
 if TYPE_CHECKING:
@@ -236,7 +236,10 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=place, nargs="+", metavar="PATH")
     parser.set_defaults(run=verify_versions)
     parser.add_argument(
-        "--version", type=int, metavar="V", help="verify only version V; default: all versions"
+        "--version",
+        type=version_number,
+        metavar="V",
+        help="verify only version V; default: all versions",
     )
 
 

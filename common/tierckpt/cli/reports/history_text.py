@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, is_url, some
+from tierckpt.core.levels import MEMORY
 from tierckpt.storage.local.sibling_nodes import NODE
 
 if TYPE_CHECKING:
@@ -221,7 +222,10 @@ def version_texts(versions: list[VersionNode], every: bool) -> Iterator[str]:
 
 def _where(node: VersionNode) -> str:
     metric = f", metric {node.metric:.6g}" if node.metric is not None else ""
-    return f"on {' and '.join(node.levels)}{metric}"
+    disks = [level for level in node.levels if level != MEMORY]
+    places = ["in memory"] if MEMORY in node.levels else []
+    places += [f"on {' and '.join(disks)}"] if disks else []
+    return f"{' and '.join(places)}{metric}"
 
 
 def version_notes(node: VersionNode) -> list[str]:

@@ -15,6 +15,8 @@ from tierckpt.tracing.spans import Timeline, TimelineError
 from tierckpt.tracing.summary import Hidden, SizeBucket, Stats, Summary, summarize
 from tierckpt.tracing.tierckpt_traces import read_trace
 
+from ..arguments import version_number
+
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `tierckpt trace merge|summary|plot`."""
@@ -32,14 +34,14 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     text = "print latencies, gaps, and how much of the copying was hidden"
     summing = actions.add_parser("summary", help=text)
     text = "leave out all steps before version V, e.g. the first, slow ones"
-    summing.add_argument("--from-version", type=int, metavar="V", help=text)
+    summing.add_argument("--from-version", type=version_number, metavar="V", help=text)
     _add_inputs(summing)
     summing.set_defaults(run=summary)
 
     plotting = actions.add_parser("plot", help="draw one step")
     plotting.add_argument("out", type=Path, metavar="OUT.png")
     text = "the step to draw; default: one of median duration"
-    plotting.add_argument("--version", type=int, metavar="V", help=text)
+    plotting.add_argument("--version", type=version_number, metavar="V", help=text)
     text = "ranks to draw; default: the first four"
     plotting.add_argument("--ranks", type=int, nargs="+", default=(), metavar="R", help=text)
     _add_inputs(plotting)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tierckpt.coordination.proof_order import SEED
 from tierckpt.errors import ConfigError
 
+from ..arguments import version_of
 from ..version_targets import Target, target_of
 
 if TYPE_CHECKING:
@@ -110,5 +111,6 @@ def _seed(begin: str | None, folder: Path) -> int:
     from tierckpt.config import load_config
     from tierckpt.proof.seed import copy_version
 
-    target = Target(load_config().path, int(begin)) if begin.isdecimal() else target_of(begin)
+    number = version_of(begin)
+    target = target_of(begin) if number is None else Target(load_config().path, number)
     return copy_version(target.path, target.version, folder / SEED)
