@@ -14,6 +14,7 @@ from tierckpt.core.fork import Child, Origin, source_of
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import ConfigError, PinError, RestoreError
 from tierckpt.format.facts import VersionFacts
+from tierckpt.offline.catalog import refuse_several_jobs
 from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile
 from tierckpt.storage.local.sibling_nodes import NODE
@@ -35,6 +36,7 @@ def order_fork(source: str, path: str) -> tuple[Origin, list[str]]:
     """
     wanted = source_of(source)
     theirs = survey(wanted.path)
+    refuse_several_jobs(theirs, wanted.path)
     plan = theirs.plan(wanted.version, abandoned=True)
     facts = _facts_of(plan, theirs) if plan else None
     if facts is None:

@@ -28,6 +28,7 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import NO_RUN, VersionId
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.group import Group
+from tierckpt.offline.catalog import refuse_several_jobs
 from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.progress import Progress
@@ -152,6 +153,8 @@ class SourceReader:
         here, missing = Survey(), ""
         try:
             here = self.survey(path, wanted.kept)
+            if not wanted.run_id:
+                refuse_several_jobs(here, path)
         except MissingPathError as error:  # a node that the source had not
             missing = str(error)
         if all(nowhere := barrier.all_gather_object(missing)):

@@ -17,7 +17,7 @@ from tierckpt.core.fork import Child
 from tierckpt.errors import TierckptError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.run_record import RunEnd
-from tierckpt.offline.catalog import rows_of
+from tierckpt.offline.catalog import refuse_several_jobs, rows_of
 from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.storage.run_records import FoundRuns, RunRecords
 
@@ -28,8 +28,9 @@ from .orders import opened
 def tree_of(path: str, seen: Iterable[str] = ()) -> JobNode:
     """The history of the job at a path or persistent_path, and of its forks, as far as their paths
     lead to them from here. `seen`: jobs that are in the tree already. Raises MissingPathError if
-    there is nothing."""
+    there is nothing, ConfigError for the folder of several jobs."""
     there = survey(path)
+    refuse_several_jobs(there, path)
     job = JobNode(path, next(iter(there.origins), None), troubles=[*there.troubles])
     runs = _Runs(there)
     for found in _records(there, path, job.troubles):

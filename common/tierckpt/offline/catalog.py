@@ -143,7 +143,8 @@ def complete_versions(there: Survey, path: str, run: int | None = None) -> dict[
         if is_past and part.plan(id_.version, abandoned=True) is not None:
             found[id_.version] = id_, part
     chosen = dict(found[version] for version in sorted(found))
-    _refuse_two_jobs(chosen, path)
+    copies = [copy for part in chosen.values() for copy in part.found]
+    refuse_several_jobs(replace(there, found=copies, parities=[]), path)
     return chosen
 
 
@@ -160,23 +161,30 @@ def _lineage_of(run: int, lineages: Iterable[Lineage], path: str) -> Lineage:
     return known[run]
 
 
-def _refuse_two_jobs(chosen: Mapping[VersionId, Survey], path: str) -> None:
-    """Two jobs have two runs with one number, under different names. (One job may have several
-    names: of its nodes' folders, or since its folder was moved.)"""
+def refuse_several_jobs(there: Survey, path: str) -> None:
+    """Raise ConfigError if the survey is one of several jobs, as of the folder above them: of their
+    versions none is the newest."""
+    if several := several_jobs(there):
+        raise ConfigError(f"{path}: {several}")
+
+
+def several_jobs(there: Survey) -> str:
+    """A sentence if the survey is one of several jobs, else empty. Two jobs have two runs with one
+    number, under different names. (One job may have several names: of its nodes' folders, or since
+    its folder was moved.)"""
     names: dict[int, dict[str, set[str]]] = {}
-    for id_, part in chosen.items():
-        for copy in part.copies:
-            runs = names.setdefault(id_.generation, {})
+    places = set()
+    for copy in there.copies:
+        if not there.is_elsewhere(copy.place):
+            runs = names.setdefault(copy.key.id.generation, {})
             runs.setdefault(copy.facts.run_id, set()).add(copy.facts.job)
+            places.add(copy.place.where if copy.place.level == "local" else copy.facts.job)
     for runs in names.values():
         one, *others = runs.values()
         if any(one.isdisjoint(other) for other in others):
-            jobs = some(sorted(one.union(*others)), 4)
-            raise ConfigError(
-                f"{path}: these are places of several jobs: {jobs}. Give the places of one job at "
-                "a time: of a fork's source the versions up to its beginning (last=...), and then "
-                "those of the fork"
-            )
+            shown = some(sorted(places), 4)
+            return f"these are places of several jobs: {shown}. Give those of one job at a time"
+    return ""
 
 
 def _forks_that_need(there: Survey, id_: VersionId, level: str) -> list[str]:

@@ -28,7 +28,7 @@ from tierckpt.state.names import FIXED, path_of
 from tierckpt.state.optimizers.extra_state import put_together
 from tierckpt.state.training_state import NAMELESS
 
-from .catalog import manifest_at
+from .catalog import manifest_at, refuse_several_jobs
 from .survey import Survey, Where, job_of, survey, why_elsewhere
 from .unknown_classes import refuse_unknown
 
@@ -118,6 +118,7 @@ def _load(
 ) -> Saved | None:
     """Load a version; returns None if its files changed while they were read."""
     there = survey(path)
+    refuse_several_jobs(there, text_of(path))
     unseen = bool(there.unseen)
     version = version_to_read(there, version)
     candidates = candidates_of(there)

@@ -38,6 +38,7 @@ from tierckpt.storage.routed.source_file import PREFIX
 from tierckpt.storage.routed.tree_files import Range, end_without, files_at_end
 
 from .load import candidates_of, nothing, text_of, version_to_read
+from .catalog import refuse_several_jobs
 from .survey import Survey, Where, survey
 
 KEPT_BLOCKS = 64
@@ -356,6 +357,7 @@ def open_version(
     complete and sound; ConfigError for an invalid path.
     """
     there = survey(path) if there is None else there
+    refuse_several_jobs(there, text_of(path))
     version = version_to_read(there, version)
     plan = there.plan(version, abandoned=True)
     if plan is None:

@@ -16,7 +16,7 @@ from tierckpt.core.copies import FoundParity, Location
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.journal.listing import JournalReach, reach_of
-from tierckpt.offline.catalog import Row, rows_of, without_bare
+from tierckpt.offline.catalog import Row, rows_of, several_jobs, without_bare
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey, why_elsewhere
 from tierckpt.restore.progress import Progress
@@ -82,7 +82,7 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         console.print(text, soft_wrap=True)
     for text in _on_memory(rows, there, paths):
         console.print(text, soft_wrap=True)
-    for text in there.beside:
+    for text in (*there.beside, *filter(None, [several_jobs(there)])):
         console.print(text, soft_wrap=True)
     for text in _of_journal(_reach(rows, there)):
         console.print(text, soft_wrap=True)
