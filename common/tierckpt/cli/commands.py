@@ -60,7 +60,7 @@ GROUPS = {
             "reports.checkpoints",
             "compare every byte of checkpoints with its checksum",
         ),
-        Command("diff", "reports.diff", "compare two versions, tensor by tensor"),
+        Command("diff", "reports.diff", "compare two versions tensor by tensor, or draw many"),
         Command("goodput", "reports.goodput", "account for the time of a job over all its runs"),
         Command("trace", "reports.trace", "draw checkpoints and allreduces on one time axis"),
     ),

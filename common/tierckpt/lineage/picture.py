@@ -45,11 +45,11 @@ def draw(job: JobNode, out: Path) -> int:
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     lanes.draw(axis)
-    axis.invert_yaxis()
+    axis.set_ylim(lanes.count - 0.5, -0.7)  # room for the name above the first line
     axis.set_yticks([])
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("version; blue: runs of the job, orange: forks, dots: on disk or in memory")
-    axis.margins(x=0.08, y=0.25 if lanes.count < 4 else 0.05)
+    axis.margins(x=0.08)
     figure.tight_layout()
     try:
         figure.savefig(out, dpi=120)
