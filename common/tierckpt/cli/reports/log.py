@@ -69,8 +69,9 @@ def _print(job: JobNode, console: Console, every: bool) -> None:
     console.print(job_text(job), soft_wrap=True)
     for text in _drawn(branches_of(job, every), lines, width):
         console.print(text, soft_wrap=True)
-    if not job.runs and not job.origin:
-        console.print("no run has left anything here")
+    if not job.runs:
+        begins = f"; the next start begins from {job.origin}" if job.origin else ""
+        console.print(f"no run has left anything here{begins}", soft_wrap=True)
     for text in job.troubles[:MOST_PROBLEMS]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
     if (more := len(job.troubles) - MOST_PROBLEMS) > 0:
