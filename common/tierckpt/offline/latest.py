@@ -10,7 +10,7 @@ from tierckpt._text import some
 from tierckpt.coordination.proof_order import order_here
 from tierckpt.errors import RestoreError
 
-from .catalog import rows_of
+from .catalog import refuse_several_jobs, rows_of
 from .survey import MissingPathError, Survey, Where, survey
 
 
@@ -49,7 +49,7 @@ def latest(path: Where | Sequence[Where]) -> Latest | None:
         path: as for `tierckpt.load`.
 
     Raises RestoreError if there are files that no restart from here can take, or that cannot be
-    read: this is not a fresh start.
+    read: this is not a fresh start; ConfigError for places of several jobs.
     """
     given = [path] if isinstance(path, str | os.PathLike) else path
     order = order_here()
@@ -62,6 +62,7 @@ def latest(path: Where | Sequence[Where]) -> Latest | None:
         there = survey(found)
     shown = some([*map(str, given)])
     _refuse_unseen(there, shown)
+    refuse_several_jobs(there, shown)
     taken = [row for row in rows_of(there) if row.next]
     if not taken:
         if not there.copies:

@@ -196,8 +196,9 @@ def test_the_folder_above_two_jobs_is_no_job(
             job.run(1)
     above = str(tmp_path / "jobs")
     several = "places of several jobs: .*/a, .*/b. Give those of one job at a time"
-    with pytest.raises(ConfigError, match=several):
-        tierckpt.load(above)
+    for read in (tierckpt.load, tierckpt.latest):
+        with pytest.raises(ConfigError, match=several):
+            read(above)
     out = str(tmp_path / "out.safetensors")
     for command in (["log"], ["export", out], ["fork", out]):
         assert main([command[0], above, *command[1:]]) == 1
