@@ -20,7 +20,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.proof_order import order_here
 from tierckpt.coordination.reports import Reports
-from tierckpt.core.fork import Child, Origin, name_of
+from tierckpt.core.fork import SETTING, Child, Origin, name_of, source_of
 from tierckpt.core.levels import LOCAL, PERSISTENT
 from tierckpt.errors import RestoreError
 from tierckpt.format.facts import VersionFacts
@@ -203,12 +203,25 @@ class OwnMarks:
     # --- the end of the hold -------------------------------------------------------------------
 
     def has_versions(self) -> None:
-        """This start found versions of the job: look whether an earlier one left a hold. Not
-        collective."""
+        """This start found versions of the job: look whether an earlier one left a hold, and
+        whether the job began where the setting says. Not collective."""
         with contextlib.suppress(Exception):
             for place in self._own_places():
                 origin = OriginFile(place).read()
                 self.needs = origin if origin is not None and origin.held else None
+                self._compare(origin)
+
+    def _compare(self, origin: Origin | None) -> None:
+        text = self._config.fork_from
+        if not text or self._group.rank != 0 or not self._allowed:
+            return
+        if origin is None or origin.source != self._reader.template(source_of(text).path):
+            self._reports.notice(
+                f"{SETTING}={text!r} has no effect: this job has versions of its own in "
+                f"{self._config.path}. For a new job give another path (a path in the script wins "
+                "over TIERCKPT_PATH)",
+                logging.WARNING,
+            )
 
     def settle(self, safe: VersionId | None) -> None:
         """End the hold if this job has a version on all ranks' disks, `safe`. A thread does it, as

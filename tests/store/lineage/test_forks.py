@@ -67,6 +67,11 @@ def test_a_fork_begins_exactly_there_and_restarts_take_its_own_versions(places: 
         assert job.restore() == STEPS + 2, "the setting may stay, and the source may go"
         assert job.fingerprint() == course
         assert job.checkpointer.restored.forked_from == ""
+    for path, unused in ((places["a"], 0), (places["elsewhere"], 1)):
+        with places.job("b", fork_from=path) as job:
+            job.restore()
+            told = [event.message for event in job.events]
+        assert sum("has no effect: this job has versions" in text for text in told) == unused
 
 
 def test_no_step_waits_for_a_source_that_hangs(
