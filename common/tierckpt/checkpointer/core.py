@@ -561,7 +561,9 @@ class CheckpointerCore(abc.ABC):
             self._state.drop_gradients()  # left by an interrupted iteration
             books = (self._agreement, self._pool, self._reports)
             mended = not self._local_enabled() or repair(attempt, self.group, self._levels, *books)
-            if not mended or loaded.result.base is not None:
+            # Records alone do not give up the newer versions of an earlier run.
+            aside = self._journal is not None and self._went_back
+            if not mended or aside or loaded.result.base is not None:
                 self._schedule.requested = frozenset((MEMORY, LOCAL))
             self._forks.marks.has_versions()
             return restore_session.report(loaded.result)
@@ -590,10 +592,14 @@ class CheckpointerCore(abc.ABC):
         self, source: str, selection: Selection, strict: bool, bar: Progress
     ) -> PartReport:
         self.complete()
+        if self._journal is not None:
+            self._journal.pause()
         report = self._forks.load_from(source, selection, strict, bar)
         self._active.capture.forget()
         self._replicas.restart()
         self._unchanged.forget()
+        if self._journal is not None:
+            self._schedule.requested |= frozenset((MEMORY, LOCAL))
         return report
 
     def _go_on_from(

@@ -6,6 +6,7 @@ stops, and it begins again at the next version that goes to local.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -70,6 +71,9 @@ class JournalRecorder:
         self._config, self._group, self._state = config, group, state
         self._capture, self._reports, self._submit = capture, reports, submit
         self._writer = JournalWriter(self.folder, group.rank, self._failed)
+        self._begun: VersionId | None = None
+        """Where the journal began first since the last `pause`, alike on all ranks; None if it did
+        not yet."""
         self._place: VersionId | None = None
         """The version or record that the next record follows; None while the journal is stopped."""
         self._segment: SegmentName | None = None
@@ -84,8 +88,10 @@ class JournalRecorder:
     # --- the run --------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Make no further record before `begin_at`, because a restore begins."""
+        """Make no further record before `begin_at` or the next version on local, because state is
+        loaded that no steps lead to."""
         self.drain(CLOSE_SECONDS)
+        self._begun = None
         self._stop()
 
     def _stop(self) -> None:
@@ -101,7 +107,7 @@ class JournalRecorder:
         if self._segment is None or self._segment.writer != writer:
             # A run of that number has left its journal, and no version: it counts no more.
             self._writer.remove(lambda name: name.writer >= writer)
-        self._place = id_
+        self._place, self._begun = id_, self._begun or id_
         key = ShardKey(id_, self._group.rank, self._group.size)
         self._segment = SegmentName(key, writer)
 
@@ -155,10 +161,18 @@ class JournalRecorder:
                 self._record(facts, adapter())
             except Exception as error:
                 self._give_up(error)
+        elif self._begun is not None:
+            self._keep_in_step(adapter)
         self._steps = []
         if local and sound:
             self._follow(id_, id_.generation)
             self._writer.retire(size, safe, self._config.local.keep_last)
+
+    def _keep_in_step(self, adapter: Callable[[], Any]) -> None:
+        """The journal has stopped here, maybe not on other ranks: ask the state's objects for their
+        values as these do, because a `state_dict()` may communicate."""
+        with contextlib.suppress(Exception):  # a version reports it
+            self._capture.stage(adapter())
 
     def _record(self, facts: VersionFacts, adapter: Any) -> None:
         assert self._place is not None
@@ -218,9 +232,9 @@ class JournalRecorder:
 
     def _limit(self, id_: VersionId, safe: VersionId | None) -> None:
         """Raise UnjournaledError if versions do not become complete, so that no file is removed."""
-        most = MOST_INTERVALS * self._config.local.journal_steps
-        if safe is not None and id_.version - safe.version > most:
-            raise UnjournaledError(STUCK.format(safe=safe.version))
+        most, last = MOST_INTERVALS * self._config.local.journal_steps, safe or self._begun
+        if last is not None and id_.version - last.version > most:
+            raise UnjournaledError(STUCK.format(safe=last.version))
 
     def _size_text(self) -> str:
         params = self._state.walk().params

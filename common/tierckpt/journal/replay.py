@@ -46,6 +46,7 @@ DIFFERS = (
     "the journal leads from v{base} to v{last}, and its steps could not be made again exactly: "
     "{why}. The job goes on from v{base}, which is exact; the {steps} step(s) after it are lost"
 )
+REPLICAS_DIFFER = "the ranks came to different parameters or optimizer state"
 OTHER_RANKS = (
     "the journal in {folder} is of {were} ranks, this job has {size}: its steps after v{base} are "
     "lost. Start with {were} ranks to have them again"
@@ -94,7 +95,9 @@ class Replay:
         for text in self._reader.problems:
             reports.notice(f"a part of the journal is not used: {text}", logging.WARNING)
         if not rank:
-            whole = [len(chain_from(base, [theirs], began)) for theirs in gathered]
+            alone = [chain_from(base, [theirs], began) for theirs in gathered]
+            # A newer run that only some ranks have a record of does not count.
+            whole = [len(each) if each[: len(ids)] == ids else len(ids) for each in alone]
             ends = zip(whole, sound, strict=True)
             self._report_ends([n if n < len(ids) else there for there, n in ends], folder)
 
@@ -127,19 +130,25 @@ class Replay:
         begin = time.perf_counter()
         self._state.torn = True
         result: LoadedVersion | None = None
+        troubles = [trouble]
         for pair, links in zip(self._pairs, self._links, strict=True):
-            trouble = self._repeat(self._reader.records[pair], links, trouble)
-        try:
-            if not trouble:
+            troubles = self._repeat(self._reader.records[pair], links, trouble)
+            if any(troubles):
+                break
+        else:
+            whole = 0
+            try:
                 last = self._reader.records[self._pairs[-1]]
+                whole = self._whole_digest()
                 result = self._load_small(last.small, loaded, load_adapter)
-        except Exception as error:
-            trouble = _in_words(self._ids[-1], error)
-        with self._barrier:
-            troubles = self._barrier.all_gather_object(trouble)
+            except Exception as error:
+                trouble = _in_words(self._ids[-1], error)
+            troubles = self._gather(trouble)
+            if not any(troubles) and len({*self._gather(whole)}) > 1:
+                result = None
         if any(troubles) or result is None:
             ends = {"base": self._base.version, "last": self._ids[-1].version}
-            why = "; ".join(by_rank(troubles))
+            why = "; ".join(by_rank(troubles)) or REPLICAS_DIFFER
             text = DIFFERS.format(**ends, why=why, steps=len(self._ids))
             severity = logging.DEBUG if self._barrier.rank else logging.ERROR
             self._reports.notice(text, severity)
@@ -154,9 +163,13 @@ class Replay:
 
     # --- a record -------------------------------------------------------------------------------
 
-    def _repeat(self, record: Record, links: Sequence[Link], trouble: str) -> str:
-        """Make the steps of one record; returns what failed on this rank. Collective, also with
-        `trouble`: no other rank waits in vain."""
+    def _gather(self, value: Any) -> list[Any]:
+        with self._barrier:
+            return self._barrier.all_gather_object(value)
+
+    def _repeat(self, record: Record, links: Sequence[Link], trouble: str) -> list[str]:
+        """Make the steps of one record; returns what failed, by rank. All ranks make a step, or
+        none: hooks of the user may communicate in it. Collective, also with `trouble`."""
         for number, frame in enumerate(record.steps):
             gradients: dict[str, torch.Tensor] = {}
             filler = PieceWriter(functools.partial(_place, gradients))
@@ -171,8 +184,14 @@ class Replay:
                 except Exception as error:
                     trouble = _in_words(record.id, error)
             try:
-                if not trouble:
-                    self._make_step(frame, gradients)
+                make_step = None if trouble else self._prepared_step(frame, gradients)
+            except Exception as error:
+                trouble, make_step = _in_words(record.id, error), None
+            troubles = self._gather(trouble)
+            if any(troubles) or make_step is None:
+                return troubles
+            try:
+                make_step()
             except Exception as error:
                 trouble = _in_words(record.id, error)
         try:
@@ -180,10 +199,12 @@ class Replay:
                 trouble = f"{record.id}: parameters or optimizer state differ from the killed run's"
         except Exception as error:
             trouble = _in_words(record.id, error)
-        return trouble
+        return self._gather(trouble)
 
-    def _make_step(self, frame: Frame, gradients: dict[str, torch.Tensor]) -> None:
-        """Make one optimizer's step with these gradients and the options of the frame."""
+    def _prepared_step(
+        self, frame: Frame, gradients: dict[str, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Set these gradients and the options of the frame; returns the step of that optimizer."""
         saved = tree_codec.decode(_tree_of(frame))
         optimizer, state = self._state.given[saved["label"]], self._state
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -197,9 +218,19 @@ class Replay:
             param.grad = gradients.pop(GRADIENT + state.name_of(param), None)
         if gradients:
             raise ValueError(f"gradients of unknown parameters: {', '.join(gradients)}")
-        self._step_class(optimizer).step(optimizer)  # Horovod's own would reduce the gradients
-        for param in params:
-            param.grad = None
+
+        def make_step() -> None:
+            # Horovod's own step would reduce the gradients.
+            self._step_class(optimizer).step(optimizer)
+            for param in params:
+                param.grad = None
+
+        return make_step
+
+    def _whole_digest(self) -> int:
+        """The digest of all stripes. A record proves each stripe on one rank only: equal replicas
+        prove the other copies."""
+        return DigestPlan(CopyPlan(self._state, self._state.walk(), 0, 1)).compute()
 
     def _digest(self) -> int:
         state, barrier = self._state, self._barrier

@@ -246,6 +246,52 @@ def test_old_files_go_with_the_versions(tmp_path: Path, shm_dir: Path) -> None:
     assert bases == [13, 16, 19]
 
 
+def train(loop: Loop, ckpt: tierckpt.Checkpointer, steps: int) -> None:
+    for _ in range(steps):
+        loop.iterate()
+        ckpt.step()
+    ckpt.wait()
+
+
+def test_steps_after_going_back_count_instead_of_newer_versions(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    adam, path = functools.partial(optim.Adam, lr=0.01), tmp_path / "ckpts"
+    loop = Loop(adam)
+    ckpt = attach(loop, path, shm_dir, local_journal_steps=4)
+    train(loop, ckpt, 7)
+    ckpt.restore(version=1)
+    torch.manual_seed(5)  # other steps than before
+    train(loop, ckpt, 3)
+    ckpt.abandon()
+    again = Loop(adam)
+    ckpt = attach(again, path, shm_dir, local_journal_steps=4)
+    assert ckpt.restore() == 4, "not v7, to which v5 and the journal of the first run lead"
+    assert again.image() == loop.image()
+    ckpt.abandon()
+
+
+def test_loaded_parts_do_not_end_the_journal(tmp_path: Path, shm_dir: Path) -> None:
+    """No steps lead to them: the journal begins again, with a version of them."""
+    adam, path = functools.partial(optim.Adam, lr=0.01), tmp_path / "ckpts"
+    source = Loop(adam)
+    with attach(source, tmp_path / "source", shm_dir) as ckpt:
+        train(source, ckpt, 2)
+    loop = Loop(adam)
+    ckpt = attach(loop, path, shm_dir)
+    train(loop, ckpt, 3)
+    ckpt.load_from(tmp_path / "source", only="model")
+    train(loop, ckpt, 3)
+    ckpt.abandon()
+    again, events = Loop(adam), list[tierckpt.Event]()
+    ckpt = attach(again, path, shm_dir, on_event=events.append)
+    assert ckpt.restore() == STEPS
+    assert ckpt.restored.base is not None
+    assert again.image() == loop.image()
+    assert not [event for event in events if event.severity >= logging.WARNING]
+    ckpt.abandon()
+
+
 class Meddling(Loop):
     """The loop changes the state outside of steps, once."""
 
