@@ -153,15 +153,17 @@ class JournalRecorder:
         """
         id_, size = facts.id, self._group.size
         self.settle()
+        if self._writer.failed == self._segment:  # already reported
+            self._stop()
+        problem = self._problem(id_, safe) if sound else UNSOUND
         if self._place is not None:
             try:
-                if not sound:
-                    raise UnjournaledError(UNSOUND)
-                self._limit(id_, safe)
+                if problem:
+                    raise UnjournaledError(problem)
                 self._record(facts, adapter())
             except Exception as error:
                 self._give_up(error)
-        elif self._begun is not None:
+        elif self._begun is not None and not problem:
             self._keep_in_step(adapter)
         self._steps = []
         if local and sound:
@@ -177,9 +179,6 @@ class JournalRecorder:
     def _record(self, facts: VersionFacts, adapter: Any) -> None:
         assert self._place is not None
         assert self._segment is not None
-        if self._writer.failed == self._segment:  # already reported
-            self._stop()
-            return
         plan, node, arena = self._capture.stage(adapter)
         tree = tree_codec.EncodedTree(node, arena)
         small = self._small.make(plan, tree, self._writer.room)
@@ -230,11 +229,13 @@ class JournalRecorder:
             return
         raise UnjournaledError(BEHIND.format(folder=self.folder, size=self._size_text()))
 
-    def _limit(self, id_: VersionId, safe: VersionId | None) -> None:
-        """Raise UnjournaledError if versions do not become complete, so that no file is removed."""
+    def _problem(self, id_: VersionId, safe: VersionId | None) -> str:
+        """Why there is no record, alike on all ranks: versions do not become complete, so that no
+        file is removed. Empty if there is one."""
         most, last = MOST_INTERVALS * self._config.local.journal_steps, safe or self._begun
-        if last is not None and id_.version - last.version > most:
-            raise UnjournaledError(STUCK.format(safe=last.version))
+        if last is None or id_.version - last.version <= most:
+            return ""
+        return STUCK.format(safe=last.version)
 
     def _size_text(self) -> str:
         params = self._state.walk().params

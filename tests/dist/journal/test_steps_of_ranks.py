@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,43 @@ def test_steps_that_differ_on_one_rank_are_used_on_none(
         assert (version, same) == (1, True)
         assert len(texts) == 1
         assert why in texts[0]
+
+
+class Talking:
+    """An object whose values are the mean of all ranks' values."""
+
+    def state_dict(self) -> dict[str, float]:
+        mean = torch.tensor(float(rank()))
+        dist.all_reduce(mean)
+        return {"mean": float(mean)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing to load."""
+
+
+def full_disk_of_rank_1(place: Place) -> list[str]:
+    """Train while the journal of rank 1 cannot be written; returns the notices about that."""
+    job = make_job()
+    attached = attach(job, place, extra={"talking": Talking()}, **SETTINGS)
+    train(job, attached.ckpt, range(2))
+    if rank() == 1:
+        journal: Any = attached.ckpt._journal
+
+        def full(_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        journal._writer._append = full
+    train(job, attached.ckpt, range(2, STEPS + 1))
+    attached.ckpt.wait()
+    attached.ckpt.close()
+    return [event.message for event in attached.events if "the journal ends" in event.message]
+
+
+def test_objects_that_communicate_meet_where_one_journal_has_stopped(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place(str(tmp_path / "ckpts"), str(shm_dir))
+    well, full = ranks(2).run(full_disk_of_rank_1, place)
+    assert not well
+    assert len(full) == 1
+    assert "No space left on device" in full[0]
