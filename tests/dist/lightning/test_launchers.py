@@ -129,7 +129,8 @@ def test_a_callback_of_the_script_goes_before_the_one_of_the_environment(
 def test_the_code_of_the_documentation_trains_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     page = (ROOT / "docs" / "lightning.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block, of_a_fork = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    compile(of_a_fork, "docs/lightning.md", "exec")
     before = """
 import torch, lightning.pytorch.demos.boring_classes as demos
 model = demos.BoringModel()

@@ -48,7 +48,8 @@ def test_ranks_that_the_launcher_restarts_go_on_exactly(
 def test_the_code_of_the_documentation_trains_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
     page = (ROOT / "docs" / "transformers.md").read_text()
-    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, second, of_a_fork = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    compile(of_a_fork, "docs/transformers.md", "exec")
     before = """
 import torch, transformers
 config = transformers.GPT2Config(vocab_size=9, n_positions=4, n_embd=4, n_layer=1, n_head=1)

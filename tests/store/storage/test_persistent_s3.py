@@ -193,10 +193,11 @@ def test_a_throttling_server_is_asked_again_and_a_forbidding_one_is_not(
 def kill_servers(directory: Path) -> None:
     """SIGKILL the servers of this directory that this process has started."""
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"serve" in words and str(directory).encode() in words:
-                os.kill(int(pid), signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for pid in (task / "children").read_text().split():
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if b"serve" in words and str(directory).encode() in words:
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("endpoint")

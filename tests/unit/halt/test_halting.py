@@ -251,9 +251,8 @@ def test_the_command_names_the_mistake(
         ["--seconds-left=nan"],
         ["--seconds-left=inf"],
         ["--seconds-left=-1"],
-        ["--after-version=-1"],
         ["--before=2027-01-15T08:00", "--seconds-left=nan"],
-        ["--clear", "--after-version=-3"],
+        ["--clear", "--seconds-left=-3"],
     ],
 )
 def test_the_command_refuses_conditions_that_never_or_always_hold(
@@ -264,6 +263,18 @@ def test_the_command_refuses_conditions_that_never_or_always_hold(
     request_file.write(tmp_path, standing)
     assert main(["halt", str(tmp_path), *arguments]) == 1
     assert re.search("numbers from 0 on|a finite number of seconds, 0 or", capsys.readouterr().err)
+    assert request_file.read(tmp_path) == standing
+
+
+@pytest.mark.parametrize("arguments", [["--after-version=-1"], ["--clear", "--after-version=x"]])
+def test_the_command_refuses_what_is_no_version(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standing = HaltRequest(after_version=7)
+    request_file.write(tmp_path, standing)
+    with pytest.raises(SystemExit, match="2"):
+        main(["halt", str(tmp_path), *arguments])
+    assert "is no version; give a number, like 4000 or v4000" in capsys.readouterr().err
     assert request_file.read(tmp_path) == standing
 
 
