@@ -17,6 +17,7 @@ from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.verify import verify_shard
 from tierckpt.storage.files.durable import open_plain, remove
+from tierckpt.storage.files.mapped_file import MappedFile
 
 from .chain import Link
 from .frames import BOUNDARY, HEAD_BYTES, SUFFIX, FrameHead, SegmentName
@@ -32,9 +33,15 @@ class Frame:
     head: FrameHead
     manifest: Manifest
     image: memoryview
+    """Touch it after `verify` alone: before that a disk that fails ends the process."""
+    file: MappedFile
+    low: int
+    """Offset of the image in the file."""
 
     def verify(self) -> None:
-        """Raise CorruptShardError or FormatError unless the image is that of the manifest."""
+        """Raise CorruptShardError or FormatError unless the image is that of the manifest, and
+        OSError if it cannot be read."""
+        self.file.bring(self.low, self.low + len(self.image))
         verify_shard(self.manifest, self.image, f"the record of {self.manifest.id}")
 
 
@@ -68,7 +75,7 @@ class JournalReader:
         self.records: dict[tuple[VersionId, VersionId], Record] = {}
         """By the place that each follows, and its id."""
         self.problems: list[str] = []
-        self._maps: list[tuple[mmap.mmap, memoryview]] = []
+        self._files: list[MappedFile] = []
         for name in names_in(folder):
             if (name.base.shard, name.base.shards) != (shard, shards):
                 continue
@@ -82,11 +89,10 @@ class JournalReader:
         with open_plain(path) as file:
             if not file.seek(0, 2):
                 return
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        view = memoryview(mapped)
-        self._maps.append((mapped, view))
+            mapped = MappedFile(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        self._files.append(mapped)
         steps: list[Frame] = []
-        for frame in _frames(view):
+        for frame in _frames(mapped):
             if frame.head.kind != BOUNDARY:
                 steps.append(frame)
                 continue
@@ -103,7 +109,7 @@ class JournalReader:
             try:
                 for frame in (*record.steps, record.small):
                     frame.verify()
-            except (CorruptShardError, FormatError) as error:
+            except (OSError, CorruptShardError, FormatError) as error:
                 self.problems.append(f"{record.path}: {error}")
                 break
             count += 1
@@ -112,24 +118,24 @@ class JournalReader:
     def close(self) -> None:
         """Unmap all files. May be called again."""
         self.records = {}
-        while self._maps:
-            mapped, view = self._maps.pop()
-            with contextlib.suppress(BufferError):  # an image is still in use: freed with that
-                view.release()
-                mapped.close()
+        while self._files:
+            self._files.pop().close()
 
 
-def _frames(view: memoryview) -> Iterator[Frame]:
+def _frames(file: MappedFile) -> Iterator[Frame]:
     """The frames of a file, without the last if it is incomplete. Raises CorruptShardError or
-    FormatError at the first damaged head or manifest."""
-    low = 0
+    FormatError at the first damaged head or manifest, and OSError at one that cannot be read."""
+    low, view = 0, file.view
     while low + HEAD_BYTES <= len(view):
+        file.bring(low, low + HEAD_BYTES)
         head = FrameHead.decode(view[low : low + HEAD_BYTES])
         begin, end = low + HEAD_BYTES, low + head.frame_bytes
         if end > len(view):
             return
+        file.bring(begin, begin + head.manifest_bytes)
         manifest = Manifest.decode(bytes(view[begin : begin + head.manifest_bytes]))
-        yield Frame(head, manifest, view[low + head.image_offset : end])
+        image = low + head.image_offset
+        yield Frame(head, manifest, view[image:end], file, image)
         low = end
 
 

@@ -3,8 +3,11 @@ bit; it refuses the others by name."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import tierckpt
 from tests.support import exact
 from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.errors import ConfigError, UnsupportedStateError
-from tierckpt.journal.segments import FOLDER, names_in
+from tierckpt.journal.segments import FOLDER, JournalReader, names_in
 from tierckpt.journal.support import REPEATABLE
 from tierckpt.testing.tiny_job import seed_everything
 
@@ -244,6 +247,21 @@ def test_old_files_go_with_the_versions(tmp_path: Path, shm_dir: Path) -> None:
     ckpt.abandon()
     bases = [name.base.id.version for name in names_in(path / FOLDER)]
     assert bases == [13, 16, 19]
+
+
+def test_a_file_that_cannot_be_read_ends_no_process(tmp_path: Path, shm_dir: Path) -> None:
+    """Its end is gone after it was mapped: without care that is SIGBUS, as with a disk that
+    fails."""
+    loop = Loop(functools.partial(optim.Adam, lr=0.01))
+    ckpt = attach(loop, tmp_path / "job", shm_dir)
+    train(loop, ckpt, STEPS)
+    ckpt.abandon()
+    with contextlib.closing(JournalReader(tmp_path / "job" / FOLDER, 0, 1)) as reader:
+        (path,) = {record.path for record in reader.records.values()}
+        os.truncate(path, mmap.PAGESIZE)
+        assert len(reader.records) == STEPS - 1
+        assert reader.sound(sorted(reader.records)) == 0
+        assert "cannot be read" in reader.problems[0]
 
 
 def train(loop: Loop, ckpt: tierckpt.Checkpointer, steps: int) -> None:
