@@ -51,6 +51,11 @@ class VersionId(NamedTuple):
     def __str__(self) -> str:
         return f"v{self.version}"
 
+    @property
+    def stem(self) -> str:
+        """The begin of the names of all files of this version, before a dot."""
+        return f"v{self.version:010d}.g{self.generation:06d}"
+
 
 @dataclass(frozen=True, order=True)
 class ShardKey:
@@ -68,10 +73,7 @@ class ShardKey:
     @property
     def stem(self) -> str:
         """File name without extension."""
-        return (
-            f"v{self.id.version:010d}.g{self.id.generation:06d}"
-            f".{self.LETTER}{self.shard:05d}of{self.shards:05d}"
-        )
+        return f"{self.id.stem}.{self.LETTER}{self.shard:05d}of{self.shards:05d}"
 
     @classmethod
     def parse(cls: type[Key], stem: str) -> Key | None:

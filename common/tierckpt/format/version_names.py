@@ -53,8 +53,7 @@ class VersionName:
     @property
     def stem(self) -> str:
         """Name of the folder, and stem of the files beside it."""
-        v, g = self.id.version, self.id.generation
-        return f"v{v:010d}.g{g:06d}.of{self.shards:05d}.{self.run_id}"
+        return f"{self.id.stem}.of{self.shards:05d}.{self.run_id}"
 
     @staticmethod
     def parse(stem: str) -> VersionName | None:
@@ -132,7 +131,7 @@ def parse_run(name: str) -> range | None:
 def fork_mark(id_: VersionId, fork: str, held: bool) -> str:
     """Return the name of the mark of a fork (16 hexadecimal digits) that began from a version; on
     the local level, too."""
-    return f"v{id_.version:010d}.g{id_.generation:06d}.{fork}{HOLD if held else FORK}"
+    return f"{id_.stem}.{fork}{HOLD if held else FORK}"
 
 
 def parse_fork_mark(name: str) -> tuple[VersionId, str, bool] | None:

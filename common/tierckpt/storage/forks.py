@@ -139,7 +139,7 @@ class KeptFiles:
     def link(self, source: str, id_: VersionId) -> None:
         """Link the files that a place of the source has of a version. Those that are linked already
         stay. An error leaves a part, without a manifest of what is missing."""
-        stem, folder = f"v{id_.version:010d}.g{id_.generation:06d}.", Path(source)
+        stem, folder = f"{id_.stem}.", Path(source)
         names = [n for n in os.listdir(folder) if n.startswith(stem) and not n.endswith(_NOT_KEPT)]
         if not names:
             raise FileNotFoundError(f"{source} has no files of {id_}")

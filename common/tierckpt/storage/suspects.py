@@ -59,7 +59,7 @@ class SuspectMarks:
 
 
 def _name(id_: VersionId) -> str:
-    return f"v{id_.version:010d}.g{id_.generation:06d}.suspect"
+    return f"{id_.stem}.suspect"
 
 
 def _bytes_of(text: str) -> bytes:

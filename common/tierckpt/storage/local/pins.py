@@ -112,8 +112,7 @@ class LocalPins:
             yield self._mark(version).exists() or version in self.held()
 
     def _mark(self, version: VersionId) -> Path:
-        name = f"v{version.version:010d}.g{version.generation:06d}.pin"
-        return self._store.directory / name
+        return self._store.directory / f"{version.stem}.pin"
 
 
 @contextlib.contextmanager
