@@ -90,7 +90,6 @@ class Replay:
         known = [{link[:2]: link for link in theirs} for theirs in gathered]
         self._links = [[theirs[pair] for theirs in known] for pair in self._pairs]
         """For each record, every rank's link."""
-        self._plan: CopyPlan | None = None
         self._digest_plan: DigestPlan | None = None
         for text in self._reader.problems:
             reports.notice(f"a part of the journal is not used: {text}", logging.WARNING)
@@ -234,10 +233,9 @@ class Replay:
 
     def _digest(self) -> int:
         state, barrier = self._state, self._barrier
-        if self._plan is None or not self._plan.fits(state):
-            self._plan = CopyPlan(state, state.walk(), barrier.rank, barrier.size)
-        if self._digest_plan is None or self._digest_plan.plan is not self._plan:
-            self._digest_plan = DigestPlan(self._plan)
+        if self._digest_plan is None or not self._digest_plan.plan.fits(state):
+            plan = CopyPlan(state, state.walk(), barrier.rank, barrier.size)
+            self._digest_plan = DigestPlan(plan)
         return self._digest_plan.compute()
 
     def _load_small(
