@@ -51,6 +51,7 @@ from tierckpt.hooks.iterations import Iterations, Unattached
 from tierckpt.journal.recorder import JournalRecorder
 from tierckpt.journal.replay import Replay
 from tierckpt.journal.support import check_support
+from tierckpt.journal.unused import NOT_SET, NOT_STRICT, unused_journal
 from tierckpt.lineage.fork import ForkOrder, Forks
 from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.proof.recorder import record_if_ordered
@@ -519,6 +520,8 @@ class CheckpointerCore(abc.ABC):
         attempt = restore_session.find(version, self.version)
         if attempt is None:
             return self._begin_elsewhere(fork, bar, restore_session)
+        if repeats and restore_session.takes_newest and not self.group.rank:
+            self._say_unused(attempt.plan.id, strict)
         repeats = repeats and strict and restore_session.takes_newest
         with contextlib.closing(attempt), self._replay_of(attempt, repeats) as replay:
             with _garbage.paused():
@@ -547,6 +550,15 @@ class CheckpointerCore(abc.ABC):
             finally:
                 self._iterations.repeating = False
 
+    def _say_unused(self, base: VersionId, strict: bool) -> None:
+        """Warn on rank 0 of a journal that this restart does not use."""
+        if self.config.local.journal_steps and strict:
+            return
+        texts = NOT_STRICT if self.config.local.journal_steps else NOT_SET
+        place, began = self.config.directory, self._history.began_last
+        if text := unused_journal(place, base, began, texts, self.group.size):
+            self._reports.notice(text, logging.WARNING)
+
     def _begin_with(
         self, attempt: VerifiedVersion, loaded: LoadedVersion, restore_session: RestoreSession
     ) -> Restored:
@@ -561,9 +573,9 @@ class CheckpointerCore(abc.ABC):
             self._state.drop_gradients()  # left by an interrupted iteration
             books = (self._agreement, self._pool, self._reports)
             mended = not self._local_enabled() or repair(attempt, self.group, self._levels, *books)
-            # Records alone do not give up the newer versions of an earlier run.
-            aside = self._journal is not None and self._went_back
-            if not mended or aside or loaded.result.base is not None:
+            # The journal leads to no version that was in memory alone, and its records do not give
+            # up newer versions of an earlier run, or the journal of another number of ranks.
+            if not mended or self._journal is not None:
                 self._schedule.requested = frozenset((MEMORY, LOCAL))
             self._forks.marks.has_versions()
             return restore_session.report(loaded.result)

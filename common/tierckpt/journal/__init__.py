@@ -13,6 +13,7 @@ the same gradients, bit for bit; see docs/internals/journal.md.
 | `writer` | the thread that appends them |
 | `recorder` | one rank's journal, during the training |
 | `replay` | a restart: the steps, made again |
+| `unused` | the steps in a journal that a restart does not make again, in words |
 | `support` | state that a journal cannot repeat, refused by name |
 
 That a log of gradients is as good as checkpoints at every step is the idea of LowDiff (Yao et al.,

@@ -70,7 +70,7 @@ class JournalRecorder:
         self.folder = Path(config.directory) / FOLDER
         self._config, self._group, self._state = config, group, state
         self._capture, self._reports, self._submit = capture, reports, submit
-        self._writer = JournalWriter(self.folder, group.rank, self._failed)
+        self._writer = JournalWriter(self.folder, group.rank, group.size, self._failed)
         self._begun: VersionId | None = None
         """Where the journal began first since the last `pause`, alike on all ranks; None if it did
         not yet."""
@@ -151,7 +151,7 @@ class JournalRecorder:
             local: a version goes to local, and the journal goes on from it.
             safe: the newest version that is complete on all local disks.
         """
-        id_, size = facts.id, self._group.size
+        id_ = facts.id
         self.settle()
         if self._writer.failed == self._segment:  # already reported
             self._stop()
@@ -168,7 +168,7 @@ class JournalRecorder:
         self._steps = []
         if local and sound:
             self._follow(id_, id_.generation)
-            self._writer.retire(size, safe, self._config.local.keep_last)
+            self._writer.retire(safe, self._config.local.keep_last)
 
     def _keep_in_step(self, adapter: Callable[[], Any]) -> None:
         """The journal has stopped here, maybe not on other ranks: ask the state's objects for their

@@ -38,8 +38,9 @@ from tierckpt.state.training_state import TrainingState
 from .chain import Link, chain_from
 from .digest import DigestPlan
 from .images import GRADIENT
-from .segments import FOLDER, Frame, JournalReader, Record, names_in
+from .segments import FOLDER, Frame, JournalReader, Record
 from .support import StepClass
+from .unused import OTHER_RANKS, unused_journal
 from .writer import MOST_WAITING
 
 DIFFERS = (
@@ -47,10 +48,6 @@ DIFFERS = (
     "{why}. The job goes on from v{base}, which is exact; the {steps} step(s) after it are lost"
 )
 REPLICAS_DIFFER = "the ranks came to different parameters or optimizer state"
-OTHER_RANKS = (
-    "the journal in {folder} is of {were} ranks, this job has {size}: its steps after v{base} are "
-    "lost. Start with {were} ranks to have them again"
-)
 SHORTER = (
     "rank {rank} has the journal only up to v{last}, and others have {more} more record(s): the "
     "job goes on from v{last}"
@@ -98,22 +95,19 @@ class Replay:
             # A newer run that only some ranks have a record of does not count.
             whole = [len(each) if each[: len(ids)] == ids else len(ids) for each in alone]
             ends = zip(whole, sound, strict=True)
-            self._report_ends([n if n < len(ids) else there for there, n in ends], folder)
+            self._report_ends([n if n < len(ids) else there for there, n in ends])
+            reached = self._ids[-1] if self._ids else base
+            if text := unused_journal(directory, base, began, OTHER_RANKS, size, reached):
+                reports.notice(text, logging.WARNING)
 
-    def _report_ends(self, lengths: Sequence[int], folder: Path) -> None:
-        """Report ranks with fewer records than others, by the `lengths` of all, and a journal of
-        another number of ranks."""
-        least, most, size = min(lengths), max(lengths), self._barrier.size
+    def _report_ends(self, lengths: Sequence[int]) -> None:
+        """Report ranks with fewer records than others, by the `lengths` of all."""
+        least, most = min(lengths), max(lengths)
         last = self._ids[-1] if self._ids else self._base
         if most > least:
             usual = most - least <= MOST_WAITING + 1  # the ranks were killed while they wrote
             text = SHORTER.format(rank=lengths.index(least), last=last.version, more=most - least)
             self._reports.notice(text, logging.INFO if usual else logging.WARNING)
-        others = {n.base.shards for n in names_in(folder) if n.base.id >= self._base} - {size}
-        if others and not self._ids:
-            words = {"folder": folder, "were": min(others), "size": size}
-            text = OTHER_RANKS.format(base=self._base.version, **words)
-            self._reports.notice(text, logging.WARNING)
 
     def __len__(self) -> int:
         """Number of records."""

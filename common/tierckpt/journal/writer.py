@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +50,19 @@ class JournalWriter:
     """Owns the thread and the memory of records. Methods are for the training thread."""
 
     def __init__(
-        self, folder: Path, shard: int, on_failed: Callable[[VersionId, Exception], None]
+        self,
+        folder: Path,
+        shard: int,
+        shards: int,
+        on_failed: Callable[[VersionId, Exception], None],
     ) -> None:
-        """`on_failed` is called on the thread if a record could not be written, with the place that
+        """A former rank's files belong to the rank of its number modulo `shards`, the number of
+        ranks. `on_failed` is called on the thread if a record could not be written, with the place that
         it follows: the rest of its file is dropped."""
         self.failed: SegmentName | None = None
         """The last file that could not be written."""
-        self._folder, self._shard, self._on_failed = folder, shard, on_failed
+        self._folder, self._shard, self._shards = folder, shard, shards
+        self._on_failed = on_failed
         self._queue: queue.SimpleQueue[Draft | Callable[[], None] | None] = queue.SimpleQueue()
         self._free: deque[torch.Tensor] = deque(maxlen=2 * MOST_WAITING + 2)
         self._waiting = 0
@@ -92,15 +98,13 @@ class JournalWriter:
             self._waiting += 1
         self._queue.put(draft)
 
-    def retire(self, shards: int, safe: VersionId | None, keep: int) -> None:
-        """Remove files of this rank that no restart needs any more, see `chain.outdated`. `shards`:
-        the number of ranks. A former rank's files belong to the rank of its number modulo that."""
+    def retire(self, safe: VersionId | None, keep: int) -> None:
+        """Remove files of this rank that no restart needs any more, see `chain.outdated`."""
 
         def retire() -> None:
             there = names_in(self._folder)
             old = outdated((name.base.id for name in there), safe, keep)
-            mine = (name for name in there if name.base.shard % shards == self._shard)
-            remove_all(self._folder, [name for name in mine if name.base.id in old])
+            remove_all(self._folder, [n for n in self._mine(there) if n.base.id in old])
 
         self._queue.put(retire)
 
@@ -108,8 +112,7 @@ class JournalWriter:
         """Remove this rank's files for which `unwanted` is true."""
 
         def remove() -> None:
-            mine = (n for n in names_in(self._folder) if n.base.shard == self._shard)
-            remove_all(self._folder, filter(unwanted, mine))
+            remove_all(self._folder, filter(unwanted, self._mine(names_in(self._folder))))
             if self._file is not None and unwanted(self._file[0]):
                 self._close_file()
 
@@ -127,6 +130,9 @@ class JournalWriter:
             while self._waiting and time.monotonic() < end:
                 self._changed.wait(min(end - time.monotonic(), CLOSE_SECONDS))
             return not self._waiting
+
+    def _mine(self, names: Iterable[SegmentName]) -> list[SegmentName]:
+        return [name for name in names if name.base.shard % self._shards == self._shard]
 
     # --- the thread -----------------------------------------------------------------------------
 

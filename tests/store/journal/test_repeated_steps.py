@@ -173,9 +173,8 @@ def attach(loop: Loop, path: Path, shm_dir: Path, **settings: Any) -> tierckpt.C
         shm_dir=shm_dir,
         agent="inline",
         when_busy="wait",
-        memory_every_steps=0,
         local_every_seconds=0,
-        **{"local_journal_steps": 100, **settings},
+        **{"memory_every_steps": 0, "local_journal_steps": 100, **settings},
     )
 
 

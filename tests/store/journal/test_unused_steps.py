@@ -1,0 +1,109 @@
+"""No step is lost without a word: a restart that cannot use a journal names it, and a run that goes
+on from elsewhere takes a version that its own journal follows."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.store.journal.test_repeated_steps import Loop, attach, train
+from tierckpt.journal.segments import FOLDER, names_in
+
+STEPS = 6
+adam = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+def killed_run(path: Path, shm_dir: Path, **settings: Any) -> Loop:
+    """A run that dies at v6, with v1 on disk and a journal of the rest."""
+    loop = Loop(adam)
+    ckpt = attach(loop, path, shm_dir, **settings)
+    train(loop, ckpt, STEPS)
+    ckpt.abandon()
+    return loop
+
+
+def restart(
+    path: Path, shm_dir: Path, strict: bool = True, **settings: Any
+) -> tuple[Loop, tierckpt.Checkpointer, list[str]]:
+    """Start again. Returns the loop, its checkpointer, and warnings about unused steps."""
+    loop, events = Loop(adam), list[tierckpt.Event]()
+    ckpt = attach(loop, path, shm_dir, on_event=events.append, **settings)
+    ckpt.restore(strict=strict)
+    warned = [event.message for event in events if event.severity == logging.WARNING]
+    return loop, ckpt, [text for text in warned if "are lost" in text]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why", "remedy"),
+    [
+        ({"local_journal_steps": 0}, "local_journal_steps is not set", "with local_journal_steps"),
+        ({"strict": False}, "restore(strict=False) makes no steps again", "with strict=True"),
+    ],
+)
+def test_a_restart_that_does_not_use_the_journal_names_it(
+    changed: dict[str, Any], why: str, remedy: str, tmp_path: Path, shm_dir: Path
+) -> None:
+    path = tmp_path / "ckpts"
+    killed = killed_run(path, shm_dir)
+    _, ckpt, texts = restart(path, shm_dir, **changed)
+    assert ckpt.version == 1
+    ckpt.abandon()
+    (text,) = texts
+    expected = (
+        f"leads from v1 on to v6, and {why}: the steps after v1 are lost. Start again {remedy}"
+    )
+    assert expected in text
+    again, ckpt, texts = restart(path, shm_dir)  # the remedy
+    assert (ckpt.version, texts) == (STEPS, [])
+    assert again.image() == killed.image()
+    ckpt.abandon()
+
+
+def test_a_journal_of_another_number_of_ranks_is_named_and_goes_with_the_versions(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    path = tmp_path / "ckpts"
+    killed_run(path, shm_dir)
+    (name,) = names_in(path / FOLDER)
+    for shard in (0, 1):
+        other = str(name).replace("s00000of00001", f"s{shard:05d}of00002")
+        shutil.copy(path / FOLDER / str(name), path / FOLDER / other)
+    os.unlink(path / FOLDER / str(name))
+    loop, ckpt, texts = restart(path, shm_dir)
+    assert ckpt.version == 1
+    (text,) = texts
+    assert "leads from v1 on to v6, and it is of 2 rank(s), this job has 1" in text
+    assert "Start again with 2 rank(s)" in text
+    train(loop, ckpt, 1)
+    ckpt.close()
+    assert names_in(path / FOLDER) == []
+
+
+def test_a_run_from_memory_takes_a_version_that_its_journal_follows(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    """The killed run's last records were not written yet: its own journal does not lead to the
+    version in memory, which a reboot takes away."""
+    path = tmp_path / "ckpts"
+    killed_run(path, shm_dir, memory_every_steps=1)
+    (name,) = names_in(path / FOLDER)
+    os.truncate(path / FOLDER / str(name), (path / FOLDER / str(name)).stat().st_size // 2)
+    loop, ckpt, _ = restart(path, shm_dir, memory_every_steps=1)
+    assert [*ckpt.restored.levels] == ["memory"]
+    train(loop, ckpt, 3)
+    steps = ckpt.version
+    ckpt.abandon()
+    shutil.rmtree(shm_dir)  # as a reboot does
+    shm_dir.mkdir()
+    again, ckpt, texts = restart(path, shm_dir)
+    assert (ckpt.version, texts) == (steps, [])
+    assert again.image() == loop.image()
+    ckpt.abandon()
