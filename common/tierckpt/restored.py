@@ -44,6 +44,9 @@ class Restored(int):
     from a stored version."""
     replayed: int = 0
     """Number of boundaries that the journal led on from `base`."""
+    unrepeated: str = ""
+    """The reason why the journal's later steps could not be made again exactly; empty if all were,
+    or there were none."""
     forked_from: str = ""
     """The version of another job that this one began from, `PATH@v40`; else empty."""
     partial: PartReport | None = None

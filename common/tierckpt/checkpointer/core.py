@@ -493,9 +493,11 @@ class CheckpointerCore(abc.ABC):
         strict: bool,
         bar: Progress,
         fork: ForkOrder,
-        repeats: bool = True,
+        most: int | None = None,
+        unrepeated: str = "",
     ) -> Restored:
-        """Restore, and make the journal's steps again if it `repeats`."""
+        """Restore. `most`: limit of the journal's records whose steps are made again, after a try
+        that failed for the reason `unrepeated`."""
         begin = time.perf_counter()
         # The version in progress is valid: no step has changed the state yet.
         self._agreement.even_out()  # the copier may wait for a vote
@@ -520,30 +522,35 @@ class CheckpointerCore(abc.ABC):
         attempt = restore_session.find(version, self.version)
         if attempt is None:
             return self._begin_elsewhere(fork, bar, restore_session)
-        if repeats and restore_session.takes_newest and not self.group.rank:
+        if most is None and restore_session.takes_newest and not self.group.rank:
             self._say_unused(attempt.plan.id, strict)
-        repeats = repeats and strict and restore_session.takes_newest
-        with contextlib.closing(attempt), self._replay_of(attempt, repeats) as replay:
+        if not strict or not restore_session.takes_newest:
+            most = 0
+        with contextlib.closing(attempt), self._replay_of(attempt, most) as replay:
             with _garbage.paused():
                 load_adapter = self.adapter.load if replay is None else _load_later
                 loaded: LoadedVersion | None = restore_session.load(attempt, strict, load_adapter)
                 if replay is not None and loaded is not None:
                     loaded = replay.run(loaded, attempt.trouble, self.adapter.load)
             if loaded is not None:
+                loaded.result.unrepeated = unrepeated
                 return self._begin_with(attempt, loaded, restore_session)
-        return self._restore(version, strict, bar, fork, repeats=False)
+        assert replay is not None
+        return self._restore(version, strict, bar, fork, replay.exact, replay.unrepeated)
 
     @contextlib.contextmanager
-    def _replay_of(self, attempt: VerifiedVersion, repeats: bool) -> Iterator[Replay | None]:
-        """The records of the journal that follow a version; None without any. Collective."""
-        if self._journal is None or not repeats:
+    def _replay_of(self, attempt: VerifiedVersion, most: int | None) -> Iterator[Replay | None]:
+        """The records of the journal that follow a version, at most so many; None without any.
+        Collective."""
+        if self._journal is None or most == 0:
             yield None
             return
         began = self._history.began_last
         barrier = ErrorBarrier(self.group)
         where = self.config.directory, self._state, barrier, self._reports
         step_class = self.adapter.step_class
-        with contextlib.closing(Replay(*where, attempt.plan.id, began, step_class)) as replay:
+        what = attempt.plan.id, began, step_class, most
+        with contextlib.closing(Replay(*where, *what)) as replay:
             self._iterations.repeating = True
             try:
                 yield replay if len(replay) else None

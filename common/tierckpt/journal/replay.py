@@ -45,7 +45,7 @@ from .writer import MOST_WAITING
 
 DIFFERS = (
     "the journal leads from v{base} to v{last}, and its steps could not be made again exactly: "
-    "{why}. The job goes on from v{base}, which is exact; the {steps} step(s) after it are lost"
+    "{why}. The job goes on from v{reached}, which is exact; {lost} iteration(s) after it are lost"
 )
 REPLICAS_DIFFER = "the ranks came to different parameters or optimizer state"
 SHORTER = (
@@ -66,9 +66,16 @@ class Replay:
         base: VersionId,
         began: tuple[int, int],
         step_class: StepClass,
+        most: int | None = None,
     ) -> None:
         """Read and verify this rank's journal, and find the records that follow the version `base`
-        on all ranks. `began`: see `chain_from`; `step_class`: see `Adapter`. Collective."""
+        on all ranks. `began`: see `chain_from`; `step_class`: see `Adapter`; `most`: the number of
+        records that another try found exact, None before that. Collective."""
+        self.exact = 0
+        """After `run` has failed: number of records whose steps can be made again exactly."""
+        self.unrepeated = ""
+        """The reason of that, in words; the same on all ranks."""
+        self._most = most
         self._step_class = step_class
         self._state, self._barrier, self._reports, self._base = state, barrier, reports, base
         folder, rank, size = Path(directory) / FOLDER, barrier.rank, barrier.size
@@ -82,15 +89,15 @@ class Replay:
             with barrier:
                 good = self._reader.sound(pairwise([base, *ids]))
                 sound = barrier.all_gather_object(good)
-        self._ids = ids[: min(sound)]
+        self._ids = ids[: min(sound)][:most]
         self._pairs = [*pairwise([base, *self._ids])]
         known = [{link[:2]: link for link in theirs} for theirs in gathered]
         self._links = [[theirs[pair] for theirs in known] for pair in self._pairs]
         """For each record, every rank's link."""
         self._digest_plan: DigestPlan | None = None
-        for text in self._reader.problems:
+        for text in self._reader.problems if most is None else ():
             reports.notice(f"a part of the journal is not used: {text}", logging.WARNING)
-        if not rank:
+        if not rank and most is None:
             alone = [chain_from(base, [theirs], began) for theirs in gathered]
             # A newer run that only some ranks have a record of does not count.
             whole = [len(each) if each[: len(ids)] == ids else len(ids) for each in alone]
@@ -119,15 +126,18 @@ class Replay:
         """Make all steps, and load the small state after them; `loaded` is what the live state
         equals, unless there was `trouble` on this rank. Returns the result of the restore. None,
         on all ranks and with a notice, if the state is not exactly that of the last record: it is
-        torn then, and the version must be loaded again. Collective."""
+        torn then, and the version must be loaded again, for a try with the `exact` records.
+        Collective."""
         begin = time.perf_counter()
         self._state.torn = True
         result: LoadedVersion | None = None
         troubles = [trouble]
+        exact = 0
         for pair, links in zip(self._pairs, self._links, strict=True):
             troubles = self._repeat(self._reader.records[pair], links, trouble)
             if any(troubles):
                 break
+            exact += 1
         else:
             whole = 0
             try:
@@ -140,15 +150,22 @@ class Replay:
             if not any(troubles) and len({*self._gather(whole)}) > 1:
                 result = None
         if any(troubles) or result is None:
-            ends = {"base": self._base.version, "last": self._ids[-1].version}
-            why = "; ".join(by_rank(troubles)) or REPLICAS_DIFFER
-            text = DIFFERS.format(**ends, why=why, steps=len(self._ids))
-            severity = logging.DEBUG if self._barrier.rank else logging.ERROR
-            self._reports.notice(text, severity)
+            self._give_up("; ".join(by_rank(troubles)) or REPLICAS_DIFFER, exact)
             return None
         self._state.torn = False
         result.result.seconds["replay"] = time.perf_counter() - begin
         return result
+
+    def _give_up(self, why: str, exact: int) -> None:
+        """Report that only so many records are exact. Only the digest of a record proves it: after
+        the last one, or in another try, none are."""
+        self.unrepeated = why
+        self.exact = exact if exact < len(self._ids) and self._most is None else 0
+        reached = [self._base, *self._ids][self.exact]
+        words = {"base": self._base.version, "last": self._ids[-1].version, "why": why}
+        lost = len(self._ids) - self.exact
+        text = DIFFERS.format(**words, reached=reached.version, lost=lost)
+        self._reports.notice(text, logging.DEBUG if self._barrier.rank else logging.ERROR)
 
     def close(self) -> None:
         """Unmap the journal."""
