@@ -92,7 +92,12 @@ def main() -> None:
         if KIND == "python":
             batch = batch + random.choice(noise)
         net(batch).square().mean().backward()
+        if KIND == "expands":
+            net[0].weight.grad = net[0].weight.grad[:1].expand(8, 8)
         opt.step()
+        if KIND == "clamps":
+            with torch.no_grad():
+                net[0].weight.clamp_(-0.3, 0.3)
         if not BY_EPOCH:
             schedule.step()
         sampler.step()

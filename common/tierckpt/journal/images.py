@@ -108,9 +108,12 @@ class GradientImages:
 def _refuse_gradient(name: str, gradient: torch.Tensor) -> None:
     if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
         raise UnjournaledError(f"the gradient of {name} is no dense tensor ({gradient.layout})")
-    if not gradient.is_cpu or not tree_codec.is_dense(gradient):
+    if not gradient.is_cpu:
+        raise UnjournaledError(f"the gradient of {name} is on {gradient.device}")
+    if not tree_codec.is_dense(gradient):
         raise UnjournaledError(
-            f"the gradient of {name} is on {gradient.device}, or has gaps in its memory"
+            f"the gradient of {name} has gaps in its memory, or elements that share it. Set a "
+            "copy before the step: param.grad = param.grad.contiguous()"
         )
 
 

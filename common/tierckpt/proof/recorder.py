@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from tierckpt.restored import Restored
 
 ELASTIC = "HOROVOD_ELASTIC"
+DRAINED = "drained-"
+"""Begin of the names of files: one rank's journal is on disk, and it may be killed."""
+WAIT_SECONDS = 30.0
+"""Limit of the wait for other ranks' journals."""
 
 
 def record_if_ordered(checkpointer: CheckpointerCore) -> None:
@@ -55,6 +60,7 @@ class Recorder(Callbacks):
         self._armed = order.kill_at is not None and not order.mark.exists()
         self._begun = 0
         self._to_keep = order.keep
+        self._has_journal = checkpointer.config.local.journal_steps > 0
         memory = str(checkpointer._resources.job.path)
         identity = {"rank": self._rank, "ranks": self._ranks, "pid": os.getpid()}
         self._writer.line("attached", **identity, path=path_of(place), place=place, memory=memory)
@@ -66,6 +72,8 @@ class Recorder(Callbacks):
         """Record the version that this run starts from."""
         self._begun = restored.version
         self._writer.line("restored", version=restored.version)
+        if self._has_journal:
+            self._writer.line("journal", records=restored.replayed, why=restored.unrepeated)
 
     def on_sealed(self, event: Event) -> None:
         """Record the version's contents. The slot is not overwritten before the next boundary."""
@@ -111,8 +119,23 @@ class Recorder(Callbacks):
         # In an elastic job one rank is killed: with no survivors the job would wait for new hosts.
         if os.environ.get(ELASTIC) != "1" or self._rank == self._ranks - 1:
             self._writer.line("killed", version=version)
+            if self._has_journal:
+                self._leave_only_the_disk()
             self._order.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _leave_only_the_disk(self) -> None:
+        """Wait until every rank has this boundary in its journal, and make the versions in memory
+        unusable: the next start must make the journal's steps again."""
+        if (journal := self._checkpointer._journal) is not None:
+            journal.drain(WAIT_SECONDS)
+        here = f"{DRAINED}{Path(self._checkpointer.config.path).name}."
+        (self._order.folder / f"{here}{self._rank}").touch()
+        end = time.monotonic() + WAIT_SECONDS
+        while len([*self._order.folder.glob(f"{here}*")]) < self._ranks and time.monotonic() < end:
+            time.sleep(0.01)
+        for slot in filter(None, self._checkpointer._pool.slots):
+            slot.unseal()
 
 
 def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:

@@ -84,6 +84,10 @@ class RankRun:
     """Notices about objects that are in no checkpoint; see `hooks.unsaved_objects`."""
     schedulers: int = 0
     """Number of schedulers found."""
+    repeated: int | None = None
+    """Number of iterations that its `restore()` made again from a journal; None without one."""
+    unrepeated: str = ""
+    """The reason why others could not be made again exactly; see `Restored`."""
 
     @property
     def last(self) -> int:
@@ -180,6 +184,8 @@ def _add(run: RankRun, values: Mapping[str, Any]) -> None:
         run.passes[values["version"]] = {n: (size, done) for n, size, done in values["passes"]}
     elif values["kind"] == "unsaved":
         run.unsaved, run.schedulers = values["texts"], values["schedulers"]
+    elif values["kind"] == "journal":
+        run.repeated, run.unrepeated = values["records"], values["why"]
     else:
         setattr(run, values["kind"], values["version"])
 

@@ -195,6 +195,16 @@ def cause(found: Departure) -> str:
     )
 
 
+def journal_problem(runs: Collection[RankRun]) -> str:
+    """The reason why the journal did not lead to the state of the kill, from the last run of each
+    rank; empty if it did, or the job has none."""
+    if all(run.repeated is None for run in runs):
+        return ""
+    if why := next((run.unrepeated for run in runs if run.unrepeated), ""):
+        return NOT_REPEATED.format(why=why)
+    return "" if all(run.repeated for run in runs) else NO_RECORDS
+
+
 def _of_streams(streams: Collection[str]) -> str:
     texts = {
         "torch": "a DataLoader draws from torch's as its epoch starts (with "
@@ -241,6 +251,14 @@ NOT_RESUMED = (
     "The restarted job started from scratch: its script does not restore. Call restore() before "
     "the loop, and start the loop at the iteration that it returns (`wrap` does both)"
 )
+NOT_REPEATED = (
+    "the steps in the journal could not be made again exactly: {why}. A step must depend on "
+    "nothing but gradients, options and state (docs/journal.md); leave local_journal_steps out, "
+    "and versions are exact without it"
+)
+NO_RECORDS = (
+    "no step was made again from the journal, which ended before the kill. The log gives the reason"
+)
 
 __all__ = [
     "Departure",
@@ -250,5 +268,6 @@ __all__ = [
     "count_of",
     "departure",
     "description",
+    "journal_problem",
     "object_of",
 ]

@@ -113,6 +113,41 @@ def test_each_way_to_be_inexact_is_named(
     assert "exact: killed" not in out
 
 
+def test_steps_of_a_journal_are_proven(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The versions in memory are not used, so that the journal has to lead to the kill."""
+    monkeypatch.setenv("TIERCKPT_LOCAL_JOURNAL_STEPS", "100")
+    assert prove("--kill-after", 8) == 0
+    out = capsys.readouterr().out
+    repeated = re.search(
+        r"exact: killed with SIGKILL at step 8, resumed from 8 \((\d) iterations repeated from the "
+        r"journal\), steps 9 to 12 are bit for bit",
+        out,
+    )
+    assert repeated is not None, out
+    assert int(repeated[1]) >= 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("clamps", "could not be made again exactly: rank 0: v4: parameters or optimizer state"),
+        ("expands", "the journal ends at v2: the gradient of 0.weight has gaps in its memory"),
+    ],
+)
+def test_a_journal_that_leads_nowhere_is_not_exact(
+    kind: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIERCKPT_LOCAL_JOURNAL_STEPS", "100")
+    assert prove(kind=kind) == 1
+    out = capsys.readouterr().out
+    assert "not exact, killed with SIGKILL at step 5, resumed from " in out
+    assert said in out
+    monkeypatch.delenv("TIERCKPT_LOCAL_JOURNAL_STEPS")
+    assert main(["prove", *STEPS, "--", "python", SCRIPT, kind, "100"]) == 0, "the remedy"
+
+
 def test_untested_parts_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """A scheduler that was not given steps at the end of an epoch, and these steps contain none."""
     assert prove(kind="epochs") == 0

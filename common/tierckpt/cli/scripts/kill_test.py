@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt._text import some
+from tierckpt._text import counted, some
 from tierckpt.coordination.proof_order import KEPT as KEPT_FOLDER
 from tierckpt.coordination.proof_order import SEED, ProofOrder
 from tierckpt.proof import coverage, verdict
@@ -26,6 +26,9 @@ KEPT = 2
 number or the next. Random streams without a seed (numpy's) therefore make no difference."""
 LEAST_BEFORE = 3
 """Steps before the kill: two until all ranks know that a version is complete, and one more."""
+
+JOURNAL_ENDS = "the journal ends at"
+"""Part of the notice that a journal has stopped."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class _Judge:
     """The comparison of one checkpointer's runs."""
 
     def __init__(self, plan: Plan, job: str, calm: Run, killed: Run) -> None:
-        self._plan, self._job = plan, job
+        self._plan, self._job, self._log = plan, job, killed.log
         self._whole = calm.records[job].by_rank()
         self._first = killed.records[job].by_rank()
         self._last = killed.records[job].by_rank(-1)
@@ -161,10 +164,18 @@ class _Judge:
         found = verdict.departure(self._whole, self._first, before)
         if found is None:
             how = f"killed with SIGKILL at step {self._at}, resumed from {resumed_from}"
+            if steps := max(run.repeated or 0 for run in self._last.values()):
+                how += f" ({counted(steps, 'iteration')} repeated from the journal)"
             after = verdict.common_versions(self._whole, resumed_from, self._until)
             found = verdict.departure(self._whole, self._last, after)
         if found is None and not after:
             raise ProveError(f"no step after {resumed_from} was recorded")
+        if found is None and (problem := verdict.journal_problem(self._last.values())):
+            self._say(f"not exact, {how}: {problem}")
+            for line in self._log.read_text(errors="replace").splitlines():
+                if JOURNAL_ENDS in line:
+                    self._say(line)
+            return 1
         if found is None:
             self._say(self._exact(how, after))
             first = self._whole[min(self._whole)]
