@@ -57,8 +57,8 @@ class JournalWriter:
         on_failed: Callable[[VersionId, Exception], None],
     ) -> None:
         """A former rank's files belong to the rank of its number modulo `shards`, the number of
-        ranks. `on_failed` is called on the thread if a record could not be written, with the place that
-        it follows: the rest of its file is dropped."""
+        ranks. `on_failed` is called on the thread if a record could not be written, with the place
+        that it follows: the rest of its file is dropped."""
         self.failed: SegmentName | None = None
         """The last file that could not be written."""
         self._folder, self._shard, self._shards = folder, shard, shards
