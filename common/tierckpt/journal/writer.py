@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import queue
 import threading
@@ -164,6 +165,8 @@ class JournalWriter:
                 self._write(file, draft, STEP, image)
             self._write(file, draft, BOUNDARY, draft.small)
             file.sync(self._end)
+            if file.is_removed:
+                raise FileNotFoundError(errno.ENOENT, "somebody removed it", str(draft.segment))
         except OSError:
             self._end = whole
             with contextlib.suppress(OSError):  # a record without its end is not read

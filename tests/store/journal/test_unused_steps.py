@@ -107,3 +107,19 @@ def test_a_run_from_memory_takes_a_version_that_its_journal_follows(
     assert (ckpt.version, texts) == (steps, [])
     assert again.image() == loop.image()
     ckpt.abandon()
+
+
+def test_a_journal_that_somebody_removes_is_reported(tmp_path: Path, shm_dir: Path) -> None:
+    path, events = tmp_path / "ckpts", list[tierckpt.Event]()
+    loop = Loop(adam)
+    ckpt = attach(loop, path, shm_dir, on_event=events.append, local_journal_steps=6)
+    train(loop, ckpt, 3)
+    shutil.rmtree(path / FOLDER)
+    train(loop, ckpt, 6)
+    ckpt.abandon()
+    (error,) = [event.message for event in events if event.severity >= logging.ERROR]
+    assert "the journal ends at v3: " in error
+    assert "somebody removed it" in error
+    _, ckpt, _ = restart(path, shm_dir)
+    assert ckpt.version == 9, "it began again with v7"
+    ckpt.abandon()

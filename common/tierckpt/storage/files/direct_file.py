@@ -53,6 +53,11 @@ class DirectFile:
         """Close and unlock."""
         file_lock.close(self._fd)
 
+    @property
+    def is_removed(self) -> bool:
+        """True if the file has no name any more."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def write(self, image: memoryview, start: int) -> None:
         """Write `image` at byte `start` of the file."""
         offset = 0
