@@ -7,7 +7,6 @@ One flat name serves everywhere: `local_every_steps=10` as an argument,
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
-from ._text import directory_of
+from ._text import directory_of, near_names, question
 from .errors import ConfigError
 
 PREFIX = "TIERCKPT_"
@@ -549,10 +548,10 @@ def _convert(key: str, value: Any, source: str) -> Any:
     kind = known_settings().get(key)
     if kind is None:
         candidates = [*known_settings(), *(ARGUMENTS if source == GIVEN else ())]
-        near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = question([repr(near) for near in near_names(key, candidates)])
         raise ConfigError(
-            f"unknown setting {key!r} in {source}; {hint}Valid ones: {', '.join(known_settings())}"
+            f"unknown setting {key!r} in {source}; {hint}docs/settings.md lists all settings, as "
+            "does help('tierckpt.Settings') in Python"
         )
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
