@@ -58,7 +58,8 @@ class LocalConfig:
     keep_last: int = 2
     """Number of newest complete versions to keep (at least 1)."""
     keep_every: int = 0
-    """Also keep every version that is a multiple of this; 0: none."""
+    """Also keep a version every so many steps: each multiple, or the next version if a multiple
+    was not taken; 0: none."""
     keep_best: int = 0
     """Also keep this number of best versions, by the metric given at boundaries (see `best`); 0:
     none."""
@@ -113,7 +114,8 @@ class PersistentConfig:
     keep_last: int = 2
     """Number of newest versions to keep (at least 1)."""
     keep_every: int = 0
-    """Also keep every version that is a multiple of this; 0: none."""
+    """Also keep a version every so many steps: each multiple, or the next version if a multiple
+    was not taken; 0: none."""
     keep_best: int = 0
     """As for local."""
     bytes_per_second: float = 0.0

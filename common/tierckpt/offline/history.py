@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import SupportsIndex
@@ -11,6 +11,8 @@ from typing import SupportsIndex
 import torch
 
 from tierckpt._text import some
+from tierckpt.core.copies import Problem
+from tierckpt.core.retention import milestones
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.state import tree_codec
@@ -56,7 +58,8 @@ def history(
         names: one pattern or several, as in a shell: `"layer4.*"` for parameters and buffers by
             their names in `model.state_dict()`, and with a slash for tensors of an optimizer,
             `"optimizer/layer4.*/exp_avg"`.
-        every: only versions that are multiples of this.
+        every: only multiples of this; where one is missing, the next version before the following
+            multiple, which is what `local_keep_every` and `persistent_keep_every` keep.
         first, last: only versions from `first` to `last`, both included.
         run: a run's number in `tierckpt log`: its versions and those that it came from, also if the
             job went back to an older version since.
@@ -139,13 +142,15 @@ class Choice:
         if self.every is not None and self.every < 1:
             raise ConfigError(f"every={self.every}: give a number of steps, 1 or more")
 
-    def has(self, version: int) -> bool:
-        """Whether a version with this number is chosen."""
-        return (
-            (self.first is None or version >= self.first)
+    def among(self, versions: Iterable[int]) -> set[int]:
+        """The versions that are chosen among these, which are all that there are."""
+        points = versions if self.every is None else milestones(versions, self.every)
+        return {
+            version
+            for version in points
+            if (self.first is None or version >= self.first)
             and (self.last is None or version <= self.last)
-            and (self.every is None or version % self.every == 0)
-        )
+        }
 
     def __str__(self) -> str:
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -181,23 +186,31 @@ class Chosen:
 def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
     """The versions of a path that can be read and were chosen. Raises as `history`."""
     there = survey(path)
-    gaps = _gaps(there, choice)
+    troubles = [*there.unseen, *there.problems]
     leave_out_memory(there)
     every = complete_versions(there, text_of(path), choice.run)
+    gaps = _gaps(troubles, choice, every)
     if gaps and not every:
         raise RestoreError(f"{text_of(path)}: nothing can be read: {some(gaps, MOST_SHOWN, '; ')}")
     if not every:
-        gaps = _gaps(there, choice)  # memory was left out: that of a running job changes
-    parts = {id_: part for id_, part in every.items() if choice.has(id_.version)}
+        # Memory was left out: that of a running job changes.
+        gaps = _gaps([*there.unseen, *there.problems], choice, every)
+    chosen = choice.among(id_.version for id_ in every)
+    parts = {id_: part for id_, part in every.items() if id_.version in chosen}
     others = tuple(id_.version for id_ in every if id_ not in parts)
     return Chosen(parts, gaps, others, bool(there.copies) and not every)
 
 
-def _gaps(there: Survey, choice: Choice) -> tuple[str, ...]:
-    """What cannot be read, without what only concerns versions that were not chosen."""
+def _gaps(
+    troubles: Iterable[Problem], choice: Choice, readable: Iterable[VersionId]
+) -> tuple[str, ...]:
+    """What cannot be read, without what only concerns versions that were not chosen, and would not
+    be if they could be read."""
+    there = {id_.version for id_ in readable}
     found: dict[str, None] = {}
-    for each in (*there.unseen, *there.problems):
-        if not each.keys or any(choice.has(key.id.version) for key in each.keys):
+    for each in troubles:
+        lost = {key.id.version for key in each.keys}
+        if not lost or lost & choice.among(there | lost):
             found[f"{each.place.where}: {each.why}"] = None
     return tuple(found)
 

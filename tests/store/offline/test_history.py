@@ -137,6 +137,20 @@ def test_no_version_is_reported_with_those_that_are_there(tmp_path: Path) -> Non
         assert tierckpt.history(tmp_path / "ckpts", every=7, first=2).versions == []
 
 
+def test_where_a_multiple_is_missing_the_next_version_stands_for_it(tmp_path: Path) -> None:
+    made(tmp_path)
+    path = tmp_path / "ckpts"
+    assert tierckpt.history(path, every=4).versions == [4]
+    (manifest,) = path.glob("v0000000004.*.manifest")
+    manifest.write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="versions may be missing.*v0000000004"):
+        assert tierckpt.history(path, every=4).versions == [5]
+    manifest.unlink()
+    assert tierckpt.history(path, every=4).versions == [5]
+    with pytest.warns(UserWarning, match="no version for every=4, last=4; there is v1, v2"):
+        assert tierckpt.history(path, every=4, last=4).versions == []
+
+
 # --- runs and jobs -------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
         "'optimizer/layer4.*/exp_avg' for the optimizer's; may be repeated (default: all weights)"
     )
     parser.add_argument("--names", action="append", metavar="PATTERN", help=text)
-    text = "draw only versions that are multiples of this"
+    text = "draw only multiples of this; where one is missing, the next version"
     parser.add_argument("--every", type=number, metavar="N", help=text)
     text = "draw the versions of this run and of those that it came from, by its number in "
     text += "`tierckpt log` (default: the newest run)"
