@@ -64,8 +64,8 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     """Run the command; returns 1 if the versions differ, else 0. Raises ConfigError and errors of
     reading."""
     if args.plot is not None:
-        from tierckpt.offline import evolution
-        from tierckpt.offline.history import Choice
+        from tierckpt.offline.series import evolution
+        from tierckpt.offline.series.choice import Choice
 
         path, first, last = range_of(args.targets)
         choice = Choice(args.every, first, last, args.run_number)
