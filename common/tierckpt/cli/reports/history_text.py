@@ -123,7 +123,7 @@ def run_text(run: RunNode) -> str:
     """A line about a run: what it restored, how far it came, when, and how it ended."""
     record = run.record
     if record is None and not run.began:
-        return f"run {run.generation}, nothing noted"
+        return f"run {run.generation}, nothing noted{', running' if run.running else ''}"
     begin = _begin_text(run)
     reached = f" to v{run.newest}" if _made_any(run, begin) else ""
     text = f"run {run.generation}, from {begin}{reached}"
