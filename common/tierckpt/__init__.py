@@ -13,9 +13,9 @@ from ._version import __version__
 if TYPE_CHECKING:
     from tierckpt.checkpointer.checkpointer import Checkpointer
     from tierckpt.lineage.selection import PartReport
-    from tierckpt.offline.history import History, SavedVersion, history
     from tierckpt.offline.latest import Latest, latest
     from tierckpt.offline.load import Saved, load
+    from tierckpt.offline.series.history import History, SavedVersion, history
 
     from .callbacks import Callbacks
     from .config import Config, load_config
@@ -63,9 +63,9 @@ _HOME = {
     "SingleGroup": "group",
     "LoopState": "loop_state",
     "Restored": "restored",
-    "History": "offline.history",
-    "SavedVersion": "offline.history",
-    "history": "offline.history",
+    "History": "offline.series.history",
+    "SavedVersion": "offline.series.history",
+    "history": "offline.series.history",
     "Saved": "offline.load",
     "load": "offline.load",
     "Latest": "offline.latest",

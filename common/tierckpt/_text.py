@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,19 @@ def some(things: Collection[Any], shown: int = 3, between: str = ", ") -> str:
 def counted(number: int, one: str, several: str = "") -> str:
     """`1 copy`, `2 copies`."""
     return f"{number} {one if number == 1 else several or one + 's'}"
+
+
+def near_names(name: str, known: Iterable[str], cutoff: float = 0.4) -> list[str]:
+    """The names that somebody who wrote `name` may have meant: those that end with it, as in
+    `local_keep_best` for `keep_best`, or else the most similar one. Empty if none is similar."""
+    known = [*known]
+    longer = [each for each in known if each.endswith(f"_{name}")]
+    return longer or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+
+
+def question(near: Collection[object]) -> str:
+    """`did you mean a or b? `; empty without a name."""
+    return f"did you mean {' or '.join(map(str, near))}? " if near else ""
 
 
 def size_text(nbytes: int) -> str:

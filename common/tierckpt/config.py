@@ -7,7 +7,6 @@ One flat name serves everywhere: `local_every_steps=10` as an argument,
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
-from ._text import directory_of
+from ._text import directory_of, near_names, question
 from .errors import ConfigError
 
 PREFIX = "TIERCKPT_"
@@ -59,7 +58,8 @@ class LocalConfig:
     keep_last: int = 2
     """Number of newest complete versions to keep (at least 1)."""
     keep_every: int = 0
-    """Also keep every version that is a multiple of this; 0: none."""
+    """Also keep a version every so many steps: each multiple, or the next version if a multiple
+    was not taken; 0: none."""
     keep_best: int = 0
     """Also keep this number of best versions, by the metric given at boundaries (see `best`); 0:
     none."""
@@ -114,7 +114,8 @@ class PersistentConfig:
     keep_last: int = 2
     """Number of newest versions to keep (at least 1)."""
     keep_every: int = 0
-    """Also keep every version that is a multiple of this; 0: none."""
+    """Also keep a version every so many steps: each multiple, or the next version if a multiple
+    was not taken; 0: none."""
     keep_best: int = 0
     """As for local."""
     bytes_per_second: float = 0.0
@@ -549,10 +550,10 @@ def _convert(key: str, value: Any, source: str) -> Any:
     kind = known_settings().get(key)
     if kind is None:
         candidates = [*known_settings(), *(ARGUMENTS if source == GIVEN else ())]
-        near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = question([repr(near) for near in near_names(key, candidates)])
         raise ConfigError(
-            f"unknown setting {key!r} in {source}; {hint}Valid ones: {', '.join(known_settings())}"
+            f"unknown setting {key!r} in {source}; {hint}docs/settings.md lists all settings, as "
+            "does help('tierckpt.Settings') in Python"
         )
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)

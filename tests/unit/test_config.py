@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,6 @@ def test_a_path_may_be_a_path(tmp_path: Path) -> None:
     [
         ("local_every_step", "local_every_steps"),
         ("localeverysteps", "local_every_steps"),
-        ("keep_last", "local_keep_last"),
         ("slot", "slots"),
         ("memory_linger", "memory_linger_seconds"),
         ("when_buzy", "when_busy"),
@@ -180,9 +180,20 @@ def test_a_mistyped_argument_that_is_no_setting_has_a_nearest_one_too(
     assert f"'{meant}'" not in str(caught.value), "it cannot be set there"
 
 
-def test_an_unknown_setting_without_a_near_one_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r"'zzz'.*Valid ones: path, job_id.*local_keep_every"):
+def test_a_setting_without_its_level_is_answered_with_all_levels_that_have_it() -> None:
+    meant = "did you mean 'local_keep_best' or 'persistent_keep_best'?"
+    with pytest.raises(ConfigError, match=re.escape(meant)):
+        load_config({"keep_best": 1}, {})
+
+
+def test_an_unknown_setting_leads_to_the_page_and_not_to_seventy_names() -> None:
+    with pytest.raises(ConfigError, match=r"'zzz' in the arguments; docs/settings\.md") as caught:
         load_config({"zzz": 1}, {})
+    assert len(str(caught.value)) < 160
+    page = Path(__file__).parents[2] / "docs" / "settings.md"
+    text = page.read_text()
+    missing = [name for name in known_settings() if f"`{name}`" not in text]
+    assert not missing, "the page lists all"
 
 
 @pytest.mark.parametrize("table", ["locl", "tierckpt"])

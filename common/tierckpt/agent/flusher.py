@@ -17,7 +17,7 @@ from functools import partial
 
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.core.levels import PERSISTENT
-from tierckpt.core.retention import is_kept
+from tierckpt.core.retention import milestones
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (
     FlushCancelledError,
@@ -119,6 +119,7 @@ class Flusher:
         self._arrivals = NewPins()
         self._unproved: list[VersionName] = []
         """Versions that were not yet complete when this node's parts were."""
+        self._last_stored: VersionName | None = None
 
     def order(self, order: FlushOrder, answer: Answer) -> None:
         """Flush a version after those ordered before; `answer` is called with the result.
@@ -287,7 +288,7 @@ class Flusher:
     def _write(self, store: PersistentStore, order: FlushOrder, lease: Lease) -> FlushResult:
         # A new pipeline for each flush: the key in a file may have changed.
         pipeline = Pipeline.of_setting(self.settings.codecs, "persistent_codecs")
-        if pipeline.delta and not is_kept(order.id.version, self.settings.keep_every):
+        if pipeline.delta and not self._stays(order):
             pipeline = pipeline.whole()  # it goes soon, and would keep its base, or is one
         largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
         local, open_it = LocalStore(order.directory), partial(open_base, store)
@@ -302,7 +303,15 @@ class Flusher:
             if pipeline.full_every:
                 for source in sources:
                     self._bases.wrote(source)
+        self._last_stored = order.name
         return result
+
+    def _stays(self, order: FlushOrder) -> bool:
+        """Whether `keep_every` keeps the version. The run's first one counts only if it is a
+        multiple: the versions before it are not looked at."""
+        last, version = self._last_stored, order.id.version
+        before = last.id.version if last and last.run_id == order.name.run_id else version
+        return version in milestones({min(before, version - 1), version}, self.settings.keep_every)
 
     def _pacer(self, lease: Lease) -> FlushPacer:
         settings = self.settings

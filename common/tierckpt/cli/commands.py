@@ -57,7 +57,7 @@ GROUPS = {
         ),
         Command(
             "verify",
-            "reports.checkpoints",
+            "reports.verification",
             "compare every byte of checkpoints with its checksum",
         ),
         Command("diff", "reports.diff", "compare two versions tensor by tensor, or draw many"),

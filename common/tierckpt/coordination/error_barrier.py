@@ -59,10 +59,10 @@ def raise_any(
     `rank` is this rank, and `cause` the error that it raised itself."""
     for trouble in filter(None, troubles):
         ranks = [r for r, theirs in enumerate(troubles) if str(theirs) == str(trouble)]
-        made = said_by(error(ranks, trouble), ranks[0], rank)
-        if made is cause:
-            raise made
-        raise made from cause
+        made = error(ranks, trouble)
+        if cause is not None and (type(made), str(made)) == (type(cause), str(cause)):
+            raise said_by(cause, ranks[0], rank)  # not the same text twice
+        raise said_by(made, ranks[0], rank) from cause
 
 
 def by_rank(troubles: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ class RetentionPolicy:
     keep_last: int = 2
     """Number of newest versions to keep; at least one always stays."""
     keep_every: int = 0
-    """Keep versions that are a multiple of this; 0: none."""
+    """Keep a version every so many steps, see `milestones`; 0: none."""
     keep_best: int = 0
     """Number of best versions by metric to keep; 0: none. Of two equal metrics the newer version is
     better; versions without a metric are never best."""
@@ -30,9 +30,16 @@ class RetentionPolicy:
     """True: a smaller metric is better. False: a larger one."""
 
 
-def is_kept(version: int, keep_every: int) -> bool:
-    """Whether `keep_every` keeps the version."""
-    return keep_every > 0 and version % keep_every == 0
+def milestones(versions: Iterable[int], every: int) -> set[int]:
+    """The versions that stand for the multiples of `every`: the multiple itself, or without it the
+    next version before the following multiple. A multiple may be missing, as the disk was busy, or
+    as versions are taken by time. Empty if `every` is 0."""
+    if not every:
+        return set()
+    first: dict[int, int] = {}
+    for version in sorted(versions):
+        first.setdefault(version // every, version)
+    return {version for number, version in first.items() if number > 0 or version == 0}
 
 
 def retirable(
@@ -46,10 +53,10 @@ def retirable(
     """Return the versions of `held` that may be removed, oldest first. Those in `keep` always stay.
 
     `safe` is the newest version known to be complete on all ranks. It and all newer versions stay,
-    whatever the policy. Of older ones, the last `keep_last` and all multiples of `keep_every` stay;
-    of several with one number, only the newest counts. A version that an ancestor run wrote after
-    the version that this run started from is removed once `safe` is of this run. Versions of runs
-    that are no ancestors (the job started from nothing in the same place) are never removed.
+    whatever the policy. Of older ones, the last `keep_last` and the `milestones` of `keep_every`
+    stay; of several with one number, only the newest counts. A version that an ancestor run wrote
+    after the version that this run started from is removed once `safe` is of this run. Versions of
+    runs that are no ancestors (the job started from nothing in the same place) are never removed.
 
     `void` are versions that are not complete on all ranks. They do not count: otherwise a rank with
     its shard of one would remove a complete version for it. Those of this run are removed whatever
@@ -66,8 +73,8 @@ def retirable(
         line = [i for i in past if on_lineage(i, lineage)]
         newest = newest_of_each(line)
         last = [i for i in line if i in newest][: max(policy.keep_last, 1)]
-        multiples = {i for i in newest if is_kept(i.version, policy.keep_every)}
-        gone |= {*line} - {*last} - multiples
+        points = milestones((i.version for i in newest), policy.keep_every)
+        gone |= {*line} - {*last} - {i for i in newest if i.version in points}
         if safe.generation == lineage[-1][0]:
             gone |= {*past} - {*line}
     return sorted(i for i in gone if i not in keep)

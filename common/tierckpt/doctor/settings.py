@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from tierckpt import __version__
 from tierckpt._children import package_root_of
-from tierckpt._text import counted, some
+from tierckpt._text import counted, near_names, some
 from tierckpt.agent.address import AgentFiles
 from tierckpt.config import NOT_SETTINGS, PREFIX, Config, known_settings, load_config
 from tierckpt.errors import ConfigError
@@ -42,10 +41,11 @@ def variables(subject: Subject) -> Iterator[Finding]:
     """The variables that are set. Values are not shown: they may be secret."""
     environment = subject.environment
     unknown = unknown_variables(environment)
-    candidates = [PREFIX + name for name in (*map(str.upper, known_settings()), *NOT_SETTINGS)]
+    candidates = [*map(str.upper, known_settings()), *NOT_SETTINGS]
     for name in unknown:
-        near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-        cure = f"unset {name}" + (f", or do you mean {near[0]}?" if near else "")
+        near = near_names(name.removeprefix(PREFIX), candidates, cutoff=0.6)
+        meant = " or ".join(PREFIX + each for each in near)
+        cure = f"unset {name}" + (f", or do you mean {meant}?" if near else "")
         yield cross("variables", f"{name} is no setting: a job would refuse to start", cure)
     known = sorted(n for n in environment if n.startswith(PREFIX) and n not in unknown)
     known = [name for name in known if name not in INTERNAL]

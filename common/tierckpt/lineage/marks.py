@@ -27,7 +27,7 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
 from tierckpt.offline.survey import MissingPathError, Survey
-from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile
+from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile, is_kept
 from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
@@ -68,6 +68,8 @@ class OwnMarks:
         """The records that `orders` found, by place."""
         self._held_at: list[str] = []
         """Places where this process has set a hold."""
+        self._noted_at: list[str] = []
+        """Directories where this process is to note the fork, as there was nothing to hold."""
         self._thread: threading.Thread | None = None
 
     def orders(self, text: str) -> tuple[Origin | None, str]:
@@ -124,8 +126,9 @@ class OwnMarks:
         return next((text for text, _ in seen if text), "")
 
     def _mark(self, origin: Origin, here: Survey) -> None:
-        child = child_of(origin, self._reader.template(self._config.path))
+        child = self._child(origin)
         places = places_of(here, origin.id)
+        self._noted_at = [] if places or not self._is_first else _directories_of(here)
         for place in places.get(LOCAL, ()) if self._is_first else ():
             ForkMarks(place).add(child)
             self._held_at.append(place)
@@ -137,6 +140,9 @@ class OwnMarks:
             self._held_at.append(directory_of(place))
             if not is_url(place):
                 self._link(directory_of(place), origin)
+
+    def _child(self, origin: Origin) -> Child:
+        return child_of(origin, self._reader.template(self._config.path))
 
     def _link(self, place: str, origin: Origin) -> None:
         """Keep the files of a place, if a directory of this job is on the same file system."""
@@ -251,6 +257,9 @@ class OwnMarks:
             for place in self._places_of_marks(origin):
                 with self._opened(place) as opened:
                     ForkMarks(opened).release(origin.id, origin.name)
+            for place in self._noted_at:
+                with contextlib.suppress(OSError):  # it is for the history alone
+                    ForkMarks(place).add(replace(self._child(origin), held=False))
             self._forget_files()
             faults.point("fork", op="settled")
             self._write(replace(origin, held=False))
@@ -280,6 +289,12 @@ class OwnMarks:
             return
         with self._store(place) as store:
             yield store
+
+
+def _directories_of(here: Survey) -> list[str]:
+    """Directories of a job whose version is in memory alone."""
+    used = {copy.place.where for copy in here.copies if copy.place.level == LOCAL}
+    return sorted(used - {*filter(is_kept, used)}) or [*map(str, here.directories)]
 
 
 __all__ = ["OwnMarks", "child_of", "new_origin"]

@@ -9,6 +9,7 @@ from tierckpt.core.fork import Child, Origin
 from tierckpt.format.ids import VersionId
 from tierckpt.format.run_record import RunEnd, RunRecord
 from tierckpt.offline.catalog import Row
+from tierckpt.offline.holds import is_stale
 
 
 @dataclass
@@ -123,6 +124,11 @@ class JobNode:
             found += each.runs
         return sorted(found, key=lambda each: each.order)
 
+    def every_path(self) -> list[str]:
+        """The paths of this job and of all forks below it that were found."""
+        forks = [fork.job for run in self.every_run() for fork in run.forks if fork.job]
+        return [self.path, *(path for job in forks for path in job.every_path())]
+
     def as_json(self) -> dict[str, Any]:
         """The history for other programs. The runs are one list: `began` names a run's parent."""
         return {
@@ -140,6 +146,16 @@ class ForkNode:
     child: Child
     job: JobNode | None = None
     """Its own history, if its path leads to it from here."""
+
+    @property
+    def waits(self) -> bool:
+        """The version is held for it, and it has none of its own."""
+        return self.child.held and not (self.job and any(r.versions for r in self.job.runs))
+
+    @property
+    def is_stale(self) -> bool:
+        """The version is held for it, and it does not need it any more."""
+        return self.job is not None and is_stale(self.child, self.job.origin)
 
     def as_json(self) -> dict[str, Any]:
         """The fork for other programs."""

@@ -14,7 +14,7 @@ from tierckpt.core.fork import Child, Origin, source_of
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import ConfigError, PinError, RestoreError
 from tierckpt.format.facts import VersionFacts
-from tierckpt.offline.catalog import refuse_several_jobs
+from tierckpt.offline.jobs import refuse_several_jobs
 from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile
 from tierckpt.storage.local.sibling_nodes import NODE

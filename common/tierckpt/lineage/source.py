@@ -28,7 +28,7 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import NO_RUN, VersionId
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.group import Group
-from tierckpt.offline.catalog import refuse_several_jobs
+from tierckpt.offline.jobs import refuse_several_jobs
 from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.progress import Progress

@@ -17,12 +17,31 @@ from tierckpt.core.fork import Child
 from tierckpt.errors import TierckptError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.run_record import RunEnd
-from tierckpt.offline.catalog import refuse_several_jobs, rows_of
+from tierckpt.offline.catalog import rows_of
+from tierckpt.offline.jobs import jobs_in, refuse_several_jobs
 from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.storage.run_records import FoundRuns, RunRecords
 
 from .nodes import ForkNode, JobNode, RunNode, VersionNode
 from .orders import opened
+
+
+def trees_of(path: str) -> list[JobNode]:
+    """The histories at a path: that of its job, or of all jobs in the folder. A fork is below its
+    source; the list has the others. Raises as `tree_of`."""
+    there = survey(path)
+    jobs = {" ".join(places): survey(places) for places in jobs_in(there)}
+    if len(jobs) < 2:
+        return [_tree(there, path, ())]
+    here = {_whole(name) for name in jobs}
+    # First those that are no forks of others here: their trees contain these.
+    order = sorted(jobs, key=lambda name: any(o.source in here for o in jobs[name].origins))
+    found, shown = list[JobNode](), set[str]()
+    for name in order:
+        if _whole(name) not in shown:
+            found.append(_tree(jobs[name], name, ()))
+            shown |= {_whole(each) for each in found[-1].every_path()}
+    return found
 
 
 def tree_of(path: str, seen: Iterable[str] = ()) -> JobNode:
@@ -31,6 +50,10 @@ def tree_of(path: str, seen: Iterable[str] = ()) -> JobNode:
     there is nothing, ConfigError for the folder of several jobs."""
     there = survey(path)
     refuse_several_jobs(there, path)
+    return _tree(there, path, seen)
+
+
+def _tree(there: Survey, path: str, seen: Iterable[str]) -> JobNode:
     job = JobNode(path, next(iter(there.origins), None), troubles=[*there.troubles])
     runs = _Runs(there)
     for found in _records(there, path, job.troubles):
@@ -164,4 +187,4 @@ def _add_forks(there: Survey, runs: _Runs, job: JobNode, seen: set[str]) -> None
                 fork.job = tree_of(child.path, seen)
 
 
-__all__ = ["tree_of"]
+__all__ = ["tree_of", "trees_of"]

@@ -25,6 +25,7 @@ from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import read_seal
 from tierckpt.storage.persistent import VersionName
 
+from .jobs import refuse_several_jobs
 from .survey import Copy, OpenPersistent, Survey, job_of
 
 Group = tuple[VersionId, str, int, str]
@@ -131,6 +132,7 @@ def complete_versions(there: Survey, path: str, run: int | None = None) -> dict[
     several with one number the newest. Raises ConfigError for a run that left nothing, and for
     places of two jobs.
     """
+    refuse_several_jobs(there, path)
     parts = by_version(without_bare(there))
     lineages = {id_: part.copies[0].facts.lineage for id_, part in parts.items()}
     past = newest_lineage(lineages, there.begins_at)
@@ -142,10 +144,7 @@ def complete_versions(there: Survey, path: str, run: int | None = None) -> dict[
         is_past = id_.generation <= newest and on_lineage(id_, past)
         if is_past and part.plan(id_.version, abandoned=True) is not None:
             found[id_.version] = id_, part
-    chosen = dict(found[version] for version in sorted(found))
-    copies = [copy for part in chosen.values() for copy in part.found]
-    refuse_several_jobs(replace(there, found=copies, parities=[]), path)
-    return chosen
+    return dict(found[version] for version in sorted(found))
 
 
 def _lineage_of(run: int, lineages: Iterable[Lineage], path: str) -> Lineage:
@@ -159,32 +158,6 @@ def _lineage_of(run: int, lineages: Iterable[Lineage], path: str) -> Lineage:
             "all)"
         )
     return known[run]
-
-
-def refuse_several_jobs(there: Survey, path: str) -> None:
-    """Raise ConfigError if the survey is one of several jobs, as of the folder above them: of their
-    versions none is the newest."""
-    if several := several_jobs(there):
-        raise ConfigError(f"{path}: {several}")
-
-
-def several_jobs(there: Survey) -> str:
-    """A sentence if the survey is one of several jobs, else empty. Two jobs have two runs with one
-    number, under different names. (One job may have several names: of its nodes' folders, or since
-    its folder was moved.)"""
-    names: dict[int, dict[str, set[str]]] = {}
-    places = set()
-    for copy in there.copies:
-        if not there.is_elsewhere(copy.place):
-            runs = names.setdefault(copy.key.id.generation, {})
-            runs.setdefault(copy.facts.run_id, set()).add(copy.facts.job)
-            places.add(copy.place.where if copy.place.level == "local" else copy.facts.job)
-    for runs in names.values():
-        one, *others = runs.values()
-        if any(one.isdisjoint(other) for other in others):
-            shown = some(sorted(places), 4)
-            return f"these are places of several jobs: {shown}. Give those of one job at a time"
-    return ""
 
 
 def _forks_that_need(there: Survey, id_: VersionId, level: str) -> list[str]:

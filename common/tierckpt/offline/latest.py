@@ -10,7 +10,8 @@ from tierckpt._text import some
 from tierckpt.coordination.proof_order import order_here
 from tierckpt.errors import RestoreError
 
-from .catalog import refuse_several_jobs, rows_of
+from .catalog import rows_of
+from .jobs import refuse_several_jobs
 from .survey import MissingPathError, Survey, Where, survey
 
 

@@ -28,7 +28,8 @@ from tierckpt.state.names import FIXED, path_of
 from tierckpt.state.optimizers.extra_state import put_together
 from tierckpt.state.training_state import NAMELESS
 
-from .catalog import manifest_at, refuse_several_jobs
+from .catalog import manifest_at
+from .jobs import refuse_several_jobs
 from .survey import Survey, Where, job_of, survey, why_elsewhere
 from .unknown_classes import refuse_unknown
 

@@ -37,7 +37,7 @@ from tierckpt.state import tree_codec as tree
 from tierckpt.storage.routed.source_file import PREFIX
 from tierckpt.storage.routed.tree_files import Range, end_without, files_at_end
 
-from .catalog import refuse_several_jobs
+from .jobs import refuse_several_jobs
 from .load import candidates_of, nothing, text_of, version_to_read
 from .survey import Survey, Where, survey
 

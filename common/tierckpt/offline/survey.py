@@ -22,7 +22,7 @@ from tierckpt import _garbage
 from tierckpt._text import directory_of, is_url
 from tierckpt.config import Config, PersistentConfig, load_config
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
-from tierckpt.core.fork import Child, Origin
+from tierckpt.core.fork import Child, Origin, source_of
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.core.rollback import Rollback, RollbackRequest, merged, pending
 from tierckpt.errors import ConfigError, TierckptError
@@ -45,6 +45,7 @@ from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.persistent.pins import PersistentPins
 from tierckpt.storage.rollbacks import RollbackFiles
+from tierckpt.storage.run_records import RunRecords
 from tierckpt.storage.suspects import SuspectMarks
 
 Where = str | os.PathLike[str]
@@ -82,6 +83,8 @@ class Survey:
     """Records of the version of another job that this one began from."""
     children: list[tuple[str, Child]] = field(default_factory=list)
     """Marks of forks that began from versions here, each with its level."""
+    runs: dict[str, set[str]] = field(default_factory=dict)
+    """Names of the runs with a record, by directory."""
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
     """Jobs with a live trainer on this machine."""
@@ -241,12 +244,21 @@ def _folders(path: str, there: Survey) -> list[Path]:
         if not folder.is_dir():
             raise MissingPathError(
                 f"{path} is not a directory; give a job's path or its persistent_path"
+                + _without_version(path)
             )
         inside = sorted(each for each in folder.iterdir() if not _is_no_job(each))
     except OSError as error:
         _add_unseen(folder, error, there)
         return []
     return [folder, *(each for each in inside if _has_shards(each, there))]
+
+
+def _without_version(path: str) -> str:
+    """A hint if the path is one with a version, as for a fork."""
+    source = source_of(path)
+    if source.version is None or not Path(source.path).is_dir():
+        return ""
+    return f": {source.path}. (Only a fork's source takes @v{source.version} after it)"
 
 
 def _is_no_job(folder: Path) -> bool:
@@ -323,6 +335,7 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
         pins = LocalPins(folder).pinned()
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
         there.suspects |= SuspectMarks(folder).all()
+        there.runs[place.where] = RunRecords(folder).names()
     _look_at_forks(folder, "local", there)
     files = RollbackFiles(folder)
     troubles = there.problems, there.unseen

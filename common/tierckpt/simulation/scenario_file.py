@@ -6,7 +6,6 @@ on the command line replace those of the file, and these replace those measured 
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 import typing
@@ -15,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tierckpt._text import near_names, question
 from tierckpt.errors import ConfigError
 
 from .scenario import (
@@ -192,8 +192,8 @@ def _arguments(kind: type, value: object, where: str) -> Tree:
 
 
 def _refuse(key: str, where: str, known: Iterable[str]) -> typing.NoReturn:
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
+    known = [*known]
+    hint = question(near_names(key, known))
     raise ConfigError(
         f"{where}{' has an' if where else 'there is an'} unknown key {key}; {hint}"
         f"Valid ones: {', '.join(known)}"

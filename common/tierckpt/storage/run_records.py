@@ -67,6 +67,11 @@ class RunRecords:
                 return
         self._notes.write(name, END_KIND, end.to_json())
 
+    def names(self) -> set[str]:
+        """Names of the runs with a record at the place; no record is read."""
+        stems = (name.removesuffix(SUFFIX) for name in self._notes.names(FOLDER))
+        return {stem.partition(".")[2] for stem in stems if not stem.endswith(".end")}
+
     def all(self) -> FoundRuns:
         """All records at the place."""
         found = FoundRuns()

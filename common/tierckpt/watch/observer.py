@@ -14,6 +14,7 @@ from tierckpt.agent.protocol import TaskStatus
 from tierckpt.agent.status.client import FoundAgent, find_agents
 from tierckpt.config import load_config
 from tierckpt.offline.catalog import Row, rows_of
+from tierckpt.offline.jobs import refuse_several_jobs
 from tierckpt.offline.survey import survey
 from tierckpt.storage.local.claim_file import Claim, claims_in
 from tierckpt.storage.memory.job_directory import JobDirectory
@@ -58,7 +59,7 @@ class Observer:
 
     def look(self) -> View:
         """Collect a view. Raises MissingPathError if a path does not exist and its job has nothing
-        in memory."""
+        in memory, and ConfigError for the folder of several jobs."""
         begin, now = time.monotonic(), time.time()
         seen = self._see()
         rows = rows_of(seen.there)
@@ -94,6 +95,7 @@ class Observer:
 
     def _see(self) -> Seen:
         there = survey([*self._paths, *self._found_paths])
+        refuse_several_jobs(there, ", ".join(self._paths))
         claims = _claims(there.directories)
         if added := self._named_by(claims):
             self._found_paths = (*self._found_paths, *added)

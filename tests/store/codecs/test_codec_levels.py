@@ -414,6 +414,22 @@ def test_kept_versions_are_differences_and_all_are_exact(
         assert second.run(2 * STEPS).fingerprint() == course[2 * STEPS]
 
 
+def test_the_version_after_a_missing_multiple_is_kept_and_a_difference(
+    job: Any, course: dict[int, str], tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    settings = delta_settings(shared, persistent_every_steps=3, persistent_keep_every=4)
+    with job(**settings) as first:
+        run_each(first, 2 * STEPS - 1)
+    bases = {v: each.base and each.base.version for v, each in encodings(shared).items()}
+    assert bases == {6: None, 9: 6, 2 * STEPS - 1: None}, "6 stands for 4, 9 for 8; then the end"
+    shutil.rmtree(tmp_path / "ckpts")
+    again = job(**settings, local_every_steps=0)
+    assert again.restore(version=9) == 9
+    assert again.fingerprint() == course[9]
+    again.checkpointer.abandon()
+
+
 def test_with_a_base_that_cannot_be_read_a_version_is_stored_whole(
     job: Any,
     course: dict[int, str],

@@ -137,8 +137,10 @@ def test_the_persistent_level_alone_is_a_source_too(places: Places) -> None:
     assert places.marks("far") == ["fork"]
 
 
-def test_the_memory_of_a_running_job_is_a_source(places: Places) -> None:
-    with places.job("a", 0, local_every_steps=0) as source:
+def test_the_memory_of_a_running_job_is_a_source(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with places.job("a", 0, local_every_steps=100) as source:
         source.run(STEPS)
         source.settle()
         with places.job("b") as job:
@@ -151,8 +153,13 @@ def test_the_memory_of_a_running_job_is_a_source(places: Places) -> None:
         source.settle()
         with places.job("b") as job:
             assert job.checkpointer.restore(fork_from=places["a"]) == STEPS + 4, "the newest then"
+            assert places.marks("a") == [], "it is no fork before it has a version of its own"
             job.run(STEPS + 5)
+        capsys.readouterr()
+        assert main(["log", places["a"]]) == 0
+        assert f"fork of v{STEPS + 4}: {places['b']}\n" in capsys.readouterr().out
     assert OriginFile(places["b"]).read().id.version == STEPS + 4  # type: ignore[union-attr]
+    assert places.marks("a") == ["fork"], "a note: there was nothing to hold"
 
 
 def test_what_cannot_be_done_is_refused_with_a_remedy_that_works(

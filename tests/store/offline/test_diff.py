@@ -23,8 +23,8 @@ from tierckpt.cli.version_targets import Target, range_of, targets_of
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.shard_file import decode_header
 from tierckpt.offline.difference import Difference, compare
-from tierckpt.offline.evolution import evolution, layer_norms, versions_at
-from tierckpt.offline.history import Choice
+from tierckpt.offline.series.choice import Choice
+from tierckpt.offline.series.evolution import evolution, layer_norms, versions_at
 from tierckpt.offline.stored_version import open_version
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import Slot

@@ -148,6 +148,21 @@ def test_all_ranks_raise_the_first_error_with_the_ranks_that_share_it(
     assert two == ["[1]: TierckptError: OSError: [Errno 5] the disk fails"] * RANKS
 
 
+def test_an_error_of_a_rank_itself_is_not_raised_from_its_copy() -> None:
+    def program(group: ThreadGroup) -> None:
+        own = ConfigError("no such place")
+
+        def work() -> None:
+            raise own
+
+        with pytest.raises(ConfigError) as caught:
+            gather_or_raise(group, work, lambda ranks, theirs: ConfigError(str(theirs)))
+        assert caught.value is own
+        assert own.__cause__ is None
+
+    run_ranks(RANKS, program)
+
+
 def test_an_error_that_is_passed_on_keeps_its_cause() -> None:
     def work() -> None:
         raise ConfigError("no such place") from KeyError("cause")

@@ -5,15 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.facts import facts_of
 from tests.support.histories import histories
-from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable, retirable_names
+from tierckpt.core.retention import (
+    HeldVersion,
+    RetentionPolicy,
+    milestones,
+    retirable,
+    retirable_names,
+)
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId, newest_first, on_lineage
 from tierckpt.format.version_names import VersionName
+
+
+def stands_for_a_multiple(id_: VersionId, line: list[VersionId], every: int) -> bool:
+    """Whether a version is a multiple, or the first one after a multiple that is missing."""
+    if not every or not id_.version % every:
+        return bool(every)
+    multiple = id_.version - id_.version % every
+    return multiple > 0 and not any(multiple <= i.version < id_.version for i in line)
 
 
 @given(histories(), st.data())
@@ -33,9 +48,9 @@ def test_retention_keeps_its_promises(
     assert all(i.generation in ours for i in gone), "other runs are not ours to end"
     past = [i for i in line if i <= safe]
     assert not set(past[:keep_last]) & set(gone), "the last ones stay"
-    assert not keep_every or not {i for i in past if i.version % keep_every == 0} & set(gone)
-    superfluous = [i for i in past[keep_last:] if not keep_every or i.version % keep_every]
-    assert set(superfluous) <= set(gone), "what nobody asked to keep goes"
+    points = [i for i in past if stands_for_a_multiple(i, past, keep_every)]
+    assert not {*points} & {*gone}
+    assert {*past[keep_last:]} - {*points} <= {*gone}, "what nobody asked to keep goes"
     assert gone == sorted(gone)
     assert len(gone) == len(set(gone))
 
@@ -153,8 +168,9 @@ def oracle(
         if h.pinned or is_best or h.name.id >= safe.name.id:
             continue
         if on_lineage(h.name.id, lineage):
-            every = policy.keep_every and h.name.id.version % policy.keep_every == 0
-            if newer >= max(policy.keep_last, 1) and not every:
+            on_line = [o.name.id for o in mine if on_lineage(o.name.id, lineage)]
+            point = stands_for_a_multiple(h.name.id, on_line, policy.keep_every)
+            if newer >= max(policy.keep_last, 1) and not point:
                 yield h.name
         elif safe.name.id.generation == lineage[-1][0]:
             yield h.name
@@ -235,3 +251,20 @@ def test_the_newest_version_that_is_no_suspect_stays_however_many_follow() -> No
     held[2:] = [replace(h, suspect=True) for h in held[2:]]
     gone = retirable_names(held, RetentionPolicy(keep_last=1), asking("aaaa", ((1, 0),)))
     assert [name.id.version for name in gone] == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("there", "kept"),
+    [
+        ([10, 20, 30], {10, 20, 30}),
+        ([1, 5, 10, 15, 20], {10, 20}),
+        ([5, 13, 17, 24, 31, 40], {13, 24, 31, 40}),
+        ([0, 3, 45], {0, 45}),
+        ([], set()),
+    ],
+)
+def test_without_a_multiple_the_next_version_stands_for_it(
+    there: list[int], kept: set[int]
+) -> None:
+    assert milestones(there, 10) == kept
+    assert milestones(there, 0) == set()

@@ -1,29 +1,29 @@
-"""`tierckpt list` and `verify`."""
+"""`tierckpt list`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import counted, size_text, some
-from tierckpt.core.copies import FoundParity, Location
-from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.errors import ConfigError
+from tierckpt.format.ids import VersionId
 from tierckpt.journal.listing import JournalReach, reach_of
-from tierckpt.offline.catalog import Row, rows_of, several_jobs, without_bare
+from tierckpt.offline.catalog import Row, rows_of, without_bare
+from tierckpt.offline.holds import stale_holds
+from tierckpt.offline.jobs import jobs_in
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey, why_elsewhere
-from tierckpt.restore.progress import Progress
 from tierckpt.storage.local.sibling_nodes import NODE
 
-from ..arguments import PLACES, add_json, place, version_number
+from ..arguments import PLACES, add_json, place
 from ..columns import print_columns
+from .job_list import print_jobs, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 MOST_SHOWN = 8
 TITLES = ("version", "level", "shards", "size", "taken", "iteration", "metric", "")
 LEFT = ("level", "taken", "")
-
-
-# --- list ----------------------------------------------------------------------------------------
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
@@ -51,19 +48,26 @@ def list_versions(args: argparse.Namespace, console: Console) -> None:
     """Print a line for each version on each level. Raises ConfigError at the end if some place
     could not be read."""
     there = without_bare(survey(args.path))
-    rows = rows_of(there)
+    jobs = jobs_in(there)
     if args.json:
-        listing = {
-            "versions": [row.as_json() for row in rows],
-            "problems": there.troubles,
-            "memory": there.memory,
-            "journal": asdict(reach) if (reach := _reach(rows, there)) else None,
-        }
-        print(json.dumps(listing, indent=1))
+        each = [{"places": job, **_as_json(without_bare(survey(job)))} for job in jobs[1:] and jobs]
+        print(json.dumps({"jobs": each} if each else _as_json(there), indent=1))
+    elif jobs[1:]:
+        print_jobs(jobs, console)
     else:
-        _print_all(rows, there, args.path, console)
+        _print_all(rows_of(there), there, args.path, console)
     if there.unseen:
         raise ConfigError("not all places could be read: there may be more checkpoints")
+
+
+def _as_json(there: Survey) -> dict[str, Any]:
+    rows = rows_of(there)
+    return {
+        "versions": [row.as_json() for row in rows],
+        "problems": there.troubles,
+        "memory": there.memory,
+        "journal": asdict(reach) if (reach := _reach(rows, there)) else None,
+    }
 
 
 def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Console) -> None:
@@ -82,9 +86,9 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         console.print(text, soft_wrap=True)
     for text in _on_memory(rows, there, paths):
         console.print(text, soft_wrap=True)
-    for text in (*there.beside, *filter(None, [several_jobs(there)])):
+    for text in there.beside:
         console.print(text, soft_wrap=True)
-    for text in _of_journal(_reach(rows, there)):
+    for text in (*_of_holds(there, paths), *_of_journal(_reach(rows, there))):
         console.print(text, soft_wrap=True)
     if (request := there.request) is not None:
         text = f"the next start goes back to v{request.version}, as {request.where} asks"
@@ -125,6 +129,15 @@ def _on_memory(rows: list[Row], there: Survey, paths: Sequence[str]) -> Iterator
             yield f"if the job's path contains {NODE}, give it with {NODE} here, too, in quotes"
 
 
+def _of_holds(there: Survey, paths: Sequence[str]) -> Iterator[str]:
+    """Yield holds that stay, as their source was moved, and how to end them."""
+    for child in stale_holds(there):
+        yield (
+            f"v{child.id.version} is still held for the fork {child.path}, which does not need it "
+            f"any more: tierckpt unpin {shlex.quote(paths[0])} {child.id.version} --forks"
+        )
+
+
 def _reach(rows: list[Row], there: Survey) -> JournalReach | None:
     """How far the journal leads from the version that a restart takes."""
     taken = next((row for row in rows if row.next), None)
@@ -156,7 +169,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.level,
         f"{len(row.there)} of {row.shards}",
         size_text(row.nbytes),
-        _time_text(row.created_seconds),
+        time_text(row.created_seconds),
         "" if row.iteration is None else str(row.iteration),
         "" if row.metric is None else f"{row.metric:.6g}",
         ", ".join(_notes(row)),
@@ -197,106 +210,4 @@ def _numbers(versions: Sequence[int]) -> str:
     return some([f"v{version}" for version in versions])
 
 
-def _time_text(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-# --- verify --------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Tally:
-    """Counts of one version on one level."""
-
-    copies: int = 0
-    nbytes: int = 0
-    bad: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    unchecked: str = ""
-    """The reason why the content of some copies could not be checked."""
-
-    def text(self) -> str:
-        """The state of the copies, for people."""
-        if self.bad or self.unread:
-            parts = [f"{len(self.bad)} DAMAGED"] if self.bad else []
-            parts += [f"{len(self.unread)} cannot be read"] if self.unread else []
-            return ", ".join(parts)
-        if self.unchecked:
-            return f"sound as stored; content not checked: {self.unchecked}"
-        return "sound"
-
-
-def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `tierckpt verify PATH...`."""
-    parser.description = (
-        "Reads every copy of every shard, and all parity. The exit status is 0 if all "
-        "of it is sound, else 1. A shard that cannot be decoded here (no key, or a missing "
-        f"package) is checked in its stored form, which shows all damage. {PLACES}"
-    )
-    parser.add_argument("path", type=place, nargs="+", metavar="PATH")
-    parser.set_defaults(run=verify_versions)
-    parser.add_argument(
-        "--version",
-        type=version_number,
-        metavar="V",
-        help="verify only version V; default: all versions",
-    )
-
-
-def verify_versions(args: argparse.Namespace, console: Console) -> None:
-    """Read every byte. Raises CorruptShardError if one is wrong, or if something cannot be read."""
-    from tierckpt.offline.verify import is_there, verify
-
-    there = survey(args.path)
-    counts: dict[str, _Tally] = {}
-    bad: set[tuple[ShardKey, Location]] = set()
-    with closing(Progress(Progress.wanted(0, None))) as bar:
-        bar.begin("verifying")
-        for verdict in verify(there, bar, args.version):
-            key, place = verdict.copy.key, verdict.copy.place
-            if verdict.why and not is_there(verdict.copy, there):
-                continue
-            kind = "parity" if isinstance(verdict.copy, FoundParity) else place.level
-            tally = counts.setdefault(f"{key.id} {kind}", _Tally())
-            tally.copies += 1
-            tally.nbytes += verdict.nbytes
-            tally.unchecked = tally.unchecked or verdict.unchecked
-            if verdict.why:
-                bad.add((key, place))
-                failed = tally.unread if verdict.unread else tally.bad
-                failed.append(f"{key} in {place.where}: {verdict.why}")
-    for name, tally in counts.items():
-        files = counted(tally.copies, "copy", "copies")
-        text = f"{name}: {files}, {size_text(tally.nbytes) or '0 B'}: {tally.text()}"
-        console.print(text, soft_wrap=True)
-        for text in (*tally.bad, *tally.unread):
-            console.print(f"  {text}", soft_wrap=True)
-    lost = [*(key for key, _ in bad), *(key for each in there.problems for key in each.keys)]
-    for text in (*outlook(there, lost, bad), *_not_complete(there, args.version, lost)):
-        console.print(text, soft_wrap=True)
-    _judge(args, there, counts.values())
-
-
-def _not_complete(there: Survey, version: int | None, lost: Iterable[ShardKey]) -> Iterator[str]:
-    """Yield a sentence about undamaged versions of which other nodes have shards."""
-    ids = {copy.key.id for copy in there.copies} - {key.id for key in lost}
-    wanted = [id_ for id_ in sorted(ids) if version in (None, id_.version)]
-    parts = [id_ for id_ in wanted if there.plan(id_.version, abandoned=True) is None]
-    if parts:
-        yield (
-            f"not complete here, and not damaged: {some(parts, MOST_SHOWN)}. Give the paths of all "
-            "nodes and the persistent_path to see everything"
-        )
-
-
-def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -> None:
-    if there.troubles:
-        raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_SHOWN])}")
-    if not (every := list(tallies)):
-        which = "no checkpoints" if args.version is None else f"no v{args.version}"
-        raise ConfigError(f"{', '.join(args.path)}: {which} to verify")
-    copies = sum(tally.copies for tally in every)
-    if bad := sum(len(tally.bad) for tally in every):
-        raise CorruptShardError(f"damaged: {bad} of {counted(copies, 'copy', 'copies')}")
-    if unread := sum(len(tally.unread) for tally in every):
-        raise CorruptShardError(f"cannot be read: {unread} of {counted(copies, 'copy', 'copies')}")
+__all__ = ["add_list", "list_versions"]

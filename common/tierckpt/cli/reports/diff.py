@@ -52,7 +52,7 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
         "'optimizer/layer4.*/exp_avg' for the optimizer's; may be repeated (default: all weights)"
     )
     parser.add_argument("--names", action="append", metavar="PATTERN", help=text)
-    text = "draw only versions that are multiples of this"
+    text = "draw only multiples of this; where one is missing, the next version"
     parser.add_argument("--every", type=number, metavar="N", help=text)
     text = "draw the versions of this run and of those that it came from, by its number in "
     text += "`tierckpt log` (default: the newest run)"
@@ -64,8 +64,8 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     """Run the command; returns 1 if the versions differ, else 0. Raises ConfigError and errors of
     reading."""
     if args.plot is not None:
-        from tierckpt.offline import evolution
-        from tierckpt.offline.history import Choice
+        from tierckpt.offline.series import evolution
+        from tierckpt.offline.series.choice import Choice
 
         path, first, last = range_of(args.targets)
         choice = Choice(args.every, first, last, args.run_number)

@@ -123,7 +123,7 @@ def run_text(run: RunNode) -> str:
     """A line about a run: what it restored, how far it came, when, and how it ended."""
     record = run.record
     if record is None and not run.began:
-        return f"run {run.generation}, nothing noted"
+        return f"run {run.generation}, nothing noted{', running' if run.running else ''}"
     begin = _begin_text(run)
     reached = f" to v{run.newest}" if _made_any(run, begin) else ""
     text = f"run {run.generation}, from {begin}{reached}"
@@ -250,7 +250,9 @@ def fork_text(fork: ForkNode) -> str:
         text += f", not found from here (made on {child.host})" if child.host else ", not found"
     elif fork.job.origin is not None and fork.job.origin.parts:
         text += f" ({' and '.join(fork.job.origin.parts)} only)"
-    return f"{text}, has no version of its own yet" if child.held else text
+    if fork.is_stale:
+        return f"{text}, does not need the hold any more (tierckpt unpin --forks)"
+    return f"{text}, has no version of its own yet" if fork.waits else text
 
 
 __all__ = ["Branch", "branches_of", "job_text"]

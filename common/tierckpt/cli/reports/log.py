@@ -36,7 +36,7 @@ def add_log(parser: argparse.ArgumentParser) -> None:
         "versions, with their own histories as far as their paths lead to them from here. "
         "Nothing is changed."
     )
-    text = "a job's path, or its persistent_path"
+    text = "a job's path, or its persistent_path; or a folder with several jobs"
     parser.add_argument("path", type=place, metavar="PATH", help=text)
     text = "show every version and every start, with all that is known of it"
     parser.add_argument("--all", action="store_true", help=text)
@@ -48,19 +48,23 @@ def add_log(parser: argparse.ArgumentParser) -> None:
 
 def log(args: argparse.Namespace, console: Console) -> None:
     """Run the command. Raises MissingPathError if there is nothing at the path."""
-    from tierckpt.lineage.tree import tree_of  # imports numpy
+    from tierckpt.lineage.tree import tree_of, trees_of  # imports numpy
 
-    job = tree_of(args.path)
     if args.plot is not None:
         from tierckpt.lineage.picture import draw
 
-        text = f"{args.plot}: {counted(draw(job, args.plot), 'run')}"
+        jobs = [tree_of(args.path)]
+        text = f"{args.plot}: {counted(draw(jobs[0], args.plot), 'run')}"
         if not args.json:
             console.print(text, soft_wrap=True)
+    else:
+        jobs = trees_of(args.path)
     if args.json:
-        print(json.dumps(job.as_json(), indent=1))
+        several = {"path": args.path, "jobs": [job.as_json() for job in jobs]}
+        print(json.dumps(several if jobs[1:] else jobs[0].as_json(), indent=1))
     elif args.plot is None:
-        _print(job, console, args.all)
+        for job in jobs:
+            _print(job, console, args.all)
 
 
 def _print(job: JobNode, console: Console, every: bool) -> None:

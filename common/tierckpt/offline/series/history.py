@@ -5,26 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import SupportsIndex
+from dataclasses import replace
 
 import torch
 
 from tierckpt._text import some
-from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.state import tree_codec
 
-from .catalog import complete_versions
-from .entry_names import Names, fits, in_order, patterns_of, shown, without_entry
-from .load import leave_out_memory, text_of
-from .stored_version import LostShardError, OnRead, StoredTensor, StoredVersion, open_version
-from .survey import Survey, Where, survey
-from .verify import is_there
+from ..entry_names import Names, fits, in_order, patterns_of, shown, without_entry
+from ..load import text_of
+from ..stored_version import LostShardError, OnRead, StoredTensor, StoredVersion, open_version
+from ..survey import Survey, Where
+from ..verify import is_there
+from .choice import Choice, choose
 
 THREADS = 8
 """Blocks that come from a store at the same time."""
-MOST_SHOWN = 4
 
 
 def history(
@@ -56,7 +54,8 @@ def history(
         names: one pattern or several, as in a shell: `"layer4.*"` for parameters and buffers by
             their names in `model.state_dict()`, and with a slash for tensors of an optimizer,
             `"optimizer/layer4.*/exp_avg"`.
-        every: only versions that are multiples of this.
+        every: only multiples of this; where one is missing, the next version before the following
+            multiple, which is what `local_keep_every` and `persistent_keep_every` keep.
         first, last: only versions from `first` to `last`, both included.
         run: a run's number in `tierckpt log`: its versions and those that it came from, also if the
             job went back to an older version since.
@@ -120,86 +119,6 @@ class History:
 
     def __repr__(self) -> str:
         return f"History({text_of(self._path)}: {some([f'v{v}' for v in self.versions], 6)})"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The versions that somebody asked for."""
-
-    every: int | None = None
-    first: int | None = None
-    last: int | None = None
-    run: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for what is no whole number, and for an `every` of no steps."""
-        for name, value in vars(self).items():
-            if value is not None and not isinstance(value, SupportsIndex):
-                raise ConfigError(f"{name}={value!r}: give a whole number")
-        if self.every is not None and self.every < 1:
-            raise ConfigError(f"every={self.every}: give a number of steps, 1 or more")
-
-    def has(self, version: int) -> bool:
-        """Whether a version with this number is chosen."""
-        return (
-            (self.first is None or version >= self.first)
-            and (self.last is None or version <= self.last)
-            and (self.every is None or version % self.every == 0)
-        )
-
-    def __str__(self) -> str:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return ", ".join(f"{name}={value}" for name, value in given.items())
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The versions that were chosen, and those that may be missing among them."""
-
-    parts: dict[VersionId, Survey]
-    """Each version's own copies, oldest first."""
-    gaps: tuple[str, ...]
-    """Sentences about chosen versions that exist and cannot be read."""
-    others: tuple[int, ...]
-    """Versions that can be read and were not chosen."""
-    parts_only: bool
-    """There are shards, but no complete version."""
-
-    def texts(self, choice: Choice) -> Iterator[str]:
-        """What to tell whoever chose, if anything."""
-        if not self.parts and self.others:
-            there = some([f"v{version}" for version in self.others], 6)
-            yield f"no version for {choice}; there is {there}"
-        elif self.parts_only:
-            yield "no version is complete here; give the places of all nodes, or the persistent one"
-        elif not self.parts:
-            yield "no checkpoints here"
-        if self.gaps:
-            yield f"versions may be missing: {some(self.gaps, MOST_SHOWN, '; ')}"
-
-
-def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
-    """The versions of a path that can be read and were chosen. Raises as `history`."""
-    there = survey(path)
-    gaps = _gaps(there, choice)
-    leave_out_memory(there)
-    every = complete_versions(there, text_of(path), choice.run)
-    if gaps and not every:
-        raise RestoreError(f"{text_of(path)}: nothing can be read: {some(gaps, MOST_SHOWN, '; ')}")
-    if not every:
-        gaps = _gaps(there, choice)  # memory was left out: that of a running job changes
-    parts = {id_: part for id_, part in every.items() if choice.has(id_.version)}
-    others = tuple(id_.version for id_ in every if id_ not in parts)
-    return Chosen(parts, gaps, others, bool(there.copies) and not every)
-
-
-def _gaps(there: Survey, choice: Choice) -> tuple[str, ...]:
-    """What cannot be read, without what only concerns versions that were not chosen."""
-    found: dict[str, None] = {}
-    for each in (*there.unseen, *there.problems):
-        if not each.keys or any(choice.has(key.id.version) for key in each.keys):
-            found[f"{each.place.where}: {each.why}"] = None
-    return tuple(found)
 
 
 class SavedVersion:
@@ -349,4 +268,4 @@ def _read(stored: StoredTensor, pool: ThreadPoolExecutor) -> torch.Tensor:
     return target
 
 
-__all__ = ["Choice", "History", "SavedVersion", "choose", "chosen", "history"]
+__all__ = ["History", "SavedVersion", "chosen", "history"]

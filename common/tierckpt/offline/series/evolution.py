@@ -15,11 +15,12 @@ from tierckpt.restore.progress import Progress
 from tierckpt.restore.shard_image import LOST
 from tierckpt.state.names import FIXED
 
-from .difference import compare_tensors, norm_of
-from .entry_names import Names, in_order, patterns_of
-from .history import Choice, Chosen, choose, chosen
-from .stored_version import OnRead, StoredVersion, open_version
-from .survey import Survey
+from ..difference import compare_tensors, norm_of
+from ..entry_names import Names, in_order, patterns_of
+from ..stored_version import OnRead, StoredVersion, open_version
+from ..survey import Survey
+from .choice import Choice, Chosen, choose
+from .history import chosen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,129 @@
+"""The folder above several jobs: none of its versions is the newest, and each job can be named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tierckpt
+from tierckpt.cli.main import main
+from tierckpt.errors import ConfigError
+from tierckpt.testing.tiny_job import TinyJob
+
+
+def trained(path: Path, steps: int, **settings: object) -> None:
+    with TinyJob(path, local_every_steps=1, local_keep_last=1, **settings) as job:
+        job.restore()
+        job.run(steps)
+
+
+@pytest.fixture(scope="module")
+def two_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two jobs with different numbers of restarts, of which retention has left one run each: no
+    run of the one has the number of a run of the other."""
+    folder = tmp_path_factory.mktemp("jobs")
+    for steps in (1, 2, 3):
+        trained(folder / "a", steps)
+    trained(folder / "b", 4)
+    return folder
+
+
+@pytest.fixture
+def above(two_jobs: Path, tmp_path: Path) -> Path:
+    """A copy of the two jobs."""
+    return Path(shutil.copytree(two_jobs, tmp_path / "jobs"))
+
+
+def test_the_folder_above_two_jobs_is_no_job(
+    above: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = f"{above}: 2 jobs are here: {above}/a, {above}/b. Give the path of one of them"
+    for read in (tierckpt.load, tierckpt.latest, tierckpt.history):
+        with pytest.raises(ConfigError, match=re.escape(several)):
+            read(str(above))
+    out = str(tmp_path / "out.safetensors")
+    for command in (["watch"], ["log", "--plot", out], ["export", out], ["fork", out]):
+        assert main([command[0], str(above), *command[1:]]) == 1
+        assert several in capsys.readouterr().err
+    with TinyJob(tmp_path / "new") as job:
+        with pytest.raises(ConfigError, match=re.escape(several)):
+            job.checkpointer.restore(fork_from=str(above))
+
+
+def test_list_has_a_line_for_each_job(above: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(above / "c", 6, fork_from=str(above / "b"))
+    capsys.readouterr()
+    assert main(["list", str(above)]) == 0
+    titles, *lines, remedy = capsys.readouterr().out.splitlines()
+    assert titles.split()[:2] == ["job", "versions"]
+    assert [line.split()[0] for line in lines] == [f"{above}/{name}" for name in "abc"]
+    assert ["v3 from local" in lines[0], "v4 from local" in lines[1]] == [True, True]
+    assert lines[2].endswith(f"a fork of {above}/b@v4")
+    assert remedy.endswith(f"for one of them: tierckpt list {above}/a, tierckpt log {above}/a")
+    assert main(remedy.partition(": tierckpt ")[2].partition(",")[0].split()) == 0
+    assert "a restart takes this" in capsys.readouterr().out
+    assert main(["list", str(above), "--json"]) == 0
+    jobs = json.loads(capsys.readouterr().out)["jobs"]
+    assert [job["places"] for job in jobs] == [[f"{above}/{name}"] for name in "abc"]
+    assert [[row["version"] for row in job["versions"] if row["next"]] for job in jobs] == [
+        [3],
+        [4],
+        [6],
+    ]
+
+
+def test_log_has_a_tree_for_each_job_that_is_no_fork_of_another(
+    above: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(above / "a fork", 6, fork_from=str(above / "b"))
+    capsys.readouterr()
+    assert main(["log", str(above)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "── " not in line] == [f"{above}/a", f"{above}/b"]
+    assert sum(f"fork of v4: {above}/a fork" in line for line in lines) == 1
+    assert main(["log", str(above), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [job["path"] for job in found["jobs"]] == [f"{above}/a", f"{above}/b"]
+
+
+def test_the_folder_of_a_job_that_was_copied_has_two_jobs(above: Path) -> None:
+    shutil.rmtree(above / "b")
+    shutil.copytree(above / "a", above / "copy")
+    assert tierckpt.latest(str(above)) is not None, "two places of one job until they differ"
+    for name in ("a", "copy"):
+        trained(above / name, 5)
+    with pytest.raises(ConfigError, match=r"2 jobs are here: .*/a, .*/copy"):
+        tierckpt.latest(str(above))
+
+
+def test_a_version_after_the_path_is_answered_with_the_path(
+    above: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("log", "list", "watch"):
+        assert main([command, f"{above}/a@v3"]) == 1
+        assert f"{above}/a. (Only a fork's source takes @v3 after it)" in capsys.readouterr().err
+
+
+def test_a_hold_that_stays_as_its_source_was_moved_is_named_with_the_command_that_ends_it(
+    above: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fork, moved = above / "fork", above / "moved"
+    assert main(["fork", str(above / "b"), str(fork)]) == 0
+    (above / "b").rename(moved)
+    ends = f"tierckpt unpin {moved} 4 --forks"
+    capsys.readouterr()
+    assert main(["list", str(moved)]) == 0
+    assert ends not in capsys.readouterr().out, "the fork still needs it"
+    trained(fork, 5)
+    capsys.readouterr()
+    for command, text in (("list", ends), ("log", "does not need the hold any more")):
+        assert main([command, str(moved)]) == 0
+        assert text in capsys.readouterr().out
+    assert main(ends.split()[1:]) == 0
+    capsys.readouterr()
+    assert main(["list", str(moved)]) == 0
+    assert "held" not in capsys.readouterr().out
