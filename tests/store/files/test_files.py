@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -391,6 +392,16 @@ def test_the_files_without_the_job(
     there = (path for path in out.rglob("*") if path.is_file())
     found = {str(path.relative_to(out / "00000")): path.read_bytes() for path in there}
     assert found == contents
+    capsys.readouterr()
+    assert main(["list", str(tmp_path / "ckpts"), "--files"]) == 0
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert (first.split(), second.split()) == (["0", "9", "MB", "a/x"], ["0", "0", "B", "empty"])
+    assert main(["list", str(tmp_path / "ckpts"), "--files", "v1", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["files"]
+    assert listed["version"] == 1
+    assert listed["files"][0] == {"rank": 0, "nbytes": 9_000_000, "name": "a/x"}
+    assert main(["list", str(tmp_path / "ckpts"), "--files", "7"]) == 1
+    assert "no v7 is complete and sound; there are shards of v1" in capsys.readouterr().err
 
 
 def train(path: Path, shm_dir: Path, contents: dict[str, bytes]) -> None:

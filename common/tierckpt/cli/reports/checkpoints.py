@@ -16,13 +16,14 @@ from tierckpt.format.ids import VersionId
 from tierckpt.journal.listing import JournalReach, reach_of
 from tierckpt.offline.catalog import Row, rows_of, without_bare
 from tierckpt.offline.holds import stale_holds
-from tierckpt.offline.jobs import jobs_in
+from tierckpt.offline.jobs import jobs_in, refuse_several_jobs
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey, why_elsewhere
 from tierckpt.storage.local.sibling_nodes import NODE
 
-from ..arguments import PLACES, add_json, place
+from ..arguments import PLACES, add_json, place, version_number
 from ..columns import print_columns
+from .file_list import NEWEST, files_as_json, print_files
 from .job_list import print_jobs, time_text
 
 if TYPE_CHECKING:
@@ -36,10 +37,15 @@ LEFT = ("level", "taken", "")
 def add_list(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `tierckpt list PATH...`."""
     parser.description = (
-        "Lists the checkpoints, and marks the one that a restart takes. Their data is "
-        f"not read; `tierckpt verify` reads it. {PLACES}"
+        "Lists the checkpoints, and marks the one that a restart takes; in a folder with several "
+        "jobs, a line for each job. Their data is not read; `tierckpt verify` reads it. "
+        f"{PLACES}"
     )
     parser.add_argument("path", type=place, nargs="+", metavar="PATH")
+    text = "also list the routed files of a version; default: of the one that a restart takes"
+    parser.add_argument(
+        "--files", type=version_number, nargs="?", const=NEWEST, metavar="V", help=text
+    )
     parser.set_defaults(run=list_versions)
     add_json(parser)
 
@@ -49,13 +55,20 @@ def list_versions(args: argparse.Namespace, console: Console) -> None:
     could not be read."""
     there = without_bare(survey(args.path))
     jobs = jobs_in(there)
-    if args.json:
-        each = [{"places": job, **_as_json(without_bare(survey(job)))} for job in jobs[1:] and jobs]
-        print(json.dumps({"jobs": each} if each else _as_json(there), indent=1))
+    if args.files is not None:
+        refuse_several_jobs(there, ", ".join(args.path))
+    if args.json and jobs[1:]:
+        each = [{"places": job, **_as_json(without_bare(survey(job)))} for job in jobs]
+        print(json.dumps({"jobs": each}, indent=1))
+    elif args.json:
+        files = {"files": files_as_json(args.path, args.files)} if args.files is not None else {}
+        print(json.dumps(_as_json(there) | files, indent=1))
     elif jobs[1:]:
         print_jobs(jobs, console)
     else:
         _print_all(rows_of(there), there, args.path, console)
+        if args.files is not None:
+            print_files(args.path, args.files, console)
     if there.unseen:
         raise ConfigError("not all places could be read: there may be more checkpoints")
 

@@ -1,0 +1,64 @@
+"""`tierckpt list --files`: the routed files of a version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierckpt._text import size_text
+from tierckpt.offline.survey import survey
+
+from ..columns import print_columns
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TITLES = ("rank", "size", "file")
+NEWEST = 0
+"""In place of a version's number: the one that a restart takes from disks."""
+
+
+@dataclass(frozen=True)
+class _File:
+    rank: int
+    nbytes: int
+    name: str
+
+
+def files_as_json(paths: Sequence[str], version: int) -> dict[str, Any]:
+    """The files of a version for other programs. Raises as `print_files`."""
+    number, files = _files_of(paths, version)
+    return {"version": number, "files": [asdict(each) for each in files]}
+
+
+def print_files(paths: Sequence[str], version: int, console: Console) -> None:
+    """Print the files of a version. Reads the heads of its shards. Raises RestoreError without such
+    a version."""
+    number, files = _files_of(paths, version)
+    if not files:
+        text = f"v{number} has no files: no program routed any (docs/files.md)"
+        console.print(text, soft_wrap=True)
+        return
+    console.print(f"files of v{number}:", soft_wrap=True)
+    lines = [(str(each.rank), size_text(each.nbytes) or "0 B", each.name) for each in files]
+    print_columns([TITLES, *lines], ("file",), console)
+
+
+def _files_of(paths: Sequence[str], version: int) -> tuple[int, list[_File]]:
+    from tierckpt.offline.load import leave_out_memory  # imports torch
+    from tierckpt.offline.stored_version import open_version
+
+    there = survey(paths)
+    leave_out_memory(there)
+    with closing(open_version(paths, version or None, lambda nbytes: None, there)) as found:
+        files = [
+            _File(rank, high - low, name)
+            for rank in range(len(found.shards))
+            for name, (low, high) in sorted(found.files(rank).items())
+        ]
+        return found.manifest.id.version, files
+
+
+__all__ = ["NEWEST", "files_as_json", "print_files"]
