@@ -58,7 +58,7 @@ class Boundary:
         self._levels.slot_handoff.take_stock()
         were_apart = self._agreement.apart
         agreed, broken = self._agreement.read()
-        newly_apart = agreed.apart and not were_apart
+        newly_apart = self._agreement.apart and not were_apart
         if (agreed.adapter == VOID or newly_apart) and self._last is not None:
             void, take = self._last
             self._schedule.requested |= frozenset(take)

@@ -332,9 +332,8 @@ class Checkpointer(CheckpointerCore):
                 progress.say(f"waiting for writes to {self.config.directory}")
                 rest = timeout_seconds and timeout_seconds - some
                 done = self._agent.wait(rest, on_look=progress.look)
-        if self._journal is not None:
-            end = math.inf if timeout_seconds is None else begin + timeout_seconds
-            done = self._journal.drain(end - time.monotonic()) and done
+        end = math.inf if timeout_seconds is None else begin + timeout_seconds
+        done = self._journal.drain(end - time.monotonic()) and done
         self._collect()
         return done
 
@@ -347,8 +346,7 @@ class Checkpointer(CheckpointerCore):
         """
         self._active.complete()
         self._replicas.finish()
-        if self._journal is not None:
-            self._journal.settle()
+        self._journal.settle()
 
     @property
     def closed(self) -> bool:

@@ -48,7 +48,7 @@ from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import Iterations, Unattached
-from tierckpt.journal.recorder import JournalRecorder
+from tierckpt.journal.journal import journal_of
 from tierckpt.journal.replay import Replay
 from tierckpt.journal.support import check_support
 from tierckpt.lineage.fork import ForkOrder, Forks
@@ -62,6 +62,7 @@ from tierckpt.restore.verified_version import VerifiedVersion, all_finished
 from tierckpt.restored import Restored
 from tierckpt.settings import Settings
 from tierckpt.snapshot.snapshot import Snapshot
+from tierckpt.snapshot.staging import normal_mode
 from tierckpt.state.training_state import TrainingState, label_optimizers
 from tierckpt.state.validate import refuse_model
 from tierckpt.storage.memory.job_directory import job_directory
@@ -89,13 +90,6 @@ ORPHANS = (
     "restore(strict=False) accepts this state. Change the values in place without gradients, or "
     "make them a buffer, or give the optimizer the new parameter"
 )
-
-
-def _normal_mode() -> contextlib.AbstractContextManager[object]:
-    """Context for copies that are kept: an evaluation may have set inference mode."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)
-    return contextlib.nullcontext()
 
 
 def _load_later(value: Any) -> None:
@@ -290,11 +284,9 @@ class CheckpointerCore(abc.ABC):
             self._unchanged,
         )
         undo.callback(self._active.close)
-        self._journal: JournalRecorder | None = None
-        if config.local.journal_steps:
-            parts = self._state, self._active.capture, reports, self._active.submit
-            self._journal = JournalRecorder(config, group, *parts)
-            undo.callback(self._journal.close)
+        parts = self._state, self._active.capture, reports, self._active.submit
+        self._journal = journal_of(config, group, *parts)
+        undo.callback(self._journal.close)
         self._replicas = ReplicaMonitor(
             config,
             group,
@@ -360,34 +352,29 @@ class CheckpointerCore(abc.ABC):
         place = self.iteration if self._iterations.explicit else self._released
         self._replicas.compare(agreed, self._agreement.rows, place)
         self._unchanged.compare(agreed.unchanged)
-        if self._agreement.superseded_earlier(self._history.generation):
+        id_ = VersionId(self._history.generation, self.version)
+        if self._agreement.superseded_earlier(id_.generation):
             self._resources.clear(self._node)
         unattended = self._halt.receive(agreed)
         if self._halt.reason is not Reason.NONE:
             _milestones.reached(_milestones.HALTING)
         take, vote = self._rounds.decide(self.version, agreed, force), self.adapter.vote()
-        if self._replicas.refusing or self._agreement.parted is not None:
+        stopped = self._replicas.refusing or self._agreement.parted is not None
+        if stopped:
             if self._replicas.asking:  # the result may be that nothing differs
                 self._schedule.requested |= frozenset(take)
             take = ()
             if force:
                 details = self._replicas.suspicion or "the details are known in a few steps"
                 self._reports.lost(self.version, f"replicas differ: {details}")
-        id_ = self._id()
-        if self._journal is not None:
-            sound = not self._replicas.refusing and self._agreement.parted is None and vote != VOID
-            with _normal_mode():
-                self._journal.boundary(
-                    self._facts(id_), self._packed, sound, LOCAL in take, self._agreement.local.safe
-                )
+        sound, local = not stopped and vote != VOID, LOCAL in take
+        safe = self._agreement.local.safe
+        self._journal.boundary(id_, self._facts, self._packed, sound, local, safe)
         snapshot = self._open_snapshot(id_, take, vote == VOID) if take else None
         halt, check = self._halt.vote(self.version), self._replicas.vote(place)
         row, unchanged = self._replicas.row(), self._unchanged.count
         self._rounds.vote(id_, begin, take, halt, vote, check, unchanged, row)
-        self._replicas.voted()
-        self._replicas.begin(self.version)
-        if self._active.release_early:
-            self._replicas.wake()
+        self._replicas.begin(self.version, self._active.release_early)
         if snapshot is not None:
             self._active.begin(snapshot, begin, self._trace)
         if self._trace is not None:
@@ -433,8 +420,7 @@ class CheckpointerCore(abc.ABC):
         if void:
             self._levels.slot_handoff.broken(id_)
             return None
-        with _normal_mode():
-            taken = self._active.take(facts, levels, self._measured, self._packed)
+        taken = self._active.take(facts, levels, self._measured, self._packed)
         if orphans := self._state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
         if heavy := self._state.new_heavy():
@@ -501,8 +487,7 @@ class CheckpointerCore(abc.ABC):
         error_barrier = ErrorBarrier(self.group)
         with error_barrier:
             self.complete()
-            if self._journal is not None:
-                self._journal.pause()
+            self._journal.pause()
             self._agreement.void()
             self._agent.wait(None)
             self._collect()
@@ -533,17 +518,17 @@ class CheckpointerCore(abc.ABC):
     @contextlib.contextmanager
     def _replay_of(self, attempt: VerifiedVersion, repeats: bool) -> Iterator[Replay | None]:
         """The records of the journal that follow a version; None without any. Collective."""
-        if self._journal is None or not repeats:
+        base, began, barrier = attempt.plan.id, self._history.began_last, ErrorBarrier(self.group)
+        replay = None
+        if repeats:
+            replay = self._journal.records_after(base, began, barrier, self.adapter.step_class)
+        if replay is None:
             yield None
             return
-        began = self._history.began_last
-        barrier = ErrorBarrier(self.group)
-        where = self.config.directory, self._state, barrier, self._reports
-        step_class = self.adapter.step_class
-        with contextlib.closing(Replay(*where, attempt.plan.id, began, step_class)) as replay:
+        with contextlib.closing(replay):
             self._iterations.repeating = True
             try:
-                yield replay if len(replay) else None
+                yield replay
             finally:
                 self._iterations.repeating = False
 
@@ -561,10 +546,10 @@ class CheckpointerCore(abc.ABC):
             self._state.drop_gradients()  # left by an interrupted iteration
             books = (self._agreement, self._pool, self._reports)
             mended = not self._local_enabled() or repair(attempt, self.group, self._levels, *books)
-            # Records alone do not give up the newer versions of an earlier run.
-            aside = self._journal is not None and self._went_back
-            if not mended or aside or loaded.result.base is not None:
+            if not mended or loaded.result.base is not None:
                 self._schedule.requested = frozenset((MEMORY, LOCAL))
+            if self._went_back:  # records alone do not give up the newer versions of an earlier run
+                self._schedule.requested |= self._journal.begins_with
             self._forks.marks.has_versions()
             return restore_session.report(loaded.result)
 
@@ -592,14 +577,12 @@ class CheckpointerCore(abc.ABC):
         self, source: str, selection: Selection, strict: bool, bar: Progress
     ) -> PartReport:
         self.complete()
-        if self._journal is not None:
-            self._journal.pause()
+        self._journal.pause()
         report = self._forks.load_from(source, selection, strict, bar)
         self._active.capture.forget()
         self._replicas.restart()
         self._unchanged.forget()
-        if self._journal is not None:
-            self._schedule.requested |= frozenset((MEMORY, LOCAL))
+        self._schedule.requested |= self._journal.begins_with
         return report
 
     def _go_on_from(
@@ -616,7 +599,7 @@ class CheckpointerCore(abc.ABC):
         self._schedule.start_at(result.version)
         self._levels.go_on_from(lineage, result, error_barrier)
         self._heartbeat.resumed(result.version)
-        if self._journal is not None and lineage:
+        if lineage:
             id_ = VersionId(result.generation, result.version)
             self._journal.begin_at(id_, self._history.generation)
         self.adapter.resumed(self.iteration)
@@ -671,7 +654,7 @@ class CheckpointerCore(abc.ABC):
             sealed.metric,
         ):
             return False
-        with _normal_mode():
+        with normal_mode():
             return self._active.capture.is_unmoved(manifest, image, self._packed())
 
     def _save_as_it_was(self, id_: VersionId, end: float) -> None:
@@ -728,8 +711,7 @@ class CheckpointerCore(abc.ABC):
         """Called at the beginning of a registered optimizer's step."""
         if self.adapter.before_step(label):
             self._barrier()
-            if self._journal is not None and self.adapter.reads_gradients(label):
-                self._journal.before_step(label)
+            self._journal.before_step(label, self.adapter.reads_gradients)
 
     def _barrier(self) -> None:
         """Wait until the copy is complete: the state may change after this call. Also called before
@@ -743,8 +725,7 @@ class CheckpointerCore(abc.ABC):
         if self._active.snapshot is not None:
             self._active.finish()
         self._replicas.finish()
-        if self._journal is not None:
-            self._journal.settle()
+        self._journal.settle()
         self._heartbeat.barrier(begin)
 
     def _keep_apart(self) -> None:
@@ -795,8 +776,7 @@ class CheckpointerCore(abc.ABC):
         self._active.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that ended
         self._active.close()
-        if self._journal is not None:
-            self._journal.close(remove)
+        self._journal.close(remove)
         self._replicas.restart()  # also frees its references to the state
         self._levels.drift.wait()
         if self._folders is not None:
