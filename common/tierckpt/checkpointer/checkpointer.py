@@ -32,7 +32,9 @@ from tierckpt.storage.routed.folders import FileFolders
 from tierckpt.storage.routed.version_files import VersionFiles
 
 from . import attach, shutdown
-from .core import WAIT_SECONDS, CheckpointerCore, as_number
+from .core import CheckpointerCore
+from .live_state import as_number
+from .save_now import WAIT_SECONDS
 
 NOTHING_LATER = "No further version is taken until restore()"
 MEET_SECONDS = 30.0
@@ -74,18 +76,20 @@ class Checkpointer(CheckpointerCore):
 
         With `boundary="forward"` the call only sets `metric`; an event reports that.
         """
-        self.metric = self.metric if metric is None else as_number(metric)
+        position = self._position
+        if metric is not None:
+            position.metric = as_number(metric)
         if not self._iterations.called():
             return
         self._own_hooks.called()
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
-        self.iteration, self._ahead = self.iteration + 1, 0
+        position.iteration, position.ahead = position.iteration + 1, 0
         if not (self._history.lineage or self._over):
             self._levels.begin_afresh()  # all ranks get here, including those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
-        self._agreement.passed(self.iteration)
+        self._agreement.passed(position.iteration)
 
     def save(self, now: bool = False) -> None:
         """Request a checkpoint on memory and local, independent of the intervals.
@@ -102,14 +106,14 @@ class Checkpointer(CheckpointerCore):
         if not now:
             self._agreement.ask()
             return
-        if self._saving:  # called by a callback, at the boundary of another save
+        if self._save_now.saving:  # called by a callback, at the boundary of another save
             return
         self._refuse_amid("save(now=True)", TierckptError)
-        if why := self._no_moment():
+        if why := self._save_now.no_moment():
             later = "" if self._agreement.parted is None else f". {NOTHING_LATER}"
             self._reports.notice(f"save(now=True) stores nothing: {why}{later}", logging.ERROR)
         else:
-            self._save_now()
+            self._save_now.save()
 
     @contextlib.contextmanager
     def files(self) -> Iterator[VersionFiles]:
@@ -165,7 +169,7 @@ class Checkpointer(CheckpointerCore):
         """
         self._refuse_closed("pin()", PinError)
         self._refuse_amid("pin()", PinError)
-        self._no_moment()  # evens out the votes, of which ranks may have cast different numbers
+        self._save_now.no_moment()  # ranks may have cast different numbers of votes
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
@@ -173,7 +177,7 @@ class Checkpointer(CheckpointerCore):
         """End the protection of `pin`; called in the same way."""
         self._refuse_closed("unpin()", PinError)
         self._refuse_amid("unpin()", PinError)
-        self._no_moment()
+        self._save_now.no_moment()
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
@@ -241,7 +245,7 @@ class Checkpointer(CheckpointerCore):
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):
             try:
-                self.restored = self._restore(version, strict, bar, order)
+                self.restored = self._restart.restore(version, strict, bar, order)
                 self._restored_paths = None if self._state.routed.kept else {}
             except RestoreError:  # on all ranks
                 # The training may continue, and open versions get no further votes.
@@ -311,7 +315,7 @@ class Checkpointer(CheckpointerCore):
         self._refuse_amid("load_from()", RestoreError)
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):
-            return self._load_from(os.fspath(source), selection, strict, bar)
+            return self._restart.load_from(os.fspath(source), selection, strict, bar)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every version is sealed and committed, or has failed, and every record of the
@@ -334,19 +338,8 @@ class Checkpointer(CheckpointerCore):
                 done = self._agent.wait(rest, on_look=progress.look)
         end = math.inf if timeout_seconds is None else begin + timeout_seconds
         done = self._journal.drain(end - time.monotonic()) and done
-        self._collect()
+        self._levels.collect()
         return done
-
-    def complete(self) -> None:
-        """Wait until the version in progress is sealed or has failed, and nothing reads the live
-        state. Not collective.
-
-        Call it between two steps, or in the middle of an iteration before an optimizer has begun
-        its step.
-        """
-        self._active.complete()
-        self._replicas.finish()
-        self._journal.settle()
 
     @property
     def closed(self) -> bool:
@@ -364,7 +357,7 @@ class Checkpointer(CheckpointerCore):
     @property
     def _amid(self) -> bool:
         """True inside a callback: during a step, a boundary, or another method."""
-        return self._saving or self._log.depth + self._callbacks.depth > 0
+        return self._save_now.saving or self._log.depth + self._callbacks.depth > 0
 
     def _refuse_amid(self, call: str, error: type[TierckptError]) -> None:
         """Raise `error` in a callback: ranks receive events at different times, so a collective
@@ -426,13 +419,13 @@ class Checkpointer(CheckpointerCore):
         """Make the end durable. Returns True if memory may be freed. Collective."""
         end, safe = None, False
         try:
-            if why := self._no_moment():
+            if why := self._save_now.no_moment():
                 self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
                 self._commit_newest()
                 return False
-            if self._went_back and self._steps_made == self._history.began_at:
+            if self._restart.went_back and self._live.steps_made == self._history.began_at:
                 text = f"no step was made after v{self.version}: newer versions stay"
-                self._say(text, logging.INFO)
+                self._reports.notice_once(text, logging.INFO)
                 return False
             end = self._begin_ending()
             safe = self._make_durable(end)
@@ -462,17 +455,17 @@ class Checkpointer(CheckpointerCore):
 
     def _make_durable(self, end: shutdown.Shutdown) -> bool:
         """Take the final checkpoint, if the state is new. False if it is not durable."""
-        if self._local_enabled() and not self._nothing_new():
-            if self._made_none and self._demand.commit_as_it_is(self._begun_from_memory()):
+        if self.config.uses("local") and not self._nothing_new():
+            if self._made_none and self._sealed.commit_as_it_is(self._begun_from_memory()):
                 self.wait(end.last_call - time.monotonic())
                 self._agreement.settle()
             else:
-                self._save_now(end.last_call)
+                self._save_now.save(end.last_call)
         if end.disk_has_all(self.wait):
             self._levels.promotion.backlog.flush_last()
         durable = self._nothing_new() or self._agreement.local.safe == self._id()
         # A job that ends early is restarted; without a disk it has only its memory.
-        return durable or not (self._local_enabled() or self._halt.reason < Reason.NONE)
+        return durable or not (self.config.uses("local") or self._halt.reason < Reason.NONE)
 
     def _await_others(self, end: shutdown.Shutdown | None, ranks_answer: bool, whole: bool) -> None:
         """Wait for other nodes and stores, then for all ranks if `ranks_answer`: all know by now
@@ -481,8 +474,8 @@ class Checkpointer(CheckpointerCore):
         try:
             with contextlib.closing(self._wait_progress()) as progress:
                 if end is not None and end.disk_answers:
-                    end.await_others(self._collect, progress)
-                    self._collect()
+                    end.await_others(self._levels.collect, progress)
+                    self._levels.collect()
                     progress.look()
                 if ranks_answer:
                     self.group.barrier()
@@ -554,7 +547,7 @@ class Checkpointer(CheckpointerCore):
         a DataLoader) and the node may be lost soon: the newest version in memory goes to disk.
         """
         signal_name = self._halt.signal_name
-        if signal_name and self._local_enabled() and not self._over:
+        if signal_name and self.config.uses("local") and not self._over:
             text = (
                 f"this rank received {signal_name}, and the training ended with an error: no "
                 "further checkpoint is taken; the newest version in memory is written to disk"
@@ -564,7 +557,7 @@ class Checkpointer(CheckpointerCore):
 
     def _commit_newest(self) -> None:
         self.wait(WAIT_SECONDS)
-        if self._demand.commit_newest():
+        if self._sealed.commit_newest():
             self.wait(WAIT_SECONDS)
 
     def __enter__(self) -> Checkpointer:
@@ -608,7 +601,7 @@ class Checkpointer(CheckpointerCore):
         memory = self._agreement.memory
         known = [*memory.open, *filter(None, [memory.safe])]
         taken = any(self._history.is_own(id_.generation) for id_ in known)
-        return self._steps_made == self._history.began_at and not taken
+        return self._live.steps_made == self._history.began_at and not taken
 
     def _begun_from_memory(self) -> VersionId | None:
         """The version of an earlier run that this run began with, if memory still has it."""

@@ -168,7 +168,7 @@ class Restart:
             else:
                 self.search.settle_rollback(found)
             if job.config.uses("local"):
-                repair(found, job.group, job.levels, job.agreement, job.pool, job.reports)
+                repair(found, job.group, job.levels)
             self.search.report(result)
 
     def refuse(self) -> None:
