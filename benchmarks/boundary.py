@@ -56,7 +56,7 @@ PARTS = {
         "coordination.agreement:Agreement.read",
     ),
     "take stock": ("coordination.slot_handoff:SlotHandoff.take_stock",),
-    "agent": ("checkpointer.tiers:Tiers.collect",),
+    "agent": ("checkpointer.levels.tiers:Tiers.collect",),
     "decide": ("checkpointer.rounds:Rounds.decide",),
     "cast the vote": (
         "checkpointer.rounds:Rounds.vote",

@@ -32,7 +32,7 @@ from tierckpt.storage.memory import image_file
 from tierckpt.storage.memory.job_directory import job_directory
 
 from .adapter import Adapter
-from .node_resources import lacking_bytes
+from .levels.node_resources import lacking_bytes
 
 Optimizers = (
     torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]

@@ -56,13 +56,13 @@ from tierckpt.tracing.recorder import open_trace
 from . import attach, shutdown
 from .active_snapshot import ActiveSnapshot
 from .adapter import Adapter, Handle, check_adapter
+from .levels.node_resources import NodeResources
+from .levels.sealed_versions import SealedVersions
+from .levels.tiers import Tiers
 from .live_state import LiveState, Position
-from .node_resources import NodeResources
 from .restart import Restart
 from .rounds import Rounds
 from .save_now import SaveNow
-from .sealed_versions import SealedVersions
-from .tiers import Tiers
 
 
 class CheckpointerParts(abc.ABC):

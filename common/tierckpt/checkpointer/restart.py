@@ -36,9 +36,9 @@ from tierckpt.restore.session import LoadedVersion, RestoreSession
 from tierckpt.restore.verified_version import VerifiedVersion, all_finished
 from tierckpt.restored import Restored
 
+from .levels.repair import repair
+from .levels.tiers import Tiers
 from .live_state import LiveState
-from .repair import repair
-from .tiers import Tiers
 
 
 class Restart:

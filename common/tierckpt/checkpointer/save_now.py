@@ -16,9 +16,9 @@ from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group
 from tierckpt.hooks.epoch_ends import EpochEnds
 
+from .levels.sealed_versions import Sealed, SealedVersions
+from .levels.tiers import Tiers
 from .live_state import LiveState
-from .sealed_versions import Sealed, SealedVersions
-from .tiers import Tiers
 
 WAIT_SECONDS = 60.0
 """Time limit for versions under way, if ranks came to the call from different iterations."""

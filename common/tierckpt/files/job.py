@@ -14,9 +14,9 @@ from typing import Any
 
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.callbacks import Job as JobFacts
-from tierckpt.checkpointer.node_resources import NodeResources
-from tierckpt.checkpointer.sealed_versions import SealedVersions
-from tierckpt.checkpointer.tiers import Tiers
+from tierckpt.checkpointer.levels.node_resources import NodeResources
+from tierckpt.checkpointer.levels.sealed_versions import SealedVersions
+from tierckpt.checkpointer.levels.tiers import Tiers
 from tierckpt.config import AUTO, AUTOMATIC, Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.vote_exchange import Cast

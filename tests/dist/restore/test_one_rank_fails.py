@@ -24,7 +24,7 @@ PACKAGE = Path(tierckpt.__file__).parent
 FILES = {
     str(PACKAGE / f"{name}.py")
     for name in (
-        *("checkpointer/repair", "checkpointer/tiers", "coordination/job_history"),
+        *("checkpointer/levels/repair", "checkpointer/levels/tiers", "coordination/job_history"),
         *("coordination/peer_setup", "coordination/rollback_records"),
         *("core/copies", "erasure/kernels", "erasure/parity_manifest"),
         *("format/shard_file", "format/shard_summary", "format/verify", "peer/parity_file"),

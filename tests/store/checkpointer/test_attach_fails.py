@@ -16,8 +16,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ddp_ckpt
 import tierckpt
-from tierckpt.checkpointer import active_snapshot, node_resources, parts, tiers
+from tierckpt.checkpointer import active_snapshot, parts
 from tierckpt.checkpointer.adapter import PlainAdapter
+from tierckpt.checkpointer.levels import node_resources, tiers
 from tierckpt.errors import TierckptError, UnsupportedStateError
 from tierckpt.hooks import install
 
