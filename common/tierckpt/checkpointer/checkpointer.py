@@ -19,9 +19,7 @@ import torch
 from tierckpt import _milestones
 from tierckpt.callbacks import Callbacks
 from tierckpt.coordination.pinning import mark_everywhere
-from tierckpt.core.halt_conditions import Reason
 from tierckpt.errors import PinError, RestoreError, TierckptError
-from tierckpt.format.ids import VersionId, on_lineage
 from tierckpt.lineage.fork import ForkOrder
 from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.restore.progress import Progress
@@ -31,10 +29,10 @@ from tierckpt.state.extras import check_extra
 from tierckpt.storage.routed.folders import FileFolders
 from tierckpt.storage.routed.version_files import VersionFiles
 
-from . import attach, shutdown
+from . import shutdown
 from .core import CheckpointerCore
+from .final_version import FinalVersion
 from .live_state import as_number
-from .save_now import WAIT_SECONDS
 
 NOTHING_LATER = "No further version is taken until restore()"
 MEET_SECONDS = 30.0
@@ -329,7 +327,9 @@ class Checkpointer(CheckpointerCore):
         begin = time.monotonic()
         self.complete()
         some = shutdown.NOTICE_SECONDS
-        with contextlib.closing(self._wait_progress()) as progress:
+        rank = self.group.rank
+        shown = self.config, self._agent, self._reports, rank, self._node.first == rank
+        with contextlib.closing(shutdown.WaitProgress(*shown)) as progress:
             if timeout_seconds is not None and timeout_seconds <= some:
                 done = self._agent.wait(timeout_seconds, on_look=progress.look)
             elif not (done := self._agent.wait(some, on_look=progress.look)):
@@ -394,7 +394,7 @@ class Checkpointer(CheckpointerCore):
         with self._end():
             begin = time.perf_counter()
             self._halt.disarm()
-            remove = self._finish()
+            remove = self._final_version().make(self._restart.went_back)
             drifted = self._replicas.error
             self._reports.emit(
                 "closed",
@@ -406,6 +406,12 @@ class Checkpointer(CheckpointerCore):
         if drifted is not None:
             raise drifted
 
+    def _final_version(self) -> FinalVersion:
+        about = self.config, self.group, self._node, self._live, self._levels
+        return FinalVersion(
+            *about, self._sealed, self._save_now, self._halt, self._replicas, self.wait
+        )
+
     @contextlib.contextmanager
     def _end(self) -> Iterator[None]:
         """Context of the end: callbacks still receive events, but cannot begin anything."""
@@ -414,85 +420,6 @@ class Checkpointer(CheckpointerCore):
             yield
         finally:
             self._shutdown = False
-
-    def _finish(self) -> bool:
-        """Make the end durable. Returns True if memory may be freed. Collective."""
-        end, safe = None, False
-        try:
-            if why := self._save_now.no_moment():
-                self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
-                self._commit_newest()
-                return False
-            if self._restart.went_back and self._live.steps_made == self._history.began_at:
-                text = f"no step was made after v{self.version}: newer versions stay"
-                self._reports.notice_once(text, logging.INFO)
-                return False
-            end = self._begin_ending()
-            safe = self._make_durable(end)
-        except Exception as error:
-            self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
-        # Slots of the previous run, if it was not restored, may be its only copy.
-        before = not self._history.lineage and any(self._resources.job.sealed())
-        ranks_answer, answers = True, end is not None and end.disk_answers
-        digest = self._replicas.last_digest(self.version)
-        try:
-            gathered = self.group.all_gather_object((safe, before, answers, digest))
-            outcomes = [each[:3] for each in gathered]
-            self._replicas.compare_last([digest for *_, digest in gathered])
-        except Exception as error:
-            outcomes, ranks_answer = [(False, before, answers)], False
-            self._reports.notice(f"the other ranks do not answer: {error!r}", logging.ERROR)
-        if not (safe := all(safe for safe, _, _ in outcomes)):
-            left = "the memory of this node has no version either"
-            if any(self._resources.job.sealed()):
-                left = f"the versions in memory stay for a restart ({self._resources.job.path})"
-            severity = logging.ERROR if self._node.first == self.group.rank else logging.DEBUG
-            text = f"v{self.version} is not durable: on some rank it is not on disk"
-            self._reports.notice(f"{text}; {left}", severity)
-        whole = safe and all(answers for _, _, answers in outcomes)
-        self._await_others(end, ranks_answer, whole)
-        return safe and not any(before for _, before, _ in outcomes)
-
-    def _make_durable(self, end: shutdown.Shutdown) -> bool:
-        """Take the final checkpoint, if the state is new. False if it is not durable."""
-        if self.config.uses("local") and not self._nothing_new():
-            if self._made_none and self._sealed.commit_as_it_is(self._begun_from_memory()):
-                self.wait(end.last_call - time.monotonic())
-                self._agreement.settle()
-            else:
-                self._save_now.save(end.last_call)
-        if end.disk_has_all(self.wait):
-            self._levels.promotion.backlog.flush_last()
-        durable = self._nothing_new() or self._agreement.local.safe == self._id()
-        # A job that ends early is restarted; without a disk it has only its memory.
-        return durable or not (self.config.uses("local") or self._halt.reason < Reason.NONE)
-
-    def _await_others(self, end: shutdown.Shutdown | None, ranks_answer: bool, whole: bool) -> None:
-        """Wait for other nodes and stores, then for all ranks if `ranks_answer`: all know by now
-        which versions are durable, and none takes longer than the group's timeout. If `whole`, all
-        of the state is durable, and older versions that were kept for its sake are retired."""
-        try:
-            with contextlib.closing(self._wait_progress()) as progress:
-                if end is not None and end.disk_answers:
-                    end.await_others(self._levels.collect, progress)
-                    self._levels.collect()
-                    progress.look()
-                if ranks_answer:
-                    self.group.barrier()
-            if whole and self._history.lineage:
-                self._agreement.settle()
-                self._levels.promotion.retire()
-        except Exception as error:
-            self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
-
-    def _wait_progress(self) -> shutdown.WaitProgress:
-        rank = self.group.rank
-        where = (self.config, self._agent, self._reports)
-        return shutdown.WaitProgress(*where, rank, self._node.first == rank)
-
-    def _begin_ending(self) -> shutdown.Shutdown:
-        nbytes = attach.shard_bytes(self._state, self.group.size) * len(self._node.ranks)
-        return shutdown.Shutdown(self.config, self._agent, self._reports, self._halt, nbytes)
 
     def abandon(self, commit_newest: bool = False) -> None:
         """End without a final checkpoint, and leave all versions for a restart; not collective.
@@ -510,7 +437,7 @@ class Checkpointer(CheckpointerCore):
             except Exception as error:
                 self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
             if commit_newest:
-                self._commit_newest()
+                self._save_now.commit_newest()
             self._shut_down(remove=False, abandoned=True)
 
     def close_or_abandon(self) -> None:
@@ -555,11 +482,6 @@ class Checkpointer(CheckpointerCore):
             self._reports.notice(text, logging.WARNING)
         self.abandon(commit_newest=bool(signal_name))
 
-    def _commit_newest(self) -> None:
-        self.wait(WAIT_SECONDS)
-        if self._sealed.commit_newest():
-            self.wait(WAIT_SECONDS)
-
     def __enter__(self) -> Checkpointer:
         """Enter the context: no effect."""
         return self
@@ -584,29 +506,3 @@ class Checkpointer(CheckpointerCore):
         """Add an object to `extra` after construction, before the first boundary or restore."""
         check_extra("extra_per_rank" if per_rank else "extra", name, obj)
         (self._state.extra_per_rank if per_rank else self._state.extra)[name] = obj
-
-    def _nothing_new(self) -> bool:
-        """True if no step was made since the start, or since a restore from disk."""
-        if not self._made_none:
-            return False
-        begun = self._history.began_at
-        durable, past = self._agreement.local.safe, self._history.lineage
-        if durable is None or durable.version != begun:
-            return begun == 0
-        return on_lineage(durable, past)
-
-    @property
-    def _made_none(self) -> bool:
-        """True if no step was made and no version taken since the start or the restore."""
-        memory = self._agreement.memory
-        known = [*memory.open, *filter(None, [memory.safe])]
-        taken = any(self._history.is_own(id_.generation) for id_ in known)
-        return self._live.steps_made == self._history.began_at and not taken
-
-    def _begun_from_memory(self) -> VersionId | None:
-        """The version of an earlier run that this run began with, if memory still has it."""
-        safe, begun = self._agreement.memory.safe, self._history.began_at
-        known = (
-            safe is not None and safe.version == begun and on_lineage(safe, self._history.lineage)
-        )
-        return safe if known else None

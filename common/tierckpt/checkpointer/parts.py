@@ -235,38 +235,15 @@ class CheckpointerParts(abc.ABC):
             self.adapter.extra_syntax,
         )
         undo.callback(self._own_hooks.close)
-        self._live = LiveState(
-            self.group,
-            self.adapter,
-            self._state,
-            self._position,
-            self._iterations,
-            self._active.capture,
-            self._replicas,
-            self._unchanged,
-            self._reports,
-        )
-        self._restart = Restart(
-            self.config,
-            self.group,
-            self._live,
-            self._levels,
-            self._journal,
-            self._forks,
-            self._schedule,
-            self._heartbeat,
-            self.complete,
-        )
-        self._save_now = SaveNow(
-            self.group,
-            self._live,
-            self._levels,
-            self._sealed,
-            self._epoch_ends,
-            self._heartbeat,
-            partial(self._boundary, force=True),
-            self.wait,
-        )
+        capture = self._active.capture
+        place = self.group, self.adapter, self._state, self._position, self._iterations
+        self._live = LiveState(*place, capture, self._replicas, self._unchanged, self._reports)
+        about = self.config, self.group, self._live, self._levels
+        going_on = self._journal, self._forks, self._schedule, self._heartbeat
+        self._restart = Restart(*about, *going_on, self.complete)
+        take = partial(self._boundary, force=True)
+        around = self._sealed, self._epoch_ends, self._heartbeat
+        self._save_now = SaveNow(self.group, self._live, self._levels, *around, take, self.wait)
         self._halt = HaltController(self.config, self.group.rank, self._node, self._reports.notice)
         undo.callback(self._halt.close)
 

@@ -98,6 +98,12 @@ class SaveNow:
         if found is Sealed.MOVED_ON and self._levels.agreement.memory.safe != taken:
             self._save_as_it_was(boundary, end)
 
+    def commit_newest(self) -> None:
+        """Write the newest version in memory to local, if it is not there. Not collective."""
+        self._wait(WAIT_SECONDS)
+        if self._sealed.commit_newest():
+            self._wait(WAIT_SECONDS)
+
     def _save_as_it_was(self, id_: VersionId, end: float) -> None:
         """Store the state of the boundary, after an event said why the live state could not be
         stored."""
@@ -141,4 +147,4 @@ def no_moment(
     return next(iter(reasons), ""), same_votes, min(counts) == max(counts)
 
 
-__all__ = ["WAIT_SECONDS", "SaveNow"]
+__all__ = ["SaveNow"]
