@@ -52,14 +52,14 @@ PARTS = {
     ),
     "boundary": ("checkpointer.core:CheckpointerCore._boundary",),
     "read the votes": (
-        "checkpointer.boundary:Boundary.hear",
+        "checkpointer.rounds:Rounds.hear",
         "coordination.agreement:Agreement.read",
     ),
     "take stock": ("coordination.slot_handoff:SlotHandoff.take_stock",),
-    "agent": ("checkpointer.tiers:Tiers.collect",),
-    "decide": ("checkpointer.boundary:Boundary.decide",),
+    "agent": ("checkpointer.levels.tiers:Tiers.collect",),
+    "decide": ("checkpointer.rounds:Rounds.decide",),
     "cast the vote": (
-        "checkpointer.boundary:Boundary.vote",
+        "checkpointer.rounds:Rounds.vote",
         "coordination.agreement:Agreement.launch",
     ),
     "halt": (

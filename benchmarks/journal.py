@@ -111,8 +111,7 @@ class Side:
 
     def _stop(self) -> None:
         """Make no records before the next version."""
-        if self.ckpt._journal is not None:
-            self.ckpt._journal.pause()
+        self.ckpt._journal.pause()
 
     def bytes_a_step(self, steps: int) -> int:
         """Bytes on disk of one step, of all ranks; those of the last block, of so many steps."""

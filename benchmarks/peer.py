@@ -27,7 +27,8 @@ from lib.shards import manifest, shared
 from tierckpt.erasure import isal
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
-from tierckpt.peer.exchange import Exchange, Party, Report, Shard
+from tierckpt.peer.exchange import Exchange, Report, Shard
+from tierckpt.peer.party import Party
 from tierckpt.peer.transport import Transport
 from tierckpt.storage.local.store import LocalStore
 

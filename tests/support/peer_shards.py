@@ -22,8 +22,9 @@ from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import digest
 from tierckpt.format.piece_table import encode_table
 from tierckpt.peer.address import Address
-from tierckpt.peer.exchange import Exchange, Party, Report, Shard
+from tierckpt.peer.exchange import Exchange, Report, Shard
 from tierckpt.peer.parity_file import check_parity
+from tierckpt.peer.party import Party
 from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.transport import Limits, Transport
 from tierckpt.storage.local.store import LocalStore

@@ -31,7 +31,8 @@ from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.peer.address import Address
-from tierckpt.peer.exchange import Exchange, Party, Shard
+from tierckpt.peer.exchange import Exchange, Shard
+from tierckpt.peer.party import Party
 from tierckpt.peer.transport import Transport
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory

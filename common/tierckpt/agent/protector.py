@@ -21,7 +21,8 @@ from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.errors import LEFT_OUT, ConfigError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.peer.address import Address, own_host
-from tierckpt.peer.exchange import Exchange, Party, Shard
+from tierckpt.peer.exchange import Exchange, Shard
+from tierckpt.peer.party import Party
 from tierckpt.peer.read_server import ReadServer
 from tierckpt.peer.transport import Transport
 from tierckpt.storage.local.store import LocalStore

@@ -25,7 +25,7 @@ from tierckpt.snapshot import copy_engine
 from tierckpt.snapshot.copier import Copier, Work
 from tierckpt.snapshot.phase import Phase
 from tierckpt.snapshot.snapshot import Snapshot, SnapshotError
-from tierckpt.snapshot.staging import Staging
+from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
 
@@ -97,7 +97,8 @@ class ActiveSnapshot:
             if (measured := metric()) is not None:
                 facts = replace(facts, metric=measured)
             choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
-            return self.capture.take(facts, levels, adapter(), choose_slot, self._handoff.done)
+            with normal_mode():
+                return self.capture.take(facts, levels, adapter(), choose_slot, self._handoff.done)
         except Exception as error:
             self._handoff.broken(facts.id)
             self._reports.lost(facts.id.version, f"the state could not be captured: {error}")

@@ -23,13 +23,13 @@ from tierckpt.restored import Restored
 from tierckpt.state.training_state import TrainingState
 
 if TYPE_CHECKING:
-    from .core import CheckpointerCore
+    from .parts import CheckpointerParts
 
 
 class Handle:
     """The part of one Checkpointer that is for its adapter. Training thread, but for `release`."""
 
-    def __init__(self, checkpointer: CheckpointerCore) -> None:
+    def __init__(self, checkpointer: CheckpointerParts) -> None:
         self._checkpointer = checkpointer
 
     # --- the training --------------------------------------------------------------------------
@@ -57,12 +57,12 @@ class Handle:
     @property
     def steps_made(self) -> int:
         """Completed optimizer steps; the sum of the two."""
-        return self._checkpointer._steps_made
+        return self._checkpointer._live.steps_made
 
     @property
     def iteration(self) -> int:
         """The number that `restore()` returns for the live state in a loop that calls `step()`."""
-        return self._checkpointer._live_iteration
+        return self._checkpointer._live.iteration
 
     @property
     def restored(self) -> Restored:
@@ -121,7 +121,7 @@ class Handle:
 
     def notice_once(self, text: str, severity: int) -> None:
         """Emit an event that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
-        self._checkpointer._say(text, severity)
+        self._checkpointer._reports.notice_once(text, severity)
 
     @property
     def traces(self) -> bool:
@@ -182,7 +182,7 @@ class Handle:
             iteration: calls of `step()` before this one.
             lineage: `Handle.lineage` of the previous checkpointer.
         """
-        self._checkpointer._carry_on(version, iteration, lineage)
+        self._checkpointer._restart.carry_on(version, iteration, lineage)
 
 
 @runtime_checkable

@@ -2,24 +2,101 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from tierckpt import _garbage
 from tierckpt._text import some
+from tierckpt.callbacks import Job
 from tierckpt.config import Config
+from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.shown_once import said_by
-from tierckpt.errors import NodeHealthError
+from tierckpt.core.levels import LEDGERS, MEMORY
+from tierckpt.errors import NodeHealthError, TierckptError
 from tierckpt.group import Group, Node
+from tierckpt.journal.support import check_support
 from tierckpt.state import tree_codec
 from tierckpt.state.names import named_modules
-from tierckpt.state.training_state import TrainingState
+from tierckpt.state.training_state import TrainingState, label_optimizers
+from tierckpt.state.validate import refuse_model
 from tierckpt.storage import health
 from tierckpt.storage.memory import image_file
 from tierckpt.storage.memory.job_directory import job_directory
 
-from .node_resources import lacking_bytes
+from .adapter import Adapter
+from .levels.node_resources import lacking_bytes
+
+Optimizers = (
+    torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+)
+
+
+def agree(
+    group: Group,
+    adapter: Adapter,
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    extra: Mapping[str, Any] | None,
+    extra_per_rank: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    config_file: str | os.PathLike[str] | None,
+) -> tuple[TrainingState, Config, JobTopology]:
+    """Check this rank's arguments and settings, and compare the settings with the other ranks'.
+    Collective; arguments as for `Checkpointer`.
+
+    Raises ConfigError or UnsupportedStateError on all ranks, naming those with a problem.
+    """
+    with _on_all_ranks(group), _garbage.paused():
+        refuse_model(model)
+        given = label_optimizers(optimizer)
+        shared = adapter.reduced_parameters(), adapter.untrained_parameters()
+        state = TrainingState(model, given, extra, extra_per_rank, *shared)
+        check_state(state)
+    config, topology = agree_on_settings(settings, config_file, group)
+    with _on_all_ranks(group):
+        check_support(config, state, adapter.repeats_steps, adapter.step_class)
+    state.forward_changes(config.forward_changes)
+    return state, config, topology
+
+
+@contextlib.contextmanager
+def _on_all_ranks(group: Group) -> Iterator[None]:
+    """Context whose error all ranks raise: those without it, in `agree_on_settings`."""
+    try:
+        yield
+    except TierckptError as error:
+        raise refused(error, group) from error.__cause__
+
+
+def job_of(config: Config, group: Group, node: Node) -> Job:
+    """This rank's place in the job, for callbacks."""
+    levels = tuple(str(e) for e in LEDGERS if e == MEMORY or config.uses(e))
+    job_id = job_directory(config).job
+    return Job(job_id, group.rank, group.size, node.ranks.index(group.rank), levels)
+
+
+def report_problems(
+    config: Config, group: Group, state: TrainingState, reports: Reports, *severe: str
+) -> None:
+    """Report `severe` problems that are not empty, settings without effect, and state that is not
+    stored or is stored in a way of its own."""
+    for text in severe:
+        if text and group.rank == 0:
+            reports.notice(text, logging.ERROR)
+    if idle := config.idle:
+        reports.notice_once(f"without persistent_path there is no effect of {some(idle)}")
+    if omitted := left_out(state):
+        reports.notice_once(omitted, logging.INFO)
+    for text in own_ways(state):
+        reports.notice_once(text)
 
 
 def check_state(state: TrainingState) -> None:

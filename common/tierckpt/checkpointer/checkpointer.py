@@ -19,9 +19,7 @@ import torch
 from tierckpt import _milestones
 from tierckpt.callbacks import Callbacks
 from tierckpt.coordination.pinning import mark_everywhere
-from tierckpt.core.halt_conditions import Reason
 from tierckpt.errors import PinError, RestoreError, TierckptError
-from tierckpt.format.ids import VersionId, on_lineage
 from tierckpt.lineage.fork import ForkOrder
 from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.restore.progress import Progress
@@ -31,8 +29,10 @@ from tierckpt.state.extras import check_extra
 from tierckpt.storage.routed.folders import FileFolders
 from tierckpt.storage.routed.version_files import VersionFiles
 
-from . import attach, shutdown
-from .core import WAIT_SECONDS, CheckpointerCore, as_number
+from . import shutdown
+from .core import CheckpointerCore
+from .final_version import FinalVersion
+from .live_state import as_number
 
 NOTHING_LATER = "No further version is taken until restore()"
 MEET_SECONDS = 30.0
@@ -74,18 +74,20 @@ class Checkpointer(CheckpointerCore):
 
         With `boundary="forward"` the call only sets `metric`; an event reports that.
         """
-        self.metric = self.metric if metric is None else as_number(metric)
+        position = self._position
+        if metric is not None:
+            position.metric = as_number(metric)
         if not self._iterations.called():
             return
         self._own_hooks.called()
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
-        self.iteration, self._ahead = self.iteration + 1, 0
+        position.iteration, position.ahead = position.iteration + 1, 0
         if not (self._history.lineage or self._over):
             self._levels.begin_afresh()  # all ranks get here, including those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
-        self._agreement.passed(self.iteration)
+        self._agreement.passed(position.iteration)
 
     def save(self, now: bool = False) -> None:
         """Request a checkpoint on memory and local, independent of the intervals.
@@ -102,14 +104,14 @@ class Checkpointer(CheckpointerCore):
         if not now:
             self._agreement.ask()
             return
-        if self._saving:  # called by a callback, at the boundary of another save
+        if self._save_now.saving:  # called by a callback, at the boundary of another save
             return
         self._refuse_amid("save(now=True)", TierckptError)
-        if why := self._no_moment():
+        if why := self._save_now.no_moment():
             later = "" if self._agreement.parted is None else f". {NOTHING_LATER}"
             self._reports.notice(f"save(now=True) stores nothing: {why}{later}", logging.ERROR)
         else:
-            self._save_now()
+            self._save_now.save()
 
     @contextlib.contextmanager
     def files(self) -> Iterator[VersionFiles]:
@@ -165,7 +167,7 @@ class Checkpointer(CheckpointerCore):
         """
         self._refuse_closed("pin()", PinError)
         self._refuse_amid("pin()", PinError)
-        self._no_moment()  # evens out the votes, of which ranks may have cast different numbers
+        self._save_now.no_moment()  # ranks may have cast different numbers of votes
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
@@ -173,7 +175,7 @@ class Checkpointer(CheckpointerCore):
         """End the protection of `pin`; called in the same way."""
         self._refuse_closed("unpin()", PinError)
         self._refuse_amid("unpin()", PinError)
-        self._no_moment()
+        self._save_now.no_moment()
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
@@ -241,7 +243,7 @@ class Checkpointer(CheckpointerCore):
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):
             try:
-                self.restored = self._restore(version, strict, bar, order)
+                self.restored = self._restart.restore(version, strict, bar, order)
                 self._restored_paths = None if self._state.routed.kept else {}
             except RestoreError:  # on all ranks
                 # The training may continue, and open versions get no further votes.
@@ -311,7 +313,7 @@ class Checkpointer(CheckpointerCore):
         self._refuse_amid("load_from()", RestoreError)
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):
-            return self._load_from(os.fspath(source), selection, strict, bar)
+            return self._restart.load_from(os.fspath(source), selection, strict, bar)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every version is sealed and committed, or has failed, and every record of the
@@ -325,30 +327,19 @@ class Checkpointer(CheckpointerCore):
         begin = time.monotonic()
         self.complete()
         some = shutdown.NOTICE_SECONDS
-        with contextlib.closing(self._wait_progress()) as progress:
+        rank = self.group.rank
+        shown = self.config, self._agent, self._reports, rank, self._node.first == rank
+        with contextlib.closing(shutdown.WaitProgress(*shown)) as progress:
             if timeout_seconds is not None and timeout_seconds <= some:
                 done = self._agent.wait(timeout_seconds, on_look=progress.look)
             elif not (done := self._agent.wait(some, on_look=progress.look)):
                 progress.say(f"waiting for writes to {self.config.directory}")
                 rest = timeout_seconds and timeout_seconds - some
                 done = self._agent.wait(rest, on_look=progress.look)
-        if self._journal is not None:
-            end = math.inf if timeout_seconds is None else begin + timeout_seconds
-            done = self._journal.drain(end - time.monotonic()) and done
-        self._collect()
+        end = math.inf if timeout_seconds is None else begin + timeout_seconds
+        done = self._journal.drain(end - time.monotonic()) and done
+        self._levels.collect()
         return done
-
-    def complete(self) -> None:
-        """Wait until the version in progress is sealed or has failed, and nothing reads the live
-        state. Not collective.
-
-        Call it between two steps, or in the middle of an iteration before an optimizer has begun
-        its step.
-        """
-        self._active.complete()
-        self._replicas.finish()
-        if self._journal is not None:
-            self._journal.settle()
 
     @property
     def closed(self) -> bool:
@@ -366,7 +357,7 @@ class Checkpointer(CheckpointerCore):
     @property
     def _amid(self) -> bool:
         """True inside a callback: during a step, a boundary, or another method."""
-        return self._saving or self._log.depth + self._callbacks.depth > 0
+        return self._save_now.saving or self._log.depth + self._callbacks.depth > 0
 
     def _refuse_amid(self, call: str, error: type[TierckptError]) -> None:
         """Raise `error` in a callback: ranks receive events at different times, so a collective
@@ -403,7 +394,7 @@ class Checkpointer(CheckpointerCore):
         with self._end():
             begin = time.perf_counter()
             self._halt.disarm()
-            remove = self._finish()
+            remove = self._final_version().make(self._restart.went_back)
             drifted = self._replicas.error
             self._reports.emit(
                 "closed",
@@ -415,6 +406,12 @@ class Checkpointer(CheckpointerCore):
         if drifted is not None:
             raise drifted
 
+    def _final_version(self) -> FinalVersion:
+        about = self.config, self.group, self._node, self._live, self._levels
+        return FinalVersion(
+            *about, self._sealed, self._save_now, self._halt, self._replicas, self.wait
+        )
+
     @contextlib.contextmanager
     def _end(self) -> Iterator[None]:
         """Context of the end: callbacks still receive events, but cannot begin anything."""
@@ -423,85 +420,6 @@ class Checkpointer(CheckpointerCore):
             yield
         finally:
             self._shutdown = False
-
-    def _finish(self) -> bool:
-        """Make the end durable. Returns True if memory may be freed. Collective."""
-        end, safe = None, False
-        try:
-            if why := self._no_moment():
-                self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
-                self._commit_newest()
-                return False
-            if self._went_back and self._steps_made == self._history.began_at:
-                text = f"no step was made after v{self.version}: newer versions stay"
-                self._say(text, logging.INFO)
-                return False
-            end = self._begin_ending()
-            safe = self._make_durable(end)
-        except Exception as error:
-            self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
-        # Slots of the previous run, if it was not restored, may be its only copy.
-        before = not self._history.lineage and any(self._resources.job.sealed())
-        ranks_answer, answers = True, end is not None and end.disk_answers
-        digest = self._replicas.last_digest(self.version)
-        try:
-            gathered = self.group.all_gather_object((safe, before, answers, digest))
-            outcomes = [each[:3] for each in gathered]
-            self._replicas.compare_last([digest for *_, digest in gathered])
-        except Exception as error:
-            outcomes, ranks_answer = [(False, before, answers)], False
-            self._reports.notice(f"the other ranks do not answer: {error!r}", logging.ERROR)
-        if not (safe := all(safe for safe, _, _ in outcomes)):
-            left = "the memory of this node has no version either"
-            if any(self._resources.job.sealed()):
-                left = f"the versions in memory stay for a restart ({self._resources.job.path})"
-            severity = logging.ERROR if self._node.first == self.group.rank else logging.DEBUG
-            text = f"v{self.version} is not durable: on some rank it is not on disk"
-            self._reports.notice(f"{text}; {left}", severity)
-        whole = safe and all(answers for _, _, answers in outcomes)
-        self._await_others(end, ranks_answer, whole)
-        return safe and not any(before for _, before, _ in outcomes)
-
-    def _make_durable(self, end: shutdown.Shutdown) -> bool:
-        """Take the final checkpoint, if the state is new. False if it is not durable."""
-        if self._local_enabled() and not self._nothing_new():
-            if self._made_none and self._demand.commit_as_it_is(self._begun_from_memory()):
-                self.wait(end.last_call - time.monotonic())
-                self._agreement.settle()
-            else:
-                self._save_now(end.last_call)
-        if end.disk_has_all(self.wait):
-            self._levels.promotion.backlog.flush_last()
-        durable = self._nothing_new() or self._agreement.local.safe == self._id()
-        # A job that ends early is restarted; without a disk it has only its memory.
-        return durable or not (self._local_enabled() or self._halt.reason < Reason.NONE)
-
-    def _await_others(self, end: shutdown.Shutdown | None, ranks_answer: bool, whole: bool) -> None:
-        """Wait for other nodes and stores, then for all ranks if `ranks_answer`: all know by now
-        which versions are durable, and none takes longer than the group's timeout. If `whole`, all
-        of the state is durable, and older versions that were kept for its sake are retired."""
-        try:
-            with contextlib.closing(self._wait_progress()) as progress:
-                if end is not None and end.disk_answers:
-                    end.await_others(self._collect, progress)
-                    self._collect()
-                    progress.look()
-                if ranks_answer:
-                    self.group.barrier()
-            if whole and self._history.lineage:
-                self._agreement.settle()
-                self._levels.promotion.retire()
-        except Exception as error:
-            self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
-
-    def _wait_progress(self) -> shutdown.WaitProgress:
-        rank = self.group.rank
-        where = (self.config, self._agent, self._reports)
-        return shutdown.WaitProgress(*where, rank, self._node.first == rank)
-
-    def _begin_ending(self) -> shutdown.Shutdown:
-        nbytes = attach.shard_bytes(self._state, self.group.size) * len(self._node.ranks)
-        return shutdown.Shutdown(self.config, self._agent, self._reports, self._halt, nbytes)
 
     def abandon(self, commit_newest: bool = False) -> None:
         """End without a final checkpoint, and leave all versions for a restart; not collective.
@@ -519,7 +437,7 @@ class Checkpointer(CheckpointerCore):
             except Exception as error:
                 self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
             if commit_newest:
-                self._commit_newest()
+                self._save_now.commit_newest()
             self._shut_down(remove=False, abandoned=True)
 
     def close_or_abandon(self) -> None:
@@ -556,18 +474,13 @@ class Checkpointer(CheckpointerCore):
         a DataLoader) and the node may be lost soon: the newest version in memory goes to disk.
         """
         signal_name = self._halt.signal_name
-        if signal_name and self._local_enabled() and not self._over:
+        if signal_name and self.config.uses("local") and not self._over:
             text = (
                 f"this rank received {signal_name}, and the training ended with an error: no "
                 "further checkpoint is taken; the newest version in memory is written to disk"
             )
             self._reports.notice(text, logging.WARNING)
         self.abandon(commit_newest=bool(signal_name))
-
-    def _commit_newest(self) -> None:
-        self.wait(WAIT_SECONDS)
-        if self._demand.commit_newest():
-            self.wait(WAIT_SECONDS)
 
     def __enter__(self) -> Checkpointer:
         """Enter the context: no effect."""
@@ -593,29 +506,3 @@ class Checkpointer(CheckpointerCore):
         """Add an object to `extra` after construction, before the first boundary or restore."""
         check_extra("extra_per_rank" if per_rank else "extra", name, obj)
         (self._state.extra_per_rank if per_rank else self._state.extra)[name] = obj
-
-    def _nothing_new(self) -> bool:
-        """True if no step was made since the start, or since a restore from disk."""
-        if not self._made_none:
-            return False
-        begun = self._history.began_at
-        durable, past = self._agreement.local.safe, self._history.lineage
-        if durable is None or durable.version != begun:
-            return begun == 0
-        return on_lineage(durable, past)
-
-    @property
-    def _made_none(self) -> bool:
-        """True if no step was made and no version taken since the start or the restore."""
-        memory = self._agreement.memory
-        known = [*memory.open, *filter(None, [memory.safe])]
-        taken = any(self._history.is_own(id_.generation) for id_ in known)
-        return self._steps_made == self._history.began_at and not taken
-
-    def _begun_from_memory(self) -> VersionId | None:
-        """The version of an earlier run that this run began with, if memory still has it."""
-        safe, begun = self._agreement.memory.safe, self._history.began_at
-        known = (
-            safe is not None and safe.version == begun and on_lineage(safe, self._history.lineage)
-        )
-        return safe if known else None

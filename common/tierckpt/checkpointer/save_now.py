@@ -6,125 +6,145 @@ otherwise a new one is taken. So the result does not depend on the progress of e
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterable
 
-from tierckpt.config import Config
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.format.manifest import Manifest
+from tierckpt.coordination.error_barrier import by_rank
+from tierckpt.format.ids import VersionId
+from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group
-from tierckpt.storage.memory.slot_pool import SlotPool
-from tierckpt.storage.memory.slots import Slot
+from tierckpt.hooks.epoch_ends import EpochEnds
 
-from .tiers import Tiers
+from .levels.sealed_versions import Sealed, SealedVersions
+from .levels.tiers import Tiers
+from .live_state import LiveState
 
-
-class Sealed(enum.IntEnum):
-    """A version in memory compared with the live state; the minimum of all ranks counts."""
-
-    NOT = 0
-    """The version is missing or incomplete."""
-    MOVED_ON = 1
-    """The live state differs from it."""
-    LIVE = 2
-    """The live state equals it."""
-
-
-IsLive = Callable[[Manifest, memoryview], bool]
-"""Returns True if the live state equals the sealed version with this manifest and image."""
+WAIT_SECONDS = 60.0
+"""Time limit for versions under way, if ranks came to the call from different iterations."""
 
 
 class SaveNow:
-    """One rank's part of a version on demand. Training thread, while no copy is in progress."""
+    """One rank's part of `save(now=True)` and of the last version. Training thread; collective."""
+
+    saving = False
+    """True while a version is taken: the boundary calls callbacks."""
 
     def __init__(
-        self, config: Config, group: Group, pool: SlotPool, agreement: Agreement, levels: Tiers
+        self,
+        group: Group,
+        live: LiveState,
+        levels: Tiers,
+        sealed: SealedVersions,
+        epoch_ends: EpochEnds,
+        heartbeat: Heartbeat,
+        take: Callable[[], None],
+        wait: Callable[[float], bool],
     ) -> None:
-        """All arguments stay their owners'."""
-        self._config, self._group, self._pool = config, group, pool
-        self._agreement, self._levels = agreement, levels
+        """All arguments stay their owners'. `take` makes a boundary of the live state, with a
+        version on all levels. `wait` returns when memory and local have all versions, or after that
+        many seconds: `Checkpointer.wait`."""
+        self._group, self._live, self._levels, self._sealed = group, live, levels, sealed
+        self._epoch_ends, self._heartbeat = epoch_ends, heartbeat
+        self._take, self._wait = take, wait
 
-    def commit(self, id_: VersionId, is_live: IsLive) -> Sealed:
-        """Commit a version if all ranks have sealed it and it equals the live state of all.
-        Collective; returns the minimum of all ranks.
+    def no_moment(self) -> str:
+        """The reason why the live state is no version, on all ranks; empty if it is one. An
+        interrupt may have stopped some ranks before a boundary or its vote, and others after: they
+        have cast the same number of votes afterwards."""
+        live, agreement = self._live, self._levels.agreement
+        progress = (live.steps_made, agreement.turns)
+        agreement.even_out()  # the copier may wait for a vote
+        parted, torn = agreement.parted is not None, live.state.torn
+        why, same_votes, level = no_moment(
+            self._group, *progress, parted, torn, live.iterations.stepping
+        )
+        if not same_votes:
+            agreement.void()
+            self._wait(WAIT_SECONDS)
+            agreement.settle()
+        if not level and agreement.parted is None:
+            # From here on, equal version numbers would mean different iterations.
+            agreement.parted = VersionId(0, live.position.version)
+            agreement.parted_is_reported = True
+        return why or live.adapter.inconsistent()
 
-        NOT: the version is void on all ranks now, and must be taken. MOVED_ON: it stays as it is,
-        and the live state must be taken as another version.
-        """
-        slot = self._pool.find(id_)
-        manifest = slot.manifest() if slot is not None else None
-        sealed = self._look(slot, manifest, is_live)
-        found: Sealed = min(self._group.all_gather_object(sealed))
-        if found is Sealed.NOT:
-            # A rank that has sealed it voids it: all shards of a version are of one step.
-            self._pool.void(id_)
-            self._agreement.forget(id_)
-        if found is Sealed.LIVE:
-            assert manifest is not None
-            promotion = self._levels.promotion
-            if self._config.uses("persistent") and id_ != promotion.ordered:
-                promotion.flush_when_safe(manifest.facts)
-            self._commit(id_)
-        return found
+    def save(self, end: float = math.inf) -> None:
+        """Store the live state in memory and on local; waits for the disk until `end` (monotonic
+        clock). A version that is not on disk then is broken."""
+        with self._heartbeat.saving():
+            self._save(end)
 
-    def commit_as_it_is(self, id_: VersionId | None) -> bool:
-        """Commit a version as it was sealed, also by the previous run. Collective.
-
-        False, with nothing changed, if some rank does not have its shard in memory.
-        """
-        slot = None if id_ is None else self._pool.find(id_)
-        manifest = None if slot is None else slot.manifest()
-        key = None if id_ is None else ShardKey(id_, self._group.rank, self._group.size)
-        if not all(self._group.all_gather_object(manifest is not None and manifest.key == key)):
-            return False
-        assert id_ is not None
-        self._commit(id_)
-        return True
-
-    def _commit(self, id_: VersionId) -> None:
-        """Commit a version that all ranks have in memory, unless it is on local or on its way."""
-        local, slot = self._agreement.local, self._pool.find(id_)
-        assert slot is not None
-        if self._config.uses("local") and id_ != local.safe and id_ not in local.open:
-            local.open.append(id_)
-            self._levels.slot_handoff.commit_sealed(id_, slot)
-
-    def _look(self, slot: Slot | None, manifest: Manifest | None, is_live: IsLive) -> Sealed:
-        """Compare the version in this rank's slot with the live state."""
-        memory = self._agreement.memory
-        if slot is None or manifest is None or manifest.id not in (memory.safe, *memory.open):
-            return Sealed.NOT
+    def _save(self, end: float) -> None:
+        live, history = self._live, self._levels.history
+        self._wait(end - time.monotonic())
+        boundary = VersionId(history.generation, live.steps_made)
+        trained = live.iterations.steps > 0
+        if trained:
+            live.position.ahead = 1
+        self.saving = True
         try:
-            with slot.image() as image:
-                return Sealed.LIVE if is_live(manifest, image) else Sealed.MOVED_ON
-        except Exception:  # other ranks wait; the new version meets this error and reports it
-            return Sealed.MOVED_ON
+            with live.adapter.saving_now(), self._epoch_ends.between(trained):
+                found = self._sealed.commit(boundary, live.equals)
+                if found is Sealed.MOVED_ON:
+                    history.take_again(live.position.version)
+                if found is not Sealed.LIVE:
+                    self._take()
+        finally:
+            self.saving = False
+        self._wait(end - time.monotonic())
+        taken = VersionId(history.generation, live.position.version)
+        self._sealed.settle(taken)
+        if found is Sealed.MOVED_ON and self._levels.agreement.memory.safe != taken:
+            self._save_as_it_was(boundary, end)
 
-    def settle(self, id_: VersionId) -> None:
-        """Agree on the result of this version; promote it if local had it before. Collective."""
-        self._agreement.settle()
-        promotion = self._levels.promotion
-        if promotion.awaits(id_) and id_ == self._agreement.local.safe:  # was on local before
-            slot = self._pool.find(id_)
-            manifest = slot.manifest() if slot is not None else None
-            facts = (manifest.image_bytes, manifest.facts.metric) if manifest else (0, None)
-            gathered = self._group.all_gather_object(facts)
-            promotion.local_safe(id_, max(nbytes for nbytes, _ in gathered), gathered[0][1])
+    def commit_newest(self) -> None:
+        """Write the newest version in memory to local, if it is not there. Not collective."""
+        self._wait(WAIT_SECONDS)
+        if self._sealed.commit_newest():
+            self._wait(WAIT_SECONDS)
 
-    def commit_newest(self) -> bool:
-        """Hand the newest version in memory to the agent, if the local level lacks it. Returns True
-        if it did. Not collective."""
-        memory, local = self._agreement.memory, self._agreement.local
-        taken = [*memory.open, *filter(None, [memory.safe])]
-        newest = max((i for i in taken if self._pool.find(i) is not None), default=None)
-        if newest is None or not self._config.uses("local") or newest in (*local.open, local.safe):
-            return False
-        slot = self._pool.find(newest)
-        if slot is None:  # removed by another process just now
-            return False
-        self._levels.slot_handoff.commit_sealed(newest, slot)
-        return True
+    def _save_as_it_was(self, id_: VersionId, end: float) -> None:
+        """Store the state of the boundary, after an event said why the live state could not be
+        stored."""
+        text = f"{id_} is stored as of its boundary; later changes could not be stored"
+        self._levels.reports.notice_once(text)
+        self._sealed.commit_as_it_is(id_)
+        self._wait(end - time.monotonic())
+        self._sealed.settle(id_)
 
 
-__all__ = ["SaveNow", "Sealed"]
+def no_moment(
+    group: Group, steps_made: int, turns: int, parted: bool, torn: bool, stepping: Iterable[str]
+) -> tuple[str, bool, bool]:
+    """Check that the live state is one version: of the same step on all ranks. Collective.
+
+    Returns the reason why it is not (empty if it is), whether all ranks have cast the same number
+    of votes (`turns`), and whether all have made the same number of steps. Equal on all ranks.
+
+    `parted`: this rank found earlier that ranks make their steps in different iterations.
+    `stepping`: names of optimizers with an interrupted step.
+    """
+    reason = ""
+    if torn:
+        reason = "a restore was interrupted, so the live state is torn"
+    elif names := ", ".join(sorted(stepping)):
+        reason = f"the step of {names} was interrupted"
+    gathered = group.all_gather_object((steps_made, turns, parted, reason))
+    same_votes = len({turns for _, turns, _, _ in gathered}) == 1
+    reasons = by_rank([reason for *_, reason in gathered])
+    counts = [steps for steps, *_ in gathered]
+    if not reasons and min(counts) < max(counts):
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        reasons.append(
+            f"rank {most} has made {counts[most]} steps, and rank {least} {counts[least]}"
+        )
+    if not reasons and any(parted for _, _, parted, _ in gathered):
+        reasons.append(
+            "ranks made the same number of steps, but in different iterations (some rank skipped "
+            "a step that others made)"
+        )
+    return next(iter(reasons), ""), same_votes, min(counts) == max(counts)
+
+
+__all__ = ["SaveNow"]

@@ -11,17 +11,15 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tierckpt._text import size_text
 from tierckpt.agent.client import AgentClient
 from tierckpt.config import Config
-from tierckpt.coordination.error_barrier import by_rank
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.levels import PERSISTENT, place_of
 from tierckpt.core.stall_timeout import most_quiet_seconds
 from tierckpt.events import logger
-from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
 from tierckpt.restore.progress import Progress
 
@@ -40,39 +38,6 @@ def script_failed() -> bool:
     """True if an error ended the script. Called at the end of the process."""
     error = getattr(sys, "last_value", None) or sys.exc_info()[1]
     return error is not None and not is_orderly(error)
-
-
-def no_moment(
-    group: Group, steps_made: int, turns: int, parted: bool, torn: bool, stepping: Iterable[str]
-) -> tuple[str, bool, bool]:
-    """Check that the live state is one version: of the same step on all ranks. Collective.
-
-    Returns the reason why it is not (empty if it is), whether all ranks have cast the same number
-    of votes (`turns`), and whether all have made the same number of steps. Equal on all ranks.
-
-    `parted`: this rank found earlier that ranks make their steps in different iterations.
-    `stepping`: names of optimizers with an interrupted step.
-    """
-    reason = ""
-    if torn:
-        reason = "a restore was interrupted, so the live state is torn"
-    elif names := ", ".join(sorted(stepping)):
-        reason = f"the step of {names} was interrupted"
-    gathered = group.all_gather_object((steps_made, turns, parted, reason))
-    same_votes = len({turns for _, turns, _, _ in gathered}) == 1
-    reasons = by_rank([reason for *_, reason in gathered])
-    counts = [steps for steps, *_ in gathered]
-    if not reasons and min(counts) < max(counts):
-        most, least = counts.index(max(counts)), counts.index(min(counts))
-        reasons.append(
-            f"rank {most} has made {counts[most]} steps, and rank {least} {counts[least]}"
-        )
-    if not reasons and any(parted for _, _, parted, _ in gathered):
-        reasons.append(
-            "ranks made the same number of steps, but in different iterations (some rank skipped "
-            "a step that others made)"
-        )
-    return next(iter(reasons), ""), same_votes, min(counts) == max(counts)
 
 
 _open: set[weakref.WeakMethod[Callable[[], None]]] = set()
@@ -221,4 +186,4 @@ class Shutdown:
         return f"the node's agent (process {self._agent.pid}) continues as long as it runs"
 
 
-__all__ = ["Shutdown", "WaitProgress", "at_exit", "no_moment", "script_failed"]
+__all__ = ["Shutdown", "WaitProgress", "at_exit", "script_failed"]

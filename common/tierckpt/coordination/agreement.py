@@ -82,6 +82,8 @@ class Agreement:
         self.parted: VersionId | None = None
         """The version at which this rank found that others are at another iteration. From then on
         it neither votes nor reads, and takes no version, until a restore."""
+        self.parted_is_reported = False
+        """The present value of `parted` needs no report; set by the reader."""
         self.together: VersionId | None = None
         """The newest version at whose boundary all ranks were in the same iteration."""
         self.apart = False
@@ -340,7 +342,7 @@ class Agreement:
         """Stop voting, because another rank is at another iteration. `newest` breaks: no rank was
         told that it is complete here, and shards of different iterations must not meet under its
         number. Older open versions may be complete on all ranks, and stay open."""
-        self._ballot, self.parted = None, newest
+        self._ballot, self.parted, self.parted_is_reported = None, newest, False
         self.break_open(newest)
 
     def break_open(self, id_: VersionId) -> None:

@@ -65,6 +65,10 @@ class Reports:
         """Emit a notice."""
         self.emit("notice", message=text, severity=severity)
 
+    def notice_once(self, text: str, severity: int = logging.WARNING) -> None:
+        """Emit a notice that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
+        self.notice(text, logging.DEBUG if self._log.rank else severity)
+
     def waiting(self, text: str, severity: int = logging.INFO) -> None:
         """Report that the end of the job, or a call of `wait`, takes long."""
         self.emit("waiting", message=text, severity=severity)

@@ -14,9 +14,9 @@ from typing import Any
 
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.callbacks import Job as JobFacts
-from tierckpt.checkpointer.node_resources import NodeResources
-from tierckpt.checkpointer.save_now import SaveNow
-from tierckpt.checkpointer.tiers import Tiers
+from tierckpt.checkpointer.levels.node_resources import NodeResources
+from tierckpt.checkpointer.levels.sealed_versions import SealedVersions
+from tierckpt.checkpointer.levels.tiers import Tiers
 from tierckpt.config import AUTO, AUTOMATIC, Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.vote_exchange import Cast
@@ -101,7 +101,7 @@ class FilesJob:
             self.history, self.agent = self.levels.history, self.levels.agent
             undo.callback(self.agent.close, abandoned=True)
             self.levels.open()
-            self.demand = SaveNow(self.config, group, self.pool, self.agreement, self.levels)
+            self.sealed = SealedVersions(self.config, group, self.levels)
             self.halt = HaltController(self.config, group.rank, self.node, self.reports.notice)
             undo.pop_all()
         self._callbacks.attach(self._facts())

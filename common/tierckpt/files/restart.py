@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt._text import counted
-from tierckpt.checkpointer.repair import repair
+from tierckpt.checkpointer.levels.repair import repair
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise
 from tierckpt.coordination.rollback_records import keep_record
 from tierckpt.core.restore_plan import Source
@@ -168,7 +168,7 @@ class Restart:
             else:
                 self.search.settle_rollback(found)
             if job.config.uses("local"):
-                repair(found, job.group, job.levels, job.agreement, job.pool, job.reports)
+                repair(found, job.group, job.levels)
             self.search.report(result)
 
     def refuse(self) -> None:

@@ -210,9 +210,9 @@ class Saving:
         if manifest is not None and wants and job.history.is_own(newest.generation):
             promotion.flush_when_safe(manifest.facts)
         if not on_local:
-            job.demand.commit_as_it_is(newest)
+            job.sealed.commit_as_it_is(newest)
         elif promotion.awaits(newest):
-            job.demand.settle(newest)
+            job.sealed.settle(newest)
 
 
 def _why_not(troubles: list[str], named: list[tuple[int, str]]) -> str:

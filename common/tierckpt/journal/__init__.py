@@ -12,6 +12,7 @@ the same gradients, bit for bit; see docs/internals/journal.md.
 | `images` | gradients and small state as the bytes of a shard |
 | `writer` | the thread that appends them |
 | `recorder` | one rank's journal, during the training |
+| `journal` | the interface to it, and the journal of a job that keeps none |
 | `replay` | a restart: the steps, made again |
 | `unused` | the steps in a journal that a restart does not make again, in words |
 | `support` | state that a journal cannot repeat, refused by name |

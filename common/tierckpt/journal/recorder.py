@@ -17,20 +17,24 @@ import torch
 
 from tierckpt._text import size_text
 from tierckpt.config import Config
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.reports import Reports
+from tierckpt.core.levels import LOCAL, MEMORY, Level
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.group import Group
 from tierckpt.snapshot.copier import Work
 from tierckpt.snapshot.memory_moves import guard
-from tierckpt.snapshot.staging import Staging
+from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState
 
 from .digest import INLINE_BYTES, DigestPlan, DigestWork
 from .frames import SegmentName
 from .images import GradientImages, Image, SmallStateImages, UnjournaledError
+from .replay import Replay
 from .segments import FOLDER
+from .support import StepClass
 from .writer import CLOSE_SECONDS, Draft, JournalWriter
 
 STOPPED = (
@@ -56,6 +60,8 @@ UNSOUND = "this boundary is no version"
 
 class JournalRecorder:
     """Training thread; a thread of its own writes."""
+
+    begins_with: frozenset[Level] = frozenset((MEMORY, LOCAL))
 
     def __init__(
         self,
@@ -122,11 +128,29 @@ class JournalRecorder:
             self._writer.remove(lambda _: True)
         self._writer.close()
 
+    def records_after(
+        self,
+        base: VersionId,
+        began: tuple[int, int],
+        barrier: ErrorBarrier,
+        step_class: StepClass,
+        most: int | None,
+    ) -> Replay | None:
+        """Find the records that follow the version `base`; None if there are none. Arguments as for
+        `Replay`; the caller closes it. Collective."""
+        where = self._config.directory, self._state, barrier, self._reports
+        replay = Replay(*where, base, began, step_class, most)
+        if len(replay):
+            return replay
+        replay.close()
+        return None
+
     # --- a step and a boundary ------------------------------------------------------------------
 
-    def before_step(self, label: str) -> None:
-        """Copy the gradients of the optimizer of that label, which is about to make its step."""
-        if self._place is None:
+    def before_step(self, label: str, reads_gradients: Callable[[str], bool]) -> None:
+        """Copy the gradients of the optimizer of that label, which is about to make its step, if
+        this step reads them (see `Adapter`)."""
+        if not reads_gradients(label) or self._place is None:
             return
         try:
             self._keep_up()
@@ -136,22 +160,24 @@ class JournalRecorder:
 
     def boundary(
         self,
-        facts: VersionFacts,
+        id_: VersionId,
+        facts_of: Callable[[VersionId], VersionFacts],
         adapter: Callable[[], Any],
         sound: bool,
         local: bool,
         safe: VersionId | None,
     ) -> None:
-        """Record the boundary of the version with these facts, before the version is taken.
+        """Record the boundary of the version `id_`, before that is taken.
 
         Args:
-            facts: those of its version, whether one is taken or not.
+            id_: its version, whether one is taken or not.
+            facts_of: returns the facts of a version.
             adapter: returns the adapter's values; may raise.
             sound: the live state could be a version.
             local: a version goes to local, and the journal goes on from it.
             safe: the newest version that is complete on all local disks.
         """
-        id_ = facts.id
+        facts = facts_of(id_)
         self.settle()
         if self._writer.failed == self._segment:  # already reported
             self._stop()
@@ -160,7 +186,8 @@ class JournalRecorder:
             try:
                 if problem:
                     raise UnjournaledError(problem)
-                self._record(facts, adapter())
+                with normal_mode():
+                    self._record(facts, adapter())
             except Exception as error:
                 self._give_up(error)
         elif self._begun is not None and not problem:
@@ -173,7 +200,7 @@ class JournalRecorder:
     def _keep_in_step(self, adapter: Callable[[], Any]) -> None:
         """The journal has stopped here, maybe not on other ranks: ask the state's objects for their
         values as these do, because a `state_dict()` may communicate."""
-        with contextlib.suppress(Exception):  # a version reports it
+        with contextlib.suppress(Exception), normal_mode():  # a version reports it
             self._capture.stage(adapter())
 
     def _record(self, facts: VersionFacts, adapter: Any) -> None:

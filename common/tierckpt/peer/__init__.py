@@ -3,12 +3,13 @@
 `erasure` plans which bytes belong together and which member sends which segment; this package
 executes the plans. Each module builds on the ones before it:
 
-- `address`: the address where an agent listens;
+- `address`, `party`: the address where an agent listens; a group with the addresses of its members;
 - `wire`: frames on one connection between two agents that know the same secret;
 - `read_server`, `read_client`: reading shards and parity through another node's agent;
 - `transport`: the connections of one agent;
 - `inbox`: received windows, written straight to their final memory;
 - `parity_file`: the parity file on disk;
+- `blame`: the member that is the cause when one waits for another in vain;
 - `window_loop`, `exchange`: one version of one group: meet, process the windows, commit;
 - `rebuild`: lost shards, computed from the surviving ones; knows no transport.
 

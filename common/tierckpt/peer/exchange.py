@@ -40,7 +40,6 @@ from typing import Any
 from tierckpt import _faults
 from tierckpt.erasure.codes import Stripes
 from tierckpt.erasure.exchange_plan import plan_member, plan_rebuild
-from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import (
     CorruptShardError,
@@ -49,46 +48,20 @@ from tierckpt.errors import (
     PeerError,
     RefusedError,
 )
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.storage.local.store import LocalStore
 
-from .address import Address
+from .blame import SHOWN_NAMES, Blame
 from .inbox import Inbox
-from .parity_file import ParityWriter
+from .parity_file import ParityDraft
+from .party import Party
 from .transport import Transport
 from .window_loop import WindowLoop
 from .wire import MOST_TEXT, Link, no_excuse
 
-ASK_SECONDS = 2.0
-"""Time for a silent peer to say which members it waits for, or for its last message to arrive; less
-when the limit is small: the members that wait for the hanging one must give up first."""
-SHOWN_NAMES = 8
-NO_ANSWER = "it does not answer"
 RETRY_SECONDS = 0.2
 """Interval between attempts to reach a missing agent."""
-
-
-@dataclass(frozen=True)
-class Party:
-    """A group, and the addresses of its members."""
-
-    group: RedundancyGroup
-    addresses: tuple[Address, ...]
-    """Addresses of the members' agents, in the order of the ring."""
-    member: int
-    """This agent's number on the ring."""
-
-    def name(self, member: int) -> str:
-        """The member's name in errors."""
-        return f"rank {self.group.ranks[member]} ({self.addresses[member]})"
-
-    @property
-    def others(self) -> list[int]:
-        """All other members, starting with the next on the ring, so that connections spread
-        evenly."""
-        n = self.group.code.n
-        return [(self.member + i) % n for i in range(1, n)]
 
 
 @dataclass(frozen=True)
@@ -143,10 +116,9 @@ class Exchange:
         purpose = f"{party.group.ranks} {code} {self._make} of {self._own.facts.shards}"
         self.series = hashlib.sha256(purpose.encode()).hexdigest()[:16]
         self.tag = f"{self.id.generation}.{self.id.version}.{self.series}"
+        self._blame = Blame(transport, self, party)
         names = {member: party.name(member) for member in party.others}
-        self._inbox = Inbox(names, transport.limits.stall_seconds, self._excuse)
-        self._ask_seconds = min(ASK_SECONDS, transport.limits.stall_seconds / 4)
-        self._replies: dict[int, str] = {}
+        self._inbox = Inbox(names, transport.limits.stall_seconds, self._blame.excuse)
         self._attempt = secrets.token_hex(8)
         self._links: dict[int, Link] = {}
         self._engaged: int | None = None
@@ -225,7 +197,7 @@ class Exchange:
         seconds = max(reach_before - time.monotonic(), 0.0)
         link = self._transport.connect(self._party.addresses[member], seconds)
         link.peer = self._party.name(member)
-        link.excuse = partial(self._excuse, member)
+        link.excuse = partial(self._blame.excuse, member)
         self._links[member] = link
         self._engage(member)
         head = {"op": "join", "tag": self.tag, "series": self.series, "to": member}
@@ -294,7 +266,7 @@ class Exchange:
         with contextlib.ExitStack() as stack:
             writer = None
             if self.member in self._make:
-                writer = _Writer(stack, self._store, self._own.key, stripes.parity_bytes)
+                writer = ParityDraft(stack, self._store, self._own.key, stripes.parity_bytes)
 
             def keep(offset: int, data: memoryview) -> None:
                 self._fault("write")
@@ -377,58 +349,7 @@ class Exchange:
             error = failure  # the failure that shut the broken connection
         if not isinstance(error, PeerError) or error.member is None:
             return error
-        text = f"{self._label} is not protected: {error}"
-        link = self._links.get(error.member)
-        if isinstance(error, RefusedError):  # carries the peer's reason already
-            return type(error)(text, error.member)
-        if link is not None and (words := _last_words(link, self._ask_seconds)):
-            text += f"; it gave up: {words}"
-        elif error.member in self._replies:
-            text += f"; {self._replies[error.member]}"
-            if self._replies[error.member] != NO_ANSWER and (silent := self._silent(error.member)):
-                text += f"; no answer from {', '.join(silent)}"
-        return type(error)(text, error.member)
-
-    def _silent(self, blamed: int) -> list[str]:
-        """Names of the other members that do not answer.
-
-        The blamed member answers, so it may be only slow, with its disk for example, and one of
-        these be the cause.
-        """
-        others = (member for member in self._party.others if member != blamed)
-        return [self._party.name(m) for m in others if self._ask(m) is None][:SHOWN_NAMES]
-
-    def _ask(self, member: int) -> tuple[list[str], str] | None:
-        """Which members it waits for, and why it gave up; None when it does not answer."""
-        address = self._party.addresses[member]
-        return self._transport.why(address, self, member, self._ask_seconds)
-
-    def _excuse(self, member: int, silent_seconds: float) -> bool:
-        """Ask a silent member before it is blamed. One that waits for a third gets `stall_seconds`
-        more.
-
-        All members become silent together when one hangs. Only the members that wait for that one
-        give up by themselves; their last message names the failed member to the others. A member
-        may still be joining the one that hangs, which takes `join_seconds`: no silence is excused
-        longer. A member that waits for no other is working, perhaps on a slow disk, and gets
-        `stall_seconds` more, once.
-        """
-        limits = self._transport.limits
-        if silent_seconds > limits.join_seconds + limits.stall_seconds:
-            return False
-        answer = self._ask(member)
-        if answer is None:
-            self._replies[member] = NO_ANSWER
-            return False
-        waits, gave_up = answer
-        if gave_up:
-            self._replies[member] = f"it gave up: {gave_up}"
-            return False
-        if not waits:
-            self._replies[member] = "it answers and waits for no member, but makes no progress"
-            return silent_seconds < 1.5 * limits.stall_seconds
-        self._replies[member] = f"it waits for {', '.join(waits)}"
-        return waits != [self._party.name(self.member)]
+        return self._blame.explain(error, error.member, self._label, self._links.get(error.member))
 
     def _give_up(self, why: str) -> None:
         """Send a last message to all other members, then close everything."""
@@ -460,44 +381,3 @@ class Exchange:
 
     def _fault(self, operation: str) -> None:
         _faults.point("peer", op=operation, version=self.id.version, member=self.member)
-
-
-class _Writer:
-    """This member's parity. Keeps an error of the device for later: the others need this member."""
-
-    def __init__(
-        self, stack: contextlib.ExitStack, store: LocalStore, shard: ShardKey, nbytes: int
-    ) -> None:
-        self.error: OSError | None = None
-        try:
-            store.create()
-            key = ParityKey(shard.id, shard.shard, shard.shards)
-            self._draft = stack.enter_context(store.draft(key, nbytes))
-            self._parity = ParityWriter(self._draft, nbytes)
-        except OSError as error:
-            self.error = error
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """Write as `ParityWriter.write`, but never raise."""
-        try:
-            if self.error is None:
-                self._parity.write(data, offset)
-        except OSError as error:
-            self.error = error
-
-    def commit(self, manifest: Callable[[bytes], ParityManifest]) -> None:
-        """Commit the parity with the manifest made from its digests; never raises."""
-        try:
-            if self.error is None:
-                self._draft.sync()
-                self._draft.commit(manifest(self._parity.digests()).encode())
-        except OSError as error:
-            self.error = error
-
-
-def _last_words(link: Link, seconds: float) -> str:
-    """The reason that the other side sent before it closed; empty if it sent none."""
-    try:
-        return str(link.receive(seconds).get("why", ""))
-    except PeerError:
-        return ""

@@ -8,14 +8,16 @@ agree on a commit; a restart uses the parities that exist.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError
+from tierckpt.format.ids import ParityKey, ShardKey
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.format.verify import check, parity_blocks
-from tierckpt.storage.local.store import Draft
+from tierckpt.storage.local.store import Draft, LocalStore
 
 Read = Callable[[int, memoryview], None]
 """`read(offset, into)`: fill `into` with the bytes from `offset` of a shard or parity, or raise."""
@@ -58,6 +60,40 @@ class ParityWriter:
         blocks = len(parity_blocks(self._nbytes))
         assert len(self._digests) == blocks, "a plan covers the file"
         return b"".join(self._digests[block] for block in range(blocks))
+
+
+class ParityDraft:
+    """A member's parity file while it is made. Keeps an error of the device for later: the others
+    need this member."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, store: LocalStore, shard: ShardKey, nbytes: int
+    ) -> None:
+        self.error: OSError | None = None
+        try:
+            store.create()
+            key = ParityKey(shard.id, shard.shard, shard.shards)
+            self._draft = stack.enter_context(store.draft(key, nbytes))
+            self._parity = ParityWriter(self._draft, nbytes)
+        except OSError as error:
+            self.error = error
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write as `ParityWriter.write`, but never raise."""
+        try:
+            if self.error is None:
+                self._parity.write(data, offset)
+        except OSError as error:
+            self.error = error
+
+    def commit(self, manifest: Callable[[bytes], ParityManifest]) -> None:
+        """Commit the parity with the manifest made from its digests; never raises."""
+        try:
+            if self.error is None:
+                self._draft.sync()
+                self._draft.commit(manifest(self._parity.digests()).encode())
+        except OSError as error:
+            self.error = error
 
 
 def check_parity(

@@ -62,7 +62,7 @@ class ReplicaMonitor:
     """One rank's part. Training thread. Only `compare_last` waits for other ranks.
 
     The caller must call `finish` before anything changes the state, and at each boundary `compare`,
-    `vote`, `row`, `voted` and `begin`, in this order.
+    `vote`, `row` and `begin`, in this order.
     """
 
     def __init__(
@@ -167,8 +167,11 @@ class ReplicaMonitor:
 
     # --- the look ------------------------------------------------------------------------------
 
-    def begin(self, version: int) -> None:
-        """Start the look at `version`. Its state does not change until `finish`."""
+    def begin(self, version: int, early: bool) -> None:
+        """The result of `vote` was cast, and nothing came between: start the look at `version`. Its
+        state does not change until `finish`. `early`: a copier may hash from now on, as after
+        `wake`."""
+        self._voted, self._voted_all = self._to_vote, self._look_all
         if not self.active:
             return
         turn, self._turn = self._turn, self._turn + 1
@@ -198,6 +201,8 @@ class ReplicaMonitor:
             self._at_once_from = version if self._at_once_from is None else self._at_once_from
         look.begin = self._submit
         self._look = look
+        if early:
+            look.wake()
 
     def _must_look_up(self, turn: int) -> bool:
         """Whether the list of tensors is missing, or was found to be outdated."""
@@ -254,10 +259,6 @@ class ReplicaMonitor:
     def row(self) -> list[int]:
         """The row to send with that vote; empty, on all ranks, if no inquiry is in progress."""
         return [] if self._inquiry is None else self._inquiry.row()
-
-    def voted(self) -> None:
-        """The result of `vote` was cast, and nothing came between."""
-        self._voted, self._voted_all = self._to_vote, self._look_all
 
     # --- results -------------------------------------------------------------------------------
 

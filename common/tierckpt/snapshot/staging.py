@@ -6,6 +6,7 @@ it is copied here, on the training thread. Parameters and optimizer state follow
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -51,6 +52,13 @@ LEAVES_WEIGHTS = (
     *get_args(Generator),
 )
 """Objects with a `state_dict()`, or a state, that is no reason to look at the weights again."""
+
+
+def normal_mode() -> contextlib.AbstractContextManager[object]:
+    """Context for copies that are kept: an evaluation may have set inference mode."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 class Staging:

@@ -124,7 +124,7 @@ class TinyJob:
             time.sleep(0.001)
         if not self.checkpointer._agent.wait(timeout_seconds):
             raise TimeoutError("the agent is still writing")
-        self.checkpointer._collect()
+        self.checkpointer._levels.collect()
 
     def fingerprint(self) -> str:
         """Hash of every bit that the next steps depend on."""

@@ -92,7 +92,7 @@ def _skipping(place: Place, skips: tuple[int, ...], **settings: Any) -> dict[str
         iterate(job, iteration, iteration in skips)
         if settings.get("boundary") != "forward":
             ckpt.step()
-        digests.setdefault(ckpt._steps_made, job.digest())
+        digests.setdefault(ckpt._live.steps_made, job.digest())
         if "node" in settings and iteration == ITERATIONS - 2:
             ckpt.save(now=True)
             with contextlib.suppress(tierckpt.PinError):  # it may have been retired

@@ -19,7 +19,7 @@ from tests.support import exact
 from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lose
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, horovod, rank
-from tierckpt.checkpointer import core
+from tierckpt.checkpointer import restart
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.restore import session, verified_version
 
@@ -66,7 +66,7 @@ def all_loaded(_: Any, together: ErrorBarrier) -> None:
 END = ErrorBarrier.__exit__
 TORN: Instead = (verified_version.VerifiedVersion, "visit", half_loaded)
 BEFORE: Instead = (ErrorBarrier, "__exit__", about_to_load)
-BEHIND: Instead = (core, "all_finished", all_loaded)
+BEHIND: Instead = (restart, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}
 
 
@@ -88,7 +88,7 @@ def protected(script: Script) -> None:
     while not any((e.name, e.level) == ("committed", "peer") for e in script.told):
         assert time.monotonic() < deadline, [e.text() for e in script.told]
         time.sleep(0.01)
-        ckpt._collect()
+        ckpt._levels.collect()
 
 
 def a_node_is_lost(place: Place) -> None:

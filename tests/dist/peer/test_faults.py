@@ -58,7 +58,7 @@ def told_of(version: int, attached: Attached) -> None:
     while not any(version in attached.versions(name, "peer") for name in ("committed", "failed")):
         assert time.monotonic() < deadline, [e.text() for e in attached.events]
         time.sleep(0.01)
-        attached.ckpt._collect()
+        attached.ckpt._levels.collect()
 
 
 def report(attached: Attached, course: dict[int, str]) -> dict[str, Any]:

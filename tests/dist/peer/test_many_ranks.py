@@ -88,7 +88,7 @@ def first_run(group: StarGroup, folder: str, shm_dir: str, spaces: Sequence[str]
     ):
         assert time.perf_counter() - times[0] < PATIENCE_SECONDS, _complaints(job)
         time.sleep(0.05)
-        ckpt._collect()
+        ckpt._levels.collect()
     group.barrier()
     times.append(time.perf_counter())
     return {

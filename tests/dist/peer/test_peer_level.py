@@ -62,7 +62,7 @@ def protected_at(version: int, attached: Attached) -> None:
     while version not in attached.versions("committed", "peer"):
         assert time.monotonic() < deadline, [e.text() for e in attached.events]
         time.sleep(0.01)
-        attached.ckpt._collect()
+        attached.ckpt._levels.collect()
 
 
 def come_back(place: Place, scheme: str) -> dict[str, Any]:

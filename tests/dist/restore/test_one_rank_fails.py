@@ -17,14 +17,14 @@ from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support.thorough import points
 from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
-from tierckpt.checkpointer.core import CheckpointerCore
+from tierckpt.checkpointer.restart import Restart
 from tierckpt.restore import verification
 
 PACKAGE = Path(tierckpt.__file__).parent
 FILES = {
     str(PACKAGE / f"{name}.py")
     for name in (
-        *("checkpointer/repair", "checkpointer/tiers", "coordination/job_history"),
+        *("checkpointer/levels/repair", "checkpointer/levels/tiers", "coordination/job_history"),
         *("coordination/peer_setup", "coordination/rollback_records"),
         *("core/copies", "erasure/kernels", "erasure/parity_manifest"),
         *("format/shard_file", "format/shard_summary", "format/verify", "peer/parity_file"),
@@ -68,7 +68,7 @@ class Calls:
     @contextmanager
     def on_the_way_back(self) -> Iterator[None]:
         """From the inventory to the last report."""
-        plain = CheckpointerCore._restore
+        plain = Restart.restore
 
         def counted(*args: Any) -> Any:
             sys.setprofile(self)
@@ -78,7 +78,7 @@ class Calls:
                 sys.setprofile(None)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CheckpointerCore, "_restore", counted)
+            patch.setattr(Restart, "restore", counted)
             yield
 
 

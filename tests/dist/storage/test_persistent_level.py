@@ -118,7 +118,7 @@ def with_an_agent_killed_in_mid_flush(place: Place, shared: str) -> dict[str, An
         fast = replace(ckpt._agent.session.persistent, bytes_per_second=0)
         object.__setattr__(ckpt._agent.session, "persistent", fast)
         assert ckpt._agent.wait(PATIENCE_SECONDS, everything=True)
-        ckpt._collect()
+        ckpt._levels.collect()
     ckpt.abandon()
     return {
         "flushed": attached.versions("committed", "persistent"),
@@ -201,7 +201,7 @@ def until(name: str, version: int, attached: Attached) -> None:
     while version not in attached.versions(name, "persistent"):
         assert time.monotonic() < deadline, [e.text() for e in attached.events]
         time.sleep(0.01)
-        attached.ckpt._collect()
+        attached.ckpt._levels.collect()
 
 
 def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_an_interrupt_at_a_boundary_costs_a_few_versions(
                 job.train_one()
                 step()
             job.checkpointer.wait()
-            made = job.checkpointer._steps_made
+            made = job.checkpointer._live.steps_made
             later = set(range(made - RECOVERY // 2 + 1, made + 1))
             for name in (
                 ("sealed", "committed") if "local_every_steps" not in settings else ["sealed"]

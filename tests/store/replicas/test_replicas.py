@@ -108,7 +108,7 @@ class Rank:
     ) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad()
-            seed = self.ckpt._steps_made + 1000 * self.rank
+            seed = self.ckpt._live.steps_made + 1000 * self.rank
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
             self.net(x).square().mean().backward()
             if not apart:
@@ -205,7 +205,7 @@ def test_once_all_replicas_are_equal_versions_are_taken_again(ranks: Ranks) -> N
 
     def late(rank: Rank) -> tuple[Any, ...]:
         def make_alike() -> None:
-            if rank.ckpt._steps_made == apart:
+            if rank.ckpt._live.steps_made == apart:
                 if rank.rank == 0:
                     start.update({name: tensor.clone() for name, tensor in live(rank).items()})
                 rank.group.barrier()
@@ -337,7 +337,9 @@ def test_the_persistent_level_knows_its_suspects(ranks: Ranks, tmp_path: Path) -
 
 def test_of_three_ranks_the_odd_one_is_named_and_the_job_stopped(ranks: Ranks) -> None:
     def stopped(rank: Rank) -> tuple[Any, ...]:
-        rank.train(2 * ROUND, then=lambda: rank.ckpt._steps_made == 2 * ROUND and rank.flip(on=2))
+        rank.train(
+            2 * ROUND, then=lambda: rank.ckpt._live.steps_made == 2 * ROUND and rank.flip(on=2)
+        )
         said = "rank 2 differs from the other 2"
         with pytest.raises(tierckpt.ReplicaError, match=said) as raised:
             rank.train(3 * ROUND)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.checkpointer import tiers
+from tierckpt.checkpointer.levels import tiers
 from tierckpt.config import load_config
 from tierckpt.group import Node, SingleGroup
 from tierckpt.storage.memory.job_directory import JobDirectory

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tierckpt
 from tests.support.processes import end, python
 from tests.support.shards import manifest
-from tierckpt.checkpointer.node_resources import held_bytes
+from tierckpt.checkpointer.levels.node_resources import held_bytes
 from tierckpt.config import Config
 from tierckpt.format.ids import PAGE_BYTES, VersionId
 from tierckpt.group import Node

@@ -11,7 +11,7 @@ import pytest
 
 from tierckpt.agent.flusher import retention_policy
 from tierckpt.agent.server import Agent
-from tierckpt.checkpointer.tiers import Tiers, agent_client
+from tierckpt.checkpointer.levels.tiers import Tiers, agent_client
 from tierckpt.config import load_config
 from tierckpt.coordination.peer_setup import redundancy_groups
 from tierckpt.coordination.settings_check import JobTopology

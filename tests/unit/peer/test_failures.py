@@ -306,13 +306,13 @@ def test_one_that_gave_up_is_asked_why(tmp_path: Path) -> None:
         gone, asks = members.exchange(1), members.exchange(0)
         with members.transports[1].hosting(gone):
             pass
-        assert asks._excuse(1, 1.0)  # it answers, and has not given up yet
+        assert asks._blame.excuse(1, 1.0)  # it answers, and has not given up yet
         gone._give_up("its disk is full")
-        assert not asks._excuse(1, 1.0)
-        assert asks._replies[1] == "it gave up: its disk is full"
+        assert not asks._blame.excuse(1, 1.0)
+        assert asks._blame._replies[1] == "it gave up: its disk is full"
         members.transports[1].close()
-        assert not asks._excuse(1, 1.0)
-        assert asks._replies[1] == "it does not answer"
+        assert not asks._blame.excuse(1, 1.0)
+        assert asks._blame._replies[1] == "it does not answer"
 
 
 def test_one_that_is_slow_is_not_blamed_alone(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_one_that_is_slow_is_not_blamed_alone(tmp_path: Path) -> None:
         slow, asks = members.exchange(1), members.exchange(0)
         with members.transports[1].hosting(slow):
             members.transports[2].close()
-            assert not asks._excuse(1, 1.5 * limits.stall_seconds)
+            assert not asks._blame.excuse(1, 1.5 * limits.stall_seconds)
             text = str(asks._explain(PeerError("rank 1 sent nothing for 9 s", 1)))
         assert "makes no progress; no answer from " in text
         assert text.endswith(asks._party.name(2))

@@ -13,7 +13,7 @@ from tests.support.facts import facts_of
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.protocol import FlushOrder, SessionSettings
-from tierckpt.checkpointer.promotion import Backlog, Promotion, flush_order
+from tierckpt.checkpointer.levels.promotion import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.group_ballots import GroupBallots

@@ -42,7 +42,10 @@ from .promotion import Backlog, Promotion, flush_order
 
 
 class Tiers:
-    """One rank's access to the levels. Owns its parts; training thread."""
+    """One rank's access to the levels. Training thread.
+
+    Owns its parts, but not `resources`, the slots in `pool`, `agreement` and `reports`.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,8 @@ class Tiers:
     ) -> None:
         """Make the parts, but start nothing yet. `groups`: see `redundancy_groups`."""
         self._config, self._group, self._node = config, group, topology.node(group.rank)
-        self._agreement, self._reports = agreement, reports
+        self.resources, self.pool = resources, resources.pool
+        self.agreement, self.reports = agreement, reports
         host, job = topology.hosts[group.rank], resources.job
         environment = topology.environment[self._node.first]
         may_start = topology.environment[group.rank] == environment
@@ -99,7 +103,7 @@ class Tiers:
         """Find the agent, if there is one; `meet` starts it otherwise. If nodes are to meet, all of
         them would wait there for its start, so it is started now, beside the restore."""
         if self.peers.slow_coding and self._group.rank == 0:
-            self._reports.notice(self.peers.slow_coding, logging.WARNING)
+            self.reports.notice(self.peers.slow_coding, logging.WARNING)
         self._have_agent(self.agent.start if self.peers.groups else self.agent.find)
 
     def _have_agent(self, have: Callable[[bool], None]) -> None:
@@ -107,12 +111,12 @@ class Tiers:
             try:
                 have(self._node.first == self._group.rank)
             except OSError as error:
-                self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
+                self.reports.notice(f"the agent could not be started: {error}", logging.ERROR)
 
     def collect(self) -> None:
         """Process the agent's messages."""
         for message in self.agent.poll():
-            self._reports.on_agent_message(message)
+            self.reports.on_agent_message(message)
 
     # --- a run begins, on all ranks -----------------------------------------------------------
 
@@ -124,7 +128,7 @@ class Tiers:
         old = self.history.newest()
         self.history.forget()
         if old is not None and self._group.rank == 0:
-            self._reports.notice(
+            self.reports.notice(
                 f"{self._config.path} holds {old} of an earlier run, and restore() was not "
                 "called: this run starts afresh beside it. The files of the earlier run are kept, "
                 "but will not be restored any more; delete them, or call restore() before the "
@@ -159,7 +163,7 @@ class Tiers:
         if PEER in result.levels:  # the rebuilt shards are on their way there (see `repair`)
             del ages_seconds[LOCAL]
         safe = {MEMORY: memory, LOCAL: newest[LOCAL], PEER: peer}
-        self._agreement.restart(safe, self.history.incomplete(), ages_seconds)
+        self.agreement.restart(safe, self.history.incomplete(), ages_seconds)
         self.promotion.restart()
         self.promotion.spared.restart(self.history.newest_clean(id_, LOCAL))
 
@@ -175,7 +179,7 @@ class Tiers:
             LocalPins(self._config.directory).pin([id_], any(pin.everywhere for pin in pins))
         except OSError as error:
             text = f"{id_} is pinned on other nodes, and could not be pinned here: {error}"
-            self._reports.notice(text, logging.ERROR)
+            self.reports.notice(text, logging.ERROR)
 
     def meet(self, error_barrier: ErrorBarrier | None = None) -> None:
         """Start the nodes' agents where they are missing, and have them meet under the name of the
@@ -188,7 +192,7 @@ class Tiers:
         self.run_notes.write(history.name, history.generation)
 
         def complain(text: str) -> None:
-            self._reports.notice(text, logging.ERROR)
+            self.reports.notice(text, logging.ERROR)
 
         run = history.secret, history.generation
         self.peers.meet(error_barrier or self._group, *run, former_nodes, complain)

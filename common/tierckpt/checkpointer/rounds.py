@@ -1,4 +1,4 @@
-"""A boundary: read the result of the last round of votes, decide, and start the next round.
+"""Rounds of votes: a boundary reads the result of the last one, decides, and starts the next.
 
 The decision is to which levels the version of this boundary goes. It depends only on the result of
 the votes, so that all ranks decide the same.
@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierckpt.config import Config
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.reports import Reports
 from tierckpt.core.halt_conditions import HaltVote
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import UNKNOWN, StepTimer
 from tierckpt.core.votes import VOID, Vote
 from tierckpt.format.ids import VersionId
-from tierckpt.storage.memory.slot_pool import SlotPool
 
-from .tiers import Tiers
+from .levels.tiers import Tiers
 
 APART = (
     "ranks made it in different iterations: some rank skipped an optimizer step that others made, "
@@ -28,7 +25,7 @@ APART = (
 FAILED = "the snapshot failed on some rank; it is void on all"
 
 
-class Boundary:
+class Rounds:
     """One rank's part. Training thread; waits for the agent only with `when_busy="wait"`."""
 
     def __init__(
@@ -36,16 +33,13 @@ class Boundary:
         config: Config,
         schedule: Schedule,
         meter: StepTimer | None,
-        agreement: Agreement,
-        pool: SlotPool,
         levels: Tiers,
-        reports: Reports,
     ) -> None:
         """All arguments stay their owners'. `meter`: None if no interval is automatic."""
         self._every = tuple(level for level in INTERVALS if config.uses(level))
         self._schedule, self._meter = schedule, meter
-        self._agreement, self._pool = agreement, pool
-        self._levels, self._agent, self._reports = levels, levels.agent, reports
+        self._agreement, self._pool = levels.agreement, levels.pool
+        self._levels, self._agent, self._reports = levels, levels.agent, levels.reports
         self._last: tuple[VersionId, tuple[Level, ...]] | None = None
         """The version of the previous boundary, and the levels that it was to go to."""
         self._void: set[VersionId] = set()
@@ -58,7 +52,7 @@ class Boundary:
         self._levels.slot_handoff.take_stock()
         were_apart = self._agreement.apart
         agreed, broken = self._agreement.read()
-        newly_apart = agreed.apart and not were_apart
+        newly_apart = self._agreement.apart and not were_apart
         if (agreed.adapter == VOID or newly_apart) and self._last is not None:
             void, take = self._last
             self._schedule.requested |= frozenset(take)
@@ -145,4 +139,4 @@ class Boundary:
         )
 
 
-__all__ = ["Boundary"]
+__all__ = ["Rounds"]

@@ -22,22 +22,13 @@ from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
 
 if TYPE_CHECKING:
-    from tierckpt.coordination.agreement import Agreement
-    from tierckpt.coordination.reports import Reports
     from tierckpt.group import Group
     from tierckpt.restore.verified_version import VerifiedVersion
 
     from .tiers import Tiers
 
 
-def repair(
-    attempt: VerifiedVersion,
-    group: Group,
-    levels: Tiers,
-    agreement: Agreement,
-    pool: SlotPool,
-    reports: Reports,
-) -> bool:
+def repair(attempt: VerifiedVersion, group: Group, levels: Tiers) -> bool:
     """Make a loaded version complete and protected again.
 
     That is necessary if a part of it was lost or damaged on a disk, or came from a node outside the
@@ -47,7 +38,7 @@ def repair(
     Returns False if a repair is impossible and a new version must be taken. Training thread; all
     ranks do the same, and none waits for another.
     """
-    id_ = attempt.plan.id
+    id_, agreement = attempt.plan.id, levels.agreement
     if any(source.place.level == AGENT for source in attempt.plan.sources):
         return False  # that agent ends soon, and its node may be gone then
     lacking = shards_to_mend(attempt.plan, levels.history.found)
@@ -70,13 +61,15 @@ def repair(
         return True
     protected = agreement.memory.protected()
     # Two slots with one version would leave none for the next.
-    slot = None if attempt.plan.sources[group.rank].rebuilt else pool.find(id_)
+    slot = None if attempt.plan.sources[group.rank].rebuilt else levels.pool.find(id_)
     try:
         if slot is None:
-            slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
+            image, pinned = attempt.images[group.rank], levels.agent.pinned()
+            slot = keep(image, levels.pool, protected, pinned)
     except (OSError, NoSlotError) as error:
         agreement.tell(LOCAL, id_, BROKEN)
-        reports.not_committed_later(id_, f"the shard to repair cannot be kept in memory: {error}")
+        text = f"the shard to repair cannot be kept in memory: {error}"
+        levels.reports.not_committed_later(id_, text)
     else:
         levels.slot_handoff.commit_sealed(id_, slot)
     return True
