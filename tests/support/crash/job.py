@@ -34,6 +34,7 @@ import tierckpt
 from tests.support import exact
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
+from tierckpt.checkpointer import restart
 from tierckpt.coordination import job_history
 from tierckpt.restore import loader, verification
 from tierckpt.snapshot import native_snapshot, snapshot
@@ -49,7 +50,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "verify": (verification, "verify"),
     "load_shard": (loader.Loader, "load_window"),
     "finish_load": (loader.Loader, "finish"),
-    "after_load": (tierckpt.Checkpointer, "_go_on_from"),
+    "after_load": (restart.Restart, "_go_on_from"),
     "remove_slots": (slot_pool.SlotPool, "close"),
 }
 
