@@ -36,7 +36,7 @@ help:
 	@echo 'make coverage    run all tiers and list the lines that no test runs'
 	@echo 'make bench       run the benchmarks at toy size'
 	@echo 'make figures     measure the figures of the documents again, in 90 minutes (QUICK=1: in 10), and set both side by side'
-	@echo 'make chaos       random faults for CHAOS_SECONDS (600), with CHAOS_SEED (0), under CHAOS_LAUNCHER (ddp or horovod)'
+	@echo 'make chaos       random faults for CHAOS_SECONDS (600), with CHAOS_SEED (0), under CHAOS_LAUNCHER (ddp or horovod; ddp-journal, horovod-journal)'
 	@echo "make suites      torch's and Horovod's own tests, with checkpoints; see CONTRIBUTING.md"
 	@echo 'make oldest-frameworks  tests of the oldest supported Lightning, Accelerate and Transformers'
 	@echo 'make venv        make only the environment (.venv), which the other targets make and reuse'

@@ -37,7 +37,7 @@ class Cluster:
         self.ranks: list[BaseProcess] = []
         self.small_disks = True
         """True if disks can be filled; otherwise a missing disk stands for a full one."""
-        self._rendezvous = Rendezvous() if launcher == "horovod" else None
+        self._rendezvous = Rendezvous() if launcher.startswith("horovod") else None
         folder.mkdir(parents=True)
         shm.mkdir(parents=True)
         for node in shape.node_numbers:

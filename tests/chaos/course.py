@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.chaos.cluster import Cluster
 from tests.chaos.damage import Damage
-from tests.chaos.job import Orders
+from tests.chaos.job import JOURNAL, Orders
 from tests.chaos.journals import Journals, Line
 from tests.chaos.plan import MOST_RANKS, RANKS, STEPS, Fault, Life, Round
 from tests.chaos.truth import Truth
@@ -26,6 +26,7 @@ LINGER_SECONDS = 10
 AGENT_SECONDS = 90.0
 """The time an agent may take to finish its work after it has lingered."""
 KEEP_LAST = 2
+JOURNAL_STEPS = 6
 ROUNDS_STEPS = (2, 50, 5)
 """Steps in which runs, in turn, check all of their replicas."""
 OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_call")
@@ -141,6 +142,12 @@ class Course:
             "agent_linger_seconds": LINGER_SECONDS,
             "replica_check_steps": ROUNDS_STEPS[self.life % len(ROUNDS_STEPS)],
         }
+        if self._cluster.launcher.endswith(JOURNAL):
+            memory = (
+                self.life % 2
+            )  # 0: a killed job leaves the last version on local, and a journal
+            settings |= {"local_every_steps": 0, "memory_every_steps": memory}
+            settings["local_journal_steps"] = JOURNAL_STEPS
         orders = []
         for rank, node in enumerate(life.nodes):
             rules: list[tuple[str, int]] = []

@@ -18,6 +18,8 @@ from tierckpt.core.copies import Inventory, Location
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.version_names import VersionName
+from tierckpt.journal.frames import SegmentName
+from tierckpt.journal.segments import FOLDER, names_in
 from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.local.store import LocalStore
 
@@ -39,6 +41,8 @@ class Damage:
         for path, (level, *_) in targets:
             with contextlib.suppress(FileNotFoundError):  # retired in the meantime: no loss
                 _break(path, level, fault)
+        if fault.level == "local":
+            self._in_journal(fault)
         return [hit for _, hit in targets]
 
     # --- copies that the next restart would load -----------------------------------------------
@@ -93,6 +97,17 @@ class Damage:
 
     def _in_local(self, fault: Fault) -> Iterator[Target]:
         yield from self._newest_file(fault, parity=False)
+
+    def _in_journal(self, fault: Fault) -> None:
+        """Damage the rank's newest journal file, if there is one: it is owed nothing."""
+        found: list[tuple[SegmentName, Path]] = []
+        for node in self._cluster.shape.node_numbers:
+            folder = self._store(node).directory / FOLDER
+            names = [name for name in names_in(folder) if name.base.shard == fault.rank]
+            found += [(name, folder / str(name)) for name in names]
+        for _, path in sorted(found)[-1:]:
+            with contextlib.suppress(OSError, IndexError):
+                _break(path, "local", fault)
 
     def _in_parity(self, fault: Fault) -> Iterator[Target]:
         yield from self._newest_file(fault, parity=True)

@@ -27,6 +27,7 @@ from tests.support.crash.own_state import Decaying, Metered, own_digests
 from tests.support.crash.zygote import become
 from tierckpt import _faults
 
+JOURNAL = "-journal"
 PACE_SECONDS = 0.02
 """Pause per step: a net this small would outrun the processes that copy its versions."""
 
@@ -41,7 +42,7 @@ class Orders:
     ranks: int
     steps: int
     launcher: str
-    """`ddp` or `horovod`."""
+    """`ddp` or `horovod`; with JOURNAL at its end, the job keeps a journal of gradients."""
     settings: dict[str, Any] | None
     """None: the reference, which takes no checkpoints and records its state after every step."""
     gates: tuple[int, ...] = ()
@@ -188,7 +189,7 @@ def ddp(orders: Orders) -> Training:
     meeting = f"file://{orders.folder}/meeting{orders.life}"
     dist.init_process_group("gloo", init_method=meeting, rank=orders.rank, world_size=orders.ranks)
     model = DistributedDataParallel(make_net(), bucket_cap_mb=0.1)
-    optimizer = Decaying(model.parameters())
+    optimizer = make_optimizer(orders, model)
 
     def attach(**settings: Any) -> Any:
         return ddp_ckpt.Checkpointer(model, optimizer, **settings)
@@ -204,7 +205,7 @@ def horovod(orders: Orders) -> Training:
     hvd.init()
     model = make_net()
     optimizer = hvd.DistributedOptimizer(
-        Decaying(model.parameters()), named_parameters=model.named_parameters()
+        make_optimizer(orders, model), named_parameters=model.named_parameters()
     )
 
     def attach(**settings: Any) -> Any:
@@ -213,8 +214,17 @@ def horovod(orders: Orders) -> Training:
     return model, optimizer, schedule_of(optimizer), attach, hvd.shutdown
 
 
+def make_optimizer(orders: Orders, model: nn.Module) -> Any:
+    """An optimizer with a remainder; beside a journal, one of torch's own."""
+    if not orders.launcher.endswith(JOURNAL):
+        return Decaying(model.parameters())
+    found: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found.calls, found.rates = 0, torch.zeros(3)  # see `own_digests`
+    return found
+
+
 def schedule_of(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=1000)
 
 
-LAUNCHERS = {"ddp": ddp, "horovod": horovod}
+LAUNCHERS = {"ddp": ddp, "horovod": horovod, "ddp-journal": ddp, "horovod-journal": horovod}

@@ -51,7 +51,13 @@ SCALED = (
 )
 MOST_STEPS = 64
 """Limit of optimizer steps in one iteration, whose gradients are all in memory."""
-ENDLESS = f"{MOST_STEPS} optimizer steps were made without a boundary between them"
+MOST_BYTES, MOST_COPIES = 2 * 1024**3, 4
+"""The larger one limits their memory: so many bytes, or the rank's stripe of all parameters so many
+times."""
+ENDLESS = (
+    "{steps} optimizer steps were made without a boundary between them, and their gradients take "
+    "{size} of memory. Call step() of the checkpointer more often, or leave out local_journal_steps"
+)
 MOST_INTERVALS = 3
 """Limit of the steps since the newest complete version, in `local_journal_steps`."""
 STUCK = "no version became complete on all local disks since v{safe}"
@@ -250,11 +256,15 @@ class JournalRecorder:
 
     def _keep_up(self) -> None:
         """Raise UnjournaledError if the disk does not keep up, or no boundary comes."""
-        if len(self._steps) >= MOST_STEPS:
-            raise UnjournaledError(ENDLESS)
+        held_bytes = sum(image.data.nbytes for image in self._steps)
+        many = held_bytes > MOST_BYTES and held_bytes > MOST_COPIES * self._stripe_bytes()
+        if many or len(self._steps) >= MOST_STEPS:
+            words = {"steps": len(self._steps), "size": size_text(held_bytes)}
+            raise UnjournaledError(ENDLESS.format(**words))
         if self._steps or self._writer.keeps_up(self._config.when_busy == "wait"):
             return
-        raise UnjournaledError(BEHIND.format(folder=self.folder, size=self._size_text()))
+        size = size_text(self._stripe_bytes())
+        raise UnjournaledError(BEHIND.format(folder=self.folder, size=size))
 
     def _problem(self, id_: VersionId, safe: VersionId | None) -> str:
         """Why there is no record, alike on all ranks: versions do not become complete, so that no
@@ -264,9 +274,9 @@ class JournalRecorder:
             return ""
         return STUCK.format(safe=last.version)
 
-    def _size_text(self) -> str:
-        params = self._state.walk().params
-        return size_text(sum(p.nbytes for p in params) // self._group.size)
+    def _stripe_bytes(self) -> int:
+        """This rank's part of the parameters."""
+        return sum(p.nbytes for p in self._state.walk().params) // self._group.size
 
     def _give_up(self, error: BaseException) -> None:
         """Stop until the next version on local. Any error: the journal never ends a training."""

@@ -82,6 +82,8 @@ class JournalReader:
             path = folder / str(name)
             try:
                 self._read(path)
+            except FileNotFoundError:
+                continue  # retired since the folder was listed
             except (OSError, CorruptShardError, FormatError) as error:
                 self.problems.append(f"{path}: {error}")
 
@@ -114,6 +116,11 @@ class JournalReader:
                 break
             count += 1
         return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(len(file.view) for file in self._files)
 
     def close(self) -> None:
         """Unmap all files. May be called again."""

@@ -15,6 +15,9 @@ import torch
 
 import tierckpt
 from tests.store.journal.test_repeated_steps import Loop, attach, train
+from tierckpt.cli.main import main
+from tierckpt.format.ids import PAGE_BYTES
+from tierckpt.journal import recorder
 from tierckpt.journal.segments import FOLDER, names_in
 
 STEPS = 6
@@ -123,3 +126,39 @@ def test_a_journal_that_somebody_removes_is_reported(tmp_path: Path, shm_dir: Pa
     _, ckpt, _ = restart(path, shm_dir)
     assert ckpt.version == 9, "it began again with v7"
     ckpt.abandon()
+
+
+def test_verify_reads_the_journal(
+    tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ckpts"
+    killed_run(path, shm_dir)
+    assert main(["verify", str(path)]) == 0
+    assert "journal: 5 records, " in capsys.readouterr().out
+    (name,) = names_in(path / FOLDER)
+    data = bytearray((path / FOLDER / str(name)).read_bytes())
+    data[len(data) // 2 + 8] ^= 1  # the head of a frame, or in an image
+    (path / FOLDER / str(name)).write_bytes(data)
+    assert main(["verify", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert ": 1 DAMAGED" in out
+    assert str(name) in out
+
+
+@pytest.mark.parametrize("limit", ["MOST_STEPS", "MOST_BYTES"])
+def test_gradients_of_many_steps_are_not_kept_in_memory(
+    limit: str, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop calls `step()` too rarely: the journal ends, not the training."""
+    monkeypatch.setattr(recorder, limit, 4 if limit == "MOST_STEPS" else 5 * PAGE_BYTES)
+    loop, events = Loop(adam), list[tierckpt.Event]()
+    ckpt = attach(loop, tmp_path / "ckpts", shm_dir, on_event=events.append)
+    train(loop, ckpt, 2)
+    for _ in range(8):
+        loop.iterate()
+    train(loop, ckpt, 1)
+    ckpt.abandon()
+    (text,) = [event.message for event in events if "without a boundary" in event.message]
+    steps = 4 if limit == "MOST_STEPS" else 6
+    assert f"the journal ends at v2: {steps} optimizer steps were made without a boundary" in text
+    assert "Call step() of the checkpointer more often" in text

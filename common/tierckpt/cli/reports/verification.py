@@ -12,6 +12,7 @@ from tierckpt._text import counted, size_text, some
 from tierckpt.core.copies import FoundParity, Location
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import ShardKey
+from tierckpt.journal.listing import check_journals
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey
 from tierckpt.restore.progress import Progress
@@ -34,6 +35,7 @@ class _Tally:
     unread: list[str] = field(default_factory=list)
     unchecked: str = ""
     """The reason why the content of some copies could not be checked."""
+    nouns: tuple[str, str] = ("copy", "copies")
 
     def text(self) -> str:
         """The state of the copies, for people."""
@@ -49,7 +51,7 @@ class _Tally:
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `tierckpt verify PATH...`."""
     parser.description = (
-        "Reads every copy of every shard, and all parity. The exit status is 0 if all "
+        "Reads every copy of every shard, all parity, and the journal. The exit status is 0 if all "
         "of it is sound, else 1. A shard that cannot be decoded here (no key, or a missing "
         f"package) is checked in its stored form, which shows all damage. {PLACES}"
     )
@@ -85,8 +87,10 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
                 bad.add((key, place))
                 failed = tally.unread if verdict.unread else tally.bad
                 failed.append(f"{key} in {place.where}: {verdict.why}")
+    if args.version is None:
+        counts |= _journals(there)
     for name, tally in counts.items():
-        files = counted(tally.copies, "copy", "copies")
+        files = counted(tally.copies, *tally.nouns)
         text = f"{name}: {files}, {size_text(tally.nbytes) or '0 B'}: {tally.text()}"
         console.print(text, soft_wrap=True)
         for text in (*tally.bad, *tally.unread):
@@ -95,6 +99,16 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
     for text in (*outlook(there, lost, bad), *_not_complete(there, args.version, lost)):
         console.print(text, soft_wrap=True)
     _judge(args, there, counts.values())
+
+
+def _journals(there: Survey) -> dict[str, _Tally]:
+    """The count of all records of journals, if there are any."""
+    tally = _Tally(nouns=("record", "records"))
+    for found in check_journals(there.directories):
+        tally.copies += found.records
+        tally.nbytes += found.nbytes
+        tally.bad += found.problems
+    return {"journal": tally} if tally.nbytes or tally.bad else {}
 
 
 def _not_complete(there: Survey, version: int | None, lost: Iterable[ShardKey]) -> Iterator[str]:
