@@ -42,6 +42,7 @@ def check_support(
         )
     for label, optimizer in state.optimizers.items():
         if state.given.get(label) is optimizer and _is_known(step_class(optimizer)):
+            _refuse_unsteady(state, optimizer)
             continue
         kind = f"{type(optimizer).__module__}.{optimizer_class(optimizer)}"
         raise UnsupportedStateError(
@@ -61,6 +62,21 @@ def check_support(
         raise UnsupportedStateError(
             f"{SETTING}: each rank has its own {some([state.name_of(p) for p in apart])}, whose "
             "values do not follow from the gradients of all ranks. Leave the setting out"
+        )
+
+
+def _refuse_unsteady(state: TrainingState, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters whose steps are no function of the state (seen in torch 2.13)."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    momentous = [g for g in optimizer.param_groups if g["fused"] and g["momentum"]]
+    params = [param for group in momentous for param in group["params"]]
+    if reduced := [p for p in params if p.dtype in (torch.bfloat16, torch.float16)]:
+        raise UnsupportedStateError(
+            f"{SETTING}: the fused SGD of torch gives the momentum of "
+            f"{some([state.name_of(p) for p in reduced])} ({reduced[0].dtype}) other bits each "
+            "time, as it reads memory that was never set. Make the optimizer with fused=False, or "
+            "leave the setting out"
         )
 
 

@@ -383,6 +383,21 @@ def test_other_optimizers_are_refused_by_name(tmp_path: Path, shm_dir: Path) -> 
         pass  # the remedy
 
 
+def test_a_fused_sgd_of_half_precision_is_refused(tmp_path: Path, shm_dir: Path) -> None:
+    class Half(Loop):
+        def __init__(self, make: Make) -> None:
+            super().__init__(make)
+            self.model.to(torch.bfloat16)
+
+    def make(**options: Any) -> Callable[[], Loop]:
+        return lambda: Half(functools.partial(optim.SGD, lr=0.1, momentum=0.9, **options))
+
+    text = refusal(make(fused=True), tmp_path, shm_dir)
+    assert "fused SGD of torch gives the momentum of 0.weight, 3.weight (torch.bfloat16)" in text
+    with attach(make(fused=False)(), tmp_path, shm_dir):
+        pass  # the remedy
+
+
 def test_state_that_the_forward_pass_changes_is_refused(tmp_path: Path, shm_dir: Path) -> None:
     class Words(Loop):
         def __init__(self, make: Make) -> None:
