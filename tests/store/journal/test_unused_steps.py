@@ -145,6 +145,19 @@ def test_verify_reads_the_journal(
     assert str(name) in out
 
 
+def test_commands_that_read_versions_name_the_steps_after_them(
+    tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, named = tmp_path / "ckpts", "the journal leads on from v1 to v6, and only a restart"
+    killed_run(path, shm_dir)
+    assert main(["export", str(path), str(tmp_path / "all.pt")]) == 0
+    assert named in capsys.readouterr().out
+    assert main(["fork", str(path), str(tmp_path / "other")]) == 0
+    assert named in capsys.readouterr().out
+    assert main(["export", str(path), str(tmp_path / "v1.pt"), "--version", "1"]) == 0
+    assert "journal" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("limit", ["MOST_STEPS", "MOST_BYTES"])
 def test_gradients_of_many_steps_are_not_kept_in_memory(
     limit: str, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch

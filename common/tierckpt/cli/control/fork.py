@@ -10,6 +10,8 @@ from tierckpt._text import some
 from tierckpt.errors import ConfigError
 
 from ..arguments import place
+from ..journal_notes import steps_after
+from ..version_targets import target_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +51,8 @@ def fork(args: argparse.Namespace, console: Console) -> None:
     except OSError as error:
         raise ConfigError(f"no fork could be made: {error}") from error
     console.print(f"{args.path}: the next start begins from {origin}", soft_wrap=True)
-    for text in sentences:
+    wanted = target_of(args.source)
+    for text in (*sentences, *(steps_after([wanted.path]) if wanted.version is None else ())):
         console.print(text, soft_wrap=True)
     text = f"to take this back before that start: tierckpt fork --cancel {shlex.quote(args.path)}"
     console.print(text, soft_wrap=True)

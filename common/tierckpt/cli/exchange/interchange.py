@@ -12,6 +12,7 @@ from tierckpt._text import counted, size_text
 from tierckpt.errors import ConfigError
 
 from ..arguments import PLACES, nbytes, number, place, version_number
+from ..journal_notes import steps_after
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -158,7 +159,7 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     if saved.suspect:
         text = "is suspect: replicas differed when it was taken, so it may be the state of no rank"
         console.print(f"v{saved.version} {text}. {saved.suspect}", soft_wrap=True, markup=False)
-    for text in notices:
+    for text in (*notices, *(steps_after(args.path) if args.version is None else ())):
         console.print(text, soft_wrap=True)
     if saved.unseen and args.version is None:
         raise ConfigError(
