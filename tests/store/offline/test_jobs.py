@@ -49,9 +49,8 @@ def test_the_folder_above_two_jobs_is_no_job(
     for command in (["watch"], ["log", "--plot", out], ["export", out], ["fork", out]):
         assert main([command[0], str(above), *command[1:]]) == 1
         assert several in capsys.readouterr().err
-    with TinyJob(tmp_path / "new") as job:
-        with pytest.raises(ConfigError, match=re.escape(several)):
-            job.checkpointer.restore(fork_from=str(above))
+    with TinyJob(tmp_path / "new") as job, pytest.raises(ConfigError, match=re.escape(several)):
+        job.checkpointer.restore(fork_from=str(above))
 
 
 def test_list_has_a_line_for_each_job(above: Path, capsys: pytest.CaptureFixture[str]) -> None:
