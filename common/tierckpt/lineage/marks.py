@@ -213,9 +213,20 @@ class OwnMarks:
         whether the job began where the setting says. Not collective."""
         with contextlib.suppress(Exception):
             for place in self._own_places():
-                origin = OriginFile(place).read()
+                origin = OriginFile(place).read() or self._from_afar(OriginFile(place))
                 self.needs = origin if origin is not None and origin.held else None
                 self._compare(origin)
+
+    def _from_afar(self, here: OriginFile) -> Origin | None:
+        """The record of the persistent level, written here, too: this node is a new one."""
+        far = self._config.persistent.path if self._config.uses(PERSISTENT) else ""
+        if self._group.rank or not (far and self._config.fork_from and self._allowed):
+            return None
+        with self._store(far) as store:
+            origin = OriginFile(store).read()
+        if origin is not None:
+            here.write(origin)
+        return origin
 
     def _compare(self, origin: Origin | None) -> None:
         text = self._config.fork_from

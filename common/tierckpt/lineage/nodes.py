@@ -9,7 +9,6 @@ from tierckpt.core.fork import Child, Origin
 from tierckpt.format.ids import VersionId
 from tierckpt.format.run_record import RunEnd, RunRecord
 from tierckpt.offline.catalog import Row
-from tierckpt.offline.holds import is_stale
 
 
 @dataclass
@@ -116,6 +115,8 @@ class JobNode:
     """Those that began from no version of the job, oldest first."""
     troubles: list[str] = field(default_factory=list)
     """What could not be read, in words."""
+    hint: str = ""
+    """Where the job may be, if nothing is here."""
 
     def every_run(self) -> list[RunNode]:
         """All runs, oldest first; each after the run that it came from."""
@@ -146,16 +147,13 @@ class ForkNode:
     child: Child
     job: JobNode | None = None
     """Its own history, if its path leads to it from here."""
+    is_stale: bool = False
+    """The version is held for it, and it does not need it any more."""
 
     @property
     def waits(self) -> bool:
         """The version is held for it, and it has none of its own."""
-        return self.child.held and not (self.job and any(r.versions for r in self.job.runs))
-
-    @property
-    def is_stale(self) -> bool:
-        """The version is held for it, and it does not need it any more."""
-        return self.job is not None and is_stale(self.child, self.job.origin)
+        return self.child.held and not (self.job and any(r.versions for r in self.job.every_run()))
 
     def as_json(self) -> dict[str, Any]:
         """The fork for other programs."""

@@ -18,7 +18,8 @@ from tierckpt.errors import TierckptError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.run_record import RunEnd
 from tierckpt.offline.catalog import rows_of
-from tierckpt.offline.jobs import jobs_in, refuse_several_jobs
+from tierckpt.offline.holds import is_stale
+from tierckpt.offline.jobs import hint_of, jobs_in, refuse_several_jobs
 from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.storage.run_records import FoundRuns, RunRecords
 
@@ -55,6 +56,7 @@ def tree_of(path: str, seen: Iterable[str] = ()) -> JobNode:
 
 def _tree(there: Survey, path: str, seen: Iterable[str]) -> JobNode:
     job = JobNode(path, next(iter(there.origins), None), troubles=[*there.troubles])
+    job.hint = "" if there.copies else hint_of(path, there)
     runs = _Runs(there)
     for found in _records(there, path, job.troubles):
         runs.add_records(found)
@@ -184,7 +186,10 @@ def _add_forks(there: Survey, runs: _Runs, job: JobNode, seen: set[str]) -> None
         node.forks.append(fork)
         if child.path and child.path not in seen:
             with contextlib.suppress(MissingPathError, OSError, TierckptError):
-                fork.job = tree_of(child.path, seen)
+                theirs = survey(child.path)
+                refuse_several_jobs(theirs, child.path)
+                fork.job = _tree(theirs, child.path, seen)
+                fork.is_stale = is_stale(child, theirs)
 
 
 __all__ = ["tree_of", "trees_of"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tierckpt.storage.memory.slots import read_seal
 from tierckpt.storage.persistent import VersionName
 
 from .jobs import refuse_several_jobs
-from .survey import Copy, OpenPersistent, Survey, job_of
+from .survey import Copy, Survey, job_of
 
 Group = tuple[VersionId, str, int, str]
 """Version, run, number of shards, and level."""
@@ -233,7 +233,7 @@ def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
                 _refer(row, manifest.encoding.base)
     for (id_, run_id, shards, level), row in rows.items():
         if level == "persistent":
-            _add_persistent(row, VersionName(id_, shards, run_id), there.open_store)
+            _add_persistent(row, VersionName(id_, shards, run_id), there)
 
 
 def _refer(row: Row, base: VersionId) -> None:
@@ -260,9 +260,9 @@ def manifest_at(key: ShardKey, place: Location) -> Manifest | None:
     return None
 
 
-def _add_persistent(row: Row, name: VersionName, open_store: OpenPersistent) -> None:
-    with suppress(Exception), closing(open_store(row.places[0])) as store:
-        manifest = store.read_manifest(name)
+def _add_persistent(row: Row, name: VersionName, there: Survey) -> None:
+    manifest = there.manifests.get((row.places[0], name))
+    if manifest is not None:
         row.nbytes, row.iteration = manifest.nbytes, manifest.facts.iteration
         row.metric = manifest.facts.metric
         for base in manifest.bases:

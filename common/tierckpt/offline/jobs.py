@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 
-from tierckpt._text import counted, some
+from tierckpt._text import counted, is_url, some
+from tierckpt.core.fork import source_of
 from tierckpt.errors import ConfigError
+from tierckpt.storage.run_records import FOLDER as RUNS
 
 from .survey import Copy, Survey
 
@@ -15,10 +18,13 @@ MOST_NAMED = 8
 
 @dataclass
 class _Job:
-    """Directories that belong together, by the names of jobs and runs in them."""
+    """Places that belong together, by the names of jobs and runs in them."""
 
-    places: list[str]
     names: set[str]
+    near: list[str] = field(default_factory=list)
+    """Directories of the local level, as they were given."""
+    far: list[str] = field(default_factory=list)
+    """Places of the persistent level. A job has several only if it was moved."""
 
 
 def jobs_in(there: Survey) -> list[list[str]]:
@@ -30,36 +36,35 @@ def jobs_in(there: Survey) -> list[list[str]]:
     """
     own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
     jobs = _together(own, there)
-    if len(jobs) > 1 or not _clash(own):
-        return [sorted(job.places) for job in jobs]
-    given = {str(folder.resolve()): str(folder) for folder in there.directories}
-    local = {c.place.where for c in own if c.place.level == "local"}
-    places = local or {copy.place.where for copy in own}
-    return [[given.get(place, place)] for place in sorted(places)]
+    near = [sorted(job.near) for job in jobs if job.near]
+    far = [sorted(job.far) for job in jobs if job.far]
+    several = next((each for each in (near, far) if len(each) > 1), [])
+    if not several and _clash(own):
+        places = [place for job in jobs for place in (*job.near, *job.far)]
+        several = [[each] for each in places or sorted({copy.facts.job for copy in own})]
+    return sorted(several or near or far)
 
 
 def _together(own: Iterable[Copy], there: Survey) -> list[_Job]:
-    """The directories of the local level, joined by the names that they share."""
-    names: dict[str, set[str]] = {}
+    """The places, joined by the names that they share."""
+    given = {str(folder.resolve()): str(folder) for folder in there.directories}
+    found: dict[tuple[str, str], _Job] = {}
     for copy in own:
-        near = copy.place.level == "local"
-        here = names.setdefault(copy.place.where if near else copy.facts.run_id, set())
-        here |= {f"job {copy.facts.job}", f"run {copy.facts.run_id}"}
-    jobs = list[_Job]()
-    for folder in there.directories:
-        place = str(folder.resolve())
-        if place in names:
-            runs = {f"run {run_id}" for run_id in there.runs.get(place, ())}
-            jobs.append(_Job([str(folder)], names.pop(place) | runs))
-    jobs += [_Job([], each) for each in names.values()]  # of other levels
+        level = copy.place.level
+        place = copy.place.where if level != "memory" else copy.facts.job
+        job = found.get((level, place))
+        if job is None:
+            job = found[level, place] = _Job({f"run {name}" for name in there.runs.get(place, ())})
+            job.near += [given.get(place, place)] * (level == "local")
+            job.far += [place] * (level == "persistent")
+        job.names |= {f"job {copy.facts.job}", f"run {copy.facts.run_id}"}
     joined = list[_Job]()
-    for job in jobs:
-        same = [each for each in joined if each.names & job.names]
-        for each in same:
-            joined.remove(each)
-            job = _Job([*each.places, *job.places], each.names | job.names)
+    for job in found.values():
+        for same in [each for each in joined if each.names & job.names]:
+            joined.remove(same)
+            job = _Job(same.names | job.names, same.near + job.near, same.far + job.far)
         joined.append(job)
-    return [job for job in joined if job.places]
+    return joined
 
 
 def _clash(own: Iterable[Copy]) -> bool:
@@ -90,4 +95,21 @@ def refuse_several_jobs(there: Survey, path: str) -> None:
         raise ConfigError(f"{path}: {several}")
 
 
-__all__ = ["jobs_in", "refuse_several_jobs", "several_jobs"]
+def hint_of(path: str, there: Survey) -> str:
+    """Where the checkpoints may be, if there are none at a URL: below it, or without the version
+    after it. A sentence; empty if nothing is known. May ask the store."""
+    if not is_url(path):
+        return ""
+    source = source_of(path)
+    if source.version is not None:
+        text = f"only a fork's source takes @v{source.version} after it; give {source.path}"
+        return f"{text}, if that is what you mean"
+    with suppress(Exception), closing(there.open_store(path)) as store:
+        folders = [name.rstrip("/") for name in store.notes() if name.endswith("/")]
+        if below := [f"{path.rstrip('/')}/{name}" for name in folders if name != RUNS]:
+            names = some(sorted(below), MOST_NAMED)
+            return f"there are folders below it: {names}; give one of them"
+    return ""
+
+
+__all__ = ["hint_of", "jobs_in", "refuse_several_jobs", "several_jobs"]

@@ -42,7 +42,7 @@ from tierckpt.storage.local.sibling_nodes import NODE, named, parent_of, sibling
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, is_default_id, job_id_of
 from tierckpt.storage.notes import Place
-from tierckpt.storage.persistent import PersistentStore
+from tierckpt.storage.persistent import PersistentStore, VersionManifest, VersionName
 from tierckpt.storage.persistent.pins import PersistentPins
 from tierckpt.storage.rollbacks import RollbackFiles
 from tierckpt.storage.run_records import RunRecords
@@ -85,6 +85,8 @@ class Survey:
     """Marks of forks that began from versions here, each with its level."""
     runs: dict[str, set[str]] = field(default_factory=dict)
     """Names of the runs with a record, by directory."""
+    manifests: dict[tuple[str, VersionName], VersionManifest] = field(default_factory=dict)
+    """Those of the persistent level, by place and version."""
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
     """Jobs with a live trainer on this machine."""
@@ -344,7 +346,8 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
 
 def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
     rollbacks = there.requests, there.rollbacks
-    look_at_persistent(config, there.found, there.problems, there.unseen, *rollbacks)
+    read = look_at_persistent(config, there.found, there.problems, there.unseen, *rollbacks)
+    there.manifests |= {(config.path, name): manifest for name, manifest in read.items()}
     with suppress(Exception), closing(there.open_store(config.path)) as store:
         pins = [name.id for name in PersistentPins(store).pinned()]
         there.pinned |= {("persistent", id_.generation, id_.version) for id_ in pins}

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from tierckpt._text import is_url
 from tierckpt.config import PersistentConfig
 from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
 from tierckpt.core.rollback import Rollback, RollbackRequest
@@ -19,9 +22,12 @@ from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 
-from .persistent import PersistentStore
+from .persistent import PersistentStore, VersionManifest, VersionName
 from .rollbacks import RollbackFiles
 from .suspects import SuspectMarks, persistent_suspects
+
+MANIFESTS_AT_ONCE = 8
+"""Manifests that come from a store at the same time."""
 
 
 def take_inventory(
@@ -190,36 +196,33 @@ def look_at_persistent(
     unseen: list[Problem],
     requests: list[RollbackRequest],
     rollbacks: list[Rollback],
-) -> None:
+) -> dict[VersionName, VersionManifest]:
     """Add the versions of the persistent level, and its requests and records of rollbacks. A
-    manifest there means that all shards exist."""
+    manifest there means that all shards exist. Returns the manifests."""
     place = Location("persistent", EVERYWHERE, persistent.path)
+    manifests: dict[VersionName, VersionManifest] = {}
     root = Path(persistent.path)
     try:
         is_lost = "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
     except OSError as error:  # a dead mount
         unseen.append(Problem.of(place, error))
-        return
+        return manifests
     if is_lost:
         why = f"{root.parent} does not exist; create it, unless it should have been mounted"
         unseen.append(Problem(place, why))
-        return
+        return manifests
     try:
         store = PersistentStore(persistent.path, **persistent.options())
     except Exception as error:  # on one rank alone, so that it must not end here
         unseen.append(Problem.of(place, error, _kind_of(error)))
-        return
+        return manifests
     try:
         suspects = persistent_suspects(store)
         look_at_rollbacks(RollbackFiles(store), place, requests, rollbacks, problems, unseen)
-        there = set(names := store.versions())
-        for name in names:
+        for name, read in _manifests_of(store, store.versions()):
             keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))
             try:
-                manifest = store.read_manifest(name)
-                for base in manifest.bases:  # a request for each would take as long as a version
-                    if base not in there and not store.exists(base):
-                        raise FormatError(f"it refers to {base}, which does not exist")
+                manifests[name] = manifest = read()
             except FileNotFoundError as error:  # retired after the listing
                 problems.append(Problem.of(place, error, f"{name}: "))
             except OSError as error:
@@ -241,6 +244,29 @@ def look_at_persistent(
     finally:
         with contextlib.suppress(Exception):
             store.close()
+    return manifests
+
+
+def _manifests_of(
+    store: PersistentStore, names: Sequence[VersionName]
+) -> Iterator[tuple[VersionName, Callable[[], VersionManifest]]]:
+    """Each version with a call that returns its manifest, or raises why it cannot be used. From a
+    store many are read at once, as each takes a round trip."""
+    there = set(names)
+
+    def read(name: VersionName) -> VersionManifest:
+        manifest = store.read_manifest(name)
+        for base in manifest.bases:  # a request for each would take as long as a version
+            if base not in there and not store.exists(base):
+                raise FormatError(f"it refers to {base}, which does not exist")
+        return manifest
+
+    if not is_url(store.url) or len(names) < 2:
+        yield from ((name, partial(read, name)) for name in names)
+        return
+    with ThreadPoolExecutor(MANIFESTS_AT_ONCE, "tierckpt-manifests") as pool:
+        coming = [(name, pool.submit(read, name)) for name in names]
+        yield from ((name, each.result) for name, each in coming)
 
 
 def _kind_of(error: Exception) -> str:

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierckpt._text import counted, size_text, some
+from tierckpt._text import counted, directory_of, size_text, some
 from tierckpt.errors import ConfigError
 from tierckpt.format.ids import VersionId
 from tierckpt.journal.listing import JournalReach, reach_of
 from tierckpt.offline.catalog import Row, rows_of, without_bare
 from tierckpt.offline.holds import stale_holds
-from tierckpt.offline.jobs import jobs_in, refuse_several_jobs
+from tierckpt.offline.jobs import hint_of, jobs_in, refuse_several_jobs
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey, why_elsewhere
 from tierckpt.storage.local.sibling_nodes import NODE
@@ -90,7 +90,9 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
     elif there.troubles:
         console.print(f"{where}: no readable checkpoints", soft_wrap=True)
     else:
-        console.print(f"{where}: no checkpoints here", soft_wrap=True)
+        hint = "; ".join(filter(None, (hint_of(path, there) for path in paths)))
+        text = f"{where}: no checkpoints here"
+        console.print(f"{text}; {hint}" if hint else text, soft_wrap=True)
     for text in there.troubles[:MOST_SHOWN]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
     if (more := len(there.troubles) - MOST_SHOWN) > 0:
@@ -145,9 +147,10 @@ def _on_memory(rows: list[Row], there: Survey, paths: Sequence[str]) -> Iterator
 def _of_holds(there: Survey, paths: Sequence[str]) -> Iterator[str]:
     """Yield holds that stay, as their source was moved, and how to end them."""
     for child in stale_holds(there):
+        place = directory_of(child.where) if paths[1:] else paths[0]
         yield (
             f"v{child.id.version} is still held for the fork {child.path}, which does not need it "
-            f"any more: tierckpt unpin {shlex.quote(paths[0])} {child.id.version} --forks"
+            f"any more: tierckpt unpin {shlex.quote(place)} {child.id.version} --forks"
         )
 
 

@@ -75,6 +75,7 @@ def _print(job: JobNode, console: Console, every: bool) -> None:
         console.print(text, soft_wrap=True)
     if not job.runs:
         begins = f"; the next start begins from {job.origin}" if job.origin else ""
+        begins = begins or (f"; {job.hint}" if job.hint else "")
         console.print(f"no run has left anything here{begins}", soft_wrap=True)
     for text in job.troubles[:MOST_PROBLEMS]:
         console.print(f"cannot be read: {text}", soft_wrap=True)

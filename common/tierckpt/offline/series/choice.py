@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
@@ -13,6 +14,7 @@ from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.ids import VersionId
 
 from ..catalog import complete_versions
+from ..jobs import hint_of
 from ..load import leave_out_memory, text_of
 from ..survey import Survey, Where, survey
 
@@ -63,6 +65,8 @@ class Chosen:
     """Versions that can be read and were not chosen."""
     parts_only: bool
     """There are shards, but no complete version."""
+    hint: str = ""
+    """Where the checkpoints may be, if none are here."""
 
     def texts(self, choice: Choice) -> Iterator[str]:
         """What to tell whoever chose, if anything."""
@@ -72,7 +76,7 @@ class Chosen:
         elif self.parts_only:
             yield "no version is complete here; give the places of all nodes, or the persistent one"
         elif not self.parts:
-            yield "no checkpoints here"
+            yield f"no checkpoints here; {self.hint}" if self.hint else "no checkpoints here"
         if self.gaps:
             yield f"versions may be missing: {some(self.gaps, MOST_SHOWN, '; ')}"
 
@@ -92,7 +96,10 @@ def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
     chosen = choice.among(id_.version for id_ in every)
     parts = {id_: part for id_, part in every.items() if id_.version in chosen}
     others = tuple(id_.version for id_ in every if id_ not in parts)
-    return Chosen(parts, gaps, others, bool(there.copies) and not every)
+    places = [path] if isinstance(path, str | os.PathLike) else path
+    hints = [] if there.copies else [hint_of(os.fspath(each), there) for each in places]
+    hint = "; ".join(filter(None, hints))
+    return Chosen(parts, gaps, others, bool(there.copies) and not every, hint)
 
 
 def _gaps(
