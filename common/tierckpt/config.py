@@ -311,6 +311,12 @@ class Config:
         self._check_storage_options()
 
     def _check_protected(self) -> None:
+        from tierckpt.erasure.groups import Scheme
+
+        try:
+            Scheme.parse(self.peer.redundancy)
+        except ConfigError as error:
+            raise ConfigError(f"peer_redundancy: {error}") from None
         if self._wants_parity and not self.uses("local"):
             raise ConfigError(
                 f"peer_redundancy is {self.peer.redundancy!r}, but no version goes to the local "
@@ -546,6 +552,9 @@ ARGUMENTS = (
 """Arguments of a Checkpointer that are not settings; a misspelled one gets a hint, too."""
 
 
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
 def _convert(key: str, value: Any, source: str) -> Any:
     kind = known_settings().get(key)
     if kind is None:
@@ -572,7 +581,7 @@ def _convert(key: str, value: Any, source: str) -> Any:
             raise TypeError
     except (KeyError, TypeError, ValueError):
         either = " or auto" if key in AUTOMATIC else ""
-        must = f"it must be {kind.__name__}{either}"
+        must = f"it must be {KINDS[kind]}{either}"
         raise ConfigError(f"{key} in {source} is {value!r}; {must}") from None
     return value
 

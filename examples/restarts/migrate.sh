@@ -5,7 +5,8 @@
 #
 # FROM is that job's TIERCKPT_PERSISTENT_PATH, TO the new one, both as directories on this machine.
 # If both machines see one store (such as an object store), no copy is needed.
-from=$1 to=$2
+set -e  # without the old job's files this would be a fresh start
+from=${1:?usage: ./migrate.sh FROM TO [options of train.py]} to=${2:?}
 shift 2
 mkdir -p "$to"
 cp -a "$from/." "$to"

@@ -38,6 +38,7 @@ CHOICES = {
     "best": "highest",
     "export": "tensorboard runs",
     "overhead_budget": 0.25,
+    "peer_redundancy": "xor",
     "local_codecs": "zstd",
     "persistent_codecs": "zstd",
 }
@@ -225,8 +226,9 @@ def test_one_setting_given_twice_in_a_file_is_refused(order: int, tmp_path: Path
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) -> None:
-    kind = known_settings()[setting].__name__
-    with pytest.raises(ConfigError, match=f"{setting} in the arguments is .*must be {kind}"):
+    kinds = {"slots": "a whole number", "local_every_seconds": "a number"}
+    must = kinds.get(setting, "a text")
+    with pytest.raises(ConfigError, match=f"{setting} in the arguments is .*must be {must}"):
         load_config({setting: value}, {})
 
 
@@ -297,6 +299,8 @@ def test_parity_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"peer_redundancy is 'xor'.*set local_every_steps"):
         load_config({**never, "peer_redundancy": "xor"}, {})
     load_config({**never, "peer_redundancy": "none"}, {})
+    with pytest.raises(ConfigError, match=r"peer_redundancy: the redundancy 'rs 4' is unknown"):
+        load_config({"peer_redundancy": "rs 4"}, {})
     load_config({**never, "peer_redundancy": "xor", "persistent_path": "shared"}, {})
 
 

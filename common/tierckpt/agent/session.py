@@ -206,7 +206,8 @@ class TrainerSession:
             self.store.create()
             removed = self.store.clean(self.settings.shard)
         except OSError as error:
-            self.say(Problem(_text(error)))
+            what = f"{self.settings.directory} cannot be used ({_text(error)})"
+            self.say(Problem(f"{what}: versions stay in memory alone, until it can"))
         else:
             if removed:
                 self.say(Cleaned(tuple(removed)))

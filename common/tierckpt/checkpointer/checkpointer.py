@@ -460,12 +460,22 @@ class Checkpointer(CheckpointerCore):
         self.abandon(commit_newest=True)
 
     def _end_with_process(self) -> None:
-        """End an open checkpointer when the process ends: `abandon()`, unless a callback requested
-        the end and no boundary came after that."""
-        if self._agreement.close_asked and not shutdown.script_failed():
+        """End an open checkpointer when the process ends: `abandon()`, with a warning if the script
+        has just not closed it, unless a callback requested the end and no boundary came after
+        that."""
+        failed = shutdown.script_failed()
+        if self._agreement.close_asked and not failed:
             self.close_or_abandon()
-        else:
-            self.abandon()
+            return
+        if not (self._over or failed or self._nothing_new()) and self.group.rank == 0:
+            text = (
+                "the script ends without ckpt.close(), so no final checkpoint is taken. Versions "
+                f"up to v{self.version} are in memory ({self._resources.job.path}), which a reboot "
+                f"clears; {self.config.directory} has those that the intervals put there. Call "
+                "close() at the end, or use the checkpointer in a with block"
+            )
+            self._reports.notice(text, logging.WARNING)
+        self.abandon()
 
     def _abandon_after_error(self) -> None:
         """Call `abandon()` after an exception ended the training.

@@ -7,9 +7,8 @@ import math
 import os
 
 from tierckpt._text import directory_of
+from tierckpt._units import bytes_of, seconds_of
 from tierckpt.errors import ConfigError
-
-UNITS_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def place(text: str) -> str:
@@ -30,10 +29,8 @@ def place(text: str) -> str:
 
 def nbytes(text: str) -> int:
     """A size: bytes, or with a unit (5G). Raises ArgumentTypeError."""
-    from tierckpt.storage.health import parse_size
-
     try:
-        found = parse_size(text)
+        found = bytes_of(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if found <= 0:
@@ -66,10 +63,9 @@ def version_of(text: str) -> int | None:
 
 def duration(text: str) -> float:
     """A duration in seconds. Raises ArgumentTypeError, which argparse prints."""
-    number = text.rstrip("smhd")
     try:
-        seconds = float(number) * UNITS_SECONDS[text[len(number) :] or "s"]
-    except (KeyError, ValueError):
+        seconds = seconds_of(text)
+    except ConfigError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(

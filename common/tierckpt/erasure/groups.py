@@ -60,11 +60,11 @@ class Scheme:
         elif match := re.fullmatch(r"rs\s+([1-9]\d*)\s*\+\s*([1-9]\d*)", words):
             scheme = Scheme("rs", int(match[1]), int(match[2]))
         else:
-            raise ConfigError(f"redundancy is {text!r}; valid: {FORMS}")
+            raise ConfigError(f"the redundancy {text!r} is unknown; valid: {FORMS}")
         if scheme.least > MOST_SYMBOLS:
             raise ConfigError(
-                f"redundancy is {text!r}: {scheme.least} segments a row; at most {MOST_SYMBOLS} "
-                "are possible, so use smaller numbers"
+                f"the redundancy {text!r} has {scheme.least} segments a row; at most "
+                f"{MOST_SYMBOLS} are possible, so use smaller numbers"
             )
         return scheme
 

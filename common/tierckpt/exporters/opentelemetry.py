@@ -61,6 +61,9 @@ class OpenTelemetry(Exporter):
         self._instruments: dict[Metric, Any] = {}
         self._tracer: Tracer | None = None
 
+    def __repr__(self) -> str:
+        return f"OpenTelemetry({self._endpoint!r})" if self._endpoint else "OpenTelemetry"
+
     def begin(self, job: Job) -> None:
         """Find or make the providers, and make the instruments."""
         meters, tracers = self._providers(job)

@@ -26,8 +26,8 @@ MOST_LAUNCHES = 4
 LAST_LINES = 12
 _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
 """Python's format, perhaps after a launcher's prefix."""
-LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-"""It reports that a rank failed, not why."""
+_REPORT = re.compile(r".*torch/distributed/elastic/multiprocessing/api\.py.* failed \(exitcode")
+"""The last such line begins torchrun's own report: that a rank failed, not why."""
 ENVIRONMENT = {
     # Otherwise torchrun lets all starts of a job share one key-value store, and a restarted gloo
     # process may read the address of a dead one.
@@ -133,10 +133,10 @@ class Run:
         """Why the run is not complete, and what to do."""
         ended = f"exit status {status}" if status >= 0 else f"signal {-status}"
         if not self.records:
-            return (
-                f"{self.name}: the command ended ({ended}) and made no Checkpointer (its processes "
-                f"need the environment, above all {VARIABLE}); {self._last_lines()}"
-            )
+            made_none = f"{self.name}: the command ended ({ended}) and made no Checkpointer"
+            if status == 0:
+                made_none += f" (its processes need the environment, above all {VARIABLE})"
+            return f"{made_none}; {self._last_lines()}"
         last = max(each.last for record in self.records.values() for each in record.last_runs())
         if status == 0:
             return (
@@ -150,9 +150,10 @@ class Run:
     def _last_lines(self) -> str:
         output = self.log.read_bytes()[self.log_begins :]
         lines = output.decode(errors="replace").splitlines()
+        reports = [number for number, line in enumerate(lines) if _REPORT.match(line)]
+        lines = lines[: reports[-1]] if reports else lines
         last = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
         errors = [line.strip() for line in lines if _ERROR.match(line)]
-        errors = [each for each in errors if LAUNCHERS_OWN not in each]
         first = errors[0] if errors else ""
         if first and first not in last:  # launchers print much after the error
             return f"the first error is {first!r}; its output is in {self.log}, and ends:{last}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tierckpt._text import counted
+from tierckpt._units import time_text
 from tierckpt.core.tuning.interval_model import (
     LevelModel,
     daly_seconds,
@@ -22,7 +23,6 @@ from tierckpt.core.tuning.interval_model import (
 from .costs import LevelCosts
 from .course.schedule import Rung, Schedule
 from .scenario import Failures, Job, Level, Scenario
-from .units import time_text
 
 MOST_STEPS = 10**12
 

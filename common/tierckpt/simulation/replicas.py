@@ -13,6 +13,7 @@ from random import Random
 from statistics import NormalDist, fmean, stdev
 
 from tierckpt._text import counted
+from tierckpt._units import time_text
 from tierckpt.errors import ConfigError
 
 from .costs import LevelCosts, costs_of, exposed_seconds, protect_seconds
@@ -21,7 +22,6 @@ from .course.schedule import Schedule
 from .intervals import Plan, kind_rates, plan_of
 from .redundancy import Redundancy, losses_per_second
 from .scenario import Scenario
-from .units import time_text
 
 CONFIDENCE = 0.95
 MOST_FAILURES = 10_000_000
@@ -58,6 +58,10 @@ def student(freedom: int) -> float:
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
     )
+
+
+WAITING_SHARE = 0.05
+"""Share of the time without enough nodes from which a note names the spares."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,19 @@ class Study:
             name: self.estimate(phases.get(name, 0.0) / wall for phases, wall in each)
             for name in names
         }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about intervals and spares that the user should change."""
+        nodes, waits = self.scenario.nodes, self.phase_shares.get("nodes")
+        if waits is None or waits.mean < WAITING_SHARE or math.isinf(nodes.spares):
+            return self.plan.notes
+        text = (
+            f"for {100 * waits.mean:.0f} % of the time the job waits for nodes, with "
+            f"{counted(int(nodes.spares), 'spare')} (repair: {time_text(nodes.repair_seconds)}); "
+            "raise spares in [nodes]"
+        )
+        return (*self.plan.notes, text)
 
     def versions(self, outcome: Outcome) -> dict[str, float]:
         """Versions taken by level, those of lost work included."""

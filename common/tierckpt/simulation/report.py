@@ -37,7 +37,7 @@ def document(study: Study) -> dict[str, Any]:
             ),
             "expected_beyond_redundancy": study.expected_losses,
             "store_outages": fmean(o.outages for o in outcomes),
-            "notes": list(study.plan.notes),
+            "notes": list(study.notes),
         }
     )
     return found

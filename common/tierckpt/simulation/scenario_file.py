@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt._text import near_names, question
+from tierckpt._units import bytes_of, seconds_of
 from tierckpt.errors import ConfigError
 
 from .scenario import (
@@ -30,7 +31,6 @@ from .scenario import (
     Scenario,
     check,
 )
-from .units import bytes_of, seconds_of
 
 TABLES: dict[str, type] = {
     "job": Job,

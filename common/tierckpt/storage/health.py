@@ -28,7 +28,6 @@ from pathlib import Path
 
 from tierckpt import _faults
 from tierckpt._children import child_command, child_environment
-from tierckpt.errors import ConfigError
 
 from .files import durable
 
@@ -197,14 +196,6 @@ def answer(text: str) -> None:
 # --- sizes ---------------------------------------------------------------------------------------
 
 UNITS = ("", "K", "M", "G", "T", "P")
-
-
-def parse_size(text: str) -> int:
-    """Bytes from `800`, `64M`, `1.5G`; units are powers of 1024. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise ConfigError(f"{text!r} is not a size; give bytes, or a number with K, M, G or T")
-    return int(float(found[1]) * 1024 ** UNITS.index(found[2].upper()))
 
 
 def size_text(nbytes: float) -> str:

@@ -270,9 +270,11 @@ def test_the_error_that_is_named_is_the_scripts_and_the_newest_launchs(tmp_path:
     order.write()
     told = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
     (order.folder / "log").write_text(f"BrokenPipeError: of the launch before\n{told}\n")
-    lines = [told, "[rank1]: RuntimeError: address in use", *["more"] * 20]
-    texts = " ".join(f"'{line}'" for line in lines)
+    report = "E1127 1] torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)"
+    lines = ["[rank1]: RuntimeError: address in use", *["more"] * 20, "its last line"]
+    texts = " ".join(f"'{line}'" for line in [*lines, report, told, "of the launcher"])
     run = Run("the run", order, ("sh", "-c", f"printf '%s\\n' {texts}; exit 1"), 1000.0)
     with pytest.raises(ProveError) as caught:
         run.carry_out()
     assert "the first error is '[rank1]: RuntimeError: address in use'" in str(caught.value)
+    assert str(caught.value).endswith("its last line")

@@ -213,9 +213,11 @@ def test_a_job_that_can_never_get_done_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_lost_nodes_that_are_never_repaired_use_up_the_spares() -> None:
     lost = Failures(node_every_seconds=500.0)
-    outcome = course(scenario(STORE, failures=lost, nodes=Nodes(1, repair_seconds=math.inf)))
-    assert outcome.failures["node"] >= 2
-    assert outcome.seconds["nodes"] > 0.0, "it waits for a node until the end"
+    study = simulate(scenario(STORE, failures=lost, nodes=Nodes(1, repair_seconds=math.inf)))
+    assert study.outcomes[0].failures["node"] >= 2
+    assert study.outcomes[0].seconds["nodes"] > 0.0, "it waits for a node until the end"
+    assert any("waits for nodes, with 1 spare (repair: never); raise" in n for n in study.notes)
+    assert not simulate(scenario(STORE, failures=lost)).notes
 
 
 def test_a_store_that_changes_too_often_is_refused() -> None:

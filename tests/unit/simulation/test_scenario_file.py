@@ -12,7 +12,6 @@ import pytest
 from tierckpt.errors import ConfigError
 from tierckpt.simulation.examples import EXAMPLES
 from tierckpt.simulation.scenario_file import assignments, merge, read, scenario_of
-from tierckpt.simulation.units import bytes_of, seconds_of, time_text
 
 SMALL: dict[str, Any] = {
     "job": {"step": "1s", "state": "1GB"},
@@ -31,24 +30,6 @@ def refusal(**changes: Any) -> str:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_is_a_scenario(name: str) -> None:
     assert scenario_of(tomllib.loads(EXAMPLES[name]), name)
-
-
-def test_times_and_sizes() -> None:
-    assert [
-        seconds_of(t) for t in ("20ms", "1.5s", "3m", "8h", "2d", "1y", 7, "inf", math.inf)
-    ] == [
-        *(0.02, 1.5, 180, 28800, 172800, 365 * 86400, 7),
-        *(math.inf, math.inf),
-    ]
-    assert [bytes_of(t) for t in ("201MB", "1.5 GB", "64GiB", "5kB", 8)] == [
-        *(201e6, 1.5e9, 64 * 2**30, 5000, 8),
-    ]
-    assert [time_text(t) for t in (0.0005, 90, 86400, 400 * 86400, math.inf)] == [
-        *("0.5 ms", "1.5 m", "1 d", "400 d", "never"),
-    ]
-    for nonsense in ("soon", "5 parsecs", True, None, float("nan")):
-        with pytest.raises(ConfigError, match="write for example"):
-            seconds_of(nonsense)
 
 
 def test_later_values_win() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from tierckpt import _faults
 from tierckpt.cli.main import main
-from tierckpt.errors import ConfigError
 from tierckpt.storage import health
 from tierckpt.storage.health import PROBE_BYTES, Need, check_directory, check_memory, examine
 
@@ -115,16 +114,7 @@ def test_a_check_that_crashes_is_a_problem(place: Path, fault: Any) -> None:
     assert problem == f"{place}: the check ended with status -9"
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("0", 0), ("800", 800), ("64K", 65536), ("1.5G", 3 * 2**29), ("2 TiB", None), ("2TiB", 2**41)],
-)
-def test_sizes(text: str, nbytes: int | None) -> None:
-    if nbytes is None:
-        with pytest.raises(ConfigError, match="is not a size"):
-            health.parse_size(text)
-    else:
-        assert health.parse_size(text) == nbytes
+def test_sizes() -> None:
     assert [health.size_text(n) for n in (0, 1023, 1536, 2**41)] == [
         "0 bytes",
         "1023 bytes",

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tierckpt._text import some
+from tierckpt._units import bytes_of
 from tierckpt.doctor.examination import Report
 from tierckpt.doctor.finding import Finding, Mark, Subject
 from tierckpt.doctor.nodes import examine_all
 from tierckpt.doctor.settings import valid_config
 from tierckpt.run.job.launcher import place_of
-from tierckpt.storage.health import parse_size
 
 from ..arguments import add_json, place
 
@@ -57,7 +57,7 @@ def doctor(args: argparse.Namespace, console: Console) -> int:
     arguments = {name: value for name, value in given.items() if value is not None}
     environment = dict(os.environ)
     config = valid_config(arguments, environment)
-    state_bytes = parse_size(args.state_bytes)
+    state_bytes = bytes_of(args.state_bytes)
     reports = examine_all(Subject(config, environment, arguments, state_bytes))
     if place_of(environment).rank == 0:
         if args.json:

@@ -35,16 +35,17 @@ def health(args: argparse.Namespace, console: Console) -> None:
     """Examine the directories. Raises ConfigError, and NodeHealthError if something is wrong."""
     import socket
 
+    from tierckpt._units import bytes_of
     from tierckpt.config import DAY_SECONDS
-    from tierckpt.storage.health import Need, examine, parse_size
+    from tierckpt.storage.health import Need, examine
 
     if not 0.1 <= args.seconds <= DAY_SECONDS:  # as health_seconds; NaN is not
         raise ConfigError(
             f"--seconds is {args.seconds:g}; it must be from 0.1 to {DAY_SECONDS} (a day)"
         )
-    free, node = parse_size(args.free), os.environ.get("TIERCKPT_NODE") or socket.gethostname()
+    free, node = bytes_of(args.free), os.environ.get("TIERCKPT_NODE") or socket.gethostname()
     needs = [Need(os.path.abspath(path), free) for path in args.path]
-    problems = examine(needs, parse_size(args.memory), args.seconds)
+    problems = examine(needs, bytes_of(args.memory), args.seconds)
     if problems:
         raise NodeHealthError({node: problems})
     console.print(f"node {node} is well: {', '.join(n.path for n in needs)}", soft_wrap=True)

@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tierckpt._event_files import Record, decode, event_files, lines_of, unreadable
+from tierckpt._units import time_text
 from tierckpt.core.tuning.interval_model import (
     SHARES,
     LevelModel,
@@ -25,7 +26,7 @@ from tierckpt.core.tuning.interval_model import (
 )
 from tierckpt.errors import ConfigError
 
-from ..arguments import UNITS_SECONDS, duration
+from ..arguments import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -275,10 +276,10 @@ def table(
         rate = level.failures_per_second
         shown.add_row(
             level.name,
-            text_of(level.cost_seconds),
-            text_of(1 / rate) if rate else "never",
-            text_of(best),
-            text_of(interval_seconds),
+            time_text(level.cost_seconds),
+            time_text(1 / rate) if rate else "never",
+            time_text(best),
+            time_text(interval_seconds),
             str(count) if count < MOST_STEPS else "-",
             *(f"{100 * share:.2f} %" for share in (part.checkpoints, part.lost)),
         )
@@ -294,20 +295,9 @@ def conclusions(
         for level, n in zip(levels, steps, strict=True)
     )
     return [
-        f"A step takes {text_of(job.step_seconds)}. Checkpoints take {100 * spent.checkpoints:.2f} "
-        f"% of the training time (budget {100 * budget:g} %). {100 * spent.goodput:.1f} % of the "
-        "wall time is useful training.",
+        f"A step takes {time_text(job.step_seconds)}. Checkpoints take "
+        f"{100 * spent.checkpoints:.2f} % of the training time (budget {100 * budget:g} %). "
+        f"{100 * spent.goodput:.1f} % of the wall time is useful training.",
         f"Settings: {settings}",
         *(f"Note: {note}" for note in job.notes),
     ]
-
-
-def text_of(seconds: float) -> str:
-    """A duration for people, such as 3.2 ms or 5.0 h."""
-    if math.isinf(seconds):
-        return "never"
-    unit = "ms"
-    for name, size in UNITS_SECONDS.items():
-        if seconds >= size:
-            unit = name
-    return f"{seconds / UNITS_SECONDS[unit]:.3g} {unit}"

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import counted, size_text
+from tierckpt._units import time_text
 from tierckpt.errors import ConfigError
 
 from ..arguments import add_json
@@ -82,6 +83,9 @@ def simulate(args: argparse.Namespace, console: Console) -> None:
         print(json.dumps(documents if args.vary else documents[""], indent=2))
     elif args.vary:
         print_columns(_beside_each_other(studies), ("value",), console)
+        for name, study in studies.items():
+            for note in study.notes:
+                console.print(f"Note on {name}: {note}", soft_wrap=True)
     else:
         for name, study in studies.items():
             _print(study, name, console)
@@ -215,8 +219,6 @@ def _percent(share: Estimate, digits: int = 2) -> str:
 
 
 def _phase_lines(study: Study) -> list[tuple[str, ...]]:
-    from tierckpt.simulation.units import time_text
-
     wall = study.estimate(o.wall_seconds for o in study.outcomes).mean
     lines: list[tuple[str, ...]] = [("time", "share", "in all")]
     for name, share in study.phase_shares.items():
@@ -228,8 +230,6 @@ def _phase_lines(study: Study) -> list[tuple[str, ...]]:
 
 
 def _source_lines(restarts: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
-    from tierckpt.simulation.units import time_text
-
     lines: list[tuple[str, ...]] = [("restart from", "restarts", "restore", "lost work, each")]
     for name, each in restarts.items():
         load, lost = time_text(each["load_seconds"]), time_text(each["lost_seconds"])
@@ -238,8 +238,6 @@ def _source_lines(restarts: Mapping[str, Mapping[str, float]]) -> list[tuple[str
 
 
 def _level_lines(table: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    from tierckpt.simulation.units import time_text
-
     head = ("level", "steps", "every", "best", "stall", "complete after", "restore")
     lines: list[tuple[str, ...]] = [(*head, "written a day", "network a day", "files a version")]
     for name, each in table.items():
@@ -263,8 +261,6 @@ def _level_lines(table: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]
 
 def _conclusions(study: Study) -> list[str]:
     """Sentences below the tables."""
-    from tierckpt.simulation.units import time_text
-
     scenario, outcomes = study.scenario, study.outcomes
     walls = study.estimate(o.wall_seconds for o in outcomes)
     failures = study.estimate(float(sum(o.failures.values())) for o in outcomes)
@@ -289,7 +285,7 @@ def _conclusions(study: Study) -> list[str]:
             f"Losses beyond the redundancy of the peer level: {beyond:.2g} in this time "
             f"(by the formula, of single nodes: {expected:.2g})."
         )
-    return [*lines, *(f"Note: {note}" for note in study.plan.notes)]
+    return [*lines, *(f"Note: {note}" for note in study.notes)]
 
 
 def _beside_each_other(studies: Mapping[str, Study]) -> list[tuple[str, ...]]:

@@ -107,7 +107,8 @@ class JobDirectory:
                 f"this process already has a checkpointer for rank {rank} of job {self.job!r}. Use "
                 "one for all optimizers of a job: optimizer={'name': ..., 'other name': ...} "
                 "(Horovod: horovod_ckpt.install with all results of hvd.DistributedOptimizer); or "
-                "close the other one first, or give this one another path"
+                "close the other one first (in a notebook: ckpt.close(), before the cell runs "
+                "again), or give this one another path"
             )
         deadline, reported = time.monotonic() + patience_seconds, False
         while True:

@@ -11,7 +11,7 @@ import pytest
 
 from tierckpt.cli.arguments import duration
 from tierckpt.cli.main import main
-from tierckpt.cli.plans.interval import observe, read, text_of
+from tierckpt.cli.plans.interval import observe, read
 from tierckpt.events import EventLog
 
 
@@ -197,9 +197,6 @@ def test_durations() -> None:
     assert [duration(t) for t in ("3", "20ms", "1.5s", "2m", "8h", "2d")] == pytest.approx(
         [3, 0.02, 1.5, 120, 28800, 172800]
     )
-    for wrong in ("", "x", "3y", "-1", "nan", "s", "inf", "1e999", "infh"):
+    for wrong in ("", "x", "3w", "-1", "nan", "s", "inf", "1e999", "infh"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{wrong}' is not a finite time"):
             duration(wrong)
-    assert [text_of(s) for s in (0.0005, 0.02, 90, 7200, math.inf)] == [
-        "0.5 ms", "20 ms", "1.5 m", "2 h", "never",
-    ]  # fmt: skip

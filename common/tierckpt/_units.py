@@ -1,4 +1,4 @@
-"""Units: times and sizes as people write them. Pure."""
+"""Times and sizes as people write them. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tierckpt.errors import ConfigError
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365 * 86400.0}
 BYTES = {"": 1.0} | {
     prefix + unit: base**power
-    for unit, base in (("B", 1000.0), ("iB", 1024.0))
+    for unit, base in (("", 1024.0), ("iB", 1024.0), ("B", 1000.0))
     for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))
 }
+"""64G is 64 GiB, as memory is counted, and in most commands of Linux; 64GB is 64e9 bytes."""
 NUMBER = r"\s*([-+]?\d*\.?\d+(?:e[-+]?\d+)?)\s*([A-Za-z]*)\s*"
 
 
@@ -27,13 +28,13 @@ def seconds_of(value: object) -> float:
     return found
 
 
-def bytes_of(value: object) -> float:
-    """A size in bytes: a number, or text such as 201MB, 1.5GB, 64GiB. Raises ConfigError with the
-    forms that are valid."""
+def bytes_of(value: object) -> int:
+    """A size in bytes: a number, or text such as 201MB, 64GiB, or 64G, which is the same. Raises
+    ConfigError with the forms that are valid."""
     found = _quantity(value, BYTES, "")
     if found is None:
-        raise ConfigError(f"{value!r} is not a size; write for example 201MB, 1.5GB, 5TB or 64GiB")
-    return found
+        raise ConfigError(f"{value!r} is not a size; write for example 201MB, 5TB, 64G or 64GiB")
+    return int(found)
 
 
 def _quantity(value: object, units: dict[str, float], default: str) -> float | None:
