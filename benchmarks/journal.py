@@ -2,12 +2,14 @@
 
     python benchmarks/journal.py --toy
     python benchmarks/journal.py --json journal.json
+    python benchmarks/journal.py --copies            # the journal, without and with copies
 
 Two twins of one model take turns in the same two ranks: one takes a version to local at every step,
 the other has the journal. Each trains blocks with it and blocks without, and the difference is its
 cost. With both the training waits for the disk if it must (`when_busy="wait"`), and a block ends
 when its last step is on disk. Then the job with the journal ends as in a crash, and another one
-restores it. benchmarks/README.md explains the columns.
+restores it. With `--copies` each rank is a node of its own, and the twins are the journal without
+and with copies on the other node. benchmarks/README.md explains the columns.
 """
 
 from __future__ import annotations
@@ -43,10 +45,15 @@ from tierckpt.core.levels import LOCAL, MEMORY
 from tierckpt.journal.segments import FOLDER
 
 VERSIONS, JOURNAL = "a version at every step", "the journal"
+ALONE, COPIES = "the journal, two nodes", "with copies"
 Batch = tuple[torch.Tensor, torch.Tensor]
+NEVER = 1_000_000
+PEERS = {"local_journal_steps": NEVER, "peer_redundancy": "partner", "peer_interface": "lo"}
 SETTINGS: dict[str, dict[str, Any]] = {
     VERSIONS: {"local_every_steps": 1},
-    JOURNAL: {"local_journal_steps": 1_000_000},
+    JOURNAL: {"local_journal_steps": NEVER},
+    ALONE: {**PEERS, "local_journal_copy": False},
+    COPIES: PEERS,
 }
 
 
@@ -71,16 +78,22 @@ class Side:
         self.way = way
         self.folder = folder / way.replace(" ", "-")
         self.events: list[Any] = []
+        self.protects = "peer_redundancy" in SETTINGS[way]
+        self.base = 0
+        """The version with which the last recorded block began."""
+        places = {"path": self.folder}
+        if self.protects:
+            places = {"path": self.folder / "{node}", "node": f"node{dist.get_rank()}"}
         self.ckpt: Any = ddp_ckpt.Checkpointer(
             self.model,
             self.optimizer,
-            path=self.folder,
             shm_dir=memory,
             memory_every_steps=0,
             local_every_seconds=0,
             when_busy="wait",
             replica_check_steps=0,
             on_event=self.events.append,
+            **places,
             **SETTINGS[way],
         )
 
@@ -90,6 +103,9 @@ class Side:
             self.ckpt._schedule.requested = frozenset((MEMORY, LOCAL))
             self._train(1, batch, recorded)
             self.ckpt.wait()
+            self.base = self.ckpt.version
+            while self.protects and not self._protected():
+                self._train(1, batch, recorded)
         else:
             self._stop()
             self._train(1, batch, recorded)
@@ -109,18 +125,25 @@ class Side:
             if recorded:
                 self.ckpt.step()
 
+    def _protected(self) -> bool:
+        """Whether the other node has the parity of the version: making it is no part of a block."""
+        here = [e.version for e in self.events if (e.name, e.level) == ("committed", "peer")]
+        found = torch.tensor(int(self.base in here))
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return bool(found)
+
     def _stop(self) -> None:
         """Make no records before the next version."""
         self.ckpt._journal.pause()
 
-    def bytes_a_step(self, steps: int) -> int:
-        """Bytes on disk of one step, of all ranks; those of the last block, of so many steps."""
+    def bytes_a_step(self) -> int:
+        """Bytes on disk of one step, of all ranks; those since the last block began."""
         version = self.ckpt.version
         if self.way == VERSIONS:
             files = self.folder.glob(f"v{version:010d}*.safetensors")
             return sum(path.stat().st_size for path in files)
-        files = (self.folder / FOLDER).glob(f"v{version - steps:010d}*")
-        return sum(path.stat().st_size for path in files) // steps
+        files = self.folder.rglob(f"{FOLDER}/v{self.base:010d}*")
+        return sum(path.stat().st_size for path in files) // (version - self.base)
 
 
 def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) -> None:
@@ -131,7 +154,8 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) 
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     torch.manual_seed(rank)
     batch = torch.randn(options.batch, options.width), torch.randint(10, (options.batch,))
-    sides = [Side(way, options, folder, memory) for way in (VERSIONS, JOURNAL)]
+    ways = (ALONE, COPIES) if options.copies else (VERSIONS, JOURNAL)
+    sides = [Side(way, options, folder, memory) for way in ways]
     found: dict[tuple[str, bool], list[float]] = {}
     for number in range(options.rounds + 1):
         for side in sides if number % 2 else sides[::-1]:
@@ -148,11 +172,11 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) 
             alone, with_it = found[side.way, False], found[side.way, True]
             slower = [s - a for s, a in zip(with_it, alone, strict=True)]
             row = Row(side.way, spread(alone), spread(with_it), spread(slower))
-            row.step_bytes = side.bytes_a_step(options.steps)
+            row.step_bytes = side.bytes_a_step()
             add_row(str(folder), asdict(row))
     dist.barrier()
     journal.ckpt.abandon()
-    again = Side(JOURNAL, options, folder, memory)
+    again = Side(journal.way, options, folder, memory)
     restored = again.ckpt.restore()
     assert restored.version == steps
     assert all(map(torch.equal, again.model.parameters(), journal.model.parameters()))
@@ -162,7 +186,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, memory: Path) 
             "replay_seconds": restored.seconds["replay"] / restored.replayed,
             "load_seconds": restored.seconds["load"],
             "state_bytes": state_bytes,
-            "not_on_disk": [e.message for e in journal.events if "the journal ends" in e.message],
+            "not_on_disk": [e.message for e in journal.events if "journal ends at" in e.message],
         }
         add_row(str(folder), replay)
     for side in (sides[0], again):
@@ -203,6 +227,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser.add_argument("--copies", action="store_true", help="compare it with copies")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048, help="4 layers of 2048: 201 MB")
     parser.add_argument("--batch", type=int, default=64)

@@ -70,6 +70,9 @@ class LocalConfig:
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
     after the newest version again; and take a version at the latest after N steps, which limits the
     journal's room and the time of a restart. 0: no journal."""
+    journal_copy: bool = True
+    """If the peer level is on (`peer_redundancy`), also keep a copy of each rank's journal on
+    another node, so that it survives the loss of a node. The disks write twice as much."""
     codecs: str = ""
     """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none."""

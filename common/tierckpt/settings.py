@@ -62,6 +62,7 @@ class Settings(TypedDict, total=False):
     local_keep_best: int
     local_in_place: bool
     local_journal_steps: int
+    local_journal_copy: bool
     local_codecs: str
     peer_redundancy: str
     peer_group_size: int

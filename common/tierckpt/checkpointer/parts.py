@@ -196,7 +196,8 @@ class CheckpointerParts(abc.ABC):
         )
         undo.callback(self._active.close)
         submit = self._active.submit
-        self._journal = journal_of(*about, self._active.capture, self._reports, submit)
+        journaled = self._state, self._active.capture, self._reports, submit
+        self._journal = journal_of(self.config, self.group, self._levels.peers, *journaled)
         undo.callback(self._journal.close)
         self._replicas = ReplicaMonitor(
             *about,

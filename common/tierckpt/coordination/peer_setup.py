@@ -109,10 +109,16 @@ class PeerSetup:
     ) -> None:
         """`groups`: the result of `redundancy_groups`."""
         self._config, self._group, self._topology, self._agent = config.peer, group, topology, agent
-        self._node: Node = topology.node(group.rank)
+        self.node: Node = topology.node(group.rank)
         self.groups = groups
         self.ready = False
         """True when the agents know each other."""
+        self.own_address: Address | None = None
+        """Where this rank listens; the others learn it when the agents meet."""
+        self.addresses: list[Address | None] = []
+        """Where each rank listens, once the agents know each other."""
+        self.secret = ""
+        """The secret of the run, since the agents met."""
         self._lost: dict[VersionId, frozenset[int]] = {}
 
     @property
@@ -142,12 +148,13 @@ class PeerSetup:
 
         own, problem = None, ""
         where = self._where(secret)
-        if self._node.first == self._group.rank:
+        if self.node.first == self._group.rank:
             own, problem = self._listen(where)
-        gathered = group.all_gather_object((own, problem, own_network()))
-        addresses = [address for address, _, _ in gathered]
-        problems = by_rank([why for _, why, _ in gathered])
-        problems = problems or out_of_reach(addresses, [network for _, _, network in gathered])
+        gathered = group.all_gather_object((own, problem, own_network(), self.own_address))
+        addresses = [address for address, *_ in gathered]
+        problems = by_rank([why for _, why, *_ in gathered])
+        problems = problems or out_of_reach(addresses, [network for _, _, network, _ in gathered])
+        self.secret, self.addresses = secret, [address for *_, address in gathered]
         self.ready = not problems
         if problems:
             complain(f"the peer level is off: {'; '.join(problems)}")
@@ -161,7 +168,7 @@ class PeerSetup:
             _party_settings(rank, group, of_rank)
             for group in self.groups
             for rank in group.ranks
-            if rank in self._node.ranks
+            if rank in self.node.ranks
         ]
         where = replace(where, port=own.port)
         everybody = (AgentAddress(h, a.host, a.port, secret) for h, a in sorted(of_host.items()))
@@ -173,7 +180,7 @@ class PeerSetup:
 
         True when this rank receives the result; the first rank of each node speaks for the others.
         """
-        if not self.ready or self._node.first != self._group.rank:
+        if not self.ready or self.node.first != self._group.rank:
             return False
         self._agent.protect(version, self._lost.get(version))
         return True
@@ -184,6 +191,18 @@ class PeerSetup:
 
     def _where(self, secret: str) -> ListenSettings:
         """Return where the agent has to listen, and the places that it serves."""
+        agent = self._agent
+        return ListenSettings(
+            secret,
+            self._config.interface,
+            self._config.port,
+            self.towards,
+            ServedPlaces(agent.settings.root, agent.settings.folder, agent.session.directory),
+        )
+
+    @property
+    def towards(self) -> str:
+        """A machine of another node, or this one, if there is no other."""
         others = [
             n
             for n, h in zip(self._topology.names, self._topology.hosts, strict=True)
@@ -191,15 +210,7 @@ class PeerSetup:
         ]
         own = self._topology.names[self._group.rank]
         # Not towards this node: a machine's own name is often a loopback address on it.
-        towards = next((name for name in others if name != own), "localhost")
-        agent = self._agent
-        return ListenSettings(
-            secret,
-            self._config.interface,
-            self._config.port,
-            towards,
-            ServedPlaces(agent.settings.root, agent.settings.folder, agent.session.directory),
-        )
+        return next((name for name in others if name != own), "localhost")
 
     def _listen(self, where: ListenSettings) -> tuple[Address | None, str]:
         """Return where this node's agent listens, or the reason why it does not."""

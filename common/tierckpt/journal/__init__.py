@@ -13,6 +13,8 @@ the same gradients, bit for bit; see docs/internals/journal.md.
 | `writer` | the thread that appends them |
 | `recorder` | one rank's journal, during the training |
 | `journal` | the interface to it, and the journal of a job that keeps none |
+| `copies` | a copy of another rank's journal |
+| `search` | a restart: the records that lead on, and the rank that reads each |
 | `replay` | a restart: the steps, made again |
 | `unused` | the steps in a journal that a restart does not make again, in words |
 | `support` | state that a journal cannot repeat, refused by name |

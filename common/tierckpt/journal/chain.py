@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tierckpt.format.ids import NO_RUN, VersionId
 
 
-class Link(NamedTuple):
-    """One record on one rank, as the other ranks know it."""
+class RecordKey(NamedTuple):
+    """What one record has in common on all ranks."""
 
     after: VersionId
     id: VersionId
+    run_id: str
+    """See `VersionFacts.run_id`: two runs that did not see each other may make records of the same
+    id, whose parts must not be mixed."""
+    steps: int
+    """Number of optimizer steps."""
+
+
+class Link(NamedTuple):
+    """One record of one shard, as all ranks know it."""
+
+    after: VersionId
+    id: VersionId
+    run_id: str
+    digest: int
+    """See `FrameHead.digest`."""
     steps: tuple[int, ...]
     """Bytes of the image of each optimizer step's gradients."""
 
+    @property
+    def key(self) -> RecordKey:
+        """What it has in common with those of other shards."""
+        return RecordKey(self.after, self.id, self.run_id, len(self.steps))
+
 
 def chain_from(
-    base: VersionId, ranks: Sequence[Iterable[Link]], began: tuple[int, int] = NO_RUN
-) -> list[VersionId]:
-    """Return the ids of the records that follow `base`, oldest first, as far as every rank has each
-    of them, with the same number of optimizer steps.
+    base: VersionId, shards: Iterable[Iterable[RecordKey]], began: tuple[int, int] = NO_RUN
+) -> list[RecordKey]:
+    """Return the records that follow `base`, oldest first, as far as there is one of every shard.
 
     Where two runs went on from the same place, the newer one counts. `began`: the entry in the
     lineage of the last run that went back (see `Rollback`); records that it gave up do not count.
     """
-    common: set[tuple[VersionId, VersionId, int]] | None = None
-    for links in ranks:
-        theirs = {(each.after, each.id, len(each.steps)) for each in links}
-        common = theirs if common is None else common & theirs
-    following: dict[VersionId, VersionId] = {}
-    for after, id_, _ in sorted(common or ()):
-        if id_.generation >= began[0] or id_.version <= began[1]:
-            following[after] = max(id_, following.get(after, id_))
-    found: list[VersionId] = []
+    common = set.intersection(*map(set, shards))
+    following: dict[VersionId, RecordKey] = {}
+    for key in sorted(common):
+        if key.id.generation >= began[0] or key.id.version <= began[1]:
+            following[key.after] = key  # the newest comes last
+    found: list[RecordKey] = []
     place = base
-    while (place := following.get(place, base)) > base and place not in found:
-        found.append(place)
+    while (follower := following.get(place)) is not None and follower.id > base:
+        if follower in found:
+            break
+        found.append(follower)
+        place = follower.id
     return found
 
 
@@ -48,4 +67,4 @@ def outdated(bases: Iterable[VersionId], safe: VersionId | None, keep: int) -> s
     return {*known[: max(len(known) - keep, 0)]}
 
 
-__all__ = ["Link", "chain_from", "outdated"]
+__all__ = ["Link", "RecordKey", "chain_from", "outdated"]

@@ -24,7 +24,11 @@ HEAD_BYTES = 64
 _MAGIC = b"tierjrn1"
 _FIELDS = struct.Struct("<8s6Q")
 _CHECK = struct.Struct("<Q")
-_NAME = re.compile(rf"(?P<stem>.+)\.by(?P<writer>\d{{6,}}){re.escape(SUFFIX)}")
+_NAME = re.compile(
+    rf"(?P<stem>.+)\.by(?P<writer>\d{{6,}})(\.copy(?P<keeper>\d{{5,}}))?{re.escape(SUFFIX)}"
+)
+ITSELF = -1
+"""In place of a keeper: the rank of the shard wrote the file."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +82,26 @@ class SegmentName:
     """The rank's shard of the version before the first record, or the record before it."""
     writer: int
     """Generation of the run that writes the file."""
+    keeper: int = ITSELF
+    """The rank that writes this copy of another rank's journal."""
 
     def __str__(self) -> str:
-        return f"{self.base.stem}.by{self.writer:06d}{SUFFIX}"
+        copy = "" if self.keeper == ITSELF else f".copy{self.keeper:05d}"
+        return f"{self.base.stem}.by{self.writer:06d}{copy}{SUFFIX}"
+
+    @property
+    def rank(self) -> int:
+        """The rank that writes the file."""
+        return self.base.shard if self.keeper == ITSELF else self.keeper
 
     @classmethod
     def parse(cls, name: str) -> SegmentName | None:
         """Read a name; None if it is another kind of name."""
         match = _NAME.fullmatch(name)
         base = ShardKey.parse(match["stem"]) if match else None
-        return None if match is None or base is None else cls(base, int(match["writer"]))
+        if match is None or base is None:
+            return None
+        return cls(base, int(match["writer"]), int(match["keeper"] or ITSELF))
 
 
-__all__ = ["BOUNDARY", "HEAD_BYTES", "STEP", "SUFFIX", "FrameHead", "SegmentName"]
+__all__ = ["BOUNDARY", "HEAD_BYTES", "ITSELF", "STEP", "SUFFIX", "FrameHead", "SegmentName"]

@@ -18,9 +18,14 @@ from tierckpt.format.layout import Layout, plan_layout
 from tierckpt.format.shard_file import encode_header, rank_state_blocks
 from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state import tree_codec
+from tierckpt.state.training_state import TrainingState
 
 GRADIENT = "gradient/"
 """Begin of the names of gradients; the rest is the parameter's name."""
+SCALED = (
+    "a fused optimizer unscales the gradients inside its step, where they cannot be read. Make the "
+    "optimizer with fused=False"
+)
 
 
 class UnjournaledError(Exception):
@@ -35,6 +40,38 @@ class MakeRoom(Protocol):
         ...
 
 
+class Tree(Protocol):
+    """A `tree_codec.EncodedTree`, or a `CopiedTree`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        ...
+
+    def copy(self, low: int, target: torch.Tensor) -> None:
+        """Fill `target` with the bytes from `low` on, and with zeros after the last one."""
+        ...
+
+
+class CopiedTree:
+    """The bytes of a tree that an image has; an `EncodedTree` gives them only once."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        """`source`: the bytes, in the image."""
+        self.source = source
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.source.numel()
+
+    def copy(self, low: int, target: torch.Tensor) -> None:
+        """As `Tree` says."""
+        part = self.source[low : low + target.numel()]
+        target[: part.numel()].copy_(part)
+        target[part.numel() :].zero_()
+
+
 @dataclass(frozen=True)
 class Image:
     """A shard's bytes, in two parts."""
@@ -44,8 +81,8 @@ class Image:
     """Bytes after the header."""
     block_bytes: tuple[int, ...]
     """Lengths of the blocks of `data`."""
-    tree_bytes: int
-    """Used bytes of the tree."""
+    tree: CopiedTree
+    """The tree in `data`."""
 
 
 class ImageMaker:
@@ -57,7 +94,7 @@ class ImageMaker:
         self._structure = structure
         self._header = (-1, b"", tuple[int, ...]())
 
-    def make(self, addresses: Sequence[int], tree: tree_codec.EncodedTree, room: MakeRoom) -> Image:
+    def make(self, addresses: Sequence[int], tree: Tree, room: MakeRoom) -> Image:
         """Copy the pieces, from the memory at `addresses` on, and the tree."""
         low = self.layout.nbytes
         data_bytes = round_up(low + tree.nbytes, PAGE_BYTES)
@@ -71,7 +108,8 @@ class ImageMaker:
         for piece, address in zip(self.layout.pieces, addresses, strict=True):
             ctypes.memmove(begin + piece.offset, address, piece.nbytes)
         tree.copy(0, data[low:])
-        return Image(self._header[1], data, self._header[2], tree.nbytes)
+        copied = CopiedTree(data[low : low + tree.nbytes])
+        return Image(self._header[1], data, self._header[2], copied)
 
 
 class GradientImages:
@@ -85,7 +123,7 @@ class GradientImages:
     def make(
         self,
         named: Sequence[tuple[str, torch.Tensor]],
-        tree: tree_codec.EncodedTree,
+        tree: Tree,
         room: MakeRoom,
     ) -> Image:
         """This rank's stripes of these gradients. Raises UnjournaledError if one cannot be
@@ -103,6 +141,26 @@ class GradientImages:
             for piece in self._maker.layout.pieces
         ]
         return self._maker.make(addresses, tree, room)
+
+
+def gradients_of(
+    state: TrainingState, label: str
+) -> tuple[list[tuple[str, torch.Tensor]], tree_codec.EncodedTree]:
+    """The gradients of the optimizer of that label, by name, and its options. Raises
+    UnjournaledError if they are not what its step reads."""
+    optimizer = state.optimizers[label]
+    if getattr(optimizer, "grad_scale", None) is not None or (
+        getattr(optimizer, "found_inf", None) is not None
+    ):
+        raise UnjournaledError(SCALED)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    named = [(state.name_of(p), p.grad) for p in params if p.grad is not None]
+    arena = tree_codec.Arena()
+    groups = state.pack_groups(arena.keep)
+    if isinstance(groups, tree_codec.Packed):
+        groups = groups.node
+    node = {"label": label, "groups": groups[label], "params": len(params)}
+    return named, tree_codec.EncodedTree(node, arena)
 
 
 def _refuse_gradient(name: str, gradient: torch.Tensor) -> None:
@@ -124,7 +182,7 @@ class SmallStateImages:
         self._plan: CopyPlan | None = None
         self._maker: ImageMaker | None = None
 
-    def make(self, plan: CopyPlan, tree: tree_codec.EncodedTree, room: MakeRoom) -> Image:
+    def make(self, plan: CopyPlan, tree: Tree, room: MakeRoom) -> Image:
         """The buffers that `plan` has staged, and the tree. Raises UnjournaledError if the plan has
         parameters that cannot be repeated."""
         self._follow(plan)
@@ -145,9 +203,12 @@ class SmallStateImages:
 
 __all__ = [
     "GRADIENT",
+    "CopiedTree",
     "GradientImages",
     "Image",
     "ImageMaker",
     "SmallStateImages",
+    "Tree",
     "UnjournaledError",
+    "gradients_of",
 ]

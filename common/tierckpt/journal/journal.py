@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
+from tierckpt.coordination.peer_setup import PeerSetup
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.levels import Level
 from tierckpt.format.facts import VersionFacts
@@ -129,6 +130,7 @@ class NoJournal:
 def journal_of(
     config: Config,
     group: Group,
+    peers: PeerSetup,
     state: TrainingState,
     capture: Staging,
     reports: Reports,
@@ -137,7 +139,7 @@ def journal_of(
     """The journal that the settings ask for. Arguments as for `JournalRecorder`."""
     if not config.local.journal_steps:
         return NoJournal()
-    return JournalRecorder(config, group, state, capture, reports, submit)
+    return JournalRecorder(config, group, peers, state, capture, reports, submit)
 
 
 __all__ = ["Journal", "NoJournal", "journal_of"]

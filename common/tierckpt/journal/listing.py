@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tierckpt.format.ids import VersionId
 
-from .chain import Link, chain_from
+from .chain import RecordKey, chain_from
+from .frames import SegmentName
 from .segments import FOLDER, JournalReader, names_in
 
 
@@ -33,23 +34,24 @@ def reach_of(
 ) -> JournalReach | None:
     """How far the journals in these local directories lead from the version `base` of a job with
     that number of ranks; None without any journal. `began`: see `chain_from`. Never raises."""
-    links: list[set[Link]] = [set() for _ in range(ranks)]
+    keys: list[set[RecordKey]] = [set() for _ in range(ranks)]
     for directory in directories:
         folder = directory / FOLDER
-        for rank in {n.base.shard for n in names_in(folder) if n.base.shards == ranks}:
-            with closing(JournalReader(folder, rank, ranks)) as reader:
-                links[rank].update(record.link for record in reader.records.values())
-    if not any(links):
+        names = [n for n in names_in(folder) if n.base.shards == ranks and n.base.shard < ranks]
+        with closing(JournalReader(folder, names)) as reader:
+            for shard, key in reader.records:
+                keys[shard].add(key)
+    if not any(keys):
         return None
-    ids = chain_from(base, links, began)
-    last = ids[-1] if ids else base
-    missing = [rank for rank, theirs in enumerate(links) if not theirs]
-    return JournalReach(base.version, last.version, len(ids), missing)
+    chain = chain_from(base, keys, began)
+    last = chain[-1].id if chain else base
+    missing = [rank for rank, theirs in enumerate(keys) if not theirs]
+    return JournalReach(base.version, last.version, len(chain), missing)
 
 
 @dataclass(frozen=True)
 class JournalCheck:
-    """All records of one rank in a directory, compared with their checksums."""
+    """All records of one rank in a directory, or all in a copy, compared with their checksums."""
 
     records: int
     nbytes: int
@@ -62,10 +64,12 @@ def check_journals(directories: Iterable[Path]) -> Iterator[JournalCheck]:
     """Read every byte of the journals in these local directories, rank by rank. An incomplete
     record at the end of a file is no damage. Never raises."""
     for folder in (directory / FOLDER for directory in directories):
-        there = names_in(folder)
-        for rank, ranks in sorted({(n.base.shard, n.base.shards) for n in there}):
-            with closing(JournalReader(folder, rank, ranks)) as reader:
-                reader.sound(reader.records)
+        of_rank: dict[tuple[int, int, int], list[SegmentName]] = {}
+        for name in names_in(folder):
+            of_rank.setdefault((name.base.shard, name.base.shards, name.keeper), []).append(name)
+        for _, names in sorted(of_rank.items()):
+            with closing(JournalReader(folder, names)) as reader:
+                all(reader.is_sound(*held) for held in reader.records)
                 yield JournalCheck(len(reader.records), reader.nbytes, reader.problems)
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tierckpt._text import size_text
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
+from tierckpt.coordination.peer_setup import PeerSetup
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.levels import LOCAL, MEMORY, Level
 from tierckpt.format.facts import VersionFacts
@@ -29,11 +30,19 @@ from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState
 
+from .copies.journal_copies import KEPT_FILES, JournalCopies
+from .copies.small_state_link import Keeper
 from .digest import INLINE_BYTES, DigestPlan, DigestWork
-from .frames import SegmentName
-from .images import GradientImages, Image, SmallStateImages, UnjournaledError
+from .frames import ITSELF, SegmentName
+from .images import (
+    GradientImages,
+    Image,
+    SmallStateImages,
+    UnjournaledError,
+    gradients_of,
+)
 from .replay import Replay
-from .segments import FOLDER
+from .segments import FOLDER, FileOwner
 from .support import StepClass
 from .writer import CLOSE_SECONDS, Draft, JournalWriter
 
@@ -44,10 +53,6 @@ STOPPED = (
 BEHIND = (
     "{folder} does not keep up with {size} a step and rank. Use a faster disk, leave out "
     'local_journal_steps, or set when_busy="wait", and the training waits for the disk'
-)
-SCALED = (
-    "a fused optimizer unscales the gradients inside its step, where they cannot be read. Make the "
-    "optimizer with fused=False"
 )
 MOST_STEPS = 64
 """Limit of optimizer steps in one iteration, whose gradients are all in memory."""
@@ -73,6 +78,7 @@ class JournalRecorder:
         self,
         config: Config,
         group: Group,
+        peers: PeerSetup,
         state: TrainingState,
         capture: Staging,
         reports: Reports,
@@ -82,7 +88,10 @@ class JournalRecorder:
         self.folder = Path(config.directory) / FOLDER
         self._config, self._group, self._state = config, group, state
         self._capture, self._reports, self._submit = capture, reports, submit
-        self._writer = JournalWriter(self.folder, group.rank, group.size, self._failed)
+        self._owner = FileOwner(group.rank, group.size, peers.node)
+        self._copies = JournalCopies(config, group.rank, group.size, peers, self.folder, reports)
+        alone = not self._copies.on
+        self._writer = JournalWriter(self.folder, self._failed, reuses_small=alone)
         self._begun: VersionId | None = None
         """Where the journal began first since the last `pause`, alike on all ranks; None if it did
         not yet."""
@@ -104,10 +113,11 @@ class JournalRecorder:
         loaded that no steps lead to."""
         self.drain(CLOSE_SECONDS)
         self._begun = None
-        self._stop()
+        self._stop("other state is loaded")
 
-    def _stop(self) -> None:
+    def _stop(self, why: str) -> None:
         self._place, self._steps = None, []
+        self._copies.stop(why)
 
     def begin_at(self, id_: VersionId, writer: int) -> None:
         """Begin with the live state, which equals a version or record of an earlier run; `writer`
@@ -116,22 +126,28 @@ class JournalRecorder:
         self._follow(id_, writer)
 
     def _follow(self, id_: VersionId, writer: int) -> None:
-        if self._segment is None or self._segment.writer != writer:
-            # A run of that number has left its journal, and no version: it counts no more.
-            self._writer.remove(lambda name: name.writer >= writer)
+        anew = self._segment is None or self._segment.writer != writer
         self._place, self._begun = id_, self._begun or id_
         key = ShardKey(id_, self._group.rank, self._group.size)
         self._segment = SegmentName(key, writer)
+        if anew:
+            # A run of that number has left its journal, and no version: it counts no more.
+            wrote = self._owner.wrote
+            self._writer.remove(lambda n: wrote(n) and n.keeper == ITSELF and n.writer >= writer)
+        self._copies.begin(self._segment, anew)
 
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until all records are durable or have failed; False if that takes longer."""
         self.settle()
-        return self._writer.drain(timeout_seconds)
+        begin = time.monotonic()
+        done = self._writer.drain(timeout_seconds)
+        return self._copies.drain(begin + timeout_seconds - time.monotonic()) and done
 
     def close(self, remove: bool = False) -> None:
         """End; with `remove` the last version is durable, and the files are removed."""
+        self._copies.close()
         if remove:
-            self._writer.remove(lambda _: True)
+            self._writer.remove(self._owner.tidies)
         self._writer.close()
 
     def records_after(
@@ -144,7 +160,7 @@ class JournalRecorder:
     ) -> Replay | None:
         """Find the records that follow the version `base`; None if there are none. Arguments as for
         `Replay`; the caller closes it. Collective."""
-        where = self._config.directory, self._state, barrier, self._reports
+        where = self._config.directory, self._owner.node, self._state, barrier, self._reports
         replay = Replay(*where, base, began, step_class, most)
         if len(replay):
             return replay
@@ -159,8 +175,13 @@ class JournalRecorder:
         if not reads_gradients(label) or self._place is None:
             return
         try:
-            self._keep_up()
-            self._steps.append(self._image_of(label, self._state.optimizers[label]))
+            may_wait = self._keep_up()
+            named, tree = gradients_of(self._state, label)
+            if label not in self._gradients:
+                self._gradients[label] = GradientImages(self._group.rank, self._group.size)
+            image = self._gradients[label].make(named, tree, self._writer.room)
+            self._steps.append(image)
+            self._copies.add(label, named, image.tree, may_wait)
         except Exception as error:
             self._give_up(error)
 
@@ -186,7 +207,7 @@ class JournalRecorder:
         facts = facts_of(id_)
         self.settle()
         if self._writer.failed == self._segment:  # already reported
-            self._stop()
+            self._stop("its disk does not take it")
         problem = self._problem(id_, safe) if sound else UNSOUND
         if self._place is not None:
             try:
@@ -201,7 +222,9 @@ class JournalRecorder:
         self._steps = []
         if local and sound:
             self._follow(id_, id_.generation)
-            self._writer.retire(safe, self._config.local.keep_last)
+            keep = self._config.local.keep_last
+            keep = max(keep, KEPT_FILES) if self._copies.on else keep
+            self._writer.retire(self._owner.tidies, safe, keep)
 
     def _keep_in_step(self, adapter: Callable[[], Any]) -> None:
         """The journal has stopped here, maybe not on other ranks: ask the state's objects for their
@@ -217,16 +240,22 @@ class JournalRecorder:
         small = self._small.make(plan, tree, self._writer.room)
         if self._digest is None or self._digest.plan is not plan:
             self._digest = DigestPlan(plan)
-        make = partial(
-            Draft, self._segment, self._place, facts, steps=tuple(self._steps), small=small
-        )
+        draft = Draft(self._segment, self._place, facts, 0, tuple(self._steps), small)
+        keeper = self._copies.record(draft)
         self._place = facts.id
         if self._digest.nbytes < INLINE_BYTES:
-            self._writer.submit(make(digest=self._digest.compute()))
+            self._submit_draft(draft, keeper, self._digest.compute())
             return
-        self._work = DigestWork(self._digest, lambda found: self._writer.submit(make(digest=found)))
+        self._work = DigestWork(self._digest, partial(self._submit_draft, draft, keeper))
         guard(self._work)
         self._submit(self._work)
+
+    def _submit_draft(self, draft: Draft, keeper: Keeper | None, digest: int) -> None:
+        """Training thread, or the copier."""
+        whole = replace(draft, digest=digest)
+        if keeper is not None:
+            self._copies.send(keeper, whole)
+        self._writer.submit(whole)
 
     def settle(self) -> None:
         """Return when the state may change: nothing of it is read any more."""
@@ -237,32 +266,17 @@ class JournalRecorder:
         if work.error is not None:
             self._give_up(work.error)
 
-    def _image_of(self, label: str, optimizer: torch.optim.Optimizer) -> Image:
-        if getattr(optimizer, "grad_scale", None) is not None or (
-            getattr(optimizer, "found_inf", None) is not None
-        ):
-            raise UnjournaledError(SCALED)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        named = [(self._state.name_of(p), p.grad) for p in params if p.grad is not None]
-        arena = tree_codec.Arena()
-        groups = self._state.pack_groups(arena.keep)
-        if isinstance(groups, tree_codec.Packed):
-            groups = groups.node
-        node = {"label": label, "groups": groups[label], "params": len(params)}
-        if label not in self._gradients:
-            self._gradients[label] = GradientImages(self._group.rank, self._group.size)
-        tree = tree_codec.EncodedTree(node, arena)
-        return self._gradients[label].make(named, tree, self._writer.room)
-
-    def _keep_up(self) -> None:
-        """Raise UnjournaledError if the disk does not keep up, or no boundary comes."""
+    def _keep_up(self) -> bool:
+        """Raise UnjournaledError if the disk does not keep up, or no boundary comes. Returns
+        whether the training waits for a disk."""
         held_bytes = sum(image.data.nbytes for image in self._steps)
         many = held_bytes > MOST_BYTES and held_bytes > MOST_COPIES * self._stripe_bytes()
         if many or len(self._steps) >= MOST_STEPS:
             words = {"steps": len(self._steps), "size": size_text(held_bytes)}
             raise UnjournaledError(ENDLESS.format(**words))
-        if self._steps or self._writer.keeps_up(self._config.when_busy == "wait"):
-            return
+        may_wait = self._config.when_busy == "wait"
+        if self._steps or self._writer.keeps_up(may_wait):
+            return may_wait
         size = size_text(self._stripe_bytes())
         raise UnjournaledError(BEHIND.format(folder=self.folder, size=size))
 
@@ -282,7 +296,7 @@ class JournalRecorder:
         """Stop until the next version on local. Any error: the journal never ends a training."""
         last, known = self._place, isinstance(error, UnjournaledError)
         why = str(error) if known else f"{type(error).__name__}: {error}"
-        self._stop()
+        self._stop(why)
         if last is not None:
             text = STOPPED.format(last=last.version, why=why)
             self._reports.notice(text, logging.WARNING)

@@ -16,10 +16,11 @@ from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.verify import verify_shard
+from tierckpt.group import Node
 from tierckpt.storage.files.durable import open_plain, remove
 from tierckpt.storage.files.mapped_file import MappedFile
 
-from .chain import Link
+from .chain import Link, RecordKey
 from .frames import BOUNDARY, HEAD_BYTES, SUFFIX, FrameHead, SegmentName
 
 FOLDER = "journal"
@@ -60,34 +61,38 @@ class Record:
 
     @property
     def link(self) -> Link:
-        """The record as other ranks know it."""
+        """The record as all ranks know it."""
+        head, facts = self.small.head, self.small.manifest.facts
         steps = tuple(len(each.image) for each in self.steps)
-        return Link(self.small.head.after, self.id, steps)
+        return Link(head.after, facts.id, facts.run_id, head.digest, steps)
+
+    def verify(self) -> None:
+        """As `Frame.verify`, for all frames."""
+        for frame in (*self.steps, self.small):
+            frame.verify()
 
 
 class JournalReader:
-    """One rank's records on this node. `close` unmaps the files: no `Frame` is used after it."""
+    """The records in some files. `close` unmaps the files: no `Frame` is used after it."""
 
-    def __init__(self, folder: Path, shard: int, shards: int) -> None:
-        """Read heads and manifests in all files of this rank, of a job with that number of ranks.
-        Never raises: parts that cannot be read are in `problems`. The last record of a file may be
-        incomplete, as its writer was killed; that is no problem."""
-        self.records: dict[tuple[VersionId, VersionId], Record] = {}
-        """By the place that each follows, and its id."""
+    def __init__(self, folder: Path, names: Iterable[SegmentName]) -> None:
+        """Read heads and manifests in these files. Never raises: parts that cannot be read are in
+        `problems`. The last record of a file may be incomplete, as its writer was killed; that is
+        no problem."""
+        self.records: dict[tuple[int, RecordKey], Record] = {}
+        """By shard and key; that of the first file, if several have it."""
         self.problems: list[str] = []
         self._files: list[MappedFile] = []
-        for name in names_in(folder):
-            if (name.base.shard, name.base.shards) != (shard, shards):
-                continue
+        for name in names:
             path = folder / str(name)
             try:
-                self._read(path)
+                self._read(path, name.base.shard)
             except FileNotFoundError:
                 continue  # retired since the folder was listed
             except (OSError, CorruptShardError, FormatError) as error:
                 self.problems.append(f"{path}: {error}")
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path, shard: int) -> None:
         with open_plain(path) as file:
             if not file.seek(0, 2):
                 return
@@ -99,23 +104,23 @@ class JournalReader:
                 steps.append(frame)
                 continue
             record = Record(path, tuple(steps), frame)
-            self.records[record.link[:2]] = record
+            self.records.setdefault((shard, record.link.key), record)
             steps = []
 
-    def sound(self, pairs: Iterable[tuple[VersionId, VersionId]]) -> int:
-        """Verify records in this order; returns the number of those before the first damaged one,
-        which `problems` names then."""
-        count = 0
-        for pair in pairs:
-            record = self.records[pair]
-            try:
-                for frame in (*record.steps, record.small):
-                    frame.verify()
-            except (OSError, CorruptShardError, FormatError) as error:
-                self.problems.append(f"{record.path}: {error}")
-                break
-            count += 1
-        return count
+    def is_sound(self, shard: int, key: RecordKey) -> bool:
+        """Verify a record; `problems` names one that is damaged."""
+        record = self.records[shard, key]
+        try:
+            record.verify()
+        except (OSError, CorruptShardError, FormatError) as error:
+            self.problems.append(f"{record.path}: {error}")
+            return False
+        return True
+
+    @property
+    def links(self) -> list[tuple[int, Link]]:
+        """All records, each with its shard."""
+        return [(shard, record.link) for (shard, _), record in self.records.items()]
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +151,27 @@ def _frames(file: MappedFile) -> Iterator[Frame]:
         low = end
 
 
+@dataclass(frozen=True)
+class FileOwner:
+    """One rank, as the owner of journal files."""
+
+    rank: int
+    ranks: int
+    """Number of the job's ranks."""
+    node: Node
+
+    def wrote(self, name: SegmentName) -> bool:
+        """Whether a file is this rank's, or that of a former rank of its number modulo that of
+        ranks."""
+        return name.rank % self.ranks == self.rank
+
+    def tidies(self, name: SegmentName) -> bool:
+        """Whether this rank removes a file that nobody needs: also as the first rank of its node,
+        if the file's rank has moved to another node."""
+        moved = name.rank % self.ranks not in self.node.ranks
+        return self.wrote(name) or (moved and self.rank == self.node.first)
+
+
 def names_in(folder: Path) -> list[SegmentName]:
     """The journal files in a folder, in order; none if it cannot be listed."""
     names: Iterable[Path] = ()
@@ -160,4 +186,4 @@ def remove_all(folder: Path, names: Iterable[SegmentName]) -> None:
         remove(folder / str(name))
 
 
-__all__ = ["FOLDER", "Frame", "JournalReader", "Record", "names_in", "remove_all"]
+__all__ = ["FOLDER", "FileOwner", "Frame", "JournalReader", "Record", "names_in", "remove_all"]

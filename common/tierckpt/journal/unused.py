@@ -44,14 +44,16 @@ def unused_journal(
     """
     folder, longest = Path(directory) / FOLDER, (reached or base).version
     text = ""
-    for shards, shard in sorted({(n.base.shards, n.base.shard) for n in names_in(folder)}):
+    there = names_in(folder)
+    for shards, shard in sorted({(n.base.shards, n.base.shard) for n in there}):
         if reached is not None and shards == size:
             continue
-        with closing(JournalReader(folder, shard, shards)) as reader:
-            links = [record.link for record in reader.records.values()]
-        ids = chain_from(base, [links], began)
-        if ids and ids[-1].version > longest:
-            longest = ids[-1].version
+        names = [n for n in there if (n.base.shards, n.base.shard) == (shards, shard)]
+        with closing(JournalReader(folder, names)) as reader:
+            keys = [key for _, key in reader.records]
+        chain = chain_from(base, [keys], began)
+        if chain and chain[-1].id.version > longest:
+            longest = chain[-1].id.version
             why, remedy = (each.format(were=shards, size=size) for each in texts)
             text = UNUSED.format(
                 folder=folder,

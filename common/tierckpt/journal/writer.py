@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,38 @@ class Draft:
     digest: int
     """See `FrameHead.digest`."""
     steps: tuple[Image, ...]
-    small: Image
+    small: Image | None
+    """None in a copy of another rank's journal: that rank sends it."""
+
+
+FrameBytes = tuple[memoryview, memoryview]
+"""The bytes of a frame, in two parts, each with whole pages."""
+
+
+def frame_of(draft: Draft, kind: int, image: Image) -> FrameBytes:
+    """The frame of an image. Any thread."""
+    data = image.data.numpy().data
+    manifest = Manifest(
+        facts=draft.facts,
+        shard=draft.segment.base.shard,
+        image_bytes=len(image.header) + len(data),
+        header_bytes=len(image.header),
+        rank_state_bytes=image.tree.nbytes,
+        digests=digest(image.header) + digests_of(data, image.block_bytes),
+        created_seconds=time.time(),
+    )
+    text = manifest.encode()
+    state = draft.digest if kind == BOUNDARY else 0
+    head = FrameHead(kind, draft.after, state, len(text), manifest.image_bytes)
+    first = mmap.mmap(-1, head.image_offset + len(image.header))  # begins with a page
+    first.write((head.encode() + text).ljust(head.image_offset, b"\0") + image.header)
+    return memoryview(first), data
+
+
+def last_frame(draft: Draft) -> FrameBytes:
+    """The frame of a record's small state. Any thread."""
+    assert draft.small is not None
+    return frame_of(draft, BOUNDARY, draft.small)
 
 
 class JournalWriter:
@@ -53,17 +84,17 @@ class JournalWriter:
     def __init__(
         self,
         folder: Path,
-        shard: int,
-        shards: int,
         on_failed: Callable[[VersionId, Exception], None],
+        last_frame: Callable[[Draft], FrameBytes] = last_frame,
+        reuses_small: bool = True,
     ) -> None:
-        """A former rank's files belong to the rank of its number modulo `shards`, the number of
-        ranks. `on_failed` is called on the thread if a record could not be written, with the place
-        that it follows: the rest of its file is dropped."""
+        """`on_failed` is called on the thread if a record could not be written, with the place that
+        it follows: the rest of its file is dropped. `last_frame` is called there, too. With
+        `reuses_small` nobody else reads a draft's small state."""
         self.failed: SegmentName | None = None
         """The last file that could not be written."""
-        self._folder, self._shard, self._shards = folder, shard, shards
-        self._on_failed = on_failed
+        self._folder, self._on_failed = folder, on_failed
+        self._last_frame, self._reuses_small = last_frame, reuses_small
         self._queue: queue.SimpleQueue[Draft | Callable[[], None] | None] = queue.SimpleQueue()
         self._free: deque[torch.Tensor] = deque(maxlen=2 * MOST_WAITING + 2)
         self._waiting = 0
@@ -99,21 +130,24 @@ class JournalWriter:
             self._waiting += 1
         self._queue.put(draft)
 
-    def retire(self, safe: VersionId | None, keep: int) -> None:
-        """Remove files of this rank that no restart needs any more, see `chain.outdated`."""
+    def retire(
+        self, mine: Callable[[SegmentName], bool], safe: VersionId | None, keep: int
+    ) -> None:
+        """Remove files that no restart needs any more, see `chain.outdated`, among those for which
+        `mine` is true."""
 
         def retire() -> None:
             there = names_in(self._folder)
             old = outdated((name.base.id for name in there), safe, keep)
-            remove_all(self._folder, [n for n in self._mine(there) if n.base.id in old])
+            remove_all(self._folder, [n for n in filter(mine, there) if n.base.id in old])
 
         self._queue.put(retire)
 
     def remove(self, unwanted: Callable[[SegmentName], bool]) -> None:
-        """Remove this rank's files for which `unwanted` is true."""
+        """Remove files for which `unwanted` is true."""
 
         def remove() -> None:
-            remove_all(self._folder, filter(unwanted, self._mine(names_in(self._folder))))
+            remove_all(self._folder, filter(unwanted, names_in(self._folder)))
             if self._file is not None and unwanted(self._file[0]):
                 self._close_file()
 
@@ -132,9 +166,6 @@ class JournalWriter:
                 self._changed.wait(min(end - time.monotonic(), CLOSE_SECONDS))
             return not self._waiting
 
-    def _mine(self, names: Iterable[SegmentName]) -> list[SegmentName]:
-        return [name for name in names if name.base.shard % self._shards == self._shard]
-
     # --- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -151,7 +182,9 @@ class JournalWriter:
                 self._close_file()
                 self._on_failed(work.after, error)
             finally:
-                self._free += [image.data for image in (*work.steps, work.small)]
+                self._free += [image.data for image in work.steps]
+                if self._reuses_small and work.small is not None:
+                    self._free.append(work.small.data)
                 with self._changed:
                     self._waiting -= 1
                     self._changed.notify_all()
@@ -162,37 +195,22 @@ class JournalWriter:
         whole = self._end
         try:
             for image in draft.steps:
-                self._write(file, draft, STEP, image)
-            self._write(file, draft, BOUNDARY, draft.small)
+                self._write(file, draft, STEP, frame_of(draft, STEP, image))
+            self._write(file, draft, BOUNDARY, self._last_frame(draft))
             file.sync(self._end)
             if file.is_removed:
                 raise FileNotFoundError(errno.ENOENT, "somebody removed it", str(draft.segment))
-        except OSError:
+        except Exception:
             self._end = whole
             with contextlib.suppress(OSError):  # a record without its end is not read
                 file.sync(whole)
             raise
 
-    def _write(self, file: DirectFile, draft: Draft, kind: int, image: Image) -> None:
-        """Write one frame."""
-        data = image.data.numpy().data
-        manifest = Manifest(
-            facts=draft.facts,
-            shard=self._shard,
-            image_bytes=len(image.header) + len(data),
-            header_bytes=len(image.header),
-            rank_state_bytes=image.tree_bytes,
-            digests=digest(image.header) + digests_of(data, image.block_bytes),
-            created_seconds=time.time(),
-        )
-        text = manifest.encode()
-        state = draft.digest if kind == BOUNDARY else 0
-        head = FrameHead(kind, draft.after, state, len(text), manifest.image_bytes)
-        first = mmap.mmap(-1, head.image_offset + len(image.header))  # begins with a page
-        first.write((head.encode() + text).ljust(head.image_offset, b"\0") + image.header)
+    def _write(self, file: DirectFile, draft: Draft, kind: int, frame: FrameBytes) -> None:
+        first, data = frame
         half = len(data) // 2 // PAGE_BYTES * PAGE_BYTES
         begin = self._end + len(first)
-        file.write(memoryview(first), self._end)
+        file.write(first, self._end)
         file.write(data[:half], begin)
         _faults.point("journal", version=draft.facts.id.version, kind=kind)
         file.write(data[half:], begin + half)
@@ -218,4 +236,4 @@ class JournalWriter:
             self._file = None
 
 
-__all__ = ["CLOSE_SECONDS", "MOST_WAITING", "Draft", "JournalWriter"]
+__all__ = ["CLOSE_SECONDS", "MOST_WAITING", "Draft", "FrameBytes", "JournalWriter", "last_frame"]

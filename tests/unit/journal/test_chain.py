@@ -8,56 +8,62 @@ import pytest
 
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.journal.chain import Link, chain_from, outdated
+from tierckpt.journal.chain import RecordKey, chain_from, outdated
 from tierckpt.journal.frames import BOUNDARY, FrameHead, SegmentName
 
-STEPS = (4096,)
+RUN = "a run"
 
 
 def v(version: int, generation: int = 1) -> VersionId:
     return VersionId(generation, version)
 
 
-def links(*ids: VersionId) -> list[Link]:
-    return [Link(after, id_, STEPS) for after, id_ in pairwise(ids)]
+def keys(*ids: VersionId, run_id: str = RUN) -> list[RecordKey]:
+    return [RecordKey(after, id_, run_id, 1) for after, id_ in pairwise(ids)]
+
+
+def ids_of(base: VersionId, *ranks: list[RecordKey], **began: tuple[int, int]) -> list[VersionId]:
+    return [key.id for key in chain_from(base, ranks, **began)]
 
 
 def test_the_rank_with_the_shortest_journal_ends_it() -> None:
-    long, short = links(v(4), v(5), v(6), v(7)), links(v(4), v(5), v(6))
-    assert chain_from(v(4), [long, short]) == [v(5), v(6)]
-    assert chain_from(v(5), [long, short]) == [v(6)], "from any version on the way"
-    assert chain_from(v(6), [long, short]) == []
-    assert chain_from(v(4), [long, []]) == []
+    long, short = keys(v(4), v(5), v(6), v(7)), keys(v(4), v(5), v(6))
+    assert ids_of(v(4), long, short) == [v(5), v(6)]
+    assert ids_of(v(5), long, short) == [v(6)], "from any version on the way"
+    assert ids_of(v(6), long, short) == []
+    assert ids_of(v(4), long, []) == []
 
 
 def test_a_hole_ends_it() -> None:
-    whole = links(v(4), v(5), v(6), v(7))
-    assert chain_from(v(4), [whole, [whole[0], whole[2]]]) == [v(5)]
+    whole = keys(v(4), v(5), v(6), v(7))
+    assert ids_of(v(4), whole, [whole[0], whole[2]]) == [v(5)]
 
 
 def test_other_numbers_of_steps_end_it() -> None:
-    two = [Link(v(4), v(6), (4096, 4096))]
-    assert chain_from(v(4), [two, two]) == [v(6)]
-    assert chain_from(v(4), [two, [Link(v(4), v(6), STEPS)]]) == []
+    two = [RecordKey(v(4), v(6), RUN, 2)]
+    assert ids_of(v(4), two, two) == [v(6)]
+    assert ids_of(v(4), two, keys(v(4), v(6))) == []
 
 
-def test_sizes_differ_between_ranks() -> None:
-    assert chain_from(v(4), [links(v(4), v(5)), [Link(v(4), v(5), (8192,))]]) == [v(5)]
+def test_records_of_two_runs_with_the_same_number_are_not_mixed() -> None:
+    one, other = keys(v(4), v(5), v(6)), keys(v(4), v(5), v(6), run_id="a run beside it")
+    assert ids_of(v(4), one, other) == []
+    assert ids_of(v(4), [*one, *other], one) == [v(5), v(6)]
 
 
 def test_it_goes_on_through_runs_and_the_newer_one_counts() -> None:
-    first = links(v(4), v(5), v(6))
-    second = links(v(5), v(6, 2), v(7, 2))
+    first = keys(v(4), v(5), v(6))
+    second = keys(v(5), v(6, 2), v(7, 2))
     both = [*first, *second]
-    assert chain_from(v(4), [both, both]) == [v(5), v(6, 2), v(7, 2)]
-    assert chain_from(v(4), [both, first]) == [v(5), v(6)], "one rank has not begun it"
+    assert ids_of(v(4), both, both) == [v(5), v(6, 2), v(7, 2)]
+    assert ids_of(v(4), both, first) == [v(5), v(6)], "one rank has not begun it"
 
 
 def test_records_that_a_rollback_gave_up_do_not_count() -> None:
-    first = links(v(4), v(5), v(6), v(7))
-    assert chain_from(v(4), [first], began=(2, 4)) == []
-    assert chain_from(v(4), [first], began=(2, 6)) == [v(5), v(6)]
-    assert chain_from(v(4), [first], began=(1, 0)) == [v(5), v(6), v(7)]
+    first = keys(v(4), v(5), v(6), v(7))
+    assert ids_of(v(4), first, began=(2, 4)) == []
+    assert ids_of(v(4), first, began=(2, 6)) == [v(5), v(6)]
+    assert ids_of(v(4), first, began=(1, 0)) == [v(5), v(6), v(7)]
 
 
 def test_files_before_the_versions_that_stay_are_outdated() -> None:
@@ -73,6 +79,10 @@ def test_names_and_heads_are_read_as_they_were_written() -> None:
     name = SegmentName(ShardKey(v(40), 1, 2), 3)
     assert str(name) == "v0000000040.g000001.s00001of00002.by000003.journal"
     assert SegmentName.parse(str(name)) == name
+    copy = SegmentName(ShardKey(v(40), 1, 2), 3, 0)
+    assert str(copy) == "v0000000040.g000001.s00001of00002.by000003.copy00000.journal"
+    assert SegmentName.parse(str(copy)) == copy
+    assert (name.rank, copy.rank) == (1, 0)
     assert SegmentName.parse("v0000000040.g000001.s00001of00002.manifest") is None
     head = FrameHead(BOUNDARY, v(40), 2**64 - 1, 700, 8192)
     data = head.encode()
