@@ -36,7 +36,7 @@ def protect(attached: Attached) -> None:
     while not all(found):
         assert time.monotonic() < deadline, [e.text() for e in attached.events]
         time.sleep(0.01)
-        attached.ckpt._collect()
+        attached.ckpt._levels.collect()
         found = [None] * dist.get_world_size()
         first = rank() % 2 == 0  # of its node
         here = not first or EARLIER in attached.versions("committed", "peer")
