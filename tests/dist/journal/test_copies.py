@@ -60,6 +60,10 @@ def come_back(place: Place, swapped: bool) -> tuple[int, int, str]:
     restored = attached.ckpt.restore()
     found = restored.version, restored.replayed, job.digest()
     train(job, attached.ckpt, range(STEPS, STEPS + 2))
+    assert attached.ckpt.wait()
+    journal: Any = attached.ckpt._journal
+    copies = [n for n in names_in(journal.folder) if n.keeper == rank() and n.writer > 1]
+    assert copies, "of the new run, too"
     attached.ckpt.close()
     return found
 
