@@ -36,7 +36,7 @@ def protect(attached: Attached) -> None:
     while not all(found):
         assert time.monotonic() < deadline, [e.text() for e in attached.events]
         time.sleep(0.01)
-        attached.ckpt._collect()
+        attached.ckpt._levels.collect()
         found = [None] * dist.get_world_size()
         first = rank() % 2 == 0  # of its node
         here = not first or EARLIER in attached.versions("committed", "peer")
@@ -60,6 +60,10 @@ def come_back(place: Place, swapped: bool) -> tuple[int, int, str]:
     restored = attached.ckpt.restore()
     found = restored.version, restored.replayed, job.digest()
     train(job, attached.ckpt, range(STEPS, STEPS + 2))
+    assert attached.ckpt.wait()
+    journal: Any = attached.ckpt._journal
+    copies = [n for n in names_in(journal.folder) if n.keeper == rank() and n.writer > 1]
+    assert copies, "of the new run, too"
     attached.ckpt.close()
     return found
 

@@ -26,6 +26,7 @@ from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.journal.frames import SegmentName
 from tierckpt.journal.images import GradientImages, Image, Tree
 from tierckpt.journal.writer import Draft, FrameBytes, JournalWriter
+from tierckpt.peer.address import own_host
 
 from .small_state_link import Keeper, SmallStateReceiver, SmallStateSender
 
@@ -87,8 +88,6 @@ class JournalCopies:
             return
         self._keeper, self._ward = found
         try:
-            from tierckpt.peer.address import own_host
-
             host = own_host(config.peer.interface, peers.towards)
             self._receiver = SmallStateReceiver(host, self._ward)
         except (ConfigError, OSError) as error:
