@@ -467,7 +467,10 @@ class Checkpointer(CheckpointerCore):
         if self._agreement.close_asked and not failed:
             self.close_or_abandon()
             return
-        if not (self._over or failed or self._nothing_new()) and self.group.rank == 0:
+        if (
+            not (self._over or failed or self._final_version().nothing_new())
+            and self.group.rank == 0
+        ):
             text = (
                 "the script ends without ckpt.close(), so no final checkpoint is taken. Versions "
                 f"up to v{self.version} are in memory ({self._resources.job.path}), which a reboot "

@@ -76,7 +76,7 @@ class FinalVersion:
 
     def _make_durable(self, end: Shutdown) -> bool:
         """Take the version, if the state is new. False if it is not durable."""
-        if self._config.uses(LOCAL) and not self._nothing_new():
+        if self._config.uses(LOCAL) and not self.nothing_new():
             if self._made_none and self._sealed.commit_as_it_is(self._begun_from_memory()):
                 self._wait(end.last_call - time.monotonic())
                 self._agreement.settle()
@@ -85,7 +85,7 @@ class FinalVersion:
         if end.disk_has_all(self._wait):
             self._levels.promotion.backlog.flush_last()
         newest = VersionId(self._history.generation, self._live.position.version)
-        durable = self._nothing_new() or self._agreement.local.safe == newest
+        durable = self.nothing_new() or self._agreement.local.safe == newest
         # A job that ends early is restarted; without a disk it has only its memory.
         return durable or not (self._config.uses(LOCAL) or self._halt.reason < Reason.NONE)
 
@@ -135,7 +135,7 @@ class FinalVersion:
         except Exception as error:
             self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
 
-    def _nothing_new(self) -> bool:
+    def nothing_new(self) -> bool:
         """True if no step was made since the start, or since a restore from disk."""
         if not self._made_none:
             return False

@@ -431,3 +431,28 @@ def test_close_that_no_boundary_follows_is_done_when_the_process_ends(
     assert bool(in_shm(shm_dir)) == fails
     level = "memory" if fails else "local"
     assert back_from(path, settings) == (STEPS, {level: 1}, course[STEPS])
+
+
+NEVER_CLOSES = """
+import sys
+from tierckpt.testing import TinyJob
+
+path, shm_dir, fails = sys.argv[1], sys.argv[2], sys.argv[3:]
+job = TinyJob(path, shm_dir=shm_dir, agent="inline", local_every_seconds=0)
+job.run(2)
+if fails:
+    raise KeyError(fails)
+"""
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_script_that_only_forgets_to_close_is_warned(
+    fails: bool, path: Path, shm_dir: Path
+) -> None:
+    """A script that failed left its versions in memory on purpose."""
+    command = [PYTHON, "-c", NEVER_CLOSES, path, shm_dir, *["fail"][: int(fails)]]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == int(fails), ended.stderr
+    assert ("the script ends without ckpt.close()" in ended.stderr) != fails
+    assert in_shm(shm_dir)

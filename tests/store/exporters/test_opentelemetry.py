@@ -142,7 +142,7 @@ def test_a_collector_that_is_away_is_said_once_and_gets_all_later(
     assert values["tierckpt.drifted"] == {"": 1}
     assert names == ["tierckpt restore", "tierckpt store local"]
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert record.getMessage().startswith("OpenTelemetry does not export; training goes on")
+    assert record.getMessage().startswith(f"OpenTelemetry({url!r}) does not export; training")
     assert "400" in record.getMessage()
 
 
