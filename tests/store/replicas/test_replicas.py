@@ -53,7 +53,7 @@ class Ranks:
     def listed(self) -> str:
         text = io.StringIO()
         paths = [str(self.folder(rank)) for rank in range(self.size)]
-        list_versions(Namespace(path=paths, json=False), Console(file=text, width=300))
+        list_versions(Namespace(path=paths, json=False, files=False), Console(file=text, width=300))
         return text.getvalue()
 
     def exported_and_compared(self, version: int) -> Iterator[str]:
