@@ -88,6 +88,8 @@ def main(orders: Orders) -> None:
     journal = Journal(orders.folder, rank, orders.life)
     prepare_faults(orders)
     model, optimizer, scheduler, attach, leave = LAUNCHERS[orders.launcher](orders)
+    if orders.launcher.endswith(JOURNAL):
+        optimizer.calls, optimizer.rates = 0, torch.zeros(3)  # no remainder; see `own_digests`
     random.seed(rank)
     np.random.seed(rank)
     torch.manual_seed(100 + rank)
@@ -216,11 +218,9 @@ def horovod(orders: Orders) -> Training:
 
 def make_optimizer(orders: Orders, model: nn.Module) -> Any:
     """An optimizer with a remainder; beside a journal, one of torch's own."""
-    if not orders.launcher.endswith(JOURNAL):
-        return Decaying(model.parameters())
-    found: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found.calls, found.rates = 0, torch.zeros(3)  # see `own_digests`
-    return found
+    if orders.launcher.endswith(JOURNAL):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Decaying(model.parameters())
 
 
 def schedule_of(optimizer: Any) -> Any:

@@ -52,7 +52,10 @@ def _head(view: View) -> Iterator[Text]:
         after = "" if job.restart.iteration is None else f" (iteration {job.restart.iteration})"
         text = f"a restart takes v{job.restart.version}{after} from "
         text += " and ".join(job.restart.levels)
-        yield Text(text + (f", {_age(job.restart.age_seconds)}" if job.restart.age_seconds else ""))
+        text += f", {_age(job.restart.age_seconds)}" if job.restart.age_seconds else ""
+        if job.restart.journal is not None:
+            text += f", and its journal leads on to v{job.restart.journal}"
+        yield Text(text)
     elif view.levels:
         yield Text("no version is complete here: a restart needs other nodes or levels", "yellow")
     dead = [node.host for node in view.nodes if not node.lives]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierckpt.agent.status.client import RUNS as AGENT_RUNS
 from tierckpt.agent.status.client import FoundAgent
+from tierckpt.journal.listing import reach_of
 from tierckpt.offline.catalog import Row
 from tierckpt.offline.survey import Survey
 from tierckpt.storage.local.claim_file import Claim
@@ -14,7 +15,7 @@ from tierckpt.storage.persistent.lease import LEASE_SECONDS
 
 from .levels import restart_of, steps_per_second
 from .persistent import LeaseView, PlaceView
-from .view import ENDING, RUNS, STOPPED, UNKNOWN, EventsView, JobState
+from .view import ENDING, RUNS, STOPPED, UNKNOWN, EventsView, JobState, Restart
 
 
 @dataclass
@@ -50,9 +51,18 @@ def job_state(seen: Seen, rows: Sequence[Row], now: float) -> JobState:
         _last_seen(seen, rows, state, now),
         seen.trainers,
         _steps_per_second(seen.events, rows, now),
-        restart_of(rows, now),
+        _with_journal(restart_of(rows, now), seen.there),
         suspects,
     )
+
+
+def _with_journal(restart: Restart | None, there: Survey) -> Restart | None:
+    """Add how far a journal leads on from the version that a restart takes."""
+    plan = there.plan() if restart is not None and there.request is None else None
+    if restart is None or plan is None:
+        return restart
+    reach = reach_of(there.directories, plan.id, len(plan.sources), there.began_last)
+    return replace(restart, journal=reach.last if reach is not None and reach.records else None)
 
 
 def _state(seen: Seen, now: float) -> tuple[str, str]:

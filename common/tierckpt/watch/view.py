@@ -21,6 +21,8 @@ class Restart:
     levels: tuple[str, ...]
     age_seconds: float | None
     """Time since the version was taken; None if it is unknown."""
+    journal: int | None = None
+    """The version to which a journal leads on from there; None without one."""
 
 
 @dataclass(frozen=True)

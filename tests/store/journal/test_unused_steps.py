@@ -150,6 +150,8 @@ def test_commands_that_read_versions_name_the_steps_after_them(
 ) -> None:
     path, named = tmp_path / "ckpts", "the journal leads on from v1 to v6, and only a restart"
     killed_run(path, shm_dir)
+    assert main(["watch", str(path), "--once"]) == 0
+    assert "its journal leads on to v6" in capsys.readouterr().out.replace("\n", " ")
     assert main(["export", str(path), str(tmp_path / "all.pt")]) == 0
     assert named in capsys.readouterr().out
     assert main(["fork", str(path), str(tmp_path / "other")]) == 0
