@@ -109,6 +109,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def shm_root() -> Iterator[Path]:
     """Nothing here touches the shared memory of real jobs, not even a test that forgets shm_dir."""
     parent = Path("/dev/shm")
+    for left in parent.glob("tierckpt-test-*"):  # by runs that were killed
+        number = left.name.rpartition("-")[2]
+        if number.isdecimal() and not Path("/proc", number).exists():
+            shutil.rmtree(left, ignore_errors=True)
     root = parent / f"tierckpt-test-{os.getpid()}"
     root.mkdir()
     before = os.environ.get("TIERCKPT_SHM_DIR")

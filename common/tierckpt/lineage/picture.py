@@ -35,7 +35,7 @@ def draw(job: JobNode, out: Path) -> int:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install matplotlib"
+            "drawing needs matplotlib, which is not installed: pip install 'tierckpt[plot]'"
         ) from error
     lanes = _Lanes()
     lanes.add(job.runs, None, 0, 0)

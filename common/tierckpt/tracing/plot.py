@@ -44,7 +44,7 @@ def plot(timeline: Timeline, path: Path, version: int | None, ranks: Sequence[in
         from matplotlib.figure import Figure
     except ImportError as error:
         raise TimelineError(
-            "drawing needs matplotlib, which is not installed: pip install matplotlib"
+            "drawing needs matplotlib, which is not installed: pip install 'tierckpt[plot]'"
         ) from error
     chosen = list(ranks) or timeline.ranks()[:MOST_RANKS]
     version = typical_version(timeline, chosen) if version is None else version

@@ -63,7 +63,9 @@ def draw(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("drawing needs matplotlib: pip install matplotlib") from error
+        raise ConfigError(
+            "drawing needs matplotlib, which is not installed: pip install 'tierckpt[plot]'"
+        ) from error
     found = evolution(path, names, choice).by_layer()
     rows = min(len(found.weights[0]), MOST_ROWS)
     figure = Figure(figsize=(WIDTH_INCHES, 2 * (1.3 + ROW_INCHES * rows)))

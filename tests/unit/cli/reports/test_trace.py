@@ -115,7 +115,7 @@ def test_without_matplotlib_the_error_names_the_package(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert main.main(["trace", "plot", str(tmp_path / "x.png"), "--ours", *traces]) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install 'tierckpt[plot]'" in capsys.readouterr().err
 
 
 def test_bad_input_is_named(
