@@ -401,6 +401,7 @@ def test_the_files_without_the_job(
     assert main(["list", str(tmp_path / "ckpts"), "--files", "v1", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["files"]
     assert listed["version"] == 1
+    assert listed["name"] == ("1" if named == "files" else "")
     assert listed["files"][0] == {"rank": 0, "nbytes": 9_000_000, "name": "a/x"}
     assert main(["list", str(tmp_path / "ckpts"), "--files", "7"]) == 1
     assert "no v7 is complete and sound; there are shards of v1" in capsys.readouterr().err
