@@ -99,9 +99,9 @@ def init() -> None:
         raise RuntimeError("init() was called before: call it once, and finalize() at the end")
     from mpi4py import MPI
 
-    from tierckpt.mpi import MPIGroup
+    from tierckpt.files.ranks import group_of
 
-    group = MPIGroup(MPI.COMM_WORLD)
+    group = group_of(MPI.COMM_WORLD)
     hosts = group.all_gather_object(host_id(os.environ.get("TIERCKPT_NODE", "")))
     try:
         found = merged(_given, _in_file(), os.environ)

@@ -11,15 +11,15 @@ from typing import Any, Unpack
 from tierckpt.callbacks import Callbacks
 from tierckpt.checkpointer import shutdown
 from tierckpt.core.halt_conditions import Reason
-from tierckpt.errors import ConfigError, RestoreError, TierckptError
+from tierckpt.errors import RestoreError, TierckptError
 from tierckpt.events import Callback
-from tierckpt.group import Group, SingleGroup
 from tierckpt.settings import Settings
 from tierckpt.storage.memory.job_directory import JobBusyError
 from tierckpt.storage.routed.version_files import VersionFiles
 
 from .intervals import Intervals
 from .job import FilesJob
+from .ranks import group_of
 from .restart import Restart
 from .restored_files import RestoredFiles
 from .saving import Saving
@@ -322,22 +322,6 @@ class Files:
             self.close()
         else:
             self.abandon()
-
-
-def group_of(given: Any) -> Group:
-    """The group for the argument `group` of `Files`. Raises ConfigError for another object."""
-    if given is None:
-        return SingleGroup()
-    if isinstance(given, Group):
-        return given
-    if hasattr(given, "Get_rank") and hasattr(given, "Dup"):
-        from tierckpt.mpi import MPIGroup
-
-        return MPIGroup(given)
-    raise ConfigError(
-        f"group is a {type(given).__name__}; give a communicator of mpi4py (MPI.COMM_WORLD), a "
-        "tierckpt.Group (ddp_ckpt.TorchGroup() in a job of torch), or None for one process"
-    )
 
 
 __all__ = ["Files"]

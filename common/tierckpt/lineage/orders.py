@@ -137,8 +137,9 @@ def cancel_fork(path: str) -> Origin:
 
 def end_holds(path: str, version: int) -> list[str]:
     """Turn all holds of a version into notes; returns the paths of the forks that had them. Raises
-    PinError if no fork holds it."""
+    PinError if no fork holds it, ConfigError for the folder of several jobs."""
     there = survey(path)
+    refuse_several_jobs(there, path)
     held = {c.name: c for _, c in there.children if c.held and c.id.version == version}
     if not held:
         others = sorted({c.id.version for _, c in there.children if c.held})

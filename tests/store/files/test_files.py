@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -26,6 +27,7 @@ from tierckpt.halt import request_file
 from tierckpt.storage.files.mounts import Mount
 from tierckpt.storage.memory.job_directory import JobBusyError
 from tierckpt.storage.routed import source_file
+from tierckpt.testing.thread_group import ThreadGroup, run_ranks
 
 Make = Callable[..., Files]
 
@@ -399,6 +401,7 @@ def test_the_files_without_the_job(
     assert main(["list", str(tmp_path / "ckpts"), "--files", "v1", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["files"]
     assert listed["version"] == 1
+    assert listed["name"] == ("1" if named == "files" else "")
     assert listed["files"][0] == {"rank": 0, "nbytes": 9_000_000, "name": "a/x"}
     assert main(["list", str(tmp_path / "ckpts"), "--files", "7"]) == 1
     assert "no v7 is complete and sound; there are shards of v1" in capsys.readouterr().err
@@ -433,3 +436,18 @@ def test_a_version_of_a_training_is_no_version_of_files(
     with pytest.raises(RestoreError, match="is the state of a training, not a version of files"):
         files.restore()
     files.abandon()
+
+
+def test_ranks_that_make_different_calls_are_told_which(tmp_path: Path, shm_dir: Path) -> None:
+    """As `if rank == 0 and files.should_exit():` does. One would take the answer of the other."""
+
+    def rank(group: ThreadGroup) -> None:
+        files = Files(tmp_path / "ckpts", group=group, shm_dir=shm_dir, agent="inline")
+        try:
+            different = "should_exit() on rank 0, need_checkpoint() on rank 1. All ranks must"
+            with pytest.raises(TierckptError, match=re.escape(different)):
+                files.should_exit() if group.rank == 0 else files.need_checkpoint()
+        finally:
+            files.abandon()
+
+    run_ranks(2, rank)

@@ -46,7 +46,8 @@ def test_the_folder_above_two_jobs_is_no_job(
         with pytest.raises(ConfigError, match=re.escape(several)):
             read(str(above))
     out = str(tmp_path / "out.safetensors")
-    for command in (["watch"], ["log", "--plot", out], ["export", out], ["fork", out]):
+    ends = ["unpin", "4", "--forks"]
+    for command in (["watch"], ["log", "--plot", out], ["export", out], ["fork", out], ends):
         assert main([command[0], str(above), *command[1:]]) == 1
         assert several in capsys.readouterr().err
     with TinyJob(tmp_path / "new") as job, pytest.raises(ConfigError, match=re.escape(several)):

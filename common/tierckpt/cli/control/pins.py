@@ -21,7 +21,7 @@ def add_pin(parser: argparse.ArgumentParser) -> None:
 def add_unpin(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `tierckpt unpin PATH VERSION`."""
     _add(parser, "unpin")
-    text = "end the holds of forks that have no version of their own yet, instead of the pin"
+    text = "end the holds that forks have on the version, instead of the pin"
     parser.add_argument("--forks", action="store_true", help=text)
 
 

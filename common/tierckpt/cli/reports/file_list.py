@@ -29,24 +29,26 @@ class _File:
 
 def files_as_json(paths: Sequence[str], version: int) -> dict[str, Any]:
     """The files of a version for other programs. Raises as `print_files`."""
-    number, files = _files_of(paths, version)
-    return {"version": number, "files": [asdict(each) for each in files]}
+    number, name, files = _files_of(paths, version)
+    return {"version": number, "name": name, "files": [asdict(each) for each in files]}
 
 
 def print_files(paths: Sequence[str], version: int, console: Console) -> None:
     """Print the files of a version. Reads the heads of its shards. Raises RestoreError without such
     a version."""
-    number, files = _files_of(paths, version)
+    number, name, files = _files_of(paths, version)
     if not files:
         text = f"v{number} has no files: no program routed any (docs/files.md)"
         console.print(text, soft_wrap=True)
         return
-    console.print(f"files of v{number}:", soft_wrap=True)
+    named = f" ({name!r})" if name not in ("", str(number)) else ""
+    console.print(f"files of v{number}{named}:", soft_wrap=True)
     lines = [(str(each.rank), size_text(each.nbytes) or "0 B", each.name) for each in files]
     print_columns([TITLES, *lines], ("file",), console)
 
 
-def _files_of(paths: Sequence[str], version: int) -> tuple[int, list[_File]]:
+def _files_of(paths: Sequence[str], version: int) -> tuple[int, str, list[_File]]:
+    """Number, name and files of a version; the name is the program's own, as in SCR."""
     from tierckpt.offline.load import leave_out_memory  # imports torch
     from tierckpt.offline.stored_version import open_version
 
@@ -58,7 +60,8 @@ def _files_of(paths: Sequence[str], version: int) -> tuple[int, list[_File]]:
             for rank in range(len(found.shards))
             for name, (low, high) in sorted(found.files(rank).items())
         ]
-        return found.manifest.id.version, files
+        name = str((found.tree(0).get("files") or {}).get("name", ""))
+        return found.manifest.id.version, name, files
 
 
 __all__ = ["NEWEST", "files_as_json", "print_files"]
