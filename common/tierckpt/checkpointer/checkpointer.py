@@ -471,7 +471,7 @@ class Checkpointer(CheckpointerCore):
         made = self.version > 0 and not (self._over or self._final_version().nothing_new())
         if made and not failed and self.group.rank == 0:
             in_memory = (
-                f"; the last steps are in memory alone ({self._resources.job.path}), which a "
+                f"; newer ones are in memory alone ({self._resources.job.path}), which a "
                 "reboot clears"
             )
             text = (
