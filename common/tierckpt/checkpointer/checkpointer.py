@@ -19,6 +19,7 @@ import torch
 from tierckpt import _milestones
 from tierckpt.callbacks import Callbacks
 from tierckpt.coordination.pinning import mark_everywhere
+from tierckpt.core.levels import MEMORY
 from tierckpt.errors import PinError, RestoreError, TierckptError
 from tierckpt.lineage.fork import ForkOrder
 from tierckpt.lineage.selection import PartReport, Selection
@@ -467,15 +468,17 @@ class Checkpointer(CheckpointerCore):
         if self._agreement.close_asked and not failed:
             self.close_or_abandon()
             return
-        if (
-            not (self._over or failed or self._final_version().nothing_new())
-            and self.group.rank == 0
-        ):
+        made = self.version > 0 and not (self._over or self._final_version().nothing_new())
+        if made and not failed and self.group.rank == 0:
+            in_memory = (
+                f"; newer ones are in memory alone ({self._resources.job.path}), which a "
+                "reboot clears"
+            )
             text = (
-                "the script ends without ckpt.close(), so no final checkpoint is taken. Versions "
-                f"up to v{self.version} are in memory ({self._resources.job.path}), which a reboot "
-                f"clears; {self.config.directory} has those that the intervals put there. Call "
-                "close() at the end, or use the checkpointer in a with block"
+                "the script ends without ckpt.close(): no final checkpoint is taken, and "
+                f"{self.config.directory} has the versions that the intervals put there"
+                f"{in_memory if self.config.uses(MEMORY) else ''}. Call close() at the end, or use "
+                "the checkpointer in a with block"
             )
             self._reports.notice(text, logging.WARNING)
         self.abandon()
