@@ -191,7 +191,7 @@ def test_an_unknown_setting_leads_to_the_page_and_not_to_seventy_names() -> None
     with pytest.raises(ConfigError, match=r"'zzz' in the arguments; docs/settings\.md") as caught:
         load_config({"zzz": 1}, {})
     assert len(str(caught.value)) < 160
-    page = Path(__file__).parents[2] / "docs" / "settings.md"
+    page = Path(__file__).parents[3] / "docs" / "settings.md"
     text = page.read_text()
     missing = [name for name in known_settings() if f"`{name}`" not in text]
     assert not missing, "the page lists all"
