@@ -30,7 +30,6 @@ from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group
 from tierckpt.journal.journal import Journal
 from tierckpt.journal.replay import Replay
-from tierckpt.journal.unused import NOT_SET, NOT_STRICT, unused_journal
 from tierckpt.lineage.fork import ForkOrder, Forks
 from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.restore.progress import Progress
@@ -154,11 +153,9 @@ class Restart:
 
     def _say_unused(self, base: VersionId, strict: bool) -> None:
         """Warn of a journal that this restart does not use."""
-        steps = self._config.local.journal_steps
-        if self._group.rank or (steps and strict):
+        if self._group.rank:
             return
-        began, texts = self._levels.history.began_last, NOT_STRICT if steps else NOT_SET
-        if text := unused_journal(self._config.directory, base, began, texts, self._group.size):
+        if text := self._journal.unused_after(base, self._levels.history.began_last, strict):
             self._levels.reports.notice(text, logging.WARNING)
 
     def load_from(

@@ -23,6 +23,7 @@ from tierckpt.state.training_state import TrainingState
 from .recorder import JournalRecorder
 from .replay import Replay
 from .support import StepClass
+from .unused import NOT_SET, unused_journal
 
 
 class Journal(Protocol):
@@ -72,6 +73,11 @@ class Journal(Protocol):
         Collective."""
         ...
 
+    def unused_after(self, base: VersionId, began: tuple[int, int], strict: bool) -> str:
+        """Describe a journal on this node that leads on from the version `base`, if this restart
+        (`strict` or not) makes none of its steps again; empty without one. Never raises."""
+        ...
+
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until all records are durable or have failed; False if that takes longer."""
         ...
@@ -82,9 +88,14 @@ class Journal(Protocol):
 
 
 class NoJournal:
-    """The journal of a job without the setting `local_journal_steps`: its methods do nothing."""
+    """The journal of a job without the setting `local_journal_steps`: it records nothing, and only
+    describes what an earlier run has left."""
 
     begins_with: frozenset[Level] = frozenset()
+
+    def __init__(self, directory: str, size: int) -> None:
+        """`directory`: the local directory; `size`: number of ranks of this job."""
+        self._directory, self._size = directory, size
 
     def pause(self) -> None:
         """Nothing."""
@@ -119,6 +130,10 @@ class NoJournal:
     ) -> None:
         """None."""
 
+    def unused_after(self, base: VersionId, began: tuple[int, int], strict: bool) -> str:
+        """Any journal is unused, because the setting is missing."""
+        return unused_journal(self._directory, base, began, NOT_SET, self._size)
+
     def drain(self, timeout_seconds: float) -> bool:
         """True."""
         return True
@@ -138,7 +153,7 @@ def journal_of(
 ) -> Journal:
     """The journal that the settings ask for. Arguments as for `JournalRecorder`."""
     if not config.local.journal_steps:
-        return NoJournal()
+        return NoJournal(config.directory, group.size)
     return JournalRecorder(config, group, peers, state, capture, reports, submit)
 
 

@@ -44,6 +44,7 @@ from .images import (
 from .replay import Replay
 from .segments import FOLDER, FileOwner
 from .support import StepClass
+from .unused import NOT_STRICT, unused_journal
 from .writer import CLOSE_SECONDS, Draft, JournalWriter
 
 STOPPED = (
@@ -166,6 +167,14 @@ class JournalRecorder:
             return replay
         replay.close()
         return None
+
+    def unused_after(self, base: VersionId, began: tuple[int, int], strict: bool) -> str:
+        """Describe a journal that leads on from the version `base`, if the restart is not `strict`,
+        and so makes no step again; empty if it is, or without a journal. Never raises."""
+        if strict:
+            return ""
+        directory, size = self._config.directory, self._group.size
+        return unused_journal(directory, base, began, NOT_STRICT, size)
 
     # --- a step and a boundary ------------------------------------------------------------------
 
