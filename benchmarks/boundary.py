@@ -78,8 +78,8 @@ PARTS = {
     "stage": ("snapshot.staging:Staging._stage",),
     "random streams": ("snapshot.staging:Staging._own_now",),
     "groups, extra": (
-        "state.training_state:TrainingState.pack_groups",
-        "state.training_state:TrainingState.pack_remainders",
+        "state.optimizers.optimizer_tree:OptimizerTree.pack_groups",
+        "state.optimizers.optimizer_tree:OptimizerTree.pack_remainders",
         "state.training_state:TrainingState.pack_extra",
         "state.training_state:TrainingState.look_again",
         "state.training_state:TrainingState.pack_module_states",

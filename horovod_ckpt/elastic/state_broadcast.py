@@ -75,7 +75,7 @@ def send_optimizer_state(label: str, optimizer: torch.optim.Optimizer, root: int
 
 def send_remainders(state: TrainingState, root: int) -> None:
     """Send the rest of the optimizers' `state_dict()`s. State and options must be sent before."""
-    remainders = hvd.broadcast_object(state.remainders(), root, "remainders")
+    remainders = hvd.broadcast_object(state.optimizer_tree.remainders(), root, "remainders")
     if hvd.rank() == root or not remainders:
         return
     values: dict[str, Values] = {label: {} for label in state.optimizers}

@@ -106,8 +106,8 @@ def check_state(state: TrainingState) -> None:
     state.entries(walk)
     state.buffer_entries(walk)
     arena = tree_codec.Arena()
-    state.pack_groups(arena.keep)
-    state.pack_remainders(arena)
+    state.optimizer_tree.pack_groups(arena.keep)
+    state.optimizer_tree.pack_remainders(arena)
     # state_dict() of a loader starts its iterator, and a restore may move the loader elsewhere.
     state.module_states.check()
     objects = {**state.extra, **state.extra_per_rank}.items()

@@ -138,7 +138,7 @@ class CheckpointerCore(CheckpointerParts):
         taken = self._active.take(facts, levels, self._live.measured, self._live.packed)
         if orphans := self._state.new_orphans():
             self._reports.notice_once(ORPHANS.format(names=some(orphans)))
-        if heavy := self._state.new_heavy():
+        if heavy := self._state.optimizer_tree.new_heavy():
             self._reports.notice_once(HEAVY.format(names=heavy))
         return taken
 

@@ -156,7 +156,7 @@ def gradients_of(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     named = [(state.name_of(p), p.grad) for p in params if p.grad is not None]
     arena = tree_codec.Arena()
-    groups = state.pack_groups(arena.keep)
+    groups = state.optimizer_tree.pack_groups(arena.keep)
     if isinstance(groups, tree_codec.Packed):
         groups = groups.node
     node = {"label": label, "groups": groups[label], "params": len(params)}

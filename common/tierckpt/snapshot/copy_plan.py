@@ -79,7 +79,7 @@ class CopyPlan:
         self.began: dict[str, Any] = {}
         if state.has_buffers():
             self.began = changing_buffers.changed(state.first_buffers, state.model)
-        self.shared = tree_codec.Packed(state.shared(walk))
+        self.shared = tree_codec.Packed(state.optimizer_tree.shared(walk.state))
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self.own = own
         """Name and tensor of parameters, and their optimizer state, that each rank has alone."""

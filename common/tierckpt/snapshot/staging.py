@@ -166,9 +166,9 @@ class Staging:
         plan.buffers.stage()
         node = {
             **own,
-            "odd": state.group_odd(plan.odd),
-            "groups": state.pack_groups(arena.keep),
-            "remainders": state.pack_remainders(arena),
+            "odd": state.optimizer_tree.group_odd(plan.odd),
+            "groups": state.optimizer_tree.pack_groups(arena.keep),
+            "remainders": state.optimizer_tree.pack_remainders(arena),
             "shared": plan.shared,
             "extra": {**state.pack_extra(state.extra, arena), **modules},
             "adapter": self._adapter_node(adapter),

@@ -15,13 +15,10 @@ Not thread-safe: for the training thread only.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import isfinite
 from operator import is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -29,8 +26,8 @@ import torch
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.format.layout import PER_RANK, REPLICATED, Placement
 from tierckpt.state.modules.custom_states import MODULE_STATES, ModuleStates
-from tierckpt.state.optimizers.extra_state import Taker, has_its_own, packed, without_parameter
 from tierckpt.state.optimizers.nested import class_name, expand
+from tierckpt.state.optimizers.optimizer_tree import GROUP_KEYS_NOT_STORED, OptimizerTree
 
 from . import tree_codec
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
@@ -45,17 +42,10 @@ from .validate import (
     refuse_same_names,
     refuse_several_gpus,
     stands_for_some,
-    unstorable,
 )
 
-_GROUP_KEYS_NOT_STORED = ("params", "param_names")
-CODE = (FunctionType, BuiltinFunctionType, type)
 NAMELESS = "~keys"
 """Key for all of a parameter's state with keys of other types than text, or with a slash."""
-HEAVY_BYTES = 16 * 2**20
-"""Limit of tensors copied at a boundary before a warning: some 3 ms."""
-FEW = 1000
-"""Limit of parameters of an optimizer for a `state_dict()` at every boundary."""
 
 
 @dataclass
@@ -116,6 +106,7 @@ class TrainingState:
         """Optimizers with stored state, including those inside of others, see `nested.expand`."""
         self.steppers, self.hollow, self.outer = found.steppers, found.hollow, found.outer
         """See `nested.Expanded`."""
+        self.optimizer_tree = OptimizerTree(self.optimizers, self.name_of)
         self.extra = named_objects("extra", extra)
         self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
         self.routed = RoutedState()
@@ -139,19 +130,8 @@ class TrainingState:
         self._looked_up: tuple[list[Any], list[Any]] = [], []
         """The result of `_contents` when the modules were looked up."""
         self._orphans: list[str] = []
-        self._with_others: set[str] = set()
-        """Optimizers with state under other keys than parameters."""
-        self._unstored: set[tuple[str, int | str, str]] = set()
-        """See `extra_state.Unstored`."""
-        self._beside_bytes, self._heavy_reported = 0, False
-        self._options: tuple[list[Any], list[Any], tree_codec.Packed] | None = None
-        """All groups' keys (with their numbers) and values, and the node that they were packed
-        to."""
-        self._nothing_left: dict[str, tuple[int, int]] = {}
-        """Optimizers with a `state_dict()` of their own that had no remainder: `looks` at that
-        time, and the number of boundaries since."""
         self.first_options = {
-            label: {*_GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
+            label: {*GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
             for label, optimizer in self.optimizers.items()
         }
         """Keys that param groups had at the start. Others belong to the version that has them."""
@@ -163,6 +143,7 @@ class TrainingState:
         """Look up the modules and parameter names again, after a structural change. Not `whole`:
         the modules only if one of them, or a parameter, was replaced since the last time."""
         self.looks += 1
+        self.optimizer_tree.look_again()
         before = self._of_model
         if whole or not self._modules_stand():
             self._modules = list(self.model.modules())
@@ -176,9 +157,6 @@ class TrainingState:
             for g, group in enumerate(optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     self._names.setdefault(id(param), f"{label}.group{g}.param{i}")
-            self._with_others.discard(label)
-            if without_parameter(optimizer):
-                self._with_others.add(label)
         here, held = self._of_model, self._names
         self._orphans += [n for i, n in before.items() if i in held and i not in here]
 
@@ -244,24 +222,13 @@ class TrainingState:
                             for path, tensor in entries.found:
                                 tree_codec.refuse_tensor(tensor, path)
                         except UnsupportedStateError as error:
-                            self._left_to_state_dict(index, param, key, error)
+                            self.optimizer_tree.leave(index, param, key, error)
                             continue
                         state += [(tensor, param, index, path) for path, tensor in entries.found]
                         odd.append((param, index, key, node))
         places = self.placements.of(params.values(), self._modules, self.name_of)
         held = {id(b): b for b in self.live_buffers() if b is not None}
         return Walk(list(params.values()), state, odd, list(held.values()), places)
-
-    def _left_to_state_dict(
-        self, index: int, param: torch.Tensor, key: str, error: UnsupportedStateError
-    ) -> None:
-        """Mark a value that cannot be stored by name, since the optimizer's own `state_dict()` may
-        have it in another form. Raises UnsupportedStateError if there is no such method."""
-        label, optimizer = [*self.optimizers.items()][index]
-        if not has_its_own(optimizer):
-            where = f"state[{self.name_of(param)!r}][{key!r}]"
-            raise unstorable(optimizer, where, error) from error
-        self._unstored.add((label, id(param), key))
 
     def drop_gradients(self) -> None:
         """Set all gradients to None, as in a new process: the next backward pass would add to the
@@ -292,7 +259,7 @@ class TrainingState:
         """
         found = self.module_containers()
         for label, optimizer in self.optimizers.items():
-            if label in self._with_others:
+            if label in self.optimizer_tree.with_others:
                 kept: dict[Any, Any] = optimizer.state
                 found += [v for k, v in kept.items() if isinstance(k, torch.Tensor)]
             else:
@@ -430,131 +397,7 @@ class TrainingState:
         for optimizer in self.optimizers.values():
             refuse_odd_keys(optimizer)
 
-    # --- the rank tree -------------------------------------------------------------------------
-
-    def group_odd(
-        self, odd: Sequence[tuple[torch.Tensor, int, str, Any]]
-    ) -> dict[str, dict[str, Any]]:
-        """A walk's odd state by parameter: numbers, None, lists of tensors (LBFGS)."""
-        labels = list(self.optimizers)
-        grouped: dict[str, dict[str, Any]] = {}
-        for param, index, key, node in odd:
-            grouped.setdefault(f"{labels[index]}/{self.name_of(param)}", {})[key] = node
-        return grouped
-
-    def pack_groups(self, keep: tree_codec.KeepTensor) -> dict[str, Any] | tree_codec.Packed:
-        """Options of every param group (learning rate, betas, ...)."""
-        lists = [optimizer.param_groups for optimizer in self.optimizers.values()]
-        groups = [*chain.from_iterable(lists)]
-        keys = [*map(len, lists), *map(len, groups), *chain.from_iterable(groups)]
-        values = [*chain.from_iterable(map(dict.values, groups))]
-        if self._options is not None:
-            then, its_values, packed = self._options
-            if then == keys and all(map(is_, its_values, values)):
-                return packed
-        found = {
-            label: [
-                self._pack_group(label, number, group, keep)
-                for number, group in enumerate(optimizer.param_groups)
-            ]
-            for label, optimizer in self.optimizers.items()
-        }
-        self._options = None
-        items = chain.from_iterable(map(dict.items, groups))
-        if not all(k in _GROUP_KEYS_NOT_STORED or _is_constant(v) for k, v in items):
-            return found
-        self._options = keys, values, tree_codec.Packed(found)
-        return self._options[2]
-
-    def _pack_group(
-        self, label: str, number: int, group: Mapping[str, Any], keep: tree_codec.KeepTensor
-    ) -> dict[str, Any]:
-        """Options of one group. Functions and classes are left out: they are code, not state."""
-        found = {}
-        for key, value in group.items():
-            if type(value) in _PLAIN or (type(value) is float and isfinite(value)):
-                found[key] = value
-                continue
-            if key in _GROUP_KEYS_NOT_STORED or isinstance(value, CODE):
-                continue
-            try:
-                found[key] = tree_codec.pack(
-                    value, f"{label}.param_groups[{number}][{key!r}]", keep
-                )
-            except UnsupportedStateError as error:
-                optimizer = self.optimizers[label]
-                if not has_its_own(optimizer):
-                    where = f"param_groups[{number}][{key!r}]"
-                    raise unstorable(optimizer, where, error) from error
-                self._unstored.add((label, str(number), key))
-        return {tree_codec.TAG: "dict", "v": [*found.items()]} if tree_codec.TAG in found else found
-
-    def pack_remainders(self, arena: tree_codec.Arena) -> dict[str, Any]:
-        """Remainders of the optimizers' own `state_dict()`s, see `extra_state`.
-
-        Most optimizers have none, and are not asked. One with thousands of parameters that had none
-        is asked again after a change of structure, and after 1, 2, 4, ... boundaries.
-        """
-        remainders = self.remainders()
-        if not remainders:
-            self._beside_bytes = 0
-            return {}
-        before = arena.nbytes
-        found = {label: packed(left, label, arena) for label, left in remainders.items()}
-        self._beside_bytes = arena.nbytes - before
-        return found
-
-    def new_heavy(self) -> str:
-        """Size of the remainders packed last, once it is large; returned only once, else empty."""
-        if self._beside_bytes < HEAVY_BYTES or self._heavy_reported:
-            return ""
-        self._heavy_reported = True
-        return f"{self._beside_bytes / 1e6:.0f} MB"
-
-    def remainders(self) -> dict[str, dict[str, Any]]:
-        """The remainders of all optimizers, with live tensors."""
-        found = {}
-        taker: Taker | None = None
-        for label, optimizer in self.optimizers.items():
-            marked = label in self._with_others or any(label == each for each, *_ in self._unstored)
-            if not marked and not self._may_have_more(label, optimizer):
-                continue
-            taker = taker or Taker(self.optimizers, self.name_of, frozenset(self._unstored))
-            if (left := taker.taken(label)) is not None:
-                found[label] = left
-                self._nothing_left.pop(label, None)
-            elif label not in self._nothing_left or self._nothing_left[label][0] != self.looks:
-                self._nothing_left[label] = (self.looks, 0)
-        return found
-
-    def shared(self, walk: Walk) -> list[list[Any]]:
-        """Tensors that several parameters share in an optimizer's state (quantile maps): the
-        optimizer's label, the key, and the parameters' names, or None for all parameters."""
-        if len({id(tensor) for tensor, *_ in walk.state}) == len(walk.state):
-            return []
-        labels = list(self.optimizers)
-        holders: dict[tuple[int, str, int], list[torch.Tensor]] = {}
-        having: Counter[tuple[int, str]] = Counter()
-        for tensor, param, index, key in walk.state:
-            holders.setdefault((index, key, id(tensor)), []).append(param)
-            having[index, key] += 1
-        found: list[list[Any]] = []
-        for (index, key, _), params in holders.items():
-            if len(params) > 1:
-                every = len(params) == having[index, key]
-                names = None if every else [self.name_of(param) for param in params]
-                found.append([labels[index], key, names])
-        return found
-
-    def _may_have_more(self, label: str, optimizer: torch.optim.Optimizer) -> bool:
-        if not has_its_own(optimizer):
-            return False
-        looks, boundaries = self._nothing_left.get(label, (-1, 0))
-        if looks != self.looks:
-            return True
-        self._nothing_left[label] = (looks, boundaries + 1)
-        few = sum(len(group["params"]) for group in optimizer.param_groups) <= FEW
-        return few or not boundaries & (boundaries + 1)
+    # --- the users' and the modules' part of the rank tree -------------------------------------
 
     def pack_extra(self, which: Mapping[str, Any], arena: tree_codec.Arena) -> dict[str, Any]:
         """The `state_dict()`s of the user's objects."""
@@ -569,16 +412,6 @@ class TrainingState:
 _own_parameters = itemgetter("_parameters")
 _own_modules, _own_buffers = itemgetter("_modules"), itemgetter("_buffers")
 _NOTHING: dict[str, Any] = {}
-_PLAIN = (bool, int, str, NoneType)
-
-
-def _is_constant(value: Any) -> bool:
-    """True for a value that cannot change in place."""
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    return type(value) in (*_PLAIN, float) or isinstance(value, CODE)
-
-
 _orders: dict[tuple[Any, ...], list[str]] = {}
 """By keys in their own order, the same keys sorted; all are names. Optimizers have few."""
 _MOST_ORDERS = 100

@@ -209,7 +209,7 @@ def test_optimizer_state_that_is_no_tensor_goes_into_the_tree() -> None:
     optimizer.step(closure)
     found = TrainingState(model, {"opt": optimizer})
     walk = found.walk()
-    packed = found.group_odd(walk.odd)["opt/weight"]
+    packed = found.optimizer_tree.group_odd(walk.odd)["opt/weight"]
     assert {"func_evals", "n_iter", "old_dirs"} <= set(packed)
     live = optimizer.state[model.weight]
     assert packed["func_evals"] == live["func_evals"]

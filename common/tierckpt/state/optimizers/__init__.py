@@ -1,1 +1,1 @@
-"""Optimizers: the state that optimizers keep beyond torch's `state` and `param_groups`."""
+"""Optimizers: optimizers inside others, and the state that they keep besides tensors by name."""

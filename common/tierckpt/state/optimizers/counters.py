@@ -53,7 +53,7 @@ class Counters:
         return all(a != b for a, b in pairwise(values))
 
     def _warn(self, label: str, optimizer: torch.optim.Optimizer, names: list[str]) -> None:
-        remainder = self._state.remainders().get(label, {})
+        remainder = self._state.optimizer_tree.remainders().get(label, {})
         saved = set(_leaves(remainder))
         for name in names:
             now = self._seen[-1][label][name]
