@@ -56,6 +56,7 @@ class Journal(Protocol):
         sound: bool,
         local: bool,
         safe: VersionId | None,
+        protected: VersionId | None,
     ) -> None:
         """Record a boundary."""
         ...
@@ -106,6 +107,7 @@ class NoJournal:
         sound: bool,
         local: bool,
         safe: VersionId | None,
+        protected: VersionId | None,
     ) -> None:
         """Nothing."""
 
