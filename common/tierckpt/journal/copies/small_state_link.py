@@ -202,14 +202,15 @@ class SmallStateReceiver:
                 frame = memoryview(mmap.mmap(-1, max(head.get("nbytes", 0), 1)))  # begins a page
                 frame = frame[: head.get("nbytes", 0)]
                 link.receive_into(frame)
-                if len(frame) and digest(frame).hex() != head.get("digest"):
-                    raise PeerError(f"rank {self._ward} sent bytes that arrived damaged")
             except PeerError:
                 self._hang_up()
                 if not again or time.monotonic() >= deadline:
                     raise
                 again = False
                 continue
+            if len(frame) and digest(frame).hex() != head.get("digest"):
+                self._hang_up()
+                raise PeerError(f"rank {self._ward} sent bytes that arrived damaged")
             return _Message(head, frame)
 
     def _connected(self, deadline: float) -> Link:
