@@ -77,8 +77,8 @@ class CheckpointerCore(CheckpointerParts):
             self._pass_over(take, force)
             take = ()
         sound, local = not stopped and vote != VOID, LOCAL in take
-        safe = self._agreement.local.safe
-        self._journal.boundary(id_, self._facts, self._live.packed, sound, local, safe)
+        whole = self._agreement.local.safe, self._agreement.peer.safe
+        self._journal.boundary(id_, self._facts, self._live.packed, sound, local, *whole)
         snapshot = self._open_snapshot(id_, take, vote == VOID) if take else None
         # The votes about this boundary.
         halt, check = self._halt.vote(id_.version), self._replicas.vote(place)

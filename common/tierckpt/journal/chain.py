@@ -60,11 +60,22 @@ def chain_from(
     return found
 
 
+def rebuildable(
+    safe: VersionId | None, protected: VersionId | None, most_steps: int
+) -> VersionId | None:
+    """Return the version that a restart begins with after the loss of a node: the one that is
+    `protected`. If that is more than `most_steps` older than the newest one on local, `safe`,
+    nothing waits for the peer level any more, as the room on the disk is limited."""
+    if safe is None or protected is None or safe.version - protected.version > most_steps:
+        return safe
+    return min(safe, protected)
+
+
 def outdated(bases: Iterable[VersionId], safe: VersionId | None, keep: int) -> set[VersionId]:
     """Return the bases of journal files that no restart needs any more, once `safe` is the newest
-    version that is complete on local: all but the newest `keep` up to `safe`, and later ones."""
+    version that it may begin with: all but the newest `keep` up to `safe`, and later ones."""
     known = sorted(each for each in {*bases} if safe is not None and each <= safe)
     return {*known[: max(len(known) - keep, 0)]}
 
 
-__all__ = ["Link", "RecordKey", "chain_from", "outdated"]
+__all__ = ["Link", "RecordKey", "chain_from", "outdated", "rebuildable"]

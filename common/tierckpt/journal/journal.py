@@ -57,6 +57,7 @@ class Journal(Protocol):
         sound: bool,
         local: bool,
         safe: VersionId | None,
+        protected: VersionId | None,
     ) -> None:
         """Record a boundary."""
         ...
@@ -117,6 +118,7 @@ class NoJournal:
         sound: bool,
         local: bool,
         safe: VersionId | None,
+        protected: VersionId | None,
     ) -> None:
         """Nothing."""
 

@@ -30,7 +30,8 @@ from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState
 
-from .copies.journal_copies import KEPT_FILES, JournalCopies
+from .chain import rebuildable
+from .copies.journal_copies import JournalCopies
 from .copies.small_state_link import Keeper
 from .digest import INLINE_BYTES, DigestPlan, DigestWork
 from .frames import ITSELF, SegmentName
@@ -65,7 +66,7 @@ ENDLESS = (
     "{size} of memory. Call step() of the checkpointer more often, or leave out local_journal_steps"
 )
 MOST_INTERVALS = 3
-"""Limit of the steps since the newest complete version, in `local_journal_steps`."""
+"""Limit of the steps since the newest complete or protected version, in `local_journal_steps`."""
 STUCK = "no version became complete on all local disks since v{safe}"
 UNSOUND = "this boundary is no version"
 
@@ -202,6 +203,7 @@ class JournalRecorder:
         sound: bool,
         local: bool,
         safe: VersionId | None,
+        protected: VersionId | None,
     ) -> None:
         """Record the boundary of the version `id_`, before that is taken.
 
@@ -212,6 +214,7 @@ class JournalRecorder:
             sound: the live state could be a version.
             local: a version goes to local, and the journal goes on from it.
             safe: the newest version that is complete on all local disks.
+            protected: the newest one that the peer level can rebuild.
         """
         facts = facts_of(id_)
         self.settle()
@@ -231,9 +234,9 @@ class JournalRecorder:
         self._steps = []
         if local and sound:
             self._follow(id_, id_.generation)
-            keep = self._config.local.keep_last
-            keep = max(keep, KEPT_FILES) if self._copies.on else keep
-            self._writer.retire(self._owner.tidies, safe, keep)
+            if self._copies.on:
+                safe = rebuildable(safe, protected or self._begun, self._most_steps)
+            self._writer.retire(self._owner.tidies, safe, self._config.local.keep_last)
 
     def _keep_in_step(self, adapter: Callable[[], Any]) -> None:
         """The journal has stopped here, maybe not on other ranks: ask the state's objects for their
@@ -292,10 +295,14 @@ class JournalRecorder:
     def _problem(self, id_: VersionId, safe: VersionId | None) -> str:
         """Why there is no record, alike on all ranks: versions do not become complete, so that no
         file is removed. Empty if there is one."""
-        most, last = MOST_INTERVALS * self._config.local.journal_steps, safe or self._begun
-        if last is None or id_.version - last.version <= most:
+        last = safe or self._begun
+        if last is None or id_.version - last.version <= self._most_steps:
             return ""
         return STUCK.format(safe=last.version)
+
+    @property
+    def _most_steps(self) -> int:
+        return MOST_INTERVALS * self._config.local.journal_steps
 
     def _stripe_bytes(self) -> int:
         """This rank's part of the parameters."""

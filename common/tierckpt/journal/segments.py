@@ -81,6 +81,9 @@ class JournalReader:
         no problem."""
         self.records: dict[tuple[int, RecordKey], Record] = {}
         """By shard and key; that of the first file, if several have it."""
+        self._again: dict[tuple[int, RecordKey], list[Record]] = {}
+        """All files' records, in their order: on a file system that all nodes see, a folder has a
+        rank's journal and the copy of it."""
         self.problems: list[str] = []
         self._files: list[MappedFile] = []
         for name in names:
@@ -104,18 +107,24 @@ class JournalReader:
                 steps.append(frame)
                 continue
             record = Record(path, tuple(steps), frame)
-            self.records.setdefault((shard, record.link.key), record)
+            held = shard, record.link.key
+            if self.records.setdefault(held, record).link == record.link:
+                self._again.setdefault(held, []).append(record)
             steps = []
 
     def is_sound(self, shard: int, key: RecordKey) -> bool:
-        """Verify a record; `problems` names one that is damaged."""
-        record = self.records[shard, key]
-        try:
-            record.verify()
-        except (OSError, CorruptShardError, FormatError) as error:
-            self.problems.append(f"{record.path}: {error}")
-            return False
-        return True
+        """Verify a record, and a copy of it in another file in its place if it is damaged;
+        `problems` names what is damaged."""
+        held = shard, key
+        for record in self._again[held]:
+            self.records[held] = record
+            try:
+                record.verify()
+            except (OSError, CorruptShardError, FormatError) as error:
+                self.problems.append(f"{record.path}: {error}")
+            else:
+                return True
+        return False
 
     @property
     def links(self) -> list[tuple[int, Link]]:
@@ -129,7 +138,7 @@ class JournalReader:
 
     def close(self) -> None:
         """Unmap all files. May be called again."""
-        self.records = {}
+        self.records, self._again = {}, {}
         while self._files:
             self._files.pop().close()
 

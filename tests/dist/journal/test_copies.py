@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from tests.support.training import Attached, Place, attach, make_job, rank, train
 from tierckpt.journal.copies import small_state_link
 from tierckpt.journal.segments import FOLDER, names_in
+from tierckpt.peer.wire import HELLO_SECONDS
 
 EARLIER, STEPS = 5, 9
 PATIENCE_SECONDS = 60.0
@@ -43,12 +46,17 @@ def protect(attached: Attached) -> None:
         dist.all_gather_object(found, here)
 
 
-def leave_behind(place: Place) -> tuple[dict[int, str], list[str]]:
-    """Train, and end as in a crash; returns digests by step, and warnings."""
+def leave_behind(place: Place, slow: bool) -> tuple[dict[int, str], list[str]]:
+    """Train, and end as in a crash; returns digests by step, and warnings. With `slow` the peer
+    level never protects later versions, which are complete on local."""
     job, attached = of_two_nodes(place)
     course = train(job, attached.ckpt, range(EARLIER))
     protect(attached)
-    course |= train(job, attached.ckpt, range(EARLIER, STEPS))
+    for iteration in range(EARLIER, STEPS):
+        if slow:
+            attached.ckpt._levels.peers.protect = lambda _: True  # type: ignore[method-assign]
+            attached.ckpt.save(now=True)
+        course |= train(job, attached.ckpt, [iteration])
     assert attached.ckpt.wait()
     dist.barrier()
     attached.ckpt.abandon()
@@ -79,13 +87,14 @@ def lose(place: Place, tmp_path: Path, node: int) -> None:
     Path(place.shm).mkdir()
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("swapped", "slow"), [(False, False), (True, False), (False, True)])
 def test_a_lost_node_costs_no_step(
-    swapped: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+    swapped: bool, slow: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Also if the ranks are on other nodes afterwards, so that all files are other ranks'."""
+    """Also if the ranks are on other nodes afterwards, so that all files are other ranks', or if
+    the version that can be rebuilt is not one of the newest."""
     place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
-    before = ranks(4).run(leave_behind, place)
+    before = ranks(4).run(leave_behind, place, slow)
     assert [said for _, said in before] == [[]] * 4
     lose(place, tmp_path, 1)
     after = ranks(4).run(come_back, place, swapped)
@@ -126,3 +135,31 @@ def test_a_silent_rank_ends_its_copy_and_nothing_else(
     assert "the copy of rank 0's journal ends at v5: rank 0 sent nothing for 0.1 s" in said[0]
     assert [copies for _, copies, _ in found] == [1, 1, 1, 1]
     assert all(whole for _, _, whole in found)
+
+
+def visited(place: Place) -> tuple[list[str], bool]:
+    """Strangers are at the ports before the wards: they say nothing, begin a message, or send
+    anything. Returns warnings, and whether all records were copied in time."""
+    job, attached = of_two_nodes(place)
+    journal: Any = attached.ckpt._journal
+    train(job, attached.ckpt, range(1))
+    with contextlib.ExitStack() as stack:
+        if rank() == 0:
+            for address in attached.ckpt._levels.peers.addresses:
+                assert address is not None
+                for said in (b"", (200).to_bytes(4, "big"), bytes(range(256))) * 2:
+                    where = address.host, address.port
+                    caller = stack.enter_context(socket.create_connection(where))
+                    caller.sendall(said)
+        dist.barrier()
+        train(job, attached.ckpt, range(1, 3))
+        done = journal.drain(HELLO_SECONDS)
+        dist.barrier()
+    attached.ckpt._reports.say()
+    attached.ckpt.abandon()
+    return warnings(attached), done and journal._copies._last.version == 3
+
+
+def test_strangers_do_not_keep_the_ward_waiting(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
+    assert ranks(4).run(visited, place) == [([], True)] * 4

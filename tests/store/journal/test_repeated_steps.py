@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,26 @@ def test_a_file_that_cannot_be_read_ends_no_process(tmp_path: Path, shm_dir: Pat
         assert len(reader.records) == STEPS - 1
         assert not reader.is_sound(*min(reader.records))
         assert "cannot be read" in reader.problems[0]
+
+
+def test_a_copy_in_the_same_folder_replaces_a_damaged_record(tmp_path: Path, shm_dir: Path) -> None:
+    """As on a file system that all nodes see."""
+    loop = Loop(functools.partial(optim.Adam, lr=0.01))
+    ckpt = attach(loop, tmp_path / "job", shm_dir)
+    train(loop, ckpt, STEPS)
+    ckpt.abandon()
+    folder = tmp_path / "job" / FOLDER
+    (name,) = names_in(folder)
+    whole = (folder / str(name)).read_bytes()
+    (folder / str(replace(name, keeper=1))).write_bytes(whole)
+    (folder / str(name)).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with contextlib.closing(JournalReader(folder, names_in(folder))) as reader:
+        assert len(reader.records) == STEPS - 1
+        assert all(reader.is_sound(*held) for held in reader.records)
+        assert len(reader.problems) == 1
+        assert {record.path.name for record in reader.records.values()} == {
+            str(each) for each in names_in(folder)
+        }
 
 
 def train(loop: Loop, ckpt: tierckpt.Checkpointer, steps: int) -> None:

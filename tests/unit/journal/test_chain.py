@@ -8,7 +8,7 @@ import pytest
 
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.journal.chain import RecordKey, chain_from, outdated
+from tierckpt.journal.chain import RecordKey, chain_from, outdated, rebuildable
 from tierckpt.journal.frames import BOUNDARY, FrameHead, SegmentName
 
 RUN = "a run"
@@ -95,3 +95,11 @@ def test_names_and_heads_are_read_as_they_were_written() -> None:
             FrameHead.decode(bytes(wrong))
     with pytest.raises(CorruptShardError):
         FrameHead.decode(data[:63])
+
+
+def test_a_restart_begins_with_a_protected_version_that_is_not_too_old() -> None:
+    assert rebuildable(v(9), v(5), 4) == v(5)
+    assert rebuildable(v(9), v(5), 3) == v(9)
+    assert rebuildable(v(9), None, 4) == v(9)
+    assert rebuildable(None, v(5), 4) is None
+    assert rebuildable(v(3, 2), v(5), 4) == v(5), "of an earlier run"

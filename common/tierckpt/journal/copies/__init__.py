@@ -2,6 +2,7 @@
 
 | module | content |
 |---|---|
+| `listener` | the port at which a rank waits for its ward |
 | `small_state_link` | the one thing that travels: the small state of each record, over TCP |
 | `journal_copies` | one rank's part: the copy that it keeps, and what the keeper of its own needs |
 """

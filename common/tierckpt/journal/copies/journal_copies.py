@@ -43,8 +43,6 @@ DEAF = (
     "rank's node"
 )
 UNSENT = "rank {keeper} at {address} does not receive what the copy of the journal needs: {why}"
-KEPT_FILES = 2
-"""Least number of versions whose files stay: the newest one may not be protected yet."""
 
 
 def neighbours(groups: Groups, rank: int) -> tuple[int, int] | None:
@@ -89,7 +87,7 @@ class JournalCopies:
         self._keeper, self._ward = found
         try:
             host = own_host(config.peer.interface, peers.towards)
-            self._receiver = SmallStateReceiver(host, self._ward)
+            self._receiver = SmallStateReceiver(host, self._ward, self._secret)
         except (ConfigError, OSError) as error:
             reports.notice(DEAF.format(ward=self._ward, why=error), logging.WARNING)
             return
@@ -188,7 +186,7 @@ class JournalCopies:
     def _where(self) -> Keeper | None:
         """Where the copy of this rank's journal is made."""
         address = self._peers.addresses[self._keeper] if self._peers.ready else None
-        return None if address is None else Keeper(address, self._peers.secret.encode())
+        return None if address is None else Keeper(address, self._secret())
 
     # --- what fails -----------------------------------------------------------------------------
 
@@ -215,7 +213,11 @@ class JournalCopies:
 
     def _last_frame(self, draft: Draft) -> FrameBytes:
         """The writer's thread."""
-        return self._receiver.take(draft, self._peers.secret.encode())
+        return self._receiver.take(draft)
+
+    def _secret(self) -> bytes:
+        """The secret of the run; any thread."""
+        return self._peers.secret.encode()
 
 
-__all__ = ["KEPT_FILES", "JournalCopies", "neighbours"]
+__all__ = ["JournalCopies", "neighbours"]

@@ -8,10 +8,8 @@ of the agents (`peer.wire`); the sender makes it at the first record after a ver
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,14 +21,15 @@ from tierckpt.format.manifest import digest
 from tierckpt.journal.frames import SegmentName
 from tierckpt.journal.writer import CLOSE_SECONDS, MOST_WAITING, Draft, FrameBytes, last_frame
 from tierckpt.peer.address import Address
-from tierckpt.peer.wire import MOST_TEXT, Link, admit, greet, reach
+from tierckpt.peer.wire import MOST_TEXT, Link, greet, reach
+
+from .listener import WardListener
 
 PATIENCE_SECONDS = 30.0
 """Limit without a byte from the other rank, or of a connection to it."""
 AGAIN_SECONDS = 3.0
 """The same limit for a rank that was silent before: with `when_busy="wait"` the training waits for
 it after every version."""
-LOOK_SECONDS = 0.2
 FULL = "its messages are not taken fast enough"
 
 
@@ -142,11 +141,10 @@ class _Message(NamedTuple):
 class SmallStateReceiver:
     """The keeper's end. One thread calls `take`; any thread may call `close`."""
 
-    def __init__(self, host: str, ward: int) -> None:
-        """Listen at `host` for the rank `ward`. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.address = Address(host, self._listener.getsockname()[1])
+    def __init__(self, host: str, ward: int, secret: Callable[[], bytes]) -> None:
+        """Listen at `host` for the rank `ward`, which knows the `secret`. Raises OSError."""
+        self._listener = WardListener(host, ward, secret)
+        self.address = self._listener.address
         self._ward = ward
         self._link: Link | None = None
         self._held: _Message | None = None
@@ -154,20 +152,20 @@ class SmallStateReceiver:
         self._begun: SegmentName | None = None
         self._silent = self._closed = False
 
-    def take(self, draft: Draft, secret: bytes) -> FrameBytes:
+    def take(self, draft: Draft) -> FrameBytes:
         """Return the last frame of the record that `draft` is a copy of. Raises PeerError if it
         does not come in time, or other records come."""
         deadline = time.monotonic() + (AGAIN_SECONDS if self._silent else PATIENCE_SECONDS)
         try:
-            return self._take(draft, secret, deadline)
+            return self._take(draft, deadline)
         finally:
             self._silent = time.monotonic() >= deadline
 
-    def _take(self, draft: Draft, secret: bytes, deadline: float) -> FrameBytes:
+    def _take(self, draft: Draft, deadline: float) -> FrameBytes:
         again = draft.segment != self._begun
         self._begun = draft.segment
         while True:
-            message, self._held = self._held or self._next(deadline, secret, again), None
+            message, self._held = self._held or self._next(deadline, again), None
             head = message.head
             if head["op"] == "stopped":
                 of = VersionId(*head["base"]), head["writer"]
@@ -186,8 +184,7 @@ class SmallStateReceiver:
     def close(self) -> None:
         """Wake a `take`, which raises PeerError, and listen no more."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
         if (link := self._link) is not None:
             link.shut()
 
@@ -195,47 +192,34 @@ class SmallStateReceiver:
         """Free all descriptors, when no `take` is under way."""
         self.close()
         self._hang_up()
-        self._listener.close()
 
-    def _next(self, deadline: float, secret: bytes, again: bool) -> _Message:
+    def _next(self, deadline: float, again: bool) -> _Message:
         """The next message. With `again` a new connection may take the place of a broken one."""
         while True:
-            link = self._link or self._accept(deadline, secret)
+            link = self._link or self._connected(deadline)
             try:
                 head = link.receive(max(deadline - time.monotonic(), 0.0))
                 frame = memoryview(mmap.mmap(-1, max(head.get("nbytes", 0), 1)))  # begins a page
                 frame = frame[: head.get("nbytes", 0)]
                 link.receive_into(frame)
-                if len(frame) and digest(frame).hex() != head.get("digest"):
-                    raise PeerError(f"rank {self._ward} sent bytes that arrived damaged")
             except PeerError:
                 self._hang_up()
                 if not again or time.monotonic() >= deadline:
                     raise
                 again = False
                 continue
+            if len(frame) and digest(frame).hex() != head.get("digest"):
+                self._hang_up()
+                raise PeerError(f"rank {self._ward} sent bytes that arrived damaged")
             return _Message(head, frame)
 
-    def _accept(self, deadline: float, secret: bytes) -> Link:
+    def _connected(self, deadline: float) -> Link:
         """Wait for the ward's connection."""
-        while (left := deadline - time.monotonic()) > 0 and not self._closed:
-            self._listener.settimeout(left)
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
-                break
-            except OSError:
-                time.sleep(LOOK_SECONDS)  # out of descriptors: it may pass
-                continue
-            link = Link(sock, f"rank {self._ward}", PATIENCE_SECONDS)
-            with contextlib.suppress(PeerError):
-                admit(link, secret)
-                hello = link.receive(PATIENCE_SECONDS)
-                if (hello.get("op"), hello.get("rank")) == ("journal", self._ward):
-                    self._link = link
-                    return link
-            link.close()
-        raise PeerError(f"rank {self._ward} did not connect in time")
+        self._link = link = self._listener.take(deadline)
+        link.seconds = PATIENCE_SECONDS
+        if self._closed:  # `close` may have seen no connection
+            link.shut()
+        return link
 
     def _hang_up(self) -> None:
         if self._link is not None:

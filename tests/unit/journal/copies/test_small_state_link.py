@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,7 +45,7 @@ def copy_of(sent: Draft) -> Draft:
 
 class Pair:
     def __init__(self) -> None:
-        self.receiver = SmallStateReceiver("127.0.0.1", SENDER)
+        self.receiver = SmallStateReceiver("127.0.0.1", SENDER, lambda: SECRET)
         self.keeper = Keeper(self.receiver.address, SECRET)
         self.troubles: list[str] = []
         self.sender = SmallStateSender(SENDER, lambda _, error: self.troubles.append(str(error)))
@@ -55,13 +56,13 @@ class Pair:
 
     def takes(self, sent: Draft) -> bool:
         """Whether the keeper gets exactly the frame that the sender writes."""
-        found = b"".join(self.receiver.take(copy_of(sent), SECRET))
+        found = b"".join(self.receiver.take(copy_of(sent)))
         whole = b"".join(last_frame(sent))
         return len(found) == len(whole) and found[-PAGE_BYTES:] == whole[-PAGE_BYTES:]
 
     def why_not(self, wanted: Draft) -> str:
         with pytest.raises(PeerError) as caught:
-            self.receiver.take(copy_of(wanted), SECRET)
+            self.receiver.take(copy_of(wanted))
         return str(caught.value)
 
 
@@ -124,10 +125,22 @@ def test_a_silent_rank_is_named_after_the_limit(
 
 
 def test_a_keeper_that_takes_nothing_costs_a_bounded_number_of_records(pair: Pair) -> None:
-    pair.send(*map(draft, range(1, 50)))  # nobody accepts the connection
+    large = torch.zeros(16 << 20, dtype=torch.uint8)  # more than a connection holds
+    small = Image(bytes(PAGE_BYTES), large, (len(large),), CopiedTree(large[:0]))
+    pair.send(*(replace(draft(number), small=small) for number in range(1, 50)))
     assert pair.sender._waiting <= MOST_WAITING + 1
-    assert pair.takes(draft(1))
     assert "not taken fast enough" in pair.why_not(draft(30))
+
+
+def test_bytes_that_arrive_damaged_end_the_copy_at_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(small_state_link, "digest", lambda _: os.urandom(8))
+        pair.send(draft(1))
+        assert pair.why_not(draft(1)) == "rank 1 sent bytes that arrived damaged"
+    pair.send(draft(9, base=8))
+    assert pair.takes(draft(9, base=8))
 
 
 def test_others_do_not_get_in(pair: Pair) -> None:
