@@ -72,6 +72,8 @@ class VersionSearch:
         """Suspect versions newer than the restored one, newest first."""
         self._excluded: set[VersionId] = set()
         """Versions that the caller could not use."""
+        self._loss: tuple[VersionId, str] | None = None
+        """A newer version that was complete once, and what is left of it; see `_look_for_loss`."""
         self._reported: set[str] = set()
         """Problems and unreachable nodes that were already reported."""
         self._notices = RestoreNotices(config, error_barrier.rank, history, reports, elsewhere)
@@ -123,7 +125,7 @@ class VersionSearch:
                 else:
                     if version is None:
                         self._judge_suspects(found.plan.id)
-                        self._report_loss(found.plan.id)
+                        self._look_for_loss(found.plan.id)
                     self._history.reject(self._candidates.bad)
                     if set(found.plan.levels) == {"memory"} and self._history.gone_from_disk():
                         self._notices.directory_emptied(found.plan.id)
@@ -167,6 +169,11 @@ class VersionSearch:
         """Add the times and rejected copies to the result, and report it. The end of the restore:
         the inventory is dropped."""
         self._context.report(result)
+        reached = VersionId(result.generation, result.version)
+        if self._loss is not None and self._loss[0].version > reached.version:
+            lost, remains = self._loss
+            text = f"going back to {reached}, although {lost} was complete once: {remains}"
+            self._notices.of_all(text, logging.WARNING)
         result.rejected = tuple(self._candidates.rejected)
         total_seconds = time.perf_counter() - self._begin_seconds
         result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
@@ -273,18 +280,15 @@ class VersionSearch:
             logging.WARNING,
         )
 
-    def _report_loss(self, found: VersionId) -> None:
-        """Warn if the restored version is much older than one that was once complete."""
+    def _look_for_loss(self, found: VersionId) -> None:
+        """Look whether a newer version than the one found was complete once. `report` warns of it,
+        unless the steps of a journal lead to it again."""
         lost = self._history.once_complete()
         generation, version = self._history.began_last
         if generation > found.generation and found.version == version:
             return  # it went back on purpose
         if lost is not None and lost > found and lost not in {*self.passed_over, *self._excluded}:
-            self._notices.of_all(
-                f"going back to {found}, although {lost} was complete once: "
-                f"{self._remaining_shards()}",
-                logging.WARNING,
-            )
+            self._loss = lost, self._remaining_shards()
 
     def _nothing_found(self, live_version: int) -> None:
         """Start from the beginning, unless a version was expected, or may exist where a rank could

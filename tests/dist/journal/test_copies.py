@@ -63,10 +63,10 @@ def leave_behind(place: Place, slow: bool) -> tuple[dict[int, str], list[str]]:
     return course, warnings(attached)
 
 
-def come_back(place: Place, swapped: bool) -> tuple[int, int, str]:
+def come_back(place: Place, swapped: bool) -> tuple[int, int, str, list[Any]]:
     job, attached = of_two_nodes(place, swapped)
     restored = attached.ckpt.restore()
-    found = restored.version, restored.replayed, job.digest()
+    found = restored.version, restored.replayed, job.digest(), attached.said("going back to")
     train(job, attached.ckpt, range(STEPS, STEPS + 2))
     assert attached.ckpt.wait()
     journal: Any = attached.ckpt._journal
@@ -99,7 +99,7 @@ def test_a_lost_node_costs_no_step(
     lose(place, tmp_path, 1)
     after = ranks(4).run(come_back, place, swapped)
     for (course, _), found in zip(before, after, strict=True):
-        assert found == (STEPS, STEPS - EARLIER, course[STEPS])
+        assert found == (STEPS, STEPS - EARLIER, course[STEPS], [])
     left = [names_in(tmp_path / f"node{node}" / "ckpts" / FOLDER) for node in range(2)]
     assert left == [[], []]
 
