@@ -150,6 +150,8 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     if args.prefix:
         saved.model = {f"{args.prefix}{name}": value for name, value in saved.model.items()}
     options = Options(max_shard_bytes=args.max_shard_bytes)
+    # Before the target is filled: it may take the place of the current folder.
+    beyond = [*steps_after(args.path)] if args.version is None else []
     notices = target.fill(lambda place: kind.write(saved, place, options))
     for text in saved.rejected:
         console.print(f"skipped: {text}", soft_wrap=True)
@@ -159,7 +161,7 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     if saved.suspect:
         text = "is suspect: replicas differed when it was taken, so it may be the state of no rank"
         console.print(f"v{saved.version} {text}. {saved.suspect}", soft_wrap=True, markup=False)
-    for text in (*notices, *(steps_after(args.path) if args.version is None else ())):
+    for text in (*notices, *beyond):
         console.print(text, soft_wrap=True)
     if saved.unseen and args.version is None:
         raise ConfigError(
