@@ -209,7 +209,7 @@ class HorovodAdapter(PlainAdapter):
         at = self.resume_iteration(self.handle.iteration)
         version = self.handle.steps_made
         text = self._cut.format(version=version, at=at, names=self._names())
-        self.handle.notice_once(text, logging.WARNING)
+        self.handle.notice_of_all(text, logging.WARNING)
 
     def _names(self) -> str:
         """The optimizers between passes, in words; there may be none on this rank."""
@@ -286,7 +286,7 @@ class HorovodAdapter(PlainAdapter):
         ranks = f"rank{'s' if len(by_rank) > 1 else ''} {some(list(by_rank))}"
         restored = self.handle.restored.version
         text = OVERWRITTEN.format(names=some(names), version=restored, ranks=ranks)
-        self.handle.notice_once(text, logging.WARNING)
+        self.handle.notice_of_all(text, logging.WARNING)
 
 
 __all__ = ["HorovodAdapter"]

@@ -143,9 +143,8 @@ class Course:
             "replica_check_steps": ROUNDS_STEPS[self.life % len(ROUNDS_STEPS)],
         }
         if self._cluster.launcher.endswith(JOURNAL):
-            memory = (
-                self.life % 2
-            )  # 0: a killed job leaves the last version on local, and a journal
+            # 0: a killed job leaves the last version on local, and a journal.
+            memory = self.life % 2
             settings |= {"local_every_steps": 0, "memory_every_steps": memory}
             settings["local_journal_steps"] = JOURNAL_STEPS
         orders = []

@@ -119,9 +119,9 @@ class Handle:
         about = self.version if version is None else version
         self._checkpointer._reports.emit("notice", version=about, severity=severity, message=text)
 
-    def notice_once(self, text: str, severity: int) -> None:
+    def notice_of_all(self, text: str, severity: int) -> None:
         """Emit an event that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
-        self._checkpointer._reports.notice_once(text, severity)
+        self._checkpointer._reports.notice_of_all(text, severity)
 
     @property
     def traces(self) -> bool:

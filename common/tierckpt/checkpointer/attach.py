@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader
 
 from tierckpt import _garbage
 from tierckpt._text import some
-from tierckpt.callbacks import Job
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.shown_once import said_by
-from tierckpt.core.levels import LEDGERS, MEMORY
 from tierckpt.errors import NodeHealthError, TierckptError
 from tierckpt.group import Group, Node
 from tierckpt.journal.support import check_support
@@ -76,13 +74,6 @@ def _on_all_ranks(group: Group) -> Iterator[None]:
         raise refused(error, group) from error.__cause__
 
 
-def job_of(config: Config, group: Group, node: Node) -> Job:
-    """This rank's place in the job, for callbacks."""
-    levels = tuple(str(e) for e in LEDGERS if e == MEMORY or config.uses(e))
-    job_id = job_directory(config).job
-    return Job(job_id, group.rank, group.size, node.ranks.index(group.rank), levels)
-
-
 def report_problems(
     config: Config, group: Group, state: TrainingState, reports: Reports, *severe: str
 ) -> None:
@@ -92,11 +83,11 @@ def report_problems(
         if text and group.rank == 0:
             reports.notice(text, logging.ERROR)
     if idle := config.idle:
-        reports.notice_once(f"without persistent_path there is no effect of {some(idle)}")
+        reports.notice_of_all(f"without persistent_path there is no effect of {some(idle)}")
     if omitted := left_out(state):
-        reports.notice_once(omitted, logging.INFO)
+        reports.notice_of_all(omitted, logging.INFO)
     for text in own_ways(state):
-        reports.notice_once(text)
+        reports.notice_of_all(text)
 
 
 def check_state(state: TrainingState) -> None:

@@ -137,9 +137,9 @@ class CheckpointerCore(CheckpointerParts):
             return None
         taken = self._active.take(facts, levels, self._live.measured, self._live.packed)
         if orphans := self._state.new_orphans():
-            self._reports.notice_once(ORPHANS.format(names=some(orphans)))
+            self._reports.notice_of_all(ORPHANS.format(names=some(orphans)))
         if heavy := self._state.optimizer_tree.new_heavy():
-            self._reports.notice_once(HEAVY.format(names=heavy))
+            self._reports.notice_of_all(HEAVY.format(names=heavy))
         return taken
 
     def _facts(self, id_: VersionId) -> VersionFacts:

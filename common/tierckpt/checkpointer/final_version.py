@@ -62,7 +62,7 @@ class FinalVersion:
             if went_back and self._live.steps_made == self._history.began_at:
                 version = self._live.position.version
                 text = f"no step was made after v{version}: newer versions stay"
-                self._reports.notice_once(text, logging.INFO)
+                self._reports.notice_of_all(text, logging.INFO)
                 return False
             end = self._begin()
             safe = self._make_durable(end)

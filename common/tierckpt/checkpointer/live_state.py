@@ -118,7 +118,7 @@ class LiveState:
         self._capture.forget()
         self._replicas.forget()
         names = some([self.state.name_of(param) for param in mistaken])
-        self._reports.notice_once(self.adapter.newly_unreduced_notice.format(names=names))
+        self._reports.notice_of_all(self.adapter.newly_unreduced_notice.format(names=names))
 
     def equals(self, manifest: Manifest, image: memoryview) -> bool:
         """True if the live state equals the sealed image bit for bit, or the adapter wants the

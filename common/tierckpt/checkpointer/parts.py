@@ -43,7 +43,8 @@ from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import Iterations, Unattached
-from tierckpt.journal.journal import journal_of
+from tierckpt.journal.journal import Journal
+from tierckpt.journal.recorder import JournalRecorder
 from tierckpt.lineage.fork import Forks
 from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
@@ -57,6 +58,7 @@ from . import attach, shutdown
 from .active_snapshot import ActiveSnapshot
 from .adapter import Adapter, Handle, check_adapter
 from .levels.node_resources import NodeResources
+from .levels.place_in_job import place_in_job
 from .levels.sealed_versions import SealedVersions
 from .levels.tiers import Tiers
 from .live_state import LiveState, Position
@@ -138,7 +140,7 @@ class CheckpointerParts(abc.ABC):
         for exporter in exporters_of(self.config.export):
             self._callbacks.add(exporter)
         undo.callback(self._callbacks.close)
-        self._callbacks.attach(attach.job_of(self.config, self.group, self._node))
+        self._callbacks.attach(place_in_job(self.config, self.group, self._node))
         folder = self.config.events_dir or None
         self._log = EventLog(self.group.rank, folder, on_event, self._callbacks)
         undo.callback(self._log.close)
@@ -151,7 +153,7 @@ class CheckpointerParts(abc.ABC):
             self.config,
             lambda *safe: self._levels.promotion.local_safe(*safe),
             lambda: self._levels.promotion.retire(),
-            lambda text: self._reports.notice_once(text),
+            lambda text: self._reports.notice_of_all(text),
         )
         undo.callback(self._agreement.close)
         self._position = Position()
@@ -181,7 +183,7 @@ class CheckpointerParts(abc.ABC):
     def _prepare_copies(self, undo: contextlib.ExitStack) -> None:
         """Make the parts that read the state between a boundary and the next change."""
         about = self.config, self.group, self._state
-        self._unchanged = Unchanged(self._state, self._reports.notice_once)
+        self._unchanged = Unchanged(self._state, self._reports.notice_of_all)
         self._epoch_ends = EpochEnds(self._state)
         self._active = ActiveSnapshot(
             self.config,
@@ -196,8 +198,12 @@ class CheckpointerParts(abc.ABC):
         )
         undo.callback(self._active.close)
         submit = self._active.submit
-        journaled = self._state, self._active.capture, self._reports, submit
-        self._journal = journal_of(self.config, self.group, self._levels.peers, *journaled)
+        self._journal = Journal(self.config.directory, self.group.size)
+        if self.config.local.journal_steps:
+            peers, capture = self._levels.peers, self._active.capture
+            self._journal = JournalRecorder(
+                self.config, self.group, peers, self._state, capture, self._reports, submit
+            )
         undo.callback(self._journal.close)
         self._replicas = ReplicaMonitor(
             *about,
@@ -211,7 +217,7 @@ class CheckpointerParts(abc.ABC):
     def _watch_loop(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """Install the hooks that show the begin and end of iterations and optimizer steps, and
         handle signals; make the parts that need to know what the loop has done."""
-        say = self._reports.notice_once
+        say = self._reports.notice_of_all
         self._iterations = Iterations(
             self.config.boundary,
             boundary=self._boundary,

@@ -108,7 +108,7 @@ class SaveNow:
         """Store the state of the boundary, after an event said why the live state could not be
         stored."""
         text = f"{id_} is stored as of its boundary; later changes could not be stored"
-        self._levels.reports.notice_once(text)
+        self._levels.reports.notice_of_all(text)
         self._sealed.commit_as_it_is(id_)
         self._wait(end - time.monotonic())
         self._sealed.settle(id_)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tierckpt.journal.listing import reach_of
+from tierckpt.journal.listing import reach_of_restart
 from tierckpt.offline.survey import survey
 
 
 def steps_after(paths: Sequence[str]) -> Iterator[str]:
     """Yield a sentence if the journal at these paths leads on from the version that a restart
     takes."""
-    there = survey(paths)
-    plan = there.plan()
-    if plan is None or there.request is not None:
-        return
-    reach = reach_of(there.directories, plan.id, len(plan.sources), there.began_last)
+    reach = reach_of_restart(survey(paths))
     if reach is not None and reach.records:
         yield (
             f"the journal leads on from v{reach.base} to v{reach.last}, and only a restart of the "

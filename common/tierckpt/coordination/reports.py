@@ -65,7 +65,7 @@ class Reports:
         """Emit a notice."""
         self.emit("notice", message=text, severity=severity)
 
-    def notice_once(self, text: str, severity: int = logging.WARNING) -> None:
+    def notice_of_all(self, text: str, severity: int = logging.WARNING) -> None:
         """Emit a notice that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
         self.notice(text, logging.DEBUG if self._log.rank else severity)
 

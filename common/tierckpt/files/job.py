@@ -7,14 +7,13 @@ exchange what they know in collectives of the calls that the program makes anywa
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tierckpt.callbacks import CallbackList, Callbacks
-from tierckpt.callbacks import Job as JobFacts
 from tierckpt.checkpointer.levels.node_resources import NodeResources
+from tierckpt.checkpointer.levels.place_in_job import place_in_job
 from tierckpt.checkpointer.levels.sealed_versions import SealedVersions
 from tierckpt.checkpointer.levels.tiers import Tiers
 from tierckpt.config import AUTO, AUTOMATIC, Config
@@ -24,7 +23,6 @@ from tierckpt.coordination.peer_setup import redundancy_groups
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.core.halt_conditions import NO_HALT, HaltVote
-from tierckpt.core.levels import LEDGERS, MEMORY
 from tierckpt.core.votes import Vote
 from tierckpt.errors import ConfigError
 from tierckpt.events import Callback, EventLog, check_receiver
@@ -104,7 +102,7 @@ class FilesJob:
             self.sealed = SealedVersions(self.config, group, self.levels)
             self.halt = HaltController(self.config, group.rank, self.node, self.reports.notice)
             undo.pop_all()
-        self._callbacks.attach(self._facts())
+        self._callbacks.attach(place_in_job(self.config, group, self.node))
 
     def _refuse(self, config: Config) -> None:
         """Raise ConfigError on all ranks for settings that only a training loop can have."""
@@ -135,11 +133,6 @@ class FilesJob:
             self.config, self._log, self._callbacks, self.agreement, lambda: self.version
         )
 
-    def _facts(self) -> JobFacts:
-        rank, ranks = self.group.rank, self.node.ranks
-        levels = tuple(str(e) for e in LEDGERS if e == MEMORY or self.config.uses(e))
-        return JobFacts(self.resources.job.job, rank, self.group.size, ranks.index(rank), levels)
-
     def turn(self) -> None:
         """Learn the news of agents and of all ranks, and let them act. Collective."""
         self.collect()
@@ -156,7 +149,7 @@ class FilesJob:
 
     def warn(self, text: str) -> None:
         """Emit a warning that is the same on all ranks."""
-        self.reports.notice(text, logging.DEBUG if self.group.rank else logging.WARNING)
+        self.reports.notice_of_all(text)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until the node's agent has committed all versions, or given them up. Not

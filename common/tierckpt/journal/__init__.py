@@ -12,7 +12,7 @@ the same gradients, bit for bit; see docs/internals/journal.md.
 | `images` | gradients and small state as the bytes of a shard |
 | `writer` | the thread that appends them |
 | `recorder` | one rank's journal, during the training |
-| `journal` | the interface to it, and the journal of a job that keeps none |
+| `journal` | the journal of a job that keeps none, and the interface to `recorder` |
 | `copies` | a copy of another rank's journal |
 | `search` | a restart: the records that lead on, and the rank that reads each |
 | `replay` | a restart: the steps, made again |

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierckpt.format.ids import VersionId
+from tierckpt.offline.survey import Survey
 
 from .chain import RecordKey, chain_from
 from .frames import SegmentName
@@ -49,6 +50,15 @@ def reach_of(
     return JournalReach(base.version, last.version, len(chain), missing)
 
 
+def reach_of_restart(there: Survey) -> JournalReach | None:
+    """How far the journals in a survey lead from the version that a restart takes; None without any
+    journal, without a version, and if the restart goes back, as it makes no steps again then."""
+    plan = there.plan() if there.request is None else None
+    if plan is None:
+        return None
+    return reach_of(there.directories, plan.id, len(plan.sources), there.began_last)
+
+
 @dataclass(frozen=True)
 class JournalCheck:
     """All records of one rank in a directory, or all in a copy, compared with their checksums."""
@@ -73,4 +83,4 @@ def check_journals(directories: Iterable[Path]) -> Iterator[JournalCheck]:
                 yield JournalCheck(len(reader.records), reader.nbytes, reader.problems)
 
 
-__all__ = ["JournalCheck", "JournalReach", "check_journals", "reach_of"]
+__all__ = ["JournalCheck", "JournalReach", "check_journals", "reach_of", "reach_of_restart"]

@@ -42,10 +42,11 @@ from .images import (
     UnjournaledError,
     gradients_of,
 )
+from .journal import Journal
 from .replay import Replay
 from .segments import FOLDER, FileOwner
 from .support import StepClass
-from .unused import NOT_STRICT, unused_journal
+from .unused import NOT_STRICT
 from .writer import CLOSE_SECONDS, Draft, JournalWriter
 
 STOPPED = (
@@ -71,10 +72,12 @@ STUCK = "no version became complete on all local disks since v{safe}"
 UNSOUND = "this boundary is no version"
 
 
-class JournalRecorder:
-    """Training thread; a thread of its own writes."""
+class JournalRecorder(Journal):
+    """Training thread; a thread of its own writes. The methods without a description are those of
+    `Journal`."""
 
     begins_with: frozenset[Level] = frozenset((MEMORY, LOCAL))
+    unused = NOT_STRICT
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class JournalRecorder:
         submit: Callable[[Work], None],
     ) -> None:
         """All arguments stay their owners'. `submit` gives the copier work."""
+        super().__init__(config.directory, group.size)
         self.folder = Path(config.directory) / FOLDER
         self._config, self._group, self._state = config, group, state
         self._capture, self._reports, self._submit = capture, reports, submit
@@ -111,8 +115,6 @@ class JournalRecorder:
     # --- the run --------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Make no further record before `begin_at` or the next version on local, because state is
-        loaded that no steps lead to."""
         self.drain(CLOSE_SECONDS)
         self._begun = None
         self._stop("other state is loaded")
@@ -122,8 +124,6 @@ class JournalRecorder:
         self._copies.stop(why)
 
     def begin_at(self, id_: VersionId, writer: int) -> None:
-        """Begin with the live state, which equals a version or record of an earlier run; `writer`
-        is the generation of this run."""
         self._steps = []
         self._follow(id_, writer)
 
@@ -139,14 +139,12 @@ class JournalRecorder:
         self._copies.begin(self._segment, anew)
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait until all records are durable or have failed; False if that takes longer."""
         self.settle()
         begin = time.monotonic()
         done = self._writer.drain(timeout_seconds)
         return self._copies.drain(begin + timeout_seconds - time.monotonic()) and done
 
     def close(self, remove: bool = False) -> None:
-        """End; with `remove` the last version is durable, and the files are removed."""
         self._copies.close()
         if remove:
             self._writer.remove(self._owner.tidies)
@@ -160,8 +158,6 @@ class JournalRecorder:
         step_class: StepClass,
         most: int | None,
     ) -> Replay | None:
-        """Find the records that follow the version `base`; None if there are none. Arguments as for
-        `Replay`; the caller closes it. Collective."""
         where = self._config.directory, self._owner.node, self._state, barrier, self._reports
         replay = Replay(*where, base, began, step_class, most)
         if len(replay):
@@ -170,18 +166,11 @@ class JournalRecorder:
         return None
 
     def unused_after(self, base: VersionId, began: tuple[int, int], strict: bool) -> str:
-        """Describe a journal that leads on from the version `base`, if the restart is not `strict`,
-        and so makes no step again; empty if it is, or without a journal. Never raises."""
-        if strict:
-            return ""
-        directory, size = self._config.directory, self._group.size
-        return unused_journal(directory, base, began, NOT_STRICT, size)
+        return "" if strict else super().unused_after(base, began, strict)
 
     # --- a step and a boundary ------------------------------------------------------------------
 
     def before_step(self, label: str, reads_gradients: Callable[[str], bool]) -> None:
-        """Copy the gradients of the optimizer of that label, which is about to make its step, if
-        this step reads them (see `Adapter`)."""
         if not reads_gradients(label) or self._place is None:
             return
         try:
@@ -205,17 +194,6 @@ class JournalRecorder:
         safe: VersionId | None,
         protected: VersionId | None,
     ) -> None:
-        """Record the boundary of the version `id_`, before that is taken.
-
-        Args:
-            id_: its version, whether one is taken or not.
-            facts_of: returns the facts of a version.
-            adapter: returns the adapter's values; may raise.
-            sound: the live state could be a version.
-            local: a version goes to local, and the journal goes on from it.
-            safe: the newest version that is complete on all local disks.
-            protected: the newest one that the peer level can rebuild.
-        """
         facts = facts_of(id_)
         self.settle()
         if self._writer.failed == self._segment:  # already reported
@@ -270,7 +248,6 @@ class JournalRecorder:
         self._writer.submit(whole)
 
     def settle(self) -> None:
-        """Return when the state may change: nothing of it is read any more."""
         if self._work is None:
             return
         work, self._work = self._work, None

@@ -124,7 +124,7 @@ class Replay:
         words = {"base": self._base.version, "last": ids[-1].version, "why": why}
         lost = len(ids) - self.exact
         text = DIFFERS.format(**words, reached=reached.version, lost=lost)
-        self._reports.notice(text, logging.DEBUG if self._barrier.rank else logging.ERROR)
+        self._reports.notice_of_all(text, logging.ERROR)
 
     def close(self) -> None:
         """Unmap the journals."""

@@ -7,7 +7,8 @@ have moved to other nodes since, so any node may have any rank's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from tierckpt._text import some
@@ -137,7 +138,8 @@ class JournalSearch:
 
     def _lengths(self, keys: Sequence[RecordKey]) -> list[int]:
         """By shard, the number of these records up to the first that no rank has."""
-        return [_leading(self._holders[shard, key] for key in keys) for shard in self._shards]
+        held = ((self._holders[shard, key] for key in keys) for shard in self._shards)
+        return [len([*takewhile(bool, each)]) for each in held]
 
     def _report(self, directory: str, whole: Sequence[RecordKey], began: tuple[int, int]) -> None:
         for text in self.reader.problems:
@@ -167,16 +169,6 @@ class JournalSearch:
             usual = more <= MOST_WAITING + 1  # the ranks were killed while they wrote
             text = SHORTER.format(rank=lengths.index(least), last=last.version, more=more)
             self._reports.notice(text, logging.INFO if usual else logging.WARNING)
-
-
-def _leading(values: Iterable[object]) -> int:
-    """The number of true values before the first other one."""
-    count = 0
-    for value in values:
-        if not value:
-            break
-        count += 1
-    return count
 
 
 __all__ = ["JournalSearch"]

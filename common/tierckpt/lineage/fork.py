@@ -216,13 +216,12 @@ class Forks:
         return forked.result.partial
 
     def _report(self, forked: Forked, origin: Origin, trouble: str, fixed: bool) -> None:
-        severity = logging.DEBUG if self._group.rank else logging.INFO
         report = forked.result.partial
         what = f"{report.of_parts} of {report}" if report else str(origin)
-        self._reports.notice(
+        self._reports.notice_of_all(
             f"this job has no version of its own, and begins from {what}"
             + ("" if trouble else f". {origin} is held there until it has one on disk"),
-            severity,
+            logging.INFO,
         )
         if trouble:
             then = "the restart fails"
@@ -233,10 +232,9 @@ class Forks:
                     "To begin from one that stays, choose one on disk (tierckpt list), or have "
                     "that job write one (save(now=True), local_every_steps)"
                 )
-            self._reports.notice(
+            self._reports.notice_of_all(
                 f"{origin} cannot be held there: {trouble}. If it goes, and this job is restarted "
-                f"before it has a version of its own on disk, {then}. {remedy}",
-                logging.DEBUG if self._group.rank else logging.WARNING,
+                f"before it has a version of its own on disk, {then}. {remedy}"
             )
 
 

@@ -31,9 +31,10 @@ def trees_of(path: str) -> list[JobNode]:
     """The histories at a path: that of its job, or of all jobs in the folder. A fork is below its
     source; the list has the others. Raises as `tree_of`."""
     there = survey(path)
-    jobs = {" ".join(places): survey(places) for places in jobs_in(there)}
-    if len(jobs) < 2:
+    several = jobs_in(there)
+    if not several[1:]:
         return [_tree(there, path, ())]
+    jobs = {" ".join(places): survey(places) for places in several}
     here = {_whole(name) for name in jobs}
     # First those that are no forks of others here: their trees contain these.
     order = sorted(jobs, key=lambda name: any(o.source in here for o in jobs[name].origins))
@@ -45,16 +46,17 @@ def trees_of(path: str) -> list[JobNode]:
     return found
 
 
-def tree_of(path: str, seen: Iterable[str] = ()) -> JobNode:
+def tree_of(path: str) -> JobNode:
     """The history of the job at a path or persistent_path, and of its forks, as far as their paths
-    lead to them from here. `seen`: jobs that are in the tree already. Raises MissingPathError if
-    there is nothing, ConfigError for the folder of several jobs."""
+    lead to them from here. Raises MissingPathError if there is nothing, ConfigError for the folder
+    of several jobs."""
     there = survey(path)
     refuse_several_jobs(there, path)
-    return _tree(there, path, seen)
+    return _tree(there, path, ())
 
 
 def _tree(there: Survey, path: str, seen: Iterable[str]) -> JobNode:
+    """The history of the job with this survey. `seen`: jobs that are in the tree already."""
     job = JobNode(path, next(iter(there.origins), None), troubles=[*there.troubles])
     job.hint = "" if there.copies else hint_of(path, there)
     runs = _Runs(there)

@@ -127,8 +127,7 @@ class Recorder(Callbacks):
     def _leave_only_the_disk(self) -> None:
         """Wait until every rank has this boundary in its journal, and make the versions in memory
         unusable: the next start must make the journal's steps again."""
-        if (journal := self._checkpointer._journal) is not None:
-            journal.drain(WAIT_SECONDS)
+        self._checkpointer._journal.drain(WAIT_SECONDS)
         here = f"{DRAINED}{Path(self._checkpointer.config.path).name}."
         (self._order.folder / f"{here}{self._rank}").touch()
         end = time.monotonic() + WAIT_SECONDS

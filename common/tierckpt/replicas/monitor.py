@@ -466,7 +466,7 @@ class ReplicaMonitor:
         self._reports.emit("drifted", version=version, message=text, severity=severity)
 
     def _say(self, text: str, severity: int) -> None:
-        self._reports.notice(text, logging.DEBUG if self._group.rank else severity)
+        self._reports.notice_of_all(text, severity)
 
 
 def _by_rank(lines: Sequence[str]) -> str:

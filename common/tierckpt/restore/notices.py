@@ -46,7 +46,7 @@ class RestoreNotices:
 
     def of_all(self, text: str, severity: int) -> None:
         """Report something that all ranks know: rank 0 uses the given severity."""
-        self._reports.notice(text, logging.DEBUG if self._rank else severity)
+        self._reports.notice_of_all(text, severity)
 
     def rejected(self, text: str) -> None:
         """Report a copy that exists and cannot be used; only the first few get an event each."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tierckpt.agent.status.client import RUNS as AGENT_RUNS
 from tierckpt.agent.status.client import FoundAgent
-from tierckpt.journal.listing import reach_of
+from tierckpt.journal.listing import reach_of_restart
 from tierckpt.offline.catalog import Row
 from tierckpt.offline.survey import Survey
 from tierckpt.storage.local.claim_file import Claim
@@ -58,11 +58,10 @@ def job_state(seen: Seen, rows: Sequence[Row], now: float) -> JobState:
 
 def _with_journal(restart: Restart | None, there: Survey) -> Restart | None:
     """Add how far a journal leads on from the version that a restart takes."""
-    plan = there.plan() if restart is not None and there.request is None else None
-    if restart is None or plan is None:
+    reach = reach_of_restart(there) if restart is not None else None
+    if restart is None or reach is None or not reach.records:
         return restart
-    reach = reach_of(there.directories, plan.id, len(plan.sources), there.began_last)
-    return replace(restart, journal=reach.last if reach is not None and reach.records else None)
+    return replace(restart, journal=reach.last)
 
 
 def _state(seen: Seen, now: float) -> tuple[str, str]:

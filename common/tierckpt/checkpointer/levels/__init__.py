@@ -2,6 +2,7 @@
 
 | module | content |
 |---|---|
+| `place_in_job` | what callbacks are told about a rank |
 | `node_resources` | the job's directory, its lock, and the slots of this rank |
 | `tiers` | access to all levels, and their updates at the start of a run |
 | `promotion` | the way of a version from local to other nodes and to the persistent level |

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import counted, directory_of, size_text, some
 from tierckpt.errors import ConfigError
-from tierckpt.format.ids import VersionId
-from tierckpt.journal.listing import JournalReach, reach_of
+from tierckpt.journal.listing import JournalReach, reach_of_restart
 from tierckpt.offline.catalog import Row, rows_of, without_bare
 from tierckpt.offline.holds import stale_holds
 from tierckpt.offline.jobs import hint_of, jobs_in, refuse_several_jobs
@@ -61,14 +60,16 @@ def list_versions(args: argparse.Namespace, console: Console) -> None:
         each = [{"places": job, **_as_json(without_bare(survey(job)))} for job in jobs]
         print(json.dumps({"jobs": each}, indent=1))
     elif args.json:
-        files = {"files": files_as_json(args.path, args.files)} if args.files is not None else {}
-        print(json.dumps(_as_json(there) | files, indent=1))
+        shown = _as_json(there)
+        if args.files is not None:
+            shown["files"] = files_as_json(there, args.path, args.files)
+        print(json.dumps(shown, indent=1))
     elif jobs[1:]:
         print_jobs(jobs, console)
     else:
         _print_all(rows_of(there), there, args.path, console)
         if args.files is not None:
-            print_files(args.path, args.files, console)
+            print_files(there, args.path, args.files, console)
     if there.unseen:
         raise ConfigError("not all places could be read: there may be more checkpoints")
 
@@ -79,7 +80,7 @@ def _as_json(there: Survey) -> dict[str, Any]:
         "versions": [row.as_json() for row in rows],
         "problems": there.troubles,
         "memory": there.memory,
-        "journal": asdict(reach) if (reach := _reach(rows, there)) else None,
+        "journal": asdict(reach) if (reach := reach_of_restart(there)) else None,
     }
 
 
@@ -103,7 +104,7 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         console.print(text, soft_wrap=True)
     for text in there.beside:
         console.print(text, soft_wrap=True)
-    for text in (*_of_holds(there, paths), *_of_journal(_reach(rows, there))):
+    for text in (*_of_holds(there, paths), *_of_journal(reach_of_restart(there))):
         console.print(text, soft_wrap=True)
     if (request := there.request) is not None:
         text = f"the next start goes back to v{request.version}, as {request.where} asks"
@@ -152,15 +153,6 @@ def _of_holds(there: Survey, paths: Sequence[str]) -> Iterator[str]:
             f"v{child.id.version} is still held for the fork {child.path}, which does not need it "
             f"any more: tierckpt unpin {shlex.quote(place)} {child.id.version} --forks"
         )
-
-
-def _reach(rows: list[Row], there: Survey) -> JournalReach | None:
-    """How far the journal leads from the version that a restart takes."""
-    taken = next((row for row in rows if row.next), None)
-    if taken is None or there.request is not None:  # a restart that goes back repeats no steps
-        return None
-    id_ = VersionId(taken.generation, taken.version)
-    return reach_of(there.directories, id_, taken.shards, there.began_last)
 
 
 def _of_journal(reach: JournalReach | None) -> Iterator[str]:

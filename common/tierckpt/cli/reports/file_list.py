@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import size_text
-from tierckpt.offline.survey import survey
+from tierckpt.offline.survey import Survey
 
 from ..columns import print_columns
 
@@ -27,16 +27,16 @@ class _File:
     name: str
 
 
-def files_as_json(paths: Sequence[str], version: int) -> dict[str, Any]:
+def files_as_json(there: Survey, paths: Sequence[str], version: int) -> dict[str, Any]:
     """The files of a version for other programs. Raises as `print_files`."""
-    number, name, files = _files_of(paths, version)
+    number, name, files = _files_of(there, paths, version)
     return {"version": number, "name": name, "files": [asdict(each) for each in files]}
 
 
-def print_files(paths: Sequence[str], version: int, console: Console) -> None:
-    """Print the files of a version. Reads the heads of its shards. Raises RestoreError without such
-    a version."""
-    number, name, files = _files_of(paths, version)
+def print_files(there: Survey, paths: Sequence[str], version: int, console: Console) -> None:
+    """Print the files of a version. Reads the heads of its shards. `there`: the survey of these
+    paths, which stays as it is. Raises RestoreError without such a version."""
+    number, name, files = _files_of(there, paths, version)
     if not files:
         text = f"v{number} has no files: no program routed any (docs/files.md)"
         console.print(text, soft_wrap=True)
@@ -47,12 +47,12 @@ def print_files(paths: Sequence[str], version: int, console: Console) -> None:
     print_columns([TITLES, *lines], ("file",), console)
 
 
-def _files_of(paths: Sequence[str], version: int) -> tuple[int, str, list[_File]]:
+def _files_of(there: Survey, paths: Sequence[str], version: int) -> tuple[int, str, list[_File]]:
     """Number, name and files of a version; the name is the program's own, as in SCR."""
     from tierckpt.offline.load import leave_out_memory  # imports torch
     from tierckpt.offline.stored_version import open_version
 
-    there = survey(paths)
+    there = replace(there, unseen=[*there.unseen])
     leave_out_memory(there)
     with closing(open_version(paths, version or None, lambda nbytes: None, there)) as found:
         files = [

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tierckpt.config import Config
+from tierckpt.coordination.error_barrier import in_words
 from tierckpt.coordination.peer_setup import Groups, PeerSetup
 from tierckpt.coordination.reports import Reports
 from tierckpt.errors import ConfigError, PeerError
@@ -191,10 +192,8 @@ class JournalCopies:
     # --- what fails -----------------------------------------------------------------------------
 
     def _give_up(self, error: Exception) -> None:
-        known = isinstance(error, PeerError)
-        why = str(error) if known else f"{type(error).__name__}: {error}"
         self._segment, self._steps = None, []
-        self._warn(self._last, why)
+        self._warn(self._last, in_words(error))
 
     def _failed(self, last: VersionId, error: Exception) -> None:
         """The record after `last` could not be written; the writer's thread."""
