@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,8 @@ class JobError(RuntimeError):
 @dataclass(frozen=True)
 class Plan:
     """A job. `killed_at`: for each start, the step after which all ranks kill themselves; further
-    starts run to the end."""
+    starts run to the end. `held_at`: the steps after which all ranks wait until `release`: whoever
+    disturbs the job then never comes after its end, however short its steps are."""
 
     model: str
     launcher: str
@@ -44,6 +46,7 @@ class Plan:
     folder: str
     memory: str
     killed_at: tuple[int, ...] = ()
+    held_at: tuple[int, ...] = ()
 
     def log_of(self, rank: int) -> Path:
         """The log of a rank."""
@@ -52,7 +55,19 @@ class Plan:
     def calm(self) -> Plan:
         """The same training without checkpoints and kills, in folders of its own."""
         places = {"folder": f"{self.folder}-calm", "memory": f"{self.memory}-calm"}
-        return replace(self, method="nothing", killed_at=(), **places)
+        return replace(self, method="nothing", killed_at=(), held_at=(), **places)
+
+    def release(self, step: int) -> None:
+        """Let the ranks go on after a step in `held_at`, in this start and in later ones."""
+        self._released(step).touch()
+
+    def hold(self, step: int) -> None:
+        """Wait in a rank until `release`, if the step is in `held_at`."""
+        while step in self.held_at and not self._released(step).exists():
+            time.sleep(LOOK_SECONDS)
+
+    def _released(self, step: int) -> Path:
+        return Path(self.folder) / f"released{step}"
 
     def make_folders(self) -> None:
         """Make the folders of the job."""
@@ -78,7 +93,8 @@ class Start:
 def of_json(text: str) -> Plan:
     """The plan from a rank's argument."""
     plan = json.loads(text)
-    return Plan(**{**plan, "killed_at": tuple(plan["killed_at"])})
+    steps = {name: tuple(plan[name]) for name in ("killed_at", "held_at")}
+    return Plan(**{**plan, **steps})
 
 
 class Watched:

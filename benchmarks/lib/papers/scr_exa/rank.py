@@ -71,6 +71,7 @@ def main() -> None:
         log.add(step=version, loss=loss.item().hex(), end=time.time())
         if version == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        plan.hold(version)
     ranks.barrier()
     os._exit(0)  # without the teardown of gloo, which sometimes aborts
 

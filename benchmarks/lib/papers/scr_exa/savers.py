@@ -101,8 +101,9 @@ class Protected(OursDisk):
     title = "ours, to local with XOR, every 10th flushed"
 
     def resume(self, job: Job, every: int) -> int:
+        self._protected = False  # events come before the restart has ended
         version = super().resume(job, every)
-        self._protected = version > 0
+        self._protected |= version > 0
         return version
 
     def _receive(self, event: Any) -> None:

@@ -92,6 +92,7 @@ class _Nodes:
                 rank = 1 + 3 * number % (plan.world - 1)
                 since.append(time.time())
                 self._lose(nodes[rank])
+                plan.release(step)
                 nodes[rank], spare = spare, spare + 1
                 if not self._has_shims:
                     self._job.family.kill()

@@ -121,6 +121,7 @@ def _spares(options: argparse.Namespace, name: str, method: str) -> Row:
     row["method_title"] = SAVERS["torchrun"][method].title
     failures = _failures(count, options.toy)
     with _plan(options, name, "torchrun", nodes, method, failures) as plan:
+        plan = replace(plan, held_at=tuple(failures))
         try:
             return {**row, **spares.measure(plan, count, failures, options.timeout)}
         except (JobError, NoNetworkError) as error:
