@@ -52,14 +52,14 @@ PARTS = {
     ),
     "boundary": ("checkpointer.core:CheckpointerCore._boundary",),
     "read the votes": (
-        "checkpointer.rounds:Rounds.hear",
+        "checkpointer.levels.rounds:Rounds.hear",
         "coordination.agreement:Agreement.read",
     ),
     "take stock": ("coordination.slot_handoff:SlotHandoff.take_stock",),
     "agent": ("checkpointer.levels.tiers:Tiers.collect",),
-    "decide": ("checkpointer.rounds:Rounds.decide",),
+    "decide": ("checkpointer.levels.rounds:Rounds.decide",),
     "cast the vote": (
-        "checkpointer.rounds:Rounds.vote",
+        "checkpointer.levels.rounds:Rounds.vote",
         "coordination.agreement:Agreement.launch",
     ),
     "halt": (

@@ -23,13 +23,13 @@ from tierckpt.restored import Restored
 from tierckpt.state.training_state import TrainingState
 
 if TYPE_CHECKING:
-    from .parts import CheckpointerParts
+    from .core import CheckpointerCore
 
 
 class Handle:
     """The part of one Checkpointer that is for its adapter. Training thread, but for `release`."""
 
-    def __init__(self, checkpointer: CheckpointerParts) -> None:
+    def __init__(self, checkpointer: CheckpointerCore) -> None:
         self._checkpointer = checkpointer
 
     # --- the training --------------------------------------------------------------------------

@@ -126,6 +126,11 @@ def own_ways(state: TrainingState) -> list[str]:
     return state.module_states.notes
 
 
+def usual_slots(state: TrainingState) -> int:
+    """The number of slots if the setting leaves it open: a third one on a GPU."""
+    return 3 if any(p.is_cuda for p in state.walk().params) else 2
+
+
 def shard_bytes(state: TrainingState, ranks: int) -> int:
     """Estimated bytes of one rank's shard."""
     walk = state.walk()

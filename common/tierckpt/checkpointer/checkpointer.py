@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 import torch
@@ -19,7 +18,6 @@ import torch
 from tierckpt import _milestones
 from tierckpt.callbacks import Callbacks
 from tierckpt.coordination.pinning import mark_everywhere
-from tierckpt.core.levels import MEMORY
 from tierckpt.errors import PinError, RestoreError, TierckptError
 from tierckpt.lineage.fork import ForkOrder
 from tierckpt.lineage.selection import PartReport, Selection
@@ -30,17 +28,13 @@ from tierckpt.state.extras import check_extra
 from tierckpt.storage.routed.folders import FileFolders
 from tierckpt.storage.routed.version_files import VersionFiles
 
-from . import shutdown
-from .core import CheckpointerCore
-from .final_version import FinalVersion
+from .lifetime import CheckpointerLifetime
 from .live_state import as_number
 
 NOTHING_LATER = "No further version is taken until restore()"
-MEET_SECONDS = 30.0
-"""At the end of a process: time to wait for the other ranks before ending alone."""
 
 
-class Checkpointer(CheckpointerCore):
+class Checkpointer(CheckpointerLifetime):
     """Checkpoints a replicated training state, layer by layer, during training.
 
     Args:
@@ -61,6 +55,13 @@ class Checkpointer(CheckpointerCore):
     TypeError for callbacks that are not callable.
     The constructor is collective: all ranks call it at the same point.
     """
+
+    _restored_paths: Mapping[str, str] | None = MappingProxyType({})
+    """Paths of restored files by name; None before they are written."""
+
+    def __enter__(self) -> Checkpointer:
+        """Enter the context: no effect."""
+        return self
 
     def step(self, metric: float | None = None) -> None:
         """Mark the boundary: call it once per iteration, after the optimizer's (and scheduler's)
@@ -315,204 +316,6 @@ class Checkpointer(CheckpointerCore):
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):
             return self._restart.load_from(os.fspath(source), selection, strict, bar)
-
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until every version is sealed and committed, or has failed, and every record of the
-        journal is on disk. Call it between steps.
-
-        Not collective. False if that takes longer than `timeout_seconds`, or if the checkpointer is
-        closed and some result is unknown.
-        """
-        if self._closed:
-            return not self._agent.committing()
-        begin = time.monotonic()
-        self.complete()
-        some = shutdown.NOTICE_SECONDS
-        rank = self.group.rank
-        shown = self.config, self._agent, self._reports, rank, self._node.first == rank
-        with contextlib.closing(shutdown.WaitProgress(*shown)) as progress:
-            if timeout_seconds is not None and timeout_seconds <= some:
-                done = self._agent.wait(timeout_seconds, on_look=progress.look)
-            elif not (done := self._agent.wait(some, on_look=progress.look)):
-                progress.say(f"waiting for writes to {self.config.directory}")
-                rest = timeout_seconds and timeout_seconds - some
-                done = self._agent.wait(rest, on_look=progress.look)
-        end = math.inf if timeout_seconds is None else begin + timeout_seconds
-        done = self._journal.drain(end - time.monotonic()) and done
-        self._levels.collect()
-        return done
-
-    @property
-    def closed(self) -> bool:
-        """True after `close()` or `abandon()`."""
-        return self._closed
-
-    def _refuse_closed(self, call: str, error: type[TierckptError]) -> None:
-        if self._closed:
-            raise error(f"{call} after close() or abandon(): make another Checkpointer")
-        if self._shutdown:
-            raise error(f"{call} during close() or abandon()")
-        if self._over:
-            raise error(f"{call} in a forked child: the Checkpointer belongs to the parent")
-
-    @property
-    def _amid(self) -> bool:
-        """True inside a callback: during a step, a boundary, or another method."""
-        return self._save_now.saving or self._log.depth + self._callbacks.depth > 0
-
-    def _refuse_amid(self, call: str, error: type[TierckptError]) -> None:
-        """Raise `error` in a callback: ranks receive events at different times, so a collective
-        call would hang."""
-        if self._amid:
-            raise error(
-                f"{call} in the callback of an event: all ranks must call it, and they receive "
-                "events at different times, perhaps during a step. Call it in the loop, between "
-                "two steps, or in on_step_boundary of tierckpt.Callbacks"
-            )
-
-    def close(self) -> None:
-        """Take a final checkpoint, wait until it is durable, and remove all that a restart does not
-        need.
-
-        All ranks call it. If the local level cannot be written, or does not answer (see
-        `shutdown`), the memory level stays, and an event reports it. The live state is not stored
-        if it is no consistent version: if an optimizer's step or a restore was interrupted, or if
-        ranks are at different steps. It is not stored either if `restore(version=...)` went back
-        and no step was made since: newer versions stay.
-
-        With `on_drift="stop"` it raises ReplicaError on all ranks, at the end, if replicas are
-        found to differ only now.
-
-        In the callback of an event, on any one rank, it requests the end: all ranks close at the
-        end of a boundary, at the second one from now at the latest; or, if all ranks requested it,
-        when the process ends.
-        """
-        if self._over:
-            return
-        if self._amid:
-            self._agreement.close_asked = True
-            return
-        with self._end():
-            begin = time.perf_counter()
-            self._halt.disarm()
-            remove = self._final_version().make(self._restart.went_back)
-            drifted = self._replicas.error
-            self._reports.emit(
-                "closed",
-                message=self.exit_reason or "the training's end",
-                seconds={"close": time.perf_counter() - begin},
-                facts={"interrupted": self.interrupted},
-            )
-            self._shut_down(remove)
-        if drifted is not None:
-            raise drifted
-
-    def _final_version(self) -> FinalVersion:
-        about = self.config, self.group, self._node, self._live, self._levels
-        return FinalVersion(
-            *about, self._sealed, self._save_now, self._halt, self._replicas, self.wait
-        )
-
-    @contextlib.contextmanager
-    def _end(self) -> Iterator[None]:
-        """Context of the end: callbacks still receive events, but cannot begin anything."""
-        self._shutdown = True
-        try:
-            yield
-        finally:
-            self._shutdown = False
-
-    def abandon(self, commit_newest: bool = False) -> None:
-        """End without a final checkpoint, and leave all versions for a restart; not collective.
-
-        Also in the middle of an iteration: first completes the version in progress, if that takes
-        only a few seconds and no optimizer has begun its step. With `commit_newest` it writes the
-        newest version in memory to local.
-        """
-        if self._over:
-            return
-        self._refuse_amid("abandon()", TierckptError)
-        with self._end():
-            try:
-                self._active.last_chance()
-            except Exception as error:
-                self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
-            if commit_newest:
-                self._save_now.commit_newest()
-            self._shut_down(remove=False, abandoned=True)
-
-    def close_or_abandon(self) -> None:
-        """End at the end of a process: `close()` if all ranks get here within MEET_SECONDS, else
-        each rank alone makes its newest version durable.
-
-        Another rank may have ended with an error unnoticed, so this enters no collective that could
-        hang."""
-        if self._over:
-            return
-        if self.group.meet(MEET_SECONDS):
-            self.close()
-            return
-        text = (
-            "no final checkpoint is taken: not all ranks have come to this end, or they do not "
-            "answer because the communication was shut down before (call close() first). Versions "
-            f"up to v{self.version} stay, also in memory ({self._resources.job.path})"
-        )
-        self._reports.notice(text, logging.WARNING)
-        self.abandon(commit_newest=True)
-
-    def _end_with_process(self) -> None:
-        """End an open checkpointer when the process ends: `abandon()`, with a warning if the script
-        has just not closed it, unless a callback requested the end and no boundary came after
-        that."""
-        failed = shutdown.script_failed()
-        if self._agreement.close_asked and not failed:
-            self.close_or_abandon()
-            return
-        made = self.version > 0 and not (self._over or self._final_version().nothing_new())
-        if made and not failed and self.group.rank == 0:
-            in_memory = (
-                f"; newer ones are in memory alone ({self._resources.job.path}), which a "
-                "reboot clears"
-            )
-            text = (
-                "the script ends without ckpt.close(): no final checkpoint is taken, and "
-                f"{self.config.directory} has the versions that the intervals put there"
-                f"{in_memory if self.config.uses(MEMORY) else ''}. Call close() at the end, or use "
-                "the checkpointer in a with block"
-            )
-            self._reports.notice(text, logging.WARNING)
-        self.abandon()
-
-    def _abandon_after_error(self) -> None:
-        """Call `abandon()` after an exception ended the training.
-
-        If a signal that ends the job came before, the signal may be the cause (it ended a worker of
-        a DataLoader) and the node may be lost soon: the newest version in memory goes to disk.
-        """
-        signal_name = self._halt.signal_name
-        if signal_name and self.config.uses("local") and not self._over:
-            text = (
-                f"this rank received {signal_name}, and the training ended with an error: no "
-                "further checkpoint is taken; the newest version in memory is written to disk"
-            )
-            self._reports.notice(text, logging.WARNING)
-        self.abandon(commit_newest=bool(signal_name))
-
-    def __enter__(self) -> Checkpointer:
-        """Enter the context: no effect."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
-    ) -> None:
-        """Close; after an exception only `abandon()`, so that the restarted job finds all versions.
-        `sys.exit(0)` is a normal end, but perhaps not of all ranks."""
-        if kind is None:
-            self.close()
-        elif shutdown.is_orderly(error):
-            self.close_or_abandon()
-        else:
-            self._abandon_after_error()
 
     def add_callbacks(self, callbacks: Callbacks) -> None:
         """Call these callbacks from now on."""

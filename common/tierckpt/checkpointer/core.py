@@ -1,14 +1,19 @@
 """The training side: capture at the boundary, release by layer, barrier before the step.
 
-`CheckpointerCore` has the code that runs in hooks and at boundaries, with the parts that
-`CheckpointerParts` made; `Checkpointer` has the methods for scripts. Everything that depends on the
-gradient library is in the `Adapter`.
+`CheckpointerCore` has the code that runs in hooks and at boundaries, and makes the parts that call
+it; `CheckpointerParts` has the parts that it uses. Everything that depends on the gradient library
+is in the `Adapter`. The parts of the loop: `_iterations`, `_trace`, `_own_hooks`, `_halt`; those of
+the live state as a whole: `_live`, `_restart`, `_save_now`.
 """
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import math
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +25,17 @@ from tierckpt.core.levels import LOCAL, Level
 from tierckpt.core.votes import VOID
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
+from tierckpt.halt.controller import HaltController
+from tierckpt.hooks.install import Hooks
+from tierckpt.hooks.iterations import Iterations
 from tierckpt.snapshot.snapshot import Snapshot
+from tierckpt.tracing.recorder import open_trace
 
+from . import shutdown
+from .live_state import LiveState
 from .parts import CheckpointerParts
+from .restart import Restart
+from .save_now import SaveNow
 
 HEAVY = (
     "{names} in the state_dict() of optimizers, besides state and options, are copied at every "
@@ -37,8 +50,51 @@ ORPHANS = (
 )
 
 
-class CheckpointerCore(CheckpointerParts):
+class CheckpointerCore(CheckpointerParts, abc.ABC):
     """The part of a `Checkpointer` that hooks call. Training thread, but for `_release`."""
+
+    _closed = _shutdown = False
+    """True after the end, and during it."""
+
+    def _watch_loop(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
+        """Install the hooks that show the begin and end of iterations and optimizer steps, and
+        handle signals; make the parts that need to know what the loop has done."""
+        say = self._reports.notice_of_all
+        self._iterations = Iterations(
+            self.config.boundary,
+            boundary=self._boundary,
+            before_step=self._before_step,
+            made_step=self.adapter.step_completed,
+            keep_streams=self._active.capture.keep_streams,
+            say=say,
+            step_class=self.adapter.step_class,
+            no_calls=self.adapter.no_calls_notice,
+        )
+        self._trace = open_trace(self.config, self.group.rank, self._state.name_of, self._log)
+        if self._trace is not None:
+            undo.callback(self._trace.close)
+        self._own_hooks = Hooks(
+            model,
+            self._state,
+            self._iterations,
+            self._barrier,
+            self._before_change,
+            say,
+            self._trace,
+            self.adapter.extra_syntax,
+        )
+        undo.callback(self._own_hooks.close)
+        capture = self._active.capture
+        place = self.group, self.adapter, self._state, self._position, self._iterations
+        self._live = LiveState(*place, capture, self._replicas, self._unchanged, self._reports)
+        about = self.config, self.group, self._live, self._levels
+        going_on = self._journal, self._forks, self._schedule, self._heartbeat
+        self._restart = Restart(*about, *going_on, self.complete)
+        take = partial(self._boundary, force=True)
+        around = self._sealed, self._epoch_ends, self._heartbeat
+        self._save_now = SaveNow(self.group, self._live, self._levels, *around, take, self.wait)
+        self._halt = HaltController(self.config, self.group.rank, self._node, self._reports.notice)
+        undo.callback(self._halt.close)
 
     # --- the boundary ---------------------------------------------------------------------------
 
@@ -160,13 +216,10 @@ class CheckpointerCore(CheckpointerParts):
         """The version of the last boundary."""
         return VersionId(self._history.generation, self.version)
 
+    @abc.abstractmethod
     def _end_here(self, unattended: bool) -> None:
         """End the job, as all ranks do at this boundary. With `unattended` nobody asks
-        `should_exit()`, so that the loop would go on."""
-        self.close()
-        if unattended:
-            interrupted = self._halt.reason.is_interruption
-            raise SystemExit(self.config.halt_exit_status if interrupted else 0)
+        `should_exit()`, so that the loop would go on: raise SystemExit then."""
 
     # --- the hooks between two boundaries -------------------------------------------------------
 
@@ -220,6 +273,32 @@ class CheckpointerCore(CheckpointerParts):
         self._active.complete()
         self._replicas.finish()
         self._journal.settle()
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until every version is sealed and committed, or has failed, and every record of the
+        journal is on disk. Call it between steps.
+
+        Not collective. False if that takes longer than `timeout_seconds`, or if the checkpointer is
+        closed and some result is unknown.
+        """
+        if self._closed:
+            return not self._agent.committing()
+        begin = time.monotonic()
+        self.complete()
+        some = shutdown.NOTICE_SECONDS
+        rank = self.group.rank
+        shown = self.config, self._agent, self._reports, rank, self._node.first == rank
+        with contextlib.closing(shutdown.WaitProgress(*shown)) as progress:
+            if timeout_seconds is not None and timeout_seconds <= some:
+                done = self._agent.wait(timeout_seconds, on_look=progress.look)
+            elif not (done := self._agent.wait(some, on_look=progress.look)):
+                progress.say(f"waiting for writes to {self.config.directory}")
+                rest = timeout_seconds and timeout_seconds - some
+                done = self._agent.wait(rest, on_look=progress.look)
+        end = math.inf if timeout_seconds is None else begin + timeout_seconds
+        done = self._journal.drain(end - time.monotonic()) and done
+        self._levels.collect()
+        return done
 
 
 __all__ = ["CheckpointerCore"]

@@ -12,21 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tierckpt.callbacks import CallbackList, Callbacks
-from tierckpt.checkpointer.levels.node_resources import NodeResources
-from tierckpt.checkpointer.levels.place_in_job import place_in_job
-from tierckpt.checkpointer.levels.sealed_versions import SealedVersions
-from tierckpt.checkpointer.levels.tiers import Tiers
+from tierckpt.checkpointer.levels.job_parts import JobParts
 from tierckpt.config import AUTO, AUTOMATIC, Config
-from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.vote_exchange import Cast
 from tierckpt.coordination.peer_setup import redundancy_groups
-from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.core.halt_conditions import NO_HALT, HaltVote
 from tierckpt.core.votes import Vote
 from tierckpt.errors import ConfigError
-from tierckpt.events import Callback, EventLog, check_receiver
-from tierckpt.exporters.setting import exporters_of
+from tierckpt.events import Callback, check_receiver
 from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
 from tierckpt.storage.routed.folders import FileFolders
@@ -54,8 +48,8 @@ class _NoBallots:
         """Do nothing."""
 
 
-class FilesJob:
-    """One rank's resources and levels. Owns them; one thread; the constructor is collective.
+class FilesJob(JobParts):
+    """One rank's part of a job of files. Owns it; one thread; the constructor is collective.
 
     Raises the errors of `Checkpointer` at attach: ConfigError and JobBusyError, on all ranks.
     """
@@ -74,64 +68,23 @@ class FilesJob:
         on_event: Callback | None,
         callbacks: Iterable[Callbacks],
     ) -> None:
-        self.group = group
         check_receiver(on_event)
-        self.config, topology = agree_on_settings(settings, config_file, group)
-        self._refuse(self.config)
-        self.node = topology.node(group.rank)
-        groups, unprotected = redundancy_groups(self.config, topology, group)
-        self._callbacks = CallbackList(callbacks)
+        registered = CallbackList(callbacks)
+        config, topology = agree_on_settings(settings, config_file, group)
+        _refuse_automatic(config)
+        groups, unprotected = redundancy_groups(config, topology, group)
         with contextlib.ExitStack() as undo:
             undo.callback(group.close)
-            self._open_books(on_event, undo)
-            slots = self.config.slots or 2
-            self.resources = NodeResources(self.config, group, topology, slots, self.reports)
-            undo.callback(self.resources.let_go)
-            self.pool = self.resources.pool
-            folder = os.fspath(files_dir or self.config.shm_dir)
+            super().__init__(config, group, topology, registered, on_event, undo)
+            self.enter(_NoBallots(), config.slots or 2, lambda: self.version)
+            folder = os.fspath(files_dir or config.shm_dir)
             self.folders = FileFolders(folder, self.resources.job, group.rank)
             undo.callback(self.folders.close)
             if unprotected:
                 self.warn(unprotected)
-            self.levels = Tiers(
-                self.config, group, topology, groups, self.resources, self.agreement, self.reports
-            )
-            self.history, self.agent = self.levels.history, self.levels.agent
-            undo.callback(self.agent.close, abandoned=True)
-            self.levels.open()
-            self.sealed = SealedVersions(self.config, group, self.levels)
-            self.halt = HaltController(self.config, group.rank, self.node, self.reports.notice)
+            self.connect(groups)
+            self.halt = HaltController(config, group.rank, self.node, self.reports.notice)
             undo.pop_all()
-        self._callbacks.attach(place_in_job(self.config, group, self.node))
-
-    def _refuse(self, config: Config) -> None:
-        """Raise ConfigError on all ranks for settings that only a training loop can have."""
-        for name in AUTOMATIC:
-            table, _, rest = name.partition("_")
-            if getattr(getattr(config, table), rest) == AUTO:
-                raise ConfigError(  # on all ranks: settings are equal
-                    f"{name} is 'auto', which measures the steps of a training: for files give a "
-                    f"number, or {table}_every_seconds"
-                )
-
-    def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
-        for exporter in exporters_of(self.config.export):
-            self._callbacks.add(exporter)
-        undo.callback(self._callbacks.close)
-        self._log = EventLog(
-            self.group.rank, self.config.events_dir or None, on_event, self._callbacks
-        )
-        undo.callback(self._log.close)
-        self.agreement = Agreement(
-            self.group,
-            _NoBallots(),
-            self.config,
-            lambda *safe: self.levels.promotion.local_safe(*safe),
-            lambda: self.levels.promotion.retire(),
-        )
-        self.reports = Reports(
-            self.config, self._log, self._callbacks, self.agreement, lambda: self.version
-        )
 
     def turn(self) -> None:
         """Learn the news of agents and of all ranks, and let them act. Collective."""
@@ -168,8 +121,19 @@ class FilesJob:
         self.levels.run_notes.close()
         self.resources.leave(remove)
         self.group.close()
-        self._log.close()
-        self._callbacks.close()
+        self.log.close()
+        self.callbacks.close()
+
+
+def _refuse_automatic(config: Config) -> None:
+    """Raise ConfigError, on all ranks, for settings that only a training loop can have."""
+    for name in AUTOMATIC:
+        table, _, rest = name.partition("_")
+        if getattr(getattr(config, table), rest) == AUTO:
+            raise ConfigError(  # on all ranks: settings are equal
+                f"{name} is 'auto', which measures the steps of a training: for files give a "
+                f"number, or {table}_every_seconds"
+            )
 
 
 def _agreed(votes: Sequence[HaltVote]) -> Vote:

@@ -29,7 +29,7 @@ from . import WALL_CLOCK, loader_passes
 from .records import Writer
 
 if TYPE_CHECKING:
-    from tierckpt.checkpointer.parts import CheckpointerParts
+    from tierckpt.checkpointer.core import CheckpointerCore
     from tierckpt.events import Event
     from tierckpt.restored import Restored
 
@@ -40,7 +40,7 @@ WAIT_SECONDS = 30.0
 """Limit of the wait for other ranks' journals."""
 
 
-def record_if_ordered(checkpointer: CheckpointerParts) -> None:
+def record_if_ordered(checkpointer: CheckpointerCore) -> None:
     """Carry out this process's order, if it has one. Raises OSError if nothing can be recorded: the
     job has no other purpose."""
     if (order := order_here()) is not None:
@@ -50,7 +50,7 @@ def record_if_ordered(checkpointer: CheckpointerParts) -> None:
 class Recorder(Callbacks):
     """The recorder of one checkpointer."""
 
-    def __init__(self, order: ProofOrder, checkpointer: CheckpointerParts) -> None:
+    def __init__(self, order: ProofOrder, checkpointer: CheckpointerCore) -> None:
         self._order, self._checkpointer = order, checkpointer
         self._rank, self._ranks = checkpointer.group.rank, checkpointer.group.size
         place = checkpointer.config.path

@@ -16,14 +16,14 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ddp_ckpt
 import tierckpt
-from tierckpt.checkpointer import active_snapshot, parts
+from tierckpt.checkpointer import active_snapshot, core, lifetime
 from tierckpt.checkpointer.adapter import PlainAdapter
-from tierckpt.checkpointer.levels import node_resources, tiers
+from tierckpt.checkpointer.levels import job_parts, node_resources, tiers
 from tierckpt.errors import TierckptError, UnsupportedStateError
 from tierckpt.hooks import install
 
 POINTS = {
-    "the books": (parts, "Reports"),
+    "the books": (job_parts, "Reports"),
     "where slots are": (node_resources.image_file, "place_for_slots"),
     "slots": (node_resources, "SlotPool"),
     "room": (node_resources.NodeResources, "tell_of_room"),
@@ -35,9 +35,9 @@ POINTS = {
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
     "the barrier": (install, "GlobalStepHook"),
-    "the trace": (parts, "open_trace"),
-    "signals": (parts, "HaltController"),
-    "the proof": (parts, "record_if_ordered"),
+    "the trace": (core, "open_trace"),
+    "signals": (core, "HaltController"),
+    "the proof": (lifetime, "record_if_ordered"),
     "the adapter": (PlainAdapter, "attached"),
 }
 ON_ALL_RANKS = dict.fromkeys(("where slots are", "slots"), TierckptError)

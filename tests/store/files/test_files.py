@@ -428,6 +428,25 @@ def test_a_dead_job_leaves_no_routed_files(make: Make, shm_dir: Path) -> None:
     assert not left.exists()
 
 
+def test_callbacks_know_the_job_before_its_first_event(make: Make) -> None:
+    class Watch(tierckpt.Callbacks):
+        seen: list[str] = []  # noqa: RUF012
+
+        def on_attached(self, job: tierckpt.callbacks.Job) -> None:
+            self.seen.append(job.job_id)
+
+        def on_event(self, event: Event) -> None:
+            self.seen.append(event.message)
+
+    dead = make(job_id="dead")
+    assert write(dead, a=b"a")
+    dead.abandon()
+    make(job_id="next", memory_linger_seconds=0, callbacks=[Watch()])  # removes the dead one
+    first, second, *_ = Watch.seen
+    assert first == "next"
+    assert "removed shared memory of the dead job dead" in second
+
+
 def test_a_version_of_a_training_is_no_version_of_files(
     make: Make, tmp_path: Path, shm_dir: Path
 ) -> None:

@@ -16,7 +16,7 @@ from tierckpt.core.tuning.autotune import UNKNOWN, StepTimer
 from tierckpt.core.votes import VOID, Vote
 from tierckpt.format.ids import VersionId
 
-from .levels.tiers import Tiers
+from .tiers import Tiers
 
 APART = (
     "ranks made it in different iterations: some rank skipped an optimizer step that others made, "
