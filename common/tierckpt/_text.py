@@ -1,4 +1,4 @@
-"""Lists, counts and sizes in sentences."""
+"""Lists, counts, sizes and errors in sentences."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.4) -> list[str
 def question(near: Collection[object]) -> str:
     """`did you mean a or b? `; empty without a name."""
     return f"did you mean {' or '.join(map(str, near))}? " if near else ""
+
+
+def in_words(error: BaseException, *clear: type[BaseException]) -> str:
+    """An error with its kind: `KeyError: 'name'`. Of the kinds in `clear` the message alone, unless
+    it is empty."""
+    message = str(error)
+    return message if isinstance(error, clear) and message else f"{type(error).__name__}: {message}"
 
 
 def size_text(nbytes: int) -> str:

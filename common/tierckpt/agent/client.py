@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from tierckpt._text import some
+from tierckpt._text import in_words, some
 from tierckpt.core.levels import PEER, PERSISTENT, Level
 from tierckpt.core.stall_timeout import StallTimeout
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
@@ -134,7 +134,7 @@ class AgentClient:
             try:
                 self._connection.ready()
             except OSError as error:
-                return f"{type(error).__name__}: {error}"
+                return in_words(error)
             self._retried.discard(key.id)
             self._hand_over(key, slot)
             return ""

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from tierckpt._text import in_words
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.core.levels import PERSISTENT
 from tierckpt.core.retention import milestones
@@ -236,7 +237,7 @@ class Flusher:
             if lacks_room(error):  # no complete version would ever trigger retention
                 self._retain(order, complete=False)
         superseded = isinstance(error, FlushCancelledError) and self._superseded()
-        return FlushFailed(order.id, f"{type(error).__name__}: {error}", superseded)
+        return FlushFailed(order.id, in_words(error), superseded)
 
     def _exists(self, order: FlushOrder) -> bool:
         """Whether the version exists, as far as this node can see."""
@@ -259,7 +260,7 @@ class Flusher:
             else:
                 store.make_room(policy, order.facts, self._lease)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            why = in_words(error)
             self._warn(f"some older versions could not be removed; the next flush retries: {why}")
 
     # --- one version ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierckpt import _faults
+from tierckpt._text import in_words
 from tierckpt.core.levels import PEER
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
@@ -188,7 +189,7 @@ class Protector:
             try:
                 self._have_thread()
             except RuntimeError as error:  # the limit of the system or container on threads
-                order.fail(_text(error))
+                order.fail(in_words(error))
                 return
             self._held.add(order.keys)
             for older in [each for each in self._orders if each.lost is None]:
@@ -238,7 +239,7 @@ class Protector:
             try:
                 nbytes, errors = _protect_all(order)
             except Exception as error:  # any failure costs only this version's parity
-                nbytes, errors = 0, [_text(error)]
+                nbytes, errors = 0, [in_words(error)]
             finally:
                 self._held.discard(order.keys)
             if errors:
@@ -263,7 +264,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
         try:
             written.append(_protect(transport, party, order))
         except Exception as error:
-            errors.append(f"{order.key(party)}: {_text(error)}")
+            errors.append(f"{order.key(party)}: {in_words(error)}")
 
     threads = []
     for party in order.parties:
@@ -271,7 +272,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
         try:
             thread.start()
         except RuntimeError as error:  # the groups of the other shards continue
-            errors.append(f"{order.key(party)}: {_text(error)}")
+            errors.append(f"{order.key(party)}: {in_words(error)}")
         else:
             threads.append(thread)
     for thread in threads:
@@ -307,7 +308,3 @@ def _unchanged(store: LocalStore, key: ShardKey, manifest: bytes) -> Callable[[]
         return False
 
     return still
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

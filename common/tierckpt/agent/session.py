@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tierckpt import _faults
+from tierckpt._text import in_words
 from tierckpt.codecs.delta import Chain
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.core.retention import RetentionPolicy, retirable
@@ -199,14 +200,14 @@ class TrainerSession:
                 case _:
                     raise ValueError(f"{type(message).__name__} is no order for an agent")
         except Exception as error:
-            self.say(_failure(message, _text(error)))
+            self.say(_failure(message, in_words(error)))
 
     def _prepare(self) -> None:
         try:
             self.store.create()
             removed = self.store.clean(self.settings.shard)
         except OSError as error:
-            what = f"{self.settings.directory} cannot be used ({_text(error)})"
+            what = f"{self.settings.directory} cannot be used ({in_words(error)})"
             self.say(Problem(f"{what}: versions stay in memory alone, until it can"))
         else:
             if removed:
@@ -306,7 +307,7 @@ class TrainerSession:
                         there.discard(key)
                         went.add(key.id)
                 except OSError as error:
-                    self.say(Problem(f"cannot retire {key}: {_text(error)}"))
+                    self.say(Problem(f"cannot retire {key}: {in_words(error)}"))
 
         self._drop_marks(went)
 
@@ -403,7 +404,3 @@ def _failure(message: Message, error: str) -> AgentMessage:
             return ListenFailed(error)
         case _:
             return Problem(error)
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tierckpt._text import in_words
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.encoding import Buffer, Description, Parameter
 
@@ -144,8 +145,7 @@ def _named(codec: Codec, operation: str, where: BlockId) -> Iterator[None]:
         raise
     except Exception as error:  # a user's codec may raise anything
         raise CodecError(
-            f"the codec {codec.name} cannot {operation} block {where.index}: "
-            f"{type(error).__name__}: {error}"
+            f"the codec {codec.name} cannot {operation} block {where.index}: {in_words(error)}"
         ) from error
 
 
@@ -162,9 +162,7 @@ def make_codec(name: str, parameters: Mapping[str, Parameter]) -> Codec:
     except TierckptError:
         raise
     except Exception as error:  # unhandled on one rank, it would leave the others waiting
-        raise CodecError(
-            f"the codec {name} cannot be made: {type(error).__name__}: {error}"
-        ) from error
+        raise CodecError(f"the codec {name} cannot be made: {in_words(error)}") from error
     return codec
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+from tierckpt._text import in_words
 from tierckpt.errors import RestoreError, TierckptError
 
 from .shown_once import said_by, same_on_all
@@ -42,7 +43,7 @@ def gather_or_raise(
         result = work()
     except Exception as raised:
         cause = raised
-        trouble = raised if _is_ours(raised) else TierckptError(in_words(raised))
+        trouble = raised if _is_ours(raised) else TierckptError(in_words(raised, TierckptError))
     gathered = group.all_gather_object((trouble, result))
     raise_any([theirs for theirs, _ in gathered], error, group.rank, cause)
     return [value for _, value in gathered]
@@ -115,7 +116,7 @@ class ErrorBarrier:
         if self._over or not (error is None or isinstance(error, Exception)):
             return
         try:
-            gathered = self._gather(in_words(error) if error is not None else "")
+            gathered = self._gather(in_words(error, TierckptError) if error is not None else "")
         except TierckptError as of_another:
             raise of_another from error
         if error is not None:  # raised on all ranks
@@ -140,12 +141,6 @@ def _could_not_go_on(ranks: list[int], why: str) -> RestoreError:
 def _is_ours(error: Exception) -> TypeGuard[TierckptError]:
     """Whether every rank can unpickle the error: a plugin's class may not be importable there."""
     return isinstance(error, TierckptError) and type(error).__module__.startswith("tierckpt.")
-
-
-def in_words(error: Exception) -> str:
-    """Return the error's text, with its kind unless it is a TierckptError. Never empty."""
-    known = isinstance(error, TierckptError) and str(error)
-    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
 __all__ = ["ErrorBarrier", "by_rank", "gather_or_raise", "raise_any"]

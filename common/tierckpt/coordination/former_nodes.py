@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from tierckpt._text import some
+from tierckpt._text import in_words, some
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.protocol import AgentAddress, KnownNodes, Mark
 from tierckpt.core.copies import Inventory, Location
@@ -123,8 +123,8 @@ def _ask_all(
             with contextlib.closing(_remote(known)) as node:
                 answers.append((known, node.inventory(known.host)))
         except Exception as error:
-            kind = "" if isinstance(error, OSError) else f"{known.where}: {type(error).__name__}: "
-            silent[known] = f"{kind}{error}"
+            plain = isinstance(error, OSError)
+            silent[known] = str(error) if plain else f"{known.where}: {in_words(error)}"
         else:
             del silent[known]
 

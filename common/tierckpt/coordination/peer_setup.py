@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tierckpt._text import in_words
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.protocol import (
     AgentAddress,
@@ -224,7 +225,7 @@ class PeerSetup:
         except (TimeoutError, OSError) as error:
             return None, str(error) or type(error).__name__
         except Exception as error:  # an invalid answer: the other ranks wait for this one
-            return None, f"{type(error).__name__}: {error}"
+            return None, in_words(error)
 
 
 def _party_settings(

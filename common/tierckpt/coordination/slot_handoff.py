@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from tierckpt._text import in_words
 from tierckpt.agent.client import AgentClient
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.reports import Reports
@@ -150,7 +151,7 @@ class SlotHandoff:
         try:
             error = self._agent.commit(key, slot)
         except Exception as problem:  # on the thread that sealed: only this version is lost
-            error = f"{type(problem).__name__}: {problem}"
+            error = in_words(problem)
         if error:
             self._agreement.tell(LOCAL, id_, BROKEN)
             self._reports.not_committed_later(id_, error)

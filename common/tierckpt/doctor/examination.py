@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tierckpt._text import in_words
+
 from . import clock, machine, network, parallel, places, settings, software
 from .finding import Check, Finding, Mark, Subject, cross
 
@@ -75,7 +77,7 @@ class _Run:
         try:
             self._findings = [*self._check(self._subject)]
         except Exception as error:
-            text = f"the check failed: {type(error).__name__}: {error}"
+            text = f"the check failed: {in_words(error)}"
             self._findings = [cross(self._name, text, "report this error; other checks are valid")]
 
     @property

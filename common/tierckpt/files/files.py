@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
+from tierckpt._text import in_words
 from tierckpt.callbacks import Callbacks
 from tierckpt.checkpointer import shutdown
 from tierckpt.core.halt_conditions import Reason
@@ -183,7 +184,7 @@ class Files:
         try:
             yield files
         except Exception as error:
-            self.end(f"{type(error).__name__}: {error}")
+            self.end(in_words(error))
             raise
         except BaseException:
             self._current = None  # an interrupt: no other rank may be there

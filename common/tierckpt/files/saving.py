@@ -6,6 +6,7 @@ import logging
 import time
 
 from tierckpt import _faults
+from tierckpt._text import in_words
 from tierckpt.checkpointer.shutdown import Shutdown, WaitProgress
 from tierckpt.core.ledger import DONE
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT, Level
@@ -96,7 +97,7 @@ class Saving:
             slot, manifest = self._seal(facts, shard)
         except (OSError, TierckptError, NoSlotError) as error:
             job.levels.slot_handoff.broken(id_)
-            job.reports.lost(number, f"{type(error).__name__}: {error}")
+            job.reports.lost(number, in_words(error))
         else:
             if LOCAL in levels:
                 job.levels.slot_handoff.commit_sealed(id_, slot)

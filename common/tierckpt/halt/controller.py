@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
+from tierckpt._text import in_words
 from tierckpt.config import Config, parse_signals
 from tierckpt.core.halt_conditions import NEVER_SECONDS, HaltRequest, HaltVote, Reason
 from tierckpt.core.votes import Vote
@@ -287,8 +288,7 @@ class RequestWatcher(Watcher):
             try:
                 request = request_file.read(directory)
             except Exception as error:  # any other error would end the thread
-                expected = isinstance(error, (OSError, FormatError))
-                why = str(error) if expected else f"{type(error).__name__}: {error}"
+                why = in_words(error, OSError, FormatError)
                 problems.append(f"a halt request in {directory} is ignored: {why}")
                 continue
             if request is not None:

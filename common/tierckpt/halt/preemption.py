@@ -22,6 +22,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from tierckpt._text import in_words
 from tierckpt.config import parse_notices
 
 from .watcher import Watcher
@@ -221,7 +222,7 @@ class PreemptionWatcher(Watcher):
             if self._failures >= FAILURES:
                 self.problem = (
                     f"{self._service.endpoint} gives no answer that a metadata service of "
-                    f"{self._name} gives ({type(error).__name__}: {error}), so an announced end "
+                    f"{self._name} gives ({in_words(error)}), so an announced end "
                     "of this machine may be missed. It is asked again all the time. If this "
                     "machine is not there, set halt_notices to nothing"
                 )

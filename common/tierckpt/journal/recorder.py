@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tierckpt._text import size_text
+from tierckpt._text import in_words, size_text
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.peer_setup import PeerSetup
@@ -287,8 +287,7 @@ class JournalRecorder(Journal):
 
     def _give_up(self, error: BaseException) -> None:
         """Stop until the next version on local. Any error: the journal never ends a training."""
-        last, known = self._place, isinstance(error, UnjournaledError)
-        why = str(error) if known else f"{type(error).__name__}: {error}"
+        last, why = self._place, in_words(error, UnjournaledError)
         self._stop(why)
         if last is not None:
             text = STOPPED.format(last=last.version, why=why)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tierckpt._text import in_words
 from tierckpt.coordination.error_barrier import ErrorBarrier, by_rank
 from tierckpt.coordination.reports import Reports
 from tierckpt.format.ids import VersionId
@@ -103,7 +104,7 @@ class Replay:
                 whole = self._whole_digest()
                 result = self._load_small(*small, loaded, load_adapter)
             except Exception as error:
-                trouble = _in_words(self._keys[-1].id, error)
+                trouble = f"{self._keys[-1].id}: {in_words(error)}"
             troubles = self._gather(trouble)
             if not any(troubles) and len({*self._gather(whole)}) > 1:
                 result = None
@@ -157,23 +158,23 @@ class Replay:
                     if not trouble:
                         filler.take(shard, 0, image)
                 except Exception as error:
-                    trouble = _in_words(key.id, error)
+                    trouble = f"{key.id}: {in_words(error)}"
             try:
                 make_step = None if trouble else self._prepared_step(tree, gradients)
             except Exception as error:
-                trouble, make_step = _in_words(key.id, error), None
+                trouble, make_step = f"{key.id}: {in_words(error)}", None
             troubles = self._gather(trouble)
             if any(troubles) or make_step is None:
                 return troubles
             try:
                 make_step()
             except Exception as error:
-                trouble = _in_words(key.id, error)
+                trouble = f"{key.id}: {in_words(error)}"
         try:
             if not trouble and self._digest() != search.link(rank, key).digest:
                 trouble = f"{key.id}: parameters or optimizer state differ from the killed run's"
         except Exception as error:
-            trouble = _in_words(key.id, error)
+            trouble = f"{key.id}: {in_words(error)}"
         return self._gather(trouble)
 
     def _prepared_step(self, tree: bytes, gradients: dict[str, torch.Tensor]) -> Callable[[], None]:
@@ -283,10 +284,6 @@ def _place(gradients: dict[str, torch.Tensor], _: int, piece: Piece) -> torch.Te
     if name not in gradients:
         gradients[name] = tree_codec.empty(piece.spec, "cpu")
     return gradients[name]
-
-
-def _in_words(id_: VersionId, error: Exception) -> str:
-    return f"{id_}: {type(error).__name__}: {error}"
 
 
 __all__ = ["Replay"]

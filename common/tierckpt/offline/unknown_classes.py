@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tierckpt._text import some
+from tierckpt._text import in_words, some
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.state.custom_values import foreign_values
 
@@ -50,7 +50,7 @@ def import_named(modules: Iterable[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a module may raise anything on import
-            why = f"{type(error).__name__}: {error}"
+            why = in_words(error)
             raise ConfigError(
                 f"--import {name}: {why}. Add the folders of your own modules to PYTHONPATH"
             ) from error

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from tierckpt._text import in_words
 from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerError
 from tierckpt.format.ids import VersionId
 
@@ -305,7 +306,7 @@ class Transport:
                 raise PeerError(f"{link.peer} sent the unknown request {operation!r}")
         except (OSError, KeyError, TypeError, ValueError) as error:
             gone = isinstance(error, FileNotFoundError)
-            link.send({"error": f"{type(error).__name__}: {error}"[:MOST_TEXT], "gone": gone})
+            link.send({"error": in_words(error)[:MOST_TEXT], "gone": gone})
 
     def _state_of(self, head: dict[str, Any]) -> dict[str, Any]:
         member = int(head["to"])

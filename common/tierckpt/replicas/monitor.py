@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from tierckpt import _garbage
+from tierckpt._text import in_words
 from tierckpt.config import Config
 from tierckpt.coordination.ballots.vote_exchange import Rows
 from tierckpt.coordination.reports import Reports
@@ -224,7 +225,7 @@ class ReplicaMonitor:
         itself."""
         severity = logging.DEBUG if self._complained else logging.WARNING
         self._complained = True
-        text = f"replicas were not compared: {type(error).__name__}: {error}"
+        text = f"replicas were not compared: {in_words(error)}"
         self._reports.notice(text, severity)
 
     def wake(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tierckpt._text import in_words
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState, Walk, value_of
@@ -129,7 +130,7 @@ class Finder:
                     raise OutdatedError(f"there are {len(within)} tensors in {key!r}, not {count}")
                 found += map(within.__getitem__, which)
         except (KeyError, TypeError, AttributeError, UnsupportedStateError) as error:
-            raise OutdatedError(f"{type(error).__name__}: {error}") from error
+            raise OutdatedError(in_words(error)) from error
         return found
 
 

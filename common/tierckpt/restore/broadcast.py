@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tierckpt._text import in_words
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.restore_plan import Source
 from tierckpt.errors import FormatError
@@ -82,7 +83,7 @@ class ShardBroadcaster:
 
     def fail(self, shard: int, error: Exception) -> None:
         """Record in `trouble` that this rank failed; it continues to send and receive."""
-        why = f"shard {shard} (rank {self.rank}): {type(error).__name__}: {error}"
+        why = f"shard {shard} (rank {self.rank}): {in_words(error)}"
         self.trouble = self.trouble or why
 
     def show(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from tierckpt._text import in_words
 from tierckpt.errors import SAME_STATE, StateTornError
 from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
@@ -400,7 +401,7 @@ def _naming(obj: Any, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
+        kind, why = type(obj).__name__, in_words(error)
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, wait
 
+from tierckpt._text import in_words
 from tierckpt.core.restore_plan import ParitySource, Rebuild, RestorePlan
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, RestoreError
@@ -134,7 +135,7 @@ class Parities:
             except Exception as error:
                 if self._broadcaster.broken:
                     raise
-                trouble.append(f"shards {sorted(made)}: {type(error).__name__}: {error}")
+                trouble.append(f"shards {sorted(made)}: {in_words(error)}")
             else:
                 images.update(made)
                 for shard in made:

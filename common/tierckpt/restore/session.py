@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tierckpt._text import in_words
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
@@ -178,11 +179,10 @@ def _finish(loader: Loader) -> str:
     try:
         loader.finish()
     except Exception as error:
-        kind = "" if isinstance(error, StateTornError) else f"{type(error).__name__}: "
         return (
-            f"{kind}{error}. Model and optimizer already have that version. Pass the objects "
-            "that the checkpoint was made with, or leave out the named one (and restore with "
-            "strict=False), and restart the job"
+            f"{in_words(error, StateTornError)}. Model and optimizer already have that version. "
+            "Pass the objects that the checkpoint was made with, or leave out the named one (and "
+            "restore with strict=False), and restart the job"
         )
     return ""
 

@@ -15,6 +15,7 @@ from enum import Enum
 from itertools import zip_longest
 from typing import NamedTuple
 
+from tierckpt._text import in_words
 from tierckpt.codecs.codec import CodecError
 from tierckpt.core.copies import Location
 from tierckpt.core.levels import AGENT
@@ -86,7 +87,7 @@ class Failure:
     @staticmethod
     def of(key: ShardKey, place: Location, error: BaseException) -> Failure:
         """The failure of a copy for which `error` was raised."""
-        why = str(error) if isinstance(error, LOST) else f"{type(error).__name__}: {error}"
+        why = in_words(error, *LOST)
         blame, undecodable = FaultScope.of(place, error), isinstance(error, CodecError)
         silent = place.level == AGENT and isinstance(error, ConnectionError)
         return Failure(key, place, why, undecodable, blame, gone=_is_gone(error), silent=silent)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierckpt._text import in_words
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise, raise_any
 from tierckpt.core.restore_plan import RestorePlan, Source
 from tierckpt.errors import RestoreError
@@ -166,7 +167,7 @@ class ShareRead:
         try:
             yield
         except Exception as error:
-            self.trouble.append(f"{type(error).__name__}: {error}")
+            self.trouble.append(in_words(error))
 
     def close(self) -> None:
         """Unmap everything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tierckpt._text import in_words
 from tierckpt.coordination.error_barrier import ErrorBarrier, raise_any
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import StateTornError
@@ -80,7 +81,7 @@ class VerifiedVersion:
     def fail(self, error: Exception) -> None:
         """Record a failure after the last byte. `all_finished` reports it, as the other ranks wait
         there."""
-        self.trouble = self.trouble or f"{type(error).__name__}: {error}"
+        self.trouble = self.trouble or in_words(error)
 
     def incomplete(self, ranks: list[int], why: str) -> StateTornError:
         """The error of all ranks if one fails after the live state has changed."""

@@ -43,6 +43,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from tierckpt._text import in_words
+
 if TYPE_CHECKING:
     import torch
 
@@ -302,7 +304,7 @@ class Trace:
             file, self._file = self._file, None
             file.close()
             self._queue.clear()
-            self._notice(f"{self._path} is not continued: {type(error).__name__}: {error}")
+            self._notice(f"{self._path} is not continued: {in_words(error)}")
 
 
 def open_trace(

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from tierckpt._text import in_words
 from tierckpt.config import Config
-from tierckpt.coordination.error_barrier import in_words
 from tierckpt.coordination.peer_setup import Groups, PeerSetup
 from tierckpt.coordination.reports import Reports
-from tierckpt.errors import ConfigError, PeerError
+from tierckpt.errors import ConfigError, PeerError, TierckptError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.journal.frames import SegmentName
 from tierckpt.journal.images import GradientImages, Image, Tree
@@ -193,7 +193,7 @@ class JournalCopies:
 
     def _give_up(self, error: Exception) -> None:
         self._segment, self._steps = None, []
-        self._warn(self._last, in_words(error))
+        self._warn(self._last, in_words(error, TierckptError))
 
     def _failed(self, last: VersionId, error: Exception) -> None:
         """The record after `last` could not be written; the writer's thread."""

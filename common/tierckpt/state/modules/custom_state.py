@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tierckpt._text import in_words
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.state import tree_codec
 from tierckpt.state.names import (
@@ -108,7 +109,7 @@ class Place:
             into = self._ask(into)
         except Exception as error:
             raise UnsupportedStateError(
-                f"{self}: its state_dict() raises {type(error).__name__}: {error}. Fix it, or "
+                f"{self}: its state_dict() raises {in_words(error)}. Fix it, or "
                 "remove the hook that raises; if it works only after a forward pass, run one "
                 "before attaching."
             ) from error
@@ -203,7 +204,7 @@ class Place:
         try:
             _shell(self.name, self.module).load_state_dict(whole)
         except Exception as error:
-            return f"{self}: {type(error).__name__}: {error}"
+            return f"{self}: {in_words(error)}"
         finally:
             for held, key, tensor in params:  # else optimizers would step tensors outside the model
                 if isinstance(held.get(key), torch.nn.Parameter):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tierckpt._text import in_words
 from tierckpt.errors import StateTornError, UnsupportedStateError
 from tierckpt.state.custom_values import cloned, is_made_of_tensors, same_type
 from tierckpt.state.training_state import TrainingState, optimizer_class
@@ -82,7 +83,7 @@ class OptimizerRestore:
             optimizer.load_state_dict(plain if node is None else put_together(node, self))
         except Exception as error:
             it = f"optimizer {label!r}, a {optimizer_class(optimizer)}"
-            why = f"{type(error).__name__}: {error}"
+            why = in_words(error)
             if node is not None and self._whole:
                 raise StateTornError(f"{it}, did not take its state ({why})") from error
             self.notices.append(

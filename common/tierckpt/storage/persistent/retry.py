@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tierckpt._text import in_words
 from tierckpt.errors import PersistentError
 
 from .backend import Backend, Content
@@ -236,7 +237,7 @@ class RetryingBackend:
                 if not _of_the_store(error):
                     raise
                 failures += 1
-                text = f"{type(error).__name__}: {error}"
+                text = in_words(error)
                 if not is_transient(error):
                     raise PersistentError(f"{url}: {text}; {advice(error)}", url, False) from error
                 if failures >= self.policy.tries:
