@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tierckpt._text import is_url
+from tierckpt._text import in_words, is_url
 from tierckpt.config import PersistentConfig
 from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
 from tierckpt.core.rollback import Rollback, RollbackRequest
@@ -95,7 +95,7 @@ def look_at_rollbacks(
 
 def nothing_seen(host: str, error: Exception) -> Inventory:
     """Inventory of a rank that could not read any location."""
-    why = f"{type(error).__name__}: {error}"
+    why = in_words(error)
     unseen = Problem(Location("memory", host, f"node {host}"), why)
     return Inventory((), (), (unseen,), 0, host, secrets.token_hex(24))
 
@@ -201,20 +201,7 @@ def look_at_persistent(
     manifest there means that all shards exist. Returns the manifests."""
     place = Location("persistent", EVERYWHERE, persistent.path)
     manifests: dict[VersionName, VersionManifest] = {}
-    root = Path(persistent.path)
-    try:
-        is_lost = "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
-    except OSError as error:  # a dead mount
-        unseen.append(Problem.of(place, error))
-        return manifests
-    if is_lost:
-        why = f"{root.parent} does not exist; create it, unless it should have been mounted"
-        unseen.append(Problem(place, why))
-        return manifests
-    try:
-        store = PersistentStore(persistent.path, **persistent.options())
-    except Exception as error:  # on one rank alone, so that it must not end here
-        unseen.append(Problem.of(place, error, _kind_of(error)))
+    if (store := _open_persistent(persistent, place, unseen)) is None:
         return manifests
     try:
         suspects = persistent_suspects(store)
@@ -245,6 +232,23 @@ def look_at_persistent(
         with contextlib.suppress(Exception):
             store.close()
     return manifests
+
+
+def _open_persistent(
+    persistent: PersistentConfig, place: Location, unseen: list[Problem]
+) -> PersistentStore | None:
+    """Open the store; None, with the reason in `unseen`, if that fails. Raises nothing, because one
+    rank alone reads it."""
+    root = Path(persistent.path)
+    try:
+        if "://" not in persistent.path and not root.exists() and not root.parent.is_dir():
+            why = f"{root.parent} does not exist; create it, unless it should have been mounted"
+            unseen.append(Problem(place, why))
+            return None
+        return PersistentStore(persistent.path, **persistent.options())
+    except Exception as error:  # also of a dead mount
+        unseen.append(Problem.of(place, error, _kind_of(error)))
+        return None
 
 
 def _manifests_of(
