@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tierckpt.journal.listing import reach_of_restart
-from tierckpt.offline.survey import survey
+from tierckpt.offline.survey import Survey
 
 
-def steps_after(paths: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence if the journal at these paths leads on from the version that a restart
-    takes."""
-    reach = reach_of_restart(survey(paths))
+def steps_after(there: Survey) -> Iterator[str]:
+    """Yield a sentence if the journal in a survey leads on from the version that a restart takes.
+    Reads the journal's files now."""
+    reach = reach_of_restart(there)
     if reach is not None and reach.records:
         yield (
             f"the journal leads on from v{reach.base} to v{reach.last}, and only a restart of the "

@@ -26,16 +26,15 @@ from .marks import child_of, new_origin
 from .source import encoded_in, places_of
 
 
-def order_fork(source: str, path: str) -> tuple[Origin, list[str]]:
+def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str]]:
     """Order that the job with this `path` (or persistent_path) begins from a version of another
     job: hold the version there, then write the record here. Returns the record, and sentences about
-    what keeps the version.
+    what keeps the version. `theirs`: a survey of the source's path.
 
     A kill in between leaves a hold, which the same order takes up again. Raises ConfigError if
     there are versions already, or another order; RestoreError if there is no such version.
     """
     wanted = source_of(source)
-    theirs = survey(wanted.path)
     refuse_several_jobs(theirs, wanted.path)
     plan = theirs.plan(wanted.version, abandoned=True)
     facts = _facts_of(plan, theirs) if plan else None

@@ -99,15 +99,28 @@ def load(
     Raises RestoreError if there is no such version, complete and sound, or, without `as_parts`, if
     it has values of classes that are not imported here; ConfigError for an invalid path.
     """
+    saved, _ = load_and_survey(path, version, model_only, as_parts, progress)
+    return saved
+
+
+def load_and_survey(
+    path: Where | Sequence[Where],
+    version: int | None,
+    model_only: bool = False,
+    as_parts: bool = False,
+    progress: bool | None = None,
+) -> tuple[Saved, Survey]:
+    """Read a version as `load` does, with the same errors. Returns with it the survey in which it
+    was found, without memory that cannot be read from here."""
     with closing(Progress(Progress.wanted(0, progress))) as bar:
         for _ in range(TRIES):
-            saved = _load(path, version, model_only, bar)
-            if saved is not None:
+            if (found := _load(path, version, model_only, bar)) is not None:
+                saved, _ = found
                 if not as_parts:
                     names = ("model", "optimizers", "extra", "extra_per_rank")
                     parts = {name: getattr(saved, name) for name in names}
                     refuse_unknown(parts, f"{text_of(path)}: v{saved.version}")
-                return saved
+                return found
     raise RestoreError(
         f"{text_of(path)}: a running job retired the version that was being read, {TRIES} times",
         "Pin a version (tierckpt pin), and read that one",
@@ -116,7 +129,7 @@ def load(
 
 def _load(
     path: Where | Sequence[Where], version: int | None, model_only: bool, bar: Progress
-) -> Saved | None:
+) -> tuple[Saved, Survey] | None:
     """Load a version; returns None if its files changed while they were read."""
     there = survey(path)
     refuse_several_jobs(there, text_of(path))
@@ -133,7 +146,7 @@ def _load(
         saved.rejected = (*there.troubles, *candidates.rejected)
         saved.suspect = there.suspicion(attempt.plan.id)
         saved.unseen = unseen
-        return saved if _unchanged(attempt, mapped) else None
+        return (saved, there) if _unchanged(attempt, mapped) else None
 
 
 def version_to_read(there: Survey, version: int | None) -> int | None:
@@ -353,4 +366,4 @@ class _Optimizers:
         return self._tensors[f"model/{name}"]
 
 
-__all__ = ["Saved", "load"]
+__all__ = ["Saved", "load", "load_and_survey"]

@@ -7,11 +7,11 @@ import shlex
 from typing import TYPE_CHECKING
 
 from tierckpt._text import some
+from tierckpt.core.fork import source_of
 from tierckpt.errors import ConfigError
 
 from ..arguments import place
 from ..journal_notes import steps_after
-from ..version_targets import target_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +38,7 @@ def add_fork(parser: argparse.ArgumentParser) -> None:
 def fork(args: argparse.Namespace, console: Console) -> None:
     """Run the command. Raises ConfigError, RestoreError."""
     from tierckpt.lineage.orders import cancel_fork, order_fork
+    from tierckpt.offline.survey import survey
 
     if args.cancel == (args.source is not None):
         raise ConfigError("give SOURCE[@VERSION] and PATH, or --cancel and PATH")
@@ -47,12 +48,13 @@ def fork(args: argparse.Namespace, console: Console) -> None:
             text = f"{args.path}: the order to begin from {origin} is taken back, and its hold"
             console.print(text, soft_wrap=True)
             return
-        origin, sentences = order_fork(args.source, args.path)
+        wanted = source_of(args.source)
+        theirs = survey(wanted.path)
+        origin, sentences = order_fork(args.source, args.path, theirs)
     except OSError as error:
         raise ConfigError(f"no fork could be made: {error}") from error
     console.print(f"{args.path}: the next start begins from {origin}", soft_wrap=True)
-    wanted = target_of(args.source)
-    for text in (*sentences, *(steps_after([wanted.path]) if wanted.version is None else ())):
+    for text in (*sentences, *(steps_after(theirs) if wanted.version is None else ())):
         console.print(text, soft_wrap=True)
     text = f"to take this back before that start: tierckpt fork --cancel {shlex.quote(args.path)}"
     console.print(text, soft_wrap=True)

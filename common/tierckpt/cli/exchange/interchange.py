@@ -136,7 +136,7 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     """Write one version for another tool. The target appears when it is complete."""
     from tierckpt.interchange.exporting import Target
     from tierckpt.interchange.formats import Options, format_of_target
-    from tierckpt.offline.load import load
+    from tierckpt.offline.load import load_and_survey
     from tierckpt.offline.unknown_classes import import_named
 
     out: Path = args.out
@@ -146,12 +146,13 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     kind = format_of_target(out, args.format)
     target = Target(out, args.force, kind.recognizes)
     import_named(args.modules)
-    saved = load(args.path, args.version, model_only=kind.model_only, as_parts=kind.model_only)
+    few = kind.model_only  # a format of models has no values of other classes
+    saved, there = load_and_survey(args.path, args.version, model_only=few, as_parts=few)
     if args.prefix:
         saved.model = {f"{args.prefix}{name}": value for name, value in saved.model.items()}
     options = Options(max_shard_bytes=args.max_shard_bytes)
     # Before the target is filled: it may take the place of the current folder.
-    beyond = [*steps_after(args.path)] if args.version is None else []
+    beyond = [*steps_after(there)] if args.version is None else []
     notices = target.fill(lambda place: kind.write(saved, place, options))
     for text in saved.rejected:
         console.print(f"skipped: {text}", soft_wrap=True)
