@@ -11,11 +11,9 @@ machine affects all of them equally.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_ckpt import TorchGroup
 from lib.files import SHARED_MEMORY, add_row, rows_of, write_json
 from lib.machine import description
+from lib.terminal import parser_of
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots.group_ballots import GroupBallots
@@ -116,10 +115,8 @@ def measure(rank: int, world: int, rounds: int, steps: int, folder: str) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser = parser_of(__doc__)
     parser.add_argument("--worlds", default="2,4", help="numbers of ranks, separated by commas")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     rounds, steps = (3, 5) if options.toy else (42, 25)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,13 +10,10 @@ the functions in which the most time was spent, for one part.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import logging
 import os
 import pstats
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +22,8 @@ import torch
 from torch import nn
 
 import tierckpt
+from lib.files import job_in_memory
+from lib.terminal import parser_of
 
 BOUNDARIES = 5
 
@@ -71,8 +70,7 @@ def job(params: int, folder: str, parts: Parts, kind: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser = parser_of(__doc__, results="")
     parser.add_argument("--params", default="1200,20000", help="numbers of parameters")
     parser.add_argument("--profile", default="", help="a part, such as 'new: boundary 1'")
     options = parser.parse_args()
@@ -80,14 +78,10 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms, and CPU ms")
     for params in [40] if options.toy else map(int, options.params.split(",")):
-        folder = tempfile.mkdtemp(dir="/dev/shm")
-        try:
-            os.mkdir(f"{folder}/shm")
+        with job_in_memory() as folder:
             parts = Parts(options.profile)
             for kind in ("new", "resumed"):
                 job(params, folder, parts, kind)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         for name, (wall, cpu) in parts.seconds.items():
             print(f"{params:>7} {name:<22} {1e3 * wall:>9.1f} {1e3 * cpu:>9.1f}", flush=True)
 

@@ -17,7 +17,6 @@ these.
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
@@ -34,7 +33,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_ckpt import TorchGroup
+from lib.files import write_json
 from lib.machine import description
+from lib.terminal import parser_of
 from tierckpt.coordination.ballots.group_ballots import GroupBallots
 from tierckpt.coordination.ballots.leader_tree import leader_tree
 from tierckpt.coordination.ballots.vote_exchange import SharedBallots, page_bytes
@@ -193,11 +194,9 @@ def parts(given: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser = parser_of(__doc__)
     parser.add_argument("--worlds", default="8,16,32,64", help="numbers of ranks")
     parser.add_argument("--node-ranks", type=int, default=8, help="ranks of a node")
-    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     worlds = [4] if options.toy else [int(world) for world in options.worlds.split(",")]
     given = {
@@ -226,7 +225,7 @@ def main() -> None:
         rows.append(row)
     if options.json:
         content = {"run": description(Path(tempfile.gettempdir())), "parts": measured, "rows": rows}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        write_json(options.json, content)
 
 
 if __name__ == "__main__":

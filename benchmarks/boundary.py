@@ -19,8 +19,6 @@ import functools
 import importlib
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -35,7 +33,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
+from lib.files import job_in_memory
 from lib.step_models import cnn, deep, mlp
+from lib.terminal import parser_of
 
 PARTS = {
     "step hook": ("hooks.install:Hooks._before_any_step", "hooks.iterations:Iterations.begins"),
@@ -286,8 +286,7 @@ def show(parts: Parts, versions: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser = parser_of(__doc__, results="")
     parser.add_argument("--model", default="cnn", help=f"one of {', '.join(MODELS)}")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
@@ -298,16 +297,12 @@ def main() -> None:
     rounds, steps = (2, 8) if options.toy else (options.rounds, options.steps)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(f"{os.cpu_count()} cores, torch {torch.__version__}; CPU ms a step, {options.model}")
-    folder = tempfile.mkdtemp(dir="/dev/shm")
-    try:
-        os.mkdir(f"{folder}/shm")
+    with job_in_memory() as folder:
         args = (options, rounds, steps, folder)
         if options.ranks == 1:
             measure(0, *args)
         else:
             torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_
 from lib.levels.figures import block_seconds
 from lib.methods.method import Setting
 from lib.methods.ours import OursAuto
-from lib.progress import say
+from lib.terminal import parser_of, say
 from lib.training.teams import Team, TeamError
 
 LEVELS = ("memory", "local", "persistent")
@@ -181,16 +181,17 @@ def table(cases: list[Case]) -> str:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="1.5 MB of state, one budget")
+    parser = parser_of(
+        __doc__,
+        toy="1.5 MB of state, one budget",
+        place="folder on the disk to measure, must exist",
+    )
     parser.add_argument("--budgets", default="0.01,0.03,0.1", help="fractions of the time")
     parser.add_argument("--model", choices=models.NAMES, help="default: linear, with --toy toy")
     parser.add_argument("--learning", type=int, help="steps before the first round; default 300")
     parser.add_argument("--steps", type=int, help="of a round; default 100")
     parser.add_argument("--rounds", type=int, help="default 8, toy 1")
-    parser.add_argument("--dir", type=Path, help="folder on the disk to measure, must exist")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one block")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     options.budgets = [float(each) for each in options.budgets.split(",")]
     if options.toy:

@@ -26,6 +26,7 @@ from lib.figures import Spread, spread
 from lib.files import write_json
 from lib.limits import timed
 from lib.report import align
+from lib.terminal import parser_of
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.codecs.codec import BlockId, Codec, CodecError
 from tierckpt.codecs.pipeline import make_codec
@@ -211,12 +212,10 @@ def table(rows: list[Row]) -> str:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a net of 0.4 MB, 20 steps, 2 rounds")
+    parser = parser_of(__doc__, toy="a net of 0.4 MB, 20 steps, 2 rounds")
     parser.add_argument("--hidden", type=int, help="width of the net; default 2048, toy 256")
     parser.add_argument("--steps", type=int, help="training steps; default 300, toy 20")
     parser.add_argument("--rounds", type=int, help="turns of everything; default 7, toy 2")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     options.hidden = options.hidden or (256 if options.toy else 2048)
     options.steps = options.steps or (20 if options.toy else 300)

@@ -25,6 +25,7 @@ from lib.files import write_json
 from lib.limits import Cost, timed
 from lib.report import align, targets_text
 from lib.targets import Verdict
+from lib.terminal import parser_of
 from tierckpt.erasure import isal
 from tierckpt.erasure.gf256 import Matrix, decoding
 from tierckpt.erasure.isal import Isal
@@ -221,12 +222,10 @@ def _cells(row: Row, rows: list[Row]) -> tuple[str, ...]:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="4 MB segments, 2 rounds")
+    parser = parser_of(__doc__, toy="4 MB segments, 2 rounds")
     parser.add_argument("--segment-mb", type=int, help="size of a segment; default 32, toy 4")
     parser.add_argument("--window-kb", type=int, default=1024, help="bytes of a segment at once")
     parser.add_argument("--rounds", type=int, help="turns of everything; default 9, toy 2")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     options.segment_mb = options.segment_mb or (4 if options.toy else 32)
     options.rounds = options.rounds or (2 if options.toy else 9)

@@ -32,6 +32,7 @@ from lib.figures import Spread, spread
 from lib.files import write_json
 from lib.limits import Cost, timed
 from lib.report import align
+from lib.terminal import parser_of
 from tierckpt.codecs.codec import BlockId
 from tierckpt.codecs.difference import difference, undone
 from tierckpt.codecs.zstd import Zstd
@@ -338,8 +339,7 @@ def table(rows: list[Row]) -> str:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a tiny net, 2 rounds")
+    parser = parser_of(__doc__, toy="a tiny net, 2 rounds")
     parser.add_argument("--level", type=int, default=1, help="Zstandard's level; default 1")
     parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 2")
     parser.add_argument(
@@ -347,7 +347,6 @@ def arguments() -> argparse.Namespace:
     )
     text = "early, late or both; early alone needs a third of the training, and loads nothing"
     parser.add_argument("--phases", default=",".join(PHASES), help=f"{text}; default both")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     options.phases = options.phases.split(",")
     if not {*options.phases} <= {*PHASES}:

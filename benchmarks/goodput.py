@@ -21,7 +21,7 @@ from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_
 from lib.goodput.methods import RESUMABLE, preload
 from lib.goodput.report import plot, table, verdicts
 from lib.goodput.runs import Bench, Result, everything
-from lib.progress import say
+from lib.terminal import parser_of, say
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment variables that torch and numpy read when they are imported."""
@@ -29,8 +29,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="1.5 MB of state, half a minute")
+    parser = parser_of(
+        __doc__, toy="1.5 MB of state, half a minute", place="folder on the disk to use, must exist"
+    )
     parser.add_argument("--model", choices=models.NAMES, help="default: linear, toy: toy")
     parser.add_argument("--batch", type=int, help="samples a rank")
     parser.add_argument("--world", type=int, default=2, help="ranks")
@@ -44,8 +45,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cost", type=float, metavar="SECONDS", help=text)
     parser.add_argument("--seed", type=int, default=1, help="seed of the random failures")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for one block")
-    parser.add_argument("--dir", type=Path, help="folder on the disk to use, must exist")
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     options = parser.parse_args()
     toy = options.toy

@@ -41,6 +41,7 @@ from lib.files import (
 from lib.machine import description, scratch_parent
 from lib.report import align
 from lib.step_models import mlp
+from lib.terminal import parser_of
 from tierckpt.core.levels import LOCAL, MEMORY
 from tierckpt.journal.segments import FOLDER
 
@@ -225,16 +226,13 @@ def _ms(found: Spread) -> str:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser = parser_of(__doc__, place="where files are written; default a disk")
     parser.add_argument("--copies", action="store_true", help="compare it with copies")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048, help="4 layers of 2048: 201 MB")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="steps of a block")
-    parser.add_argument("--dir", type=Path, help="where files are written; default a disk")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     if options.toy:
         options.layers, options.width, options.rounds, options.steps = 2, 64, 2, 3

@@ -27,7 +27,7 @@ from lib.levels.nodes import NodeError, Nodes, Place
 from lib.levels.orders import LEVELS, Level, Orders
 from lib.methods.method import Method, Setting
 from lib.methods.ours import OursLevels
-from lib.progress import say
+from lib.terminal import parser_of, say
 from lib.training.teams import Team, TeamError, measure_visit
 
 LEAST_STEPS = 4
@@ -216,8 +216,11 @@ def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str,
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="4 MiB shards, some 20 seconds")
+    parser = parser_of(
+        __doc__,
+        toy="4 MiB shards, some 20 seconds",
+        place="folder on the disk to measure, must exist",
+    )
     parser.add_argument("--shard-mb", type=int, help="size of a node's shard; default 64, toy 4")
     parser.add_argument(
         "--levels", default=",".join(NAMES), help=f"some of {','.join(NAMES)}; default: all of them"
@@ -229,10 +232,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, help="steps between versions to all levels")
     parser.add_argument("--steps", type=int, help="steps of a block with them; default 2 versions")
     parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
-    parser.add_argument("--dir", type=Path, help="folder on the disk to measure, must exist")
     parser.add_argument("--persistent", help="directory or URL; default: on the same disk")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     options = parser.parse_args()
     options.levels = options.levels.split(",")

@@ -24,6 +24,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from lib.files import write_json
 from lib.machine import description
 from lib.many_ranks.picture import Figures, plot, table
 from lib.many_ranks.stand_ins import (
@@ -41,6 +42,7 @@ from lib.many_ranks.stand_ins import (
     manifest,
     measure,
 )
+from lib.terminal import parser_of
 from tierckpt import _garbage
 from tierckpt.agent.protocol import packets_of
 from tierckpt.cli.main import main as tierckpt
@@ -112,11 +114,11 @@ class World:
         """The meeting of all nodes' agents at the start of a run."""
 
         def others(turn: int, own: Any) -> Iterator[Any]:
-            address, trouble, network = own
+            address, *rest = own
             for rank in range(1, self.ranks):
                 is_first = rank % NODE_RANKS == 0
                 where = replace(address, port=address.port + rank // NODE_RANKS)
-                yield where if is_first else None, trouble, network
+                yield where if is_first else None, *rest
 
         group: Any = OneOfMany(self.ranks, others)
         config = load_config({"path": "/tmp/none", "peer_redundancy": "partner"}, {})
@@ -273,7 +275,7 @@ def _command(name: str, place: str) -> None:
     assert status in (0, 1, None), said.getvalue()
 
 
-def measure_world(ranks: int, place: str | None) -> Figures:
+def measure_world(ranks: int, place: Path | None) -> Figures:
     """Measure one number of ranks, in this process."""
     folder = Path(tempfile.mkdtemp(dir=place))
     try:
@@ -282,21 +284,23 @@ def measure_world(ranks: int, place: str | None) -> Figures:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def in_a_process(ranks: int, place: str | None) -> Figures:
+def in_a_process(ranks: int, place: Path | None) -> Figures:
     """Measure one number of ranks in a process of its own: the memory of another one is not in its
     figures."""
-    command = [sys.executable, __file__, "--one", str(ranks), *(["--dir", place] if place else [])]
+    at = ["--dir", str(place)] if place else []
+    command = [sys.executable, __file__, "--one", str(ranks), *at]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: Figures = json.loads(result.stdout)
     return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="few ranks, a few seconds")
+    parser = parser_of(
+        __doc__,
+        toy="few ranks, a few seconds",
+        place="folder for the versions; default: the temporary one",
+    )
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="numbers of ranks")
-    parser.add_argument("--dir", help="folder for the versions; default: the temporary one")
-    parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--plot", help="write a picture to this file")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -308,9 +312,9 @@ def main() -> None:
     rows = [run(ranks, options.dir) for ranks in worlds]
     print("\n".join(table(rows)))
     if options.json:
-        place = Path(options.dir or tempfile.gettempdir())
+        place = options.dir or Path(tempfile.gettempdir())
         content = {"run": description(place), "rows": rows}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        write_json(options.json, content)
     if options.plot:
         plot(rows, options.plot)
 

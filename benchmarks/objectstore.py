@@ -26,6 +26,7 @@ from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_
 from lib.report import align
 from lib.s3 import BUCKET, BareClient, Server, toy_server
 from lib.shards import facts_of, make_sound, manifest, shared
+from lib.terminal import parser_of
 from tierckpt.agent.shard_guard import open_shard
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
@@ -258,8 +259,9 @@ def chosen_server(options: argparse.Namespace, folder: Path) -> Iterator[Server]
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="40 MB, one round")
+    parser = parser_of(
+        __doc__, toy="40 MB, one round", place="the shards and the server; default /dev/shm"
+    )
     parser.add_argument(
         "--megabytes",
         type=lambda text: [int(part) for part in text.split(",")],
@@ -276,8 +278,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bucket", default=BUCKET, help="an existing bucket of it")
     parser.add_argument("--server-pid", type=int, help="its process, for its CPU time")
     parser.add_argument("--name", default="the server of --endpoint", help="its name")
-    parser.add_argument("--dir", type=Path, help="the shards and the server; default /dev/shm")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     if unknown := set(options.clients) - set(CLIENTS):
         parser.error(f"clients are {', '.join(CLIENTS)}, not {', '.join(sorted(unknown))}")

@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from lib import machine
 from lib.files import clean_up_when_terminated
 from lib.papers import page, results
 from lib.papers.registry import PAPERS
+from lib.terminal import parser_of
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 """Ranks compute on one thread each, and some are forked from here."""
@@ -27,11 +27,15 @@ ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(
+        __doc__,
+        toy="a small size, for a check of the code",
+        place="where checkpoints go; default: a disk",
+        results="the results file, instead of the usual one",
+    )
     parser.add_argument("name", nargs="?", choices=(*PAPERS, "all"), metavar="NAME")
     parser.add_argument("--list", action="store_true", help="say what each NAME makes, and end")
     parser.add_argument("--write", action="store_true", help="write docs/papers.md from results")
-    parser.add_argument("--toy", action="store_true", help="a small size, for a check of the code")
     parser.add_argument("--models", help="some of the models, separated by commas")
     parser.add_argument("--methods", help="some of the methods, separated by commas")
     parser.add_argument("--launchers", help="torchrun, horovod, or both, separated by a comma")
@@ -40,8 +44,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epoch", type=int, default=4, help="steps of an epoch (scr-exa)")
     parser.add_argument("--parts", help="some of the parts of a table, separated by commas")
     parser.add_argument("--rounds", type=int, help="visits to each method; default 2, toy 1")
-    parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
-    parser.add_argument("--json", type=Path, help="the results file, instead of the usual one")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
     options = parser.parse_args()
     if options.toy and not options.name:

@@ -24,6 +24,7 @@ from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_
 from lib.limits import Cost
 from lib.report import align
 from lib.shards import manifest, shared
+from lib.terminal import parser_of
 from tierckpt.erasure import isal
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
@@ -202,12 +203,11 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="8 MB shards, 2 rounds")
+    parser = parser_of(
+        __doc__, toy="8 MB shards, 2 rounds", place="where parity is written; default /dev/shm"
+    )
     parser.add_argument("--shard-mb", type=int, help="size of a shard; default 128, toy 8")
     parser.add_argument("--rounds", type=int, help="turns of everything; default 7, toy 2")
-    parser.add_argument("--dir", type=Path, help="where parity is written; default /dev/shm")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     options.shard_mb = options.shard_mb or (8 if options.toy else 128)
     options.rounds = options.rounds or (2 if options.toy else 7)

@@ -10,15 +10,11 @@ the threads that run the check count its own time as well, with less noise from 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,9 +23,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
-from lib.files import SHARED_MEMORY, add_row, rows_of, write_json
+from lib.files import SHARED_MEMORY, add_row, job_in_memory, rows_of, write_json
 from lib.machine import description
 from lib.step_models import deep, mlp
+from lib.terminal import parser_of
 from tierckpt.replicas.digests import Look
 from tierckpt.replicas.monitor import ReplicaMonitor
 
@@ -140,12 +137,10 @@ def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help=f"one of {', '.join(MODELS)}; default: all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     models = [options.model] if options.model else ["small"] if options.toy else [*MODELS]
     rounds = 2 if options.toy else options.rounds
@@ -155,14 +150,10 @@ def main() -> None:
     print(" model ranks      step   version     check of a version   paired")
     rows = []
     for name in models:
-        folder = tempfile.mkdtemp(dir="/dev/shm")
-        try:
-            os.mkdir(f"{folder}/shm")
+        with job_in_memory() as folder:
             args = (options.ranks, name, rounds, folder)
             torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
             rows += rows_of(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         write_json(options.json, {"run": description(SHARED_MEMORY), "rows": rows})
 

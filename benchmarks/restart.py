@@ -26,6 +26,7 @@ from lib.report import align
 from lib.restart import kills, lost_nodes
 from lib.restart.methods import WAYS
 from lib.restart.runs import Bench, Row
+from lib.terminal import parser_of
 
 HEADERS = ("way", "cache", "total s", "restore s (min..max)", "read", "storage", "sent", "peak MB")
 
@@ -101,8 +102,9 @@ def measure(options: argparse.Namespace, folder: Path, memory: Path) -> Bench:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="12 MB, two ranks, one round")
+    parser = parser_of(
+        __doc__, toy="12 MB, two ranks, one round", place="where checkpoints go; default: a disk"
+    )
     parser.add_argument("--megabytes", help="sizes of the state; default 48,192, toy 12")
     parser.add_argument("--worlds", default="2", help="numbers of ranks; default 2")
     parser.add_argument("--nodes", type=int, default=1, help="nodes for these ranks; default 1")
@@ -114,8 +116,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lose", type=int, default=0, metavar="N", help=text)
     text = "for --kill and --lose: some of the launchers; default: those that are installed"
     parser.add_argument("--launchers", help=text)
-    parser.add_argument("--dir", type=Path, help="where checkpoints go; default: a disk")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     few = list(WAYS)[:-3]
     options.ways = options.ways.split(",") if options.ways else few if options.toy else list(WAYS)

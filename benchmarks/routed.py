@@ -19,6 +19,7 @@ from lib import machine
 from lib.figures import Spread, spread
 from lib.files import clean_up_when_terminated, temporary, write_json
 from lib.report import align
+from lib.terminal import parser_of
 from tierckpt.files import Files
 
 SHM = Path("/dev/shm")
@@ -101,12 +102,11 @@ def _ms(found: Spread | None) -> str:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="1 MiB, 2 rounds")
+    parser = parser_of(
+        __doc__, toy="1 MiB, 2 rounds", place="where files are written; default a disk"
+    )
     parser.add_argument("--mb", type=int, help="MiB of the file; default 200, toy 1")
     parser.add_argument("--rounds", type=int, help="files of each way; default 9, toy 2")
-    parser.add_argument("--dir", type=Path, help="where files are written; default a disk")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     options.mb = options.mb or (1 if options.toy else 200)
     options.rounds = options.rounds or (2 if options.toy else 9)

@@ -25,6 +25,7 @@ from lib.files import clean_up_when_terminated, temporary, write_json
 from lib.limits import Limits
 from lib.report import align
 from lib.shards import manifest, shared
+from lib.terminal import parser_of
 from tierckpt.agent.priority import lower_priority, shorten_slices
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.storage.files import direct_file
@@ -202,8 +203,11 @@ def numbers(text: str) -> list[int]:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="1 MB shards, 2 rounds, few processes")
+    parser = parser_of(
+        __doc__,
+        toy="1 MB shards, 2 rounds, few processes",
+        place="where shards are written; default a disk",
+    )
     parser.add_argument("--shard-mb", type=int, help="size of a shard; default 96, toy 1")
     parser.add_argument("--shards", type=int, default=2, help="trainers of the node; default 2")
     parser.add_argument("--busy", type=numbers, help="busy processes; default 0,2,8,16, toy 0,2")
@@ -215,8 +219,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--nice", type=numbers, default=[AGENT_NICE], help="of the agent")
     parser.add_argument("--rounds", type=int, help="versions of each; default 12, toy 2")
-    parser.add_argument("--dir", type=Path, help="where shards are written; default a disk")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"ways are {', '.join(WAYS)}, not {', '.join(sorted(unknown))}")

@@ -15,23 +15,21 @@ from typing import Any
 
 from lib import machine
 from lib.files import write_json
-from lib.progress import say
 from lib.report import align
 from lib.scale import checks, measured, studies
 from lib.scale.jobs import MEASURED, RANKS, WAYS
 from lib.scale.picture import plot
 from lib.scale.steps import BALLOTS, STEP_WAYS, steps
+from lib.terminal import parser_of, say
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="two sizes, a month: some seconds")
+    parser = parser_of(__doc__, toy="two sizes, a month: some seconds")
     parser.add_argument("--days", type=float, help="simulated days; default 365, toy 30")
     parser.add_argument("--replicas", type=int, help="repetitions; default 5, toy 2")
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     options = parser.parse_args()
     options.days = options.days or (30.0 if options.toy else 365.0)

@@ -19,10 +19,10 @@ from typing import Any
 from lib import machine, report, targets
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
 from lib.limits import Limits
-from lib.progress import say
 from lib.stall import record
 from lib.stall.options import arguments, settings
 from lib.stall.run import Bench
+from lib.terminal import say
 
 
 def measure(bench: Bench, about: dict[str, Any]) -> targets.Run:

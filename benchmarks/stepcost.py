@@ -20,11 +20,8 @@ import argparse
 import logging
 import mmap
 import os
-import shutil
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -36,9 +33,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
-from lib.files import SHARED_MEMORY, add_row, rows_of, write_json
+from lib.files import SHARED_MEMORY, add_row, job_in_memory, rows_of, write_json
 from lib.machine import description
 from lib.step_models import cnn, deep, mlp
+from lib.terminal import parser_of
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.snapshot import copy_engine
 
@@ -208,15 +206,13 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a few seconds, to try it")
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
     parser.add_argument("--sleep", type=float, default=0.0, help="idle seconds of each step")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     models = ["cnn"] if options.toy else options.models.split(",")
     rounds, steps = (2, 4) if options.toy else (options.rounds, options.steps)
@@ -231,14 +227,10 @@ def main() -> None:
     )
     rows = []
     for name in models:
-        folder = tempfile.mkdtemp(dir="/dev/shm")
-        try:
-            os.mkdir(f"{folder}/shm")
+        with job_in_memory() as folder:
             args = (options, name, rounds, steps, folder)
             torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
             rows += rows_of(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         write_json(options.json, {"run": description(SHARED_MEMORY), "rows": rows})
 

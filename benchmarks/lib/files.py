@@ -28,6 +28,15 @@ def temporary(parent: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def job_in_memory() -> Iterator[str]:
+    """Make a folder in shared memory for all levels of a job, with `shm` in it for its slots;
+    delete it at the end."""
+    with temporary(SHARED_MEMORY) as folder:
+        (folder / "shm").mkdir()
+        yield str(folder)
+
+
 def clean_up_when_terminated() -> None:
     """Turn SIGTERM into SystemExit on the main thread, so that `finally` blocks run."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))

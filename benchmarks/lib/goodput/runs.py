@@ -17,7 +17,7 @@ from lib.goodput import elastic_job, killed_job, launched_job
 from lib.goodput.killed_job import Course, Order, StuckError
 from lib.goodput.methods import RESUMABLE, OursTorchrun
 from lib.processes import MARK, Family
-from lib.progress import say
+from lib.terminal import say
 from tierckpt.core.tuning.interval_model import daly_seconds
 
 ELASTIC = "hvd-elastic"

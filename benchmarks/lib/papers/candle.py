@@ -21,7 +21,7 @@ from lib.methods.registry import METHODS
 from lib.papers.frequency import Frequency, attached
 from lib.papers.models import MODELS, present
 from lib.papers.results import Row
-from lib.progress import say
+from lib.terminal import say
 from lib.training.launchers import HorovodRanks
 from lib.training.teams import TeamError
 from tierckpt.cli.reports.trace import load

@@ -17,7 +17,7 @@ from lib.files import SHARED_MEMORY, temporary
 from lib.levels.figures import Row as LevelRow
 from lib.levels.nodes import Place
 from lib.papers.results import Row
-from lib.progress import say
+from lib.terminal import say
 
 LINK_MBIT = 100
 

@@ -23,7 +23,7 @@ from lib.papers.frequency import Frequency, attached
 from lib.papers.models import MODELS, present
 from lib.papers.results import Row
 from lib.papers.resumption import Resumption, ResumptionError
-from lib.progress import say
+from lib.terminal import say
 from lib.training.teams import TeamError
 
 BUDGET = 0.05

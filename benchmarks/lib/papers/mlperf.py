@@ -21,8 +21,8 @@ from pathlib import Path
 
 from lib.files import temporary
 from lib.papers.results import Row
-from lib.progress import say
 from lib.restart.runs import evict
+from lib.terminal import say
 
 MECHANISMS = {"ours-local": "Tierckpt", "dlio-torch": "TorchSave"}
 BENCHMARKS = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from lib.models import adam
-from lib.progress import say
+from lib.terminal import say
 
 Batch = tuple[Tensor, Tensor]
 INSTALL = {

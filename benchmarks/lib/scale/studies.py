@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from lib.progress import say
 from lib.scale import jobs
 from lib.scale.jobs import RANKS, WAYS
 from lib.scale.published import DAY_SECONDS
+from lib.terminal import say
 from tierckpt.simulation.costs import costs_of, exposed_seconds
 from tierckpt.simulation.intervals import kind_rates
 from tierckpt.simulation.redundancy import Redundancy, losses_per_second

@@ -10,6 +10,7 @@ import torch
 
 from lib import models
 from lib.methods.registry import METHODS
+from lib.terminal import parser_of
 from lib.training.launchers import LAUNCHERS
 
 # Options that do not change the measurement.
@@ -18,8 +19,12 @@ NOT_SETTINGS = ("json", "plot", "resume", "timeout")
 
 def arguments(argv: list[str], text: str) -> argparse.Namespace:
     """Parse the command line, and set the defaults that depend on other options."""
-    parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--toy", action="store_true", help="1.5 MB of state, under a minute")
+    parser = parser_of(
+        text,
+        toy="1.5 MB of state, under a minute",
+        place="folder on the disk to measure, must exist",
+        results="write the results here after every round",
+    )
     parser.add_argument("--launcher", choices=tuple(LAUNCHERS), default="torchrun")
     parser.add_argument("--model", choices=models.NAMES, help="default: linear, on cuda gpt2")
     parser.add_argument("--batch", type=int, help="samples a rank")
@@ -32,9 +37,7 @@ def arguments(argv: list[str], text: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="timed steps of a block; default 4 checkpoints")
     parser.add_argument("--rounds", type=int, help="visits to each method; default 5, toy 2")
     parser.add_argument("--methods", help="names, separated by commas; default: all")
-    parser.add_argument("--dir", type=Path, help="folder on the disk to measure, must exist")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
-    parser.add_argument("--json", type=Path, help="write the results here after every round")
     parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     parser.add_argument(
         "--resume",

@@ -16,8 +16,8 @@ from lib.figures import Row, Spread
 from lib.limits import Limits
 from lib.methods.method import Method, Setting
 from lib.methods.registry import METHODS
-from lib.progress import say
 from lib.stall.time_left import Pace
+from lib.terminal import say
 from lib.training.teams import Team, TeamError, measure_memory, measure_visit
 
 

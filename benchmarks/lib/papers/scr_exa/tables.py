@@ -23,7 +23,7 @@ from lib.papers.results import Row
 from lib.papers.scr_exa import cold, spares
 from lib.papers.scr_exa.jobs import JobError, Plan
 from lib.papers.scr_exa.savers import SAVERS
-from lib.progress import say
+from lib.terminal import say
 from lib.training.launchers import LAUNCHERS
 from lib.training.teams import TeamError
 from tierckpt.testing.network import NoNetworkError
