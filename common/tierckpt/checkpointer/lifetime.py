@@ -81,7 +81,7 @@ class CheckpointerLifetime(CheckpointerCore):
         self._heartbeat.attached(self._history.job)
         _milestones.reached(_milestones.ATTACHED)
 
-    # --- is it over? ----------------------------------------------------------------------------
+    # --- whether it has ended ---------------------------------------------------------------------
 
     @property
     def _over(self) -> bool:
@@ -267,7 +267,7 @@ class CheckpointerLifetime(CheckpointerCore):
         else:
             self._abandon_after_error()
 
-    # --- its steps ------------------------------------------------------------------------------
+    # --- what an end releases ---------------------------------------------------------------------
 
     def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
         self._levels.run_notes.end(self._halt.reason.text(), abandoned, self.version)
