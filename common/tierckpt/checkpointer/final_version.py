@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from tierckpt._text import in_words
 from tierckpt.config import Config
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.levels import LOCAL
@@ -67,7 +68,7 @@ class FinalVersion:
             end = self._begin()
             safe = self._make_durable(end)
         except Exception as error:
-            self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
+            self._reports.notice(f"the final checkpoint failed: {in_words(error)}", logging.ERROR)
         return self._end_together(end, safe)
 
     def _begin(self) -> Shutdown:
@@ -103,7 +104,7 @@ class FinalVersion:
             self._replicas.compare_last([digest for *_, digest in gathered])
         except Exception as error:
             outcomes, ranks_answer = [(False, before, answers)], False
-            self._reports.notice(f"the other ranks do not answer: {error!r}", logging.ERROR)
+            self._reports.notice(f"the other ranks do not answer: {in_words(error)}", logging.ERROR)
         if not (safe := all(safe for safe, _, _ in outcomes)):
             left = "the memory of this node has no version either"
             if any(self._job.sealed()):
@@ -133,7 +134,7 @@ class FinalVersion:
                 self._agreement.settle()
                 levels.promotion.retire()
         except Exception as error:
-            self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
+            self._reports.notice(f"not all ranks end together: {in_words(error)}", logging.INFO)
 
     def nothing_new(self) -> bool:
         """True if no step was made since the start, or since a restore from disk."""

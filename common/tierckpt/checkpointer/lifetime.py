@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 
 from tierckpt import _milestones
+from tierckpt._text import in_words
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.coordination.peer_setup import redundancy_groups
 from tierckpt.core.levels import MEMORY
@@ -66,11 +67,11 @@ class CheckpointerLifetime(CheckpointerCore):
         unwell = attach.check_health(config, state, group, self._node, slots)
         with contextlib.ExitStack() as undo:  # a failed try must not disturb the next one
             undo.callback(group.close)
-            job = self._join(topology, registered, on_event, begin, slots, undo)
+            self._join(topology, registered, on_event, begin, slots, undo)
             needed_bytes = attach.shard_bytes(state, group.size)
             self._resources.tell_of_room(needed_bytes, group, self._node)
             attach.report_problems(config, group, state, self._reports, unwell, unprotected)
-            self._connect_levels(job, groups)
+            self._connect_levels(groups)
             self._prepare_copies(undo)
             self._watch_loop(model, undo)
             record_if_ordered(self)
@@ -176,8 +177,7 @@ class CheckpointerLifetime(CheckpointerCore):
         `should_exit()`, so that the loop would go on."""
         self.close()
         if unattended:
-            interrupted = self._halt.reason.is_interruption
-            raise SystemExit(self.config.halt_exit_status if interrupted else 0)
+            self._halt.exit()
 
     def abandon(self, commit_newest: bool = False) -> None:
         """End without a final checkpoint, and leave all versions for a restart; not collective.
@@ -193,7 +193,8 @@ class CheckpointerLifetime(CheckpointerCore):
             try:
                 self._active.last_chance()
             except Exception as error:
-                self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
+                text = f"the newest version was given up: {in_words(error)}"
+                self._reports.notice(text, logging.WARNING)
             if commit_newest:
                 self._save_now.commit_newest()
             self._shut_down(remove=False, abandoned=True)
@@ -287,22 +288,18 @@ class CheckpointerLifetime(CheckpointerCore):
         self._agent.close(abandoned=abandoned)
         self._forks.marks.settle(self._agreement.local.safe)
         self._forks.marks.close()
-        self._levels.run_notes.close()
-        self._reports.say()
-        self._resources.leave(remove)
-        self.group.close()
+        self._job.leave(remove)
         if self._trace is not None:
             self._trace.close()
         if abandoned:
             self._heartbeat.ended()
-        self._log.close()
-        self._callbacks.close()
+        self._job.close_log()
 
     def _adapter_closed(self) -> None:
         try:
             self.adapter.closed()
         except Exception as error:
-            self._reports.notice(f"the adapter could not detach: {error!r}", logging.ERROR)
+            self._reports.notice(f"the adapter could not detach: {in_words(error)}", logging.ERROR)
 
 
 __all__ = ["CheckpointerLifetime"]

@@ -75,11 +75,11 @@ class CheckpointerParts:
         begin_seconds: float,
         slots: int,
         undo: contextlib.ExitStack,
-    ) -> JobParts:
+    ) -> None:
         """Open the event log, begin to vote, and take this rank's place on its node. Collective.
         The attach began at `begin_seconds`, by `time.monotonic()`."""
         config, group = self.config, self.group
-        job = JobParts(config, group, topology, callbacks, on_event, undo)
+        self._job = job = JobParts(config, group, topology, callbacks, on_event, undo)
         self._callbacks, self._log = callbacks, job.log
         self._heartbeat = Heartbeat(job.log, config.heartbeat_seconds, group.size, begin_seconds)
         self._position = Position()
@@ -87,10 +87,10 @@ class CheckpointerParts:
         job.enter(ballots, slots, lambda: self.version)
         self._agreement, self._reports = job.agreement, job.reports
         self._resources, self._pool = job.resources, job.pool
-        return job
 
-    def _connect_levels(self, job: JobParts, groups: Groups) -> None:
+    def _connect_levels(self, groups: Groups) -> None:
         """Connect the levels, and make the parts that decide what goes there."""
+        job = self._job
         job.connect(groups)
         self._levels, self._history, self._agent = job.levels, job.history, job.agent
         self._sealed = job.sealed

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from tierckpt._text import in_words
 from tierckpt.errors import FormatError
 
 KIND = "tierckpt-halt"
@@ -161,7 +162,7 @@ class HaltRequest:
                 seconds_left=None if left is None else float(left),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise FormatError(f"not a halt request: {text[:80]!r} ({error!r})") from error
+            raise FormatError(f"not a halt request: {text[:80]!r} ({in_words(error)})") from error
         if wrong := request.nonsense():
             raise FormatError(f"not a halt request that a job can act on: {wrong}")
         return request

@@ -222,9 +222,8 @@ class Files:
         self._current = None
         files.complete = self._saving.save(files, trouble)
         if files.complete and self._job.unattended:
-            interrupted = self._job.halt.reason.is_interruption
             self.close()
-            raise SystemExit(self._job.config.halt_exit_status if interrupted else 0)
+            self._job.halt.exit()
         return files.complete
 
     def _named(self, name: int | str | None) -> tuple[int, str]:

@@ -118,11 +118,8 @@ class FilesJob(JobParts):
         self.levels.drift.wait()
         self.folders.close()
         self.agent.close(abandoned=abandoned)
-        self.levels.run_notes.close()
-        self.resources.leave(remove)
-        self.group.close()
-        self.log.close()
-        self.callbacks.close()
+        self.leave(remove)
+        self.close_log()
 
 
 def _refuse_automatic(config: Config) -> None:

@@ -169,7 +169,9 @@ class Saving:
             durable = self._make_durable()
             answers = True
         except Exception as error:
-            job.reports.notice(f"the newest version is not durable: {error!r}", logging.ERROR)
+            job.reports.notice(
+                f"the newest version is not durable: {in_words(error)}", logging.ERROR
+            )
         outcomes = job.group.all_gather_object((durable, answers))
         durable = all(safe for safe, _ in outcomes)
         if not durable and any(job.resources.job.sealed()):

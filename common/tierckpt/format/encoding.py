@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from tierckpt._text import in_words
 from tierckpt.errors import FormatError
 
 from .ids import ShardKey, VersionId
@@ -126,7 +127,7 @@ def blocks_of(header: Buffer, header_bytes: int) -> list[Block]:
         rows = item_sizes(metadata["pieces"])
         lengths = unrun(json.loads(metadata["blocks"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise FormatError(f"not a shard header: {error!r}") from error
+        raise FormatError(f"not a shard header: {in_words(error)}") from error
     begins = [begin for begin, _ in rows]
     found = [Block(header_bytes, 1)]
     for low, nbytes in zip(accumulate(lengths, initial=0), lengths, strict=False):

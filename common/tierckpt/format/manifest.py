@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from tierckpt._text import in_words
 from tierckpt.errors import FormatError
 
 from . import checksummed_json
@@ -95,7 +96,7 @@ class Manifest:
                 encoding=None if encoding is None else Encoding.of_json(encoding),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"not a manifest: {error!r}") from error
+            raise FormatError(f"not a manifest: {in_words(error)}") from error
 
 
 def digest(data: memoryview | bytes) -> bytes:

@@ -14,6 +14,7 @@ from json.encoder import encode_basestring_ascii as _quoted
 from types import MappingProxyType
 from typing import Any
 
+from tierckpt._text import in_words
 from tierckpt.errors import FormatError
 
 from .ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
@@ -120,7 +121,7 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         tied = dict(json.loads(metadata.get("tied", "{}")))
         blocks = tuple(unrun(json.loads(metadata["blocks"])))
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise FormatError(f"not a shard header: {error!r}") from error
+        raise FormatError(f"not a shard header: {in_words(error)}") from error
     return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from tierckpt._text import in_words
 from tierckpt.errors import FormatError
 
 from . import checksummed_json
@@ -40,7 +41,7 @@ def unseal(kind: str, data: bytes) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(text)
         checksummed_json.check_head(values, kind, f"{kind} record")
     except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"not a {kind} record: {error!r}") from error
+        raise FormatError(f"not a {kind} record: {in_words(error)}") from error
     return values
 
 
@@ -92,7 +93,7 @@ def decode_shards(kind: str, data: bytes) -> dict[int, ShardRecord]:
     try:
         found = [ShardRecord.from_row(row) for row in unseal(kind, data)["shards"]]
     except (KeyError, ValueError, TypeError) as error:
-        raise FormatError(f"not a {kind} record: {error!r}") from error
+        raise FormatError(f"not a {kind} record: {in_words(error)}") from error
     return {r.shard: r for r in found}
 
 
@@ -143,7 +144,7 @@ class VersionManifest:
                 bases=tuple(_name(stem) for stem in values.get("bases", ())),
             )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise FormatError(f"not a version record: {error!r}") from error
+            raise FormatError(f"not a version record: {in_words(error)}") from error
 
 
 def _name(stem: str) -> VersionName:

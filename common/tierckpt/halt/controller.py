@@ -16,6 +16,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from typing import NoReturn
 
 from tierckpt._text import in_words
 from tierckpt.config import Config, parse_signals
@@ -61,7 +62,7 @@ class HaltController:
     ) -> None:
         self.reason = Reason.NONE
         """The reason why the job ends early; set on all ranks at the same boundary."""
-        self._margin_seconds = config.halt_seconds_left
+        self._margin_seconds, self._exit_status = config.halt_seconds_left, config.halt_exit_status
         self._standing = [HaltRequest(seconds_left=config.halt_seconds_left or None)]
         self._awaits = self._standing != [HaltRequest()]
         """False while no standing request has a condition."""
@@ -90,6 +91,11 @@ class HaltController:
     def signal_name(self) -> str:
         """The name of the first signal that this rank received; empty if there was none."""
         return self._signals.received.name if self._signals.received is not None else ""
+
+    def exit(self) -> NoReturn:
+        """End the process of a program that never asks whether to end, after all is closed: raise
+        SystemExit, with `halt_exit_status` if the job is to be started again."""
+        raise SystemExit(self._exit_status if self.reason.is_interruption else 0)
 
     def ask(self, request: HaltRequest) -> None:
         """Obey this request, in addition to those in directories."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from tierckpt._text import in_words
 from tierckpt.state.extras import PlainValues
 from tierckpt.state.optimizers.nested import inside
 from tierckpt.state.training_state import TrainingState, optimizer_class
@@ -89,7 +90,7 @@ class Unsaved:
                 self._look()
         except Exception as error:  # the search reads other libraries' objects
             self._looks = MOST_LOOKS
-            text = f"the search for unsaved objects failed: {error!r}"
+            text = f"the search for unsaved objects failed: {in_words(error)}"
             self._say(text, logging.INFO)
 
     def _is_due(self, speaks: bool) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tierckpt._text import some
+from tierckpt._text import in_words, some
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 
@@ -67,7 +67,7 @@ def _files_of(path: Path) -> list[Path]:
         table = json.loads(path.read_text())["weight_map"]
         return [path.parent / name for name in sorted({*table.values()})]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no index of safetensors: {error!r}") from error
+        raise ConfigError(f"{path} is no index of safetensors: {in_words(error)}") from error
 
 
 def _read_one(file: Path) -> tuple[set[str], dict[str, torch.Tensor], dict[str, str]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tierckpt._text import in_words
 from tierckpt.errors import ConfigError
 from tierckpt.offline.load import Saved
 from tierckpt.proof import WALL_CLOCK
@@ -67,7 +68,9 @@ def read(path: Path) -> ForeignState:
             found.iteration = found.steps = int(numbers["global_step"])
             found.values |= {"epoch": numbers["epoch"]} if "epoch" in numbers else {}
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path / TRAINER_STATE} cannot be read: {error!r}") from error
+            raise ConfigError(
+                f"{path / TRAINER_STATE} cannot be read: {in_words(error)}"
+            ) from error
         found.not_taken.append(f"{TRAINER_STATE}: log history and best metric")
     taken = {OPTIMIZER, SCHEDULER, SCALER, TRAINER_STATE, *FILES_OF_SCRIPT}
     for name in sorted(each.name for each in path.iterdir()):

@@ -38,6 +38,7 @@ from functools import partial
 from typing import Any
 
 from tierckpt import _faults
+from tierckpt._text import in_words
 from tierckpt.erasure.codes import Stripes
 from tierckpt.erasure.exchange_plan import plan_member, plan_rebuild
 from tierckpt.erasure.parity_manifest import ParityManifest
@@ -248,8 +249,8 @@ class Exchange:
                 raise PeerError(f"{link.peer} gave up: {frame.get('why', frame)}", source)
             self._inbox.end(source)
         except (PeerError, KeyError, TypeError, ValueError) as error:
-            known = isinstance(error, PeerError)
-            text = str(error) if known else f"{link.peer} sent an invalid message: {error!r}"
+            text = f"{link.peer} sent an invalid message: {in_words(error)}"
+            text = str(error) if isinstance(error, PeerError) else text
             self._fail(PeerError(text, source))
             link.send_now({"op": "failed", "why": text[:MOST_TEXT]})
             raise PeerError(text, source) from error

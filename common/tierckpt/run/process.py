@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol
 
 from tierckpt._children import end_with_parent
 from tierckpt._host import process_stat
+from tierckpt._text import in_words
 
 PR_SET_CHILD_SUBREAPER = 36
 SHELL_STATUS = 128
@@ -69,7 +70,7 @@ def fork_helper(
             work()
             status = 0
         except Exception as error:
-            print(f"tierckpt run: {error!r}", file=sys.stderr, flush=True)
+            print(f"tierckpt run: {in_words(error)}", file=sys.stderr, flush=True)
         finally:
             os._exit(status)
     return pid

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tierckpt._milestones import RESTART_VARIABLE
+from tierckpt._text import in_words
 
 from . import process, script_process
 from .job import meeting
@@ -93,7 +94,8 @@ class Shim:
         try:
             work()
         except Exception as error:
-            say(f"rank {self._place.rank} met {error!r}: the launcher handles failures from now on")
+            text = f"rank {self._place.rank} met {in_words(error)}"
+            say(f"{text}: the launcher handles failures from now on")
             self._leave()
 
     # --- the other shims --------------------------------------------------------------------------

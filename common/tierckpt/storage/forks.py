@@ -13,6 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
+from tierckpt._text import in_words
 from tierckpt.core.fork import Child, Origin
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import VersionId
@@ -53,7 +54,7 @@ class OriginFile:
             return Origin.from_json(values)
         except (KeyError, TypeError, ValueError) as error:
             where = f"{self._notes.where}/{ORIGIN}"
-            raise FormatError(f"{where} is no record of a fork: {error!r}") from error
+            raise FormatError(f"{where} is no record of a fork: {in_words(error)}") from error
 
     def write(self, origin: Origin) -> None:
         """Write the record, in place of an earlier one; durable at return."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tierckpt._text import in_words
 from tierckpt.errors import FormatError
 from tierckpt.format.checksummed_json import check_head, checked, head_of, with_check
 from tierckpt.storage.files import durable
@@ -57,7 +58,7 @@ class Notes:
             values = json.loads(checked(data, f"file {name}"))
             check_head(values, kind, f"file {name}")
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{self.where}/{name} cannot be read: {error!r}") from error
+            raise FormatError(f"{self.where}/{name} cannot be read: {in_words(error)}") from error
         return dict(values)
 
     def write(self, name: str, kind: str, values: Mapping[str, Any]) -> None:

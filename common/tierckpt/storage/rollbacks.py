@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 
+from tierckpt._text import in_words
 from tierckpt.core.rollback import Rollback, RollbackRequest
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 
@@ -58,7 +59,7 @@ class RollbackFiles:
         try:
             return RollbackRequest(int(values["version"]), str(values["name"]), self.where)
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{self.where}/{REQUEST} is no request: {error!r}") from error
+            raise FormatError(f"{self.where}/{REQUEST} is no request: {in_words(error)}") from error
 
     def record(self) -> Rollback | None:
         """The record that `store` wrote; None without one."""
@@ -69,7 +70,7 @@ class RollbackFiles:
             honoured = tuple(map(str, values["honoured"]))
             return Rollback(int(values["generation"]), int(values["version"]), honoured)
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{self.where}/{RECORD} is no record: {error!r}") from error
+            raise FormatError(f"{self.where}/{RECORD} is no record: {in_words(error)}") from error
 
     def ask(self, request: RollbackRequest) -> None:
         """Write a request, in place of an earlier one; durable at return."""

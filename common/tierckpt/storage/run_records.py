@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tierckpt._text import in_words
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.run_record import RunEnd, RunRecord
 
@@ -84,7 +85,7 @@ class RunRecords:
                 found.troubles.append(f"the record of a run in {self._notes.where}: {error}")
             except (KeyError, TypeError, ValueError) as error:
                 where = f"{self._notes.where}/{FOLDER}/{name}"
-                found.troubles.append(f"the record of a run, {where}: {error!r}")
+                found.troubles.append(f"the record of a run, {where}: {in_words(error)}")
         found.records.sort(key=lambda each: (each.generation, each.started_seconds))
         return found
 

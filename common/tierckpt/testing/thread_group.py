@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tierckpt._text import in_words
+
 T = TypeVar("T")
 
 
@@ -165,7 +167,7 @@ def run_ranks(
             results[rank] = program(ThreadGroup(rank, meeting))
         except BaseException as error:
             failures.append(error)
-            meeting.abort(f"rank {rank} failed: {error!r}")
+            meeting.abort(f"rank {rank} failed: {in_words(error)}")
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)

@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tierckpt._text import in_words
+
 from .chrome_trace import read_entries
 from .recorder import label
 from .spans import Span, Timeline, TimelineError
@@ -61,7 +63,7 @@ def read_horovod(path: Path, names: Names | None = None) -> list[Span]:
     try:
         return list(_spans(entries, starts[0], names or {}))
     except (KeyError, TypeError, ValueError) as error:
-        raise TimelineError(f"{path} has an entry of unknown form: {error!r}") from error
+        raise TimelineError(f"{path} has an entry of unknown form: {in_words(error)}") from error
 
 
 def _spans(entries: Iterable[dict[str, Any]], start_us: int, known: Names) -> Iterator[Span]:

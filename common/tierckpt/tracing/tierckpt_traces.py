@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tierckpt._text import in_words
+
 from .chrome_trace import read_entries
 from .recorder import ROW_NAMES
 from .spans import Span, TimelineError
@@ -34,7 +36,7 @@ def read_trace(path: Path) -> Recorded:
     try:
         return Recorded(list(_in_order(list(_spans(entries)))), _reductions(entries))
     except (KeyError, TypeError, IndexError) as error:
-        raise TimelineError(f"{path} has an entry of unknown form: {error!r}") from error
+        raise TimelineError(f"{path} has an entry of unknown form: {in_words(error)}") from error
 
 
 def _in_order(spans: list[Span]) -> Iterable[Span]:

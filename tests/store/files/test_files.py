@@ -24,6 +24,7 @@ from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Event
 from tierckpt.files import Files, VersionFiles
 from tierckpt.halt import request_file
+from tierckpt.lineage import run_notes
 from tierckpt.storage.files.mounts import Mount
 from tierckpt.storage.memory.job_directory import JobBusyError
 from tierckpt.storage.routed import source_file
@@ -445,6 +446,22 @@ def test_callbacks_know_the_job_before_its_first_event(make: Make) -> None:
     first, second, *_ = Watch.seen
     assert first == "next"
     assert "removed shared memory of the dead job dead" in second
+
+
+def test_an_end_that_cannot_be_noted_is_reported(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a thread of its own, while the job ends."""
+    files = make()
+    assert write(files, a=b"a")
+
+    def full(place: Any, record: Any, end: Any) -> None:
+        raise OSError("the disk is full")
+
+    files.wait()
+    monkeypatch.setattr(run_notes, "_add", full)
+    files.close()
+    assert "the end of this run could not be noted" in said(files, "notice")
 
 
 def test_a_version_of_a_training_is_no_version_of_files(

@@ -30,7 +30,8 @@ class JobParts:
     """One rank's event log, agreement with the other ranks, place on its node, and levels.
 
     Made in three steps: the constructor, `enter` and `connect`. Each part is known to `undo` as
-    soon as it holds something; after the last step its owner releases the parts. Training thread.
+    soon as it holds something. After the last step the owner ends them: it closes the agent, and
+    calls `leave` and `close_log`. Training thread.
     """
 
     agreement: Agreement
@@ -92,6 +93,19 @@ class JobParts:
         self._undo.callback(self.agent.close, abandoned=True)
         self.levels.open()
         self.sealed = SealedVersions(config, group, self.levels)
+
+    def leave(self, remove: bool) -> None:
+        """Leave the other ranks and the node, after the agent is closed; emit what threads have
+        reported until their end. `remove`: free memory. Not collective."""
+        self.levels.run_notes.close()
+        self.reports.say()
+        self.resources.leave(remove)
+        self.group.close()
+
+    def close_log(self) -> None:
+        """Close the event log, and the callbacks."""
+        self.log.close()
+        self.callbacks.close()
 
 
 __all__ = ["JobParts"]

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
+from tierckpt._text import in_words
 from tierckpt.errors import FormatError
 
 Range = tuple[int, int]
@@ -38,7 +39,7 @@ def files_at_end(nbytes: int, read: Callable[[int, int], bytes]) -> dict[str, Ra
         if low < end:
             raise ValueError(f"files of {sum(sizes)} bytes in {nbytes}")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise FormatError(f"not an encoded tree with files: {error!r}") from error
+        raise FormatError(f"not an encoded tree with files: {in_words(error)}") from error
     bounds = list(accumulate(sizes, initial=low))
     return dict(zip(contents, pairwise(bounds), strict=True))
 
