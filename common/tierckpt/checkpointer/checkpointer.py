@@ -59,10 +59,6 @@ class Checkpointer(CheckpointerLifetime):
     _restored_paths: Mapping[str, str] | None = MappingProxyType({})
     """Paths of restored files by name; None before they are written."""
 
-    def __enter__(self) -> Checkpointer:
-        """Enter the context: no effect."""
-        return self
-
     def step(self, metric: float | None = None) -> None:
         """Mark the boundary: call it once per iteration, after the optimizer's (and scheduler's)
         step.

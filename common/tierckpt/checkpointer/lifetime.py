@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -255,6 +255,10 @@ class CheckpointerLifetime(CheckpointerCore):
             )
             self._reports.notice(text, logging.WARNING)
         self.abandon(commit_newest=bool(signal_name))
+
+    def __enter__(self) -> Self:
+        """Enter the context: no effect."""
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
