@@ -3,7 +3,7 @@
 | part | attributes |
 |---|---|
 | the job | `config`, `group`, `adapter`, `_node`, `_state` |
-| books | `_callbacks`, `_log`, `_heartbeat`, `_agreement`, `_position`, `_reports` |
+| log and votes | `_callbacks`, `_log`, `_heartbeat`, `_agreement`, `_position`, `_reports` |
 | levels | `_resources`, `_pool`, `_levels` with `_history` and `_agent`, `_sealed`, `_forks` |
 | decisions | `_schedule`, `_meter`, `_rounds` |
 | capture | `_active`, `_journal`, `_replicas`, `_unchanged`, `_epoch_ends` |

@@ -23,7 +23,7 @@ from tierckpt.errors import TierckptError, UnsupportedStateError
 from tierckpt.hooks import install
 
 POINTS = {
-    "the books": (job_parts, "Reports"),
+    "the reports": (job_parts, "Reports"),
     "where slots are": (node_resources.image_file, "place_for_slots"),
     "slots": (node_resources, "SlotPool"),
     "room": (node_resources.NodeResources, "tell_of_room"),
