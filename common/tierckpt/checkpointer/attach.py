@@ -86,7 +86,7 @@ def report_problems(
         reports.notice_of_all(f"without persistent_path there is no effect of {some(idle)}")
     if omitted := left_out(state):
         reports.notice_of_all(omitted, logging.INFO)
-    for text in own_ways(state):
+    for text in state.module_states.notes:
         reports.notice_of_all(text)
 
 
@@ -119,11 +119,6 @@ def left_out(state: TrainingState) -> str:
         f"not persistent, hence in no checkpoint: {some(names)}. Register buffers with "
         "persistent=True if a resumed run cannot compute them again"
     )
-
-
-def own_ways(state: TrainingState) -> list[str]:
-    """Notes about modules with their own way to save their state, in words."""
-    return state.module_states.notes
 
 
 def usual_slots(state: TrainingState) -> int:
