@@ -112,11 +112,11 @@ class World:
         """The meeting of all nodes' agents at the start of a run."""
 
         def others(turn: int, own: Any) -> Iterator[Any]:
-            address, trouble, network = own
+            address, trouble, network, for_copies = own
             for rank in range(1, self.ranks):
                 is_first = rank % NODE_RANKS == 0
                 where = replace(address, port=address.port + rank // NODE_RANKS)
-                yield where if is_first else None, trouble, network
+                yield where if is_first else None, trouble, network, for_copies
 
         group: Any = OneOfMany(self.ranks, others)
         config = load_config({"path": "/tmp/none", "peer_redundancy": "partner"}, {})
