@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROWS = "rows.jsonl"
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path(os.environ.get("TIERCKPT_SHM_DIR", "/dev/shm"))
+"""Where jobs have their memory: as everywhere, the setting `shm_dir` names another place."""
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def free_port() -> int:
 def get(url: str) -> str:
     """The text at a URL; empty while nobody answers."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=120) as answer:
             return str(answer.read().decode())
     except (urllib.error.URLError, ConnectionError):
         return ""
@@ -72,7 +72,7 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The value of an expression now. Raises HTTPError with the reason if it has no sense."""
         text = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{text}", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{text}", timeout=120) as answer:
             return list(json.load(answer)["data"]["result"])
 
 

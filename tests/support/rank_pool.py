@@ -147,7 +147,7 @@ class RankPool:
         os.write(self._commands[rank], f"{command}\n".encode())
 
     def _collect(self, call: Path, timeout_seconds: float) -> list[tuple[bool, Any]]:
-        """Wait for all results; after the first failure the others get only a moment."""
+        """Wait for all results; after the first failure the others get little time."""
         deadline = time.monotonic() + timeout_seconds
         results: dict[int, tuple[bool, Any]] = {}
         while len(results) < self.size:
@@ -162,7 +162,7 @@ class RankPool:
                 else:
                     continue
                 if not results[rank][0]:
-                    deadline = min(deadline, time.monotonic() + 5)
+                    deadline = min(deadline, time.monotonic() + FAILING_SECONDS)
             if time.monotonic() > deadline:
                 for rank in set(range(self.size)) - set(results):
                     self._tell(rank, STACKS)
@@ -204,7 +204,7 @@ class RankPool:
             if self.kind not in LAUNCHERS:
                 process.kill()  # it may not yet read its FIFO
             try:
-                process.wait(20)  # a launcher cleans up after its ranks
+                process.wait(60)  # a launcher cleans up after its ranks
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -213,7 +213,10 @@ class RankPool:
         self._started.clear()
 
 
-LEAVING_SECONDS = 45.0
+FAILING_SECONDS = 30.0
+"""Time for the other ranks after the failure of one: some tests expect that all fail."""
+
+LEAVING_SECONDS = 120.0
 """Time for an agent, which finishes its work before it ends."""
 
 STACKS = "stacks"

@@ -189,7 +189,7 @@ class OursLevels(OursMemory):
         super().drain()
         if not self._checkpointer._agent.wait(DRAIN_LIMIT_S, everything=True):
             raise TimeoutError(f"{self.name}: {self._checkpointer._agent.behind()} are not done")
-        self._checkpointer._collect()
+        self._checkpointer.wait(0)  # it reports events
 
 
 class OursAuto(OursMemory):

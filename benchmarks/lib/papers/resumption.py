@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import time
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from lib.goodput.killed_job import Rank, be_rank, check_fork
 from lib.goodput.methods import RESUMABLE
 from lib.methods.method import Job
 from lib.papers.models import PaperModel
+from lib.processes import MARK, Family
 
 STEPS, KILLED_AT, EVERY = 8, 6, 2
 """Steps of the job; the step after which rank 1 kills itself; the interval of those that are no
 level in memory."""
 WORLD = 2
-LINGER_SECONDS = 10
-"""An agent survives the restart, and ends soon after the job."""
+LINGER_SECONDS = 120
+"""An agent survives the restart, which may take long on a busy machine, and is ended after it."""
 _UNDISTURBED: dict[str, list[dict[str, Any]]] = {}
 """Journals of jobs without a kill, by model: the same for all methods."""
 
@@ -58,6 +60,7 @@ class Resumption:
     ) -> None:
         self.name, self.model, self.method = name, model, method
         self.folder, self.memory = folder, memory
+        self._family = Family(uuid.uuid4().hex)
 
     def run(self, lose_memory: bool) -> dict[str, Any]:
         """Run both jobs; return figures in seconds, and the differences of the curves.
@@ -72,14 +75,16 @@ class Resumption:
         killed = Order(self.method, every, KILLED_AT, self.folder / "job", self.memory / "job")
         if self.name not in _UNDISTURBED:
             _UNDISTURBED[self.name] = self._job(plain)
-        self._job(killed)
-        if lose_memory:
-            shutil.rmtree(killed.memory)
-            killed.memory.mkdir()
-        self._job(replace(killed, killed_at=0))
-        resumed = _journal(killed)
-        shutil.rmtree(killed.memory)
-        return _figures(_UNDISTURBED[self.name], resumed)
+        try:
+            self._job(killed)
+            if lose_memory:
+                self._family.kill()  # the agents
+                shutil.rmtree(killed.memory)
+                killed.memory.mkdir()
+            self._job(replace(killed, killed_at=0))
+        finally:
+            self._family.kill()
+        return _figures(_UNDISTURBED[self.name], _journal(killed))
 
     def _job(self, order: Order) -> list[dict[str, Any]]:
         """Run to the end, or to the kill; return the journal of rank 0."""
@@ -112,6 +117,7 @@ class Resumption:
     def _train(self, order: Order, rank: int) -> None:
         torch.set_num_threads(1)
         os.environ["TIERCKPT_AGENT_LINGER_SECONDS"] = str(LINGER_SECONDS)
+        os.environ[MARK] = self._family.token  # agents have it
         meeting = f"file://{order.folder}/meeting"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
         torch.manual_seed(100 + rank)

@@ -22,7 +22,7 @@ from tierckpt.coordination.ballots.vote_exchange import RankGoneError
 from tierckpt.group import Node
 
 WIDTH, TURNS, LAST = 3, 40, 17
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 120.0
 SHAPE = (2, 2, 1, 2, 1, 2)
 HOSTS = [str(node) for node, ranks in enumerate(SHAPE) for _ in range(ranks)]
 

@@ -34,7 +34,7 @@ from tests.support.training import (
 )
 from tierckpt.snapshot.snapshot import Phase, Snapshot
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 silent = partial(sgd, fused=True)  # this changes no version counter: only the barrier can help
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.rank_pool import HOROVODRUN, MPIRUN, ROOT, RankPool
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 
 
 def who_are_you() -> int:

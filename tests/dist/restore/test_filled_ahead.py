@@ -75,7 +75,7 @@ def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
         the_others.set()
 
     def late(reads: verification.Reads) -> Iterator[Part]:
-        assert the_others.wait(30), "what others read waits for what this rank reads"
+        assert the_others.wait(120), "what others read waits for what this rank reads"
         yield from sound(reads)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -245,7 +245,7 @@ def test_an_address_of_ipv6_may_have_brackets() -> None:
     assert isinstance(exporter, PrometheusPort)
     exporter.on_attached(JOB)
     wait_until(lambda: exporter._server is not None, "the port is not open")
-    with urllib.request.urlopen(f"http://[::1]:{exporter.port}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://[::1]:{exporter.port}/metrics", timeout=120) as answer:
         assert b"tierckpt_running{" in answer.read()
     exporter.on_closed()
 

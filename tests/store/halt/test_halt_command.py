@@ -34,7 +34,7 @@ def halt(path: Path, shm_dir: Path, *given: str) -> subprocess.CompletedProcess[
 
 
 def ends(job: TinyJob) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not job.checkpointer.should_exit():
         if time.monotonic() > deadline:
             return False

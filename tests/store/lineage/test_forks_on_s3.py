@@ -154,7 +154,7 @@ def test_the_manifests_of_many_versions_are_read_at_the_same_time(
     two, inner = threading.Barrier(2), PersistentStore.read_manifest
 
     def both(store: PersistentStore, name: VersionName) -> VersionManifest:
-        two.wait(20)
+        two.wait(120)
         return inner(store, name)
 
     monkeypatch.setattr(PersistentStore, "read_manifest", both)

@@ -498,7 +498,7 @@ class Apart:
     def __init__(self, skip: int, flip: int = -1) -> None:
         """Take the iterations at which rank 1 skips its step, and has a bit flipped."""
         self.skip, self.flip = skip, flip
-        self._met = threading.Barrier(2, timeout=30)
+        self._met = threading.Barrier(2, timeout=120)
         self._grads: list[list[torch.Tensor]] = [[], []]
 
     def __call__(self, rank: Rank) -> list[str]:

@@ -33,7 +33,7 @@ from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_SECONDS = 40.0
+PATIENCE_SECONDS = 120.0
 Line = dict[str, Any]
 
 

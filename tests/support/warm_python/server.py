@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 F_SETSIG = 10
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 120.0
 Order = dict[str, Any]
 
 

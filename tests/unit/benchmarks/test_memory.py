@@ -66,7 +66,7 @@ def test_a_family_that_is_mapping_while_it_is_read_is_no_sample(
     monkeypatch.setattr(processes, "memory_bytes", drifting)
     with processes.MemorySampler(Two(), interval_s=0.001) as sampler:
         for _ in range(3):
-            assert sampled.acquire(timeout=30)
+            assert sampled.acquire(timeout=120)
     assert reads[:4] == [1, 2, 2, 1]
     assert sampler.peak["Pss"] == 150 * MIB
 

@@ -323,7 +323,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.001)

@@ -45,7 +45,7 @@ def watch() -> Iterator[Watch]:
 
 
 def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -214,19 +214,22 @@ def agreement(ranks: list[Rank], version: int) -> Vote:
 
 def test_all_nodes_learn_the_end_of_one(make_rank: Any) -> None:
     with serving(cloud := Aws()) as server:
-        ranks = [make_rank(0), make_rank(1, halt_notices=f"aws {server.endpoint}")]
+        long = {
+            "halt_seconds_left": 20_000
+        }  # an end so far away counts: seconds of a slow machine do not
+        ranks = [make_rank(0), make_rank(1, halt_notices=f"aws {server.endpoint}", **long)]
         asked_again(server)
         agreed = agreement(ranks, 1)
         assert (agreed.halt, agreed.halt_seconds) == (Reason.NONE, NEVER_SECONDS)
-        cloud.announce(100)
+        cloud.announce(10_000)
         until(lambda: ranks[1].halting._preemption.notice)
         agreed = agreement(ranks, 2)
         for rank in ranks:
             rank.halting.receive(agreed)
             assert rank.halting.reason is Reason.PREEMPTION
             assert rank.halting.reason.is_interruption
-            assert 70 < rank.halting.seconds_for_others() <= 85, "15 s are left to end"
-            assert 70 < rank.halting.seconds_to_wait() <= 85
+            assert 9_000 < rank.halting.seconds_for_others() <= 9_985, "15 s are left to end"
+            assert 9_000 < rank.halting.seconds_to_wait() <= 9_985
         assert any(
             "the cloud takes this node away (action terminate) at" in text
             for text in ranks[1].warnings()

@@ -290,7 +290,7 @@ def test_one_that_is_at_work_itself_is_not_blamed_at_once(
 
         def write(operation: str) -> None:
             if operation == "write" and not answers:
-                assert asked.acquire(timeout=40)
+                assert asked.acquire(timeout=120)
             fault(operation)
 
         monkeypatch.setattr(slow, "_fault", write)
@@ -568,7 +568,7 @@ def test_whole_windows_wake_the_receiver_not_every_packet() -> None:
     with links(30) as (sender, receiver):
 
         def send_in_bits() -> None:
-            waited.wait(30)  # else all bytes may be there at the first look
+            waited.wait(120)  # else all bytes may be there at the first look
             for low in range(0, len(window), 1024):
                 sender._socket.sendall(window[low : low + 1024])
 

@@ -169,7 +169,7 @@ def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Engine) 
     def hold(_address: int, nbytes: int) -> int:
         if nbytes == 100:
             inside.set()
-            go_on.wait(30.0)
+            go_on.wait(120.0)
         else:
             helped.set()
         return nbytes
@@ -178,9 +178,9 @@ def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Engine) 
     job = memory.job(own_engine)
     job.release_all()
     with running(lambda: job.run(30.0)) as worker:
-        inside.wait(30.0)
+        inside.wait(120.0)
         with running(job.help) as helper:
-            assert helped.wait(30.0)
+            assert helped.wait(120.0)
             assert helper == worker == []
             go_on.set()
     assert worker == helper == [Progress.COMPLETE]
@@ -214,7 +214,7 @@ def test_blocks_can_be_copied_one_by_one(engine: Engine) -> None:
     job = memory.job(engine)
     assert job.wait(0.0) is Progress.IDLE
     job.release_all()
-    assert job.wait(30.0) is Progress.UNFINISHED
+    assert job.wait(120.0) is Progress.UNFINISHED
     taken = []
     while (block := job.take()) is not None:
         taken.append(block)
@@ -303,14 +303,14 @@ def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Engine) -> 
     def hold(_address: int, nbytes: int) -> int:
         if nbytes == 100:
             inside.set()
-            go_on.wait(30.0)
+            go_on.wait(120.0)
         return nbytes
 
     replace_hash(own_engine, hold)
     job = Job(own_engine, memory.table)
     with running(lambda: desk.serve(30.0, 30.0)) as served:
         post(desk, job, memory)
-        assert inside.wait(30.0)
+        assert inside.wait(120.0)
         job.abort()
         assert job.copying
         go_on.set()
