@@ -64,6 +64,12 @@ def sampled() -> DataLoader[torch.Tensor]:
     return DataLoader(data, BATCH, sampler=DistributedSampler(data, num_replicas=2, rank=1))
 
 
+def stateful() -> Any:
+    """A loader that stores its place itself, but not the generators."""
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    return kind(Augmented(), BATCH, shuffle=True)
+
+
 def with_generators() -> DataLoader[torch.Tensor]:
     data = Augmented()
     sampler = torch.utils.data.RandomSampler(
@@ -80,6 +86,7 @@ LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "workers": (lambda: DataLoader(Augmented(), BATCH, shuffle=True, num_workers=2), {}),
     "distributed": (sampled, {}),
     "generators": (with_generators, {}),
+    "stateful": (stateful, {}),
     "stream": (lambda: DataLoader(Stream(), BATCH), {}),
     "reads ahead": (OneAhead, {}),
     "held": (lambda: DataLoader(Augmented(), BATCH, shuffle=True), {"ahead": 1}),
@@ -147,6 +154,7 @@ class Loop:
         noise()  # numbers drawn before the loop do not count
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata, with a torch so new
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_loop_sees_the_same_samples_as_an_undisturbed_one(kind: str) -> None:
     make, options = LOADERS[kind]

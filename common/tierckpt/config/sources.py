@@ -32,6 +32,8 @@ ARGUMENTS = (
     "group",
 )
 """Arguments of a Checkpointer that are not settings; a misspelled one gets a hint, too."""
+UNITS = ("seconds", "steps", "bytes")
+"""Units in the names of settings."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -78,6 +80,12 @@ def _from_file(path: Path) -> dict[str, Any]:
                 f"{', '.join(f'[{table}]' for table in TABLES)}, all others at the top level"
             )
         for name, given in inner.items():
+            rest = name.removeprefix(f"{key}_")
+            if rest in known_settings() and name not in known_settings():
+                raise ConfigError(
+                    f"{rest} is in the table [{key}] of the file {path}, and belongs to no level: "
+                    "put it at the top of the file, above all tables"
+                )
             if name in flat:
                 table, _, rest = name.partition("_")
                 raise ConfigError(
@@ -114,7 +122,8 @@ def _convert(key: str, value: Any, source: str) -> Any:
             raise TypeError
     except (KeyError, TypeError, ValueError):
         either = " or auto" if key in AUTOMATIC else ""
-        must = f"it must be {KINDS[kind]}{either}"
+        unit = next((u for u in UNITS if key.endswith(f"_{u}") or f"_{u}_" in key), "")
+        must = f"it must be {KINDS[kind]}{f' of {unit}' if unit else ''}{either}"
         raise ConfigError(f"{key} in {source} is {value!r}; {must}") from None
     return value
 

@@ -159,4 +159,21 @@ def trained_on(loaders: Iterable[Any]) -> Iterator[Any]:
         yield max(amid, key=lambda each: getattr(each._iterator, "_num_yielded", 0))
 
 
-__all__ = ["Found", "averages_any", "is_stored", "look", "outermost", "steps_any", "trained_on"]
+def draws_seeds_again(loader: Any) -> bool:
+    """Whether a loader with a position of its own, which makes an iterator in the middle of a
+    pass, draws from a generator that the training or its shuffle uses as well."""
+    generator = getattr(loader, "generator", None)
+    shuffles_with_it = generator is getattr(loader.sampler, "generator", None)
+    return generator is None or (shuffles_with_it and not loader.num_workers)
+
+
+__all__ = [
+    "Found",
+    "averages_any",
+    "draws_seeds_again",
+    "is_stored",
+    "look",
+    "outermost",
+    "steps_any",
+    "trained_on",
+]

@@ -130,6 +130,8 @@ class Unsaved:
         ]
         scalers = [each for ref in self._scalers if (each := ref()) is not None]
         loaders = found.loaders if EXTRA in self._line else []
+        seeded = [each for each in loaders if any(each is it for it in self._given())]
+        seeded = [*filter(stateful_objects.draws_seeds_again, seeded)]
         stored = reached(self._given(), [*schedulers, *scalers, *averages, *loaders])
         if any(id(each) in stored for each in loaders):  # the others are an evaluation's
             loaders = []
@@ -146,6 +148,7 @@ class Unsaved:
             missing += [(_ref(each), name, text) for each in every if id(each) not in stored]
         lasting = found.with_persistent_workers()[:1]
         missing += [(_ref(each), "loader", PERSISTENT) for each in lasting]
+        missing += [(_ref(each), "loader", SEEDS) for each in seeded[:1]]
         return [each for each in missing if not _has(self._reported, each[0]())]
 
     def _ours(self) -> Iterator[Any]:
@@ -168,12 +171,17 @@ class Unsaved:
 
     def _report(self, obj: Any, name: str, text: str) -> None:
         self._reported.append(_ref(obj))
-        if text is PERSISTENT:
+        if text in (PERSISTENT, SEEDS):
             self._warn(f"a {type(obj).__name__} {text}")
             return
         it = name_in_script(obj) or name
-        how = self._line.replace(EXTRA, PER_RANK) if text is OF_LOADER else self._line
-        line = how.format(name=it.rpartition(".")[2], it=it)
+        name = it.rpartition(".")[2]
+        if text is OF_LOADER:
+            line = self._line.replace(EXTRA, PER_RANK).format(name=name, it=it)
+            line = f"{it} = tierckpt.ResumableLoader({it}), and give that: {line}"
+            self._warn(f"{type(obj).__name__} {text} Wrap it, {line}")
+            return
+        line = self._line.format(name=name, it=it)
         self._warn(f"{type(obj).__name__} {text} Give it, too: {line}")
 
     def _say_of_hidden(self) -> None:
@@ -214,6 +222,12 @@ PERSISTENT = (
     "to epoch, and it draws from torch's generator only at its first pass in a process. Both are "
     "in no checkpoint, so a resumed run draws other random numbers in later epochs. For an exact "
     "restart set persistent_workers=False, also for the loader of an evaluation."
+)
+SEEDS = (
+    "was given itself: it stores its place in the data, and not the random numbers. In a resumed "
+    "run it draws seeds again when it goes on in the middle of a pass, so dropout, random "
+    "transforms or later shuffles differ. For an exact restart wrap it: data = "
+    "tierckpt.ResumableLoader(loader), loop over data, and give extra_per_rank={'data': data}."
 )
 
 

@@ -172,7 +172,7 @@ def cause(found: Departure) -> str:
             "starts its epoch again, or at another place. Wrap the loader, data = "
             'tierckpt.ResumableLoader(loader), give it: extra_per_rank={"data": data}, and start '
             "the loop at data.epoch; or give an object that knows the place (the position of a "
-            "ResumableSampler, a StatefulDataLoader). A loop that counts iterations starts at the "
+            "ResumableSampler). A loop that counts iterations starts at the "
             "one that restore() returns, one that counts batches at data.start. Or the step drew "
             "from a generator of the script's own, or averages, scales or counts with an object "
             "that was not given: docs/loops.md lists other objects with a state"

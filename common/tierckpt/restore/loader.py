@@ -312,7 +312,7 @@ class Loader:
             if label not in self.structure:
                 continue
             if other := self._of_another_kind(label, optimizer):
-                self.notices.append(other)
+                self.notices += [] if self.rank else [other]
             else:
                 values[label] = self._values_of(label)
         putback = OptimizerRestore(self.state, saved, values, whole=not self._differs)

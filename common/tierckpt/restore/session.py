@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
-from tierckpt.errors import StateMismatchError, StateTornError
+from tierckpt.errors import MOST_DIFFERENCES, StateMismatchError, StateTornError
 from tierckpt.format.manifest import Manifest
 from tierckpt.restored import Restored
 from tierckpt.state import rng
@@ -75,7 +75,8 @@ class RestoreSession(VersionSearch):
         trouble. Raises the errors of the function `load`.
         """
         begin = time.perf_counter()
-        loaded = load(self._state, found, self._error_barrier, strict, self._new)
+        name = f"Version {found.plan.id} of the job in {self._config.directory}"
+        loaded = load(self._state, found, self._error_barrier, strict, self._new, name=name)
         try:
             load_adapter(loaded.adapter)
             self._report_loaded(loaded)
@@ -125,8 +126,7 @@ def load(
     name: str = "",
 ) -> LoadedVersion:
     """Load a verified version into the live state, with the loader that `make_loader` makes: for
-    a part of a version, another one than `Loader`. `name`: the version in errors, if it is another
-    job's. Collective.
+    a part of a version, another one than `Loader`. `name`: the version in errors. Collective.
 
     Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
     rank's live state differs and `strict` is True. Raises RestoreError on all ranks if a rank has
@@ -150,7 +150,8 @@ def load(
         result = version.report(loader.manifest)
         result.imported = saved.get("imported", {}).get("from", "")
         version.progress.begin(f"loading v{version.plan.id.version}", version.nbytes)
-        notices = [f"accepted (strict=False): {d}" for d in differences]
+        first = [] if group.rank == 0 else all_differences[0]
+        notices = _accepted([each for each in differences if each not in first])
         loader.choose_shards()
     state.torn = True
     with torch.no_grad():
@@ -172,6 +173,13 @@ def load(
         version.fail(error)
     state.torn = bool(version.trouble)
     return LoadedVersion(loader.manifest, result, notices, saved.get("adapter"))
+
+
+def _accepted(differences: Sequence[str]) -> list[str]:
+    """The notices of differences that a rank alone has, or that rank 0 shows for all."""
+    shown = [f"accepted (strict=False): {each}" for each in differences[:MOST_DIFFERENCES]]
+    hidden = len(differences) - MOST_DIFFERENCES
+    return [*shown, f"accepted (strict=False): {hidden} more differences"] if hidden > 0 else shown
 
 
 def _finish(loader: Loader) -> str:

@@ -348,26 +348,31 @@ def test_averaged_weights(kind: Callable[[nn.Module], Any], settings: dict[str, 
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata, with a torch so new
-@pytest.mark.parametrize("given", [(), ("data",), ("wrapped",)])
+@pytest.mark.parametrize("given", [(), ("data",), ("seeded",), ("wrapped",)])
 def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[str, Any]) -> None:
     """The loader that the training iterates is named, of several; if one is given, the others are
-    ignored."""
+    ignored. A given one that draws seeds from torch's generator again is named, too."""
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     model, opt = build()
     data, held_out = kind(range(8)), kind(range(8))
-    every = {"data": data, "wrapped": tierckpt.ResumableLoader(data)}
+    seeded = kind(range(8), generator=torch.Generator())
+    every = {"data": data, "seeded": seeded, "wrapped": tierckpt.ResumableLoader(data)}
     list(held_out)
-    begun = iter(data if given != ("wrapped",) else every["wrapped"])
+    begun = iter(every[given[0] if given else "data"])
     next(begun)
     ours = {"extra_per_rank": {name: every[name] for name in given}}
     with attached(model, opt, **ours, **settings) as (ckpt, said):
         train(model, opt.step, ckpt)
-    if given:
+    if given in [("wrapped",), ("seeded",)]:
         assert said == []
         return
     (text,) = said
+    if given:
+        assert text.startswith("a StatefulDataLoader was given itself: it stores its place in")
+        return
     assert text.startswith("StatefulDataLoader is in the middle of a pass, and no object given")
-    assert text.endswith("Give it, too: extra_per_rank={'data': data}")
+    assert "Wrap it, data = tierckpt.ResumableLoader(data), and give" in text
+    assert text.endswith("give that: extra_per_rank={'data': data}")
 
 
 def test_persistent_workers(settings: dict[str, Any]) -> None:

@@ -203,6 +203,29 @@ def test_an_unknown_table_is_refused(table: str, tmp_path: Path) -> None:
         load_config({}, {}, toml(tmp_path, f"[{table}]\nevery_steps = 3\n"))
 
 
+def test_a_setting_of_no_level_below_a_table_is_answered_with_its_place(tmp_path: Path) -> None:
+    """Whatever follows a table's head belongs to the table."""
+    advice = "path is in the table [local] of the file .*: put it at the top of the file"
+    with pytest.raises(ConfigError, match=advice.replace("[", r"\[")):
+        load_config({}, {}, toml(tmp_path, '[local]\nevery_steps = 3\npath = "/run7"\n'))
+    file = toml(tmp_path, 'path = "/run7"\n[local]\nevery_steps = 3\n')
+    assert load_config({}, {}, file).path == "/run7"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must"),
+    [
+        ("local_every_seconds", "5m", "a number of seconds"),
+        ("local_every_steps", "often", "a whole number of steps or auto"),
+        ("persistent_bytes_per_second", "1G", "a number of bytes"),
+        ("slots", "two", "a whole number"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_the_unit(name: str, value: str, must: str) -> None:
+    with pytest.raises(ConfigError, match=rf"is '{value}'; it must be {must}$"):
+        load_config({name: value}, {})
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_one_setting_given_twice_in_a_file_is_refused(order: int, tmp_path: Path) -> None:
     lines = ["local.every_steps = 10\n", "local_every_steps = 20\n"]
