@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -57,6 +58,10 @@ from .status.activity import Activity
 if TYPE_CHECKING:
     from .protector import Protector
 
+REMOVED = (
+    "{version} was removed by another program, and older versions perhaps, too. Files are "
+    "written again from the next version on; `tierckpt list` shows what is left"
+)
 LOOK_SECONDS = 0.1
 """Interval between two reads of messages from a trainer that waits for its turn."""
 Received = tuple[Message | None, list[int]]
@@ -98,6 +103,8 @@ class TrainerSession:
         self._waiting: deque[Received] = deque()
         """Messages that arrived before the trainer's turn."""
         self._slots: dict[tuple[int, int], Slot] = {}
+        self._newest: ShardKey | None = None
+        """The shard of the last commit, unless it was retired."""
         """Mapped slots by device and inode; mapping a large segment for every commit is slow."""
 
     @property
@@ -219,6 +226,7 @@ class TrainerSession:
             _faults.point("agent", version=key.id.version, shard=key.shard)
             slot = self._slot(message.segment, fds)
             manifest, nbytes = self._sealed(slot, key)
+            self._report_removed()
             self.store.create()
             with self.services.activity.commit(key.id, key.shard, nbytes):
                 times, nbytes = self._commit_slot(key, slot, nbytes, manifest)
@@ -227,8 +235,16 @@ class TrainerSession:
                 file_lock.unlock(slot.fd)
                 if slot.path is None:  # its descriptor came with the message, and will come again
                     self._slots.pop(_file_of(slot.fd)).close()
+        self._newest = key
         seconds = (times.write_seconds, times.commit_seconds)
         self.say(Committed(key.id, nbytes, *seconds, times.direct))
+
+    def _report_removed(self) -> None:
+        """Say that this rank's newest shard is not there any more, and was not retired."""
+        key, self._newest = self._newest, None
+        if key is not None and not self.store.has(key):
+            text = f"{self.store.directory}: {REMOVED.format(version=key.id)}"
+            self.say(Problem(text, severity=logging.WARNING))
 
     def _commit_slot(
         self, key: ShardKey, slot: Slot, nbytes: int, manifest: bytes
@@ -325,6 +341,7 @@ class TrainerSession:
             if pinned or key in self.services.held:
                 return False
             self.store.retire(key, reuse=key.shard == self.settings.shard)
+            self._newest = None if key == self._newest else self._newest
             return True
 
     def _is_mine(self, key: ShardKey) -> bool:

@@ -7,7 +7,8 @@ thread emits them), and the agent's messages.
 from __future__ import annotations
 
 import logging
-from collections import deque
+import re
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,21 @@ class Reports:
         self._agreement = agreement
         self._version = version
         self._later: deque[tuple[str, dict[str, Any]]] = deque()
+        self._repeats = _Repeats()
+        self._lost: deque[int] = deque(maxlen=MOST_UNDER_WAY)
+        """Versions that were reported as lost in memory."""
         self._persistent: VersionId | None = None
         """The newest version that this node's agent saw complete on the persistent level."""
 
     # --- the training thread's own -------------------------------------------------------------
 
     def emit(self, name: str, **values: Any) -> None:
-        """Emit an event, and call the callback of its name if there is one."""
+        """Emit an event, and call the callback of its name if there is one. Failures of one cause
+        are shown at a decreasing rate."""
+        if name == "failed":
+            values = self._repeats.failed(values)
+        elif name in ("sealed", "committed"):
+            self._succeeded(values["level"])
         event = self._log.emit(name, **{"version": self._version(), **values})
         if name in ("sealed", "committed"):
             self._callbacks.call(f"on_{name}", event)
@@ -78,6 +87,7 @@ class Reports:
         assert snapshot.manifest is not None
         if not self._log.is_heard(logging.DEBUG):  # at every step, perhaps
             self._log.count("sealed", MEMORY)
+            self._succeeded(MEMORY)
             return
         self.emit(
             "sealed",
@@ -123,7 +133,9 @@ class Reports:
         """Report that a version is lost in memory, and therefore on all levels. `shown_elsewhere`:
         another rank shows the same report."""
         failure = self._failure(MEMORY, version, why)
-        self.emit("failed", **failure | ({"severity": logging.DEBUG} if shown_elsewhere else {}))
+        is_shown = shown_elsewhere or version in self._lost  # a rank that failed knows the cause
+        self._lost.append(version)
+        self.emit("failed", **failure | ({"severity": logging.DEBUG} if is_shown else {}))
 
     def left_behind(self, level: Level, id_: VersionId, why: str) -> None:
         """Report that the peer or persistent level probably does not get this node's part of a
@@ -201,11 +213,62 @@ class Reports:
             "severity": logging.ERROR,
         }
 
+    def _succeeded(self, level: Level) -> None:
+        if failures := self._repeats.succeeded(level):
+            self.notice(f"{level} level: it has versions again, after {failures}", logging.WARNING)
+
     def _newest(self, level: Level) -> int | None:
         """Return the number of the newest version that a level is known to have."""
         safe = self._agreement.ledgers[level].safe
         id_ = self._persistent if level == PERSISTENT else safe
         return id_.version if id_ is not None else None
 
+
+class _Repeats:
+    """Failures that repeat: the first of a cause are shown, then the 10th, the 100th, ..."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Level, Counter[str]] = {}
+        self._successes: Counter[Level] = Counter()
+        """The number since the last failure."""
+
+    def failed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the event, at DEBUG if they need not be shown again."""
+        level, text = values["level"], values["message"]
+        self._successes[level] = 0
+        if values["severity"] == logging.DEBUG:
+            return values
+        counts = self._counts.setdefault(level, Counter())
+        cause = DIGITS.sub("", text)
+        counts[cause] += 1
+        count = counts[cause]
+        if count < FIRST_SHOWN:
+            return values
+        if count > FIRST_SHOWN and str(count).strip("0") != "1":
+            return values | {"severity": logging.DEBUG}
+        return values | {"message": f"{text} ({REPEATED.format(count=count)})"}
+
+    def succeeded(self, level: Level) -> str:
+        """Count a success. Returns the number of failures in words if this success ends a row of
+        which some were not shown: as many successes as failures."""
+        if not (counts := self._counts.get(level)):  # nearly always
+            return ""
+        self._successes[level] += 1
+        most = max(counts.values())
+        if self._successes[level] < max(most, LONGEST_PERIOD if level == MEMORY else 1):
+            return ""
+        self._counts.pop(level)
+        return f"{counts.total()} failures" if most > FIRST_SHOWN else ""
+
+
+MOST_UNDER_WAY = 8
+"""Limit of versions between the failure on a rank and the result of the vote."""
+DIGITS = re.compile(r"\d+")
+"""Numbers differ between failures of one cause: a version, a temporary file, a process."""
+FIRST_SHOWN = 3
+"""The number of failures of one cause that are all shown."""
+REPEATED = "failure {count} of this kind; from now on only the 10th, the 100th, ... are shown"
+LONGEST_PERIOD = 100
+"""Failures in memory with a longer period are new ones: a script that breaks each tenth version."""
 
 __all__ = ["Reports"]

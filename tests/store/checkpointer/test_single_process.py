@@ -34,6 +34,30 @@ def test_checkpointing_changes_nothing(path: Path, settings: Any, course: dict[i
             assert job.fingerprint() == course[step]
 
 
+@pytest.mark.parametrize("what", ["the folder", "the newest version"])
+def test_versions_that_another_program_removed_are_named(
+    what: str, path: Path, settings: Any
+) -> None:
+    """They were reported as there. The training goes on, and so do versions."""
+    with TinyJob(path, **settings | {"local_every_steps": 1}) as job:
+        job.run(1)
+        job.checkpointer.save(now=True)
+        if what == "the folder":
+            shutil.rmtree(path)
+        else:
+            for file in path.glob("v0000000001*"):
+                file.unlink()
+        job.run(2)
+        job.checkpointer.save(now=True)
+        job.run(3)
+    told = [e.message for e in job.heard("notice") if "was removed" in e.message]
+    assert len(told) == 1
+    assert str(path) in told[0]
+    assert "v1 was removed by another program" in told[0]
+    with TinyJob(path, **settings) as again:
+        assert again.restore() == 3
+
+
 @pytest.mark.parametrize("release", ["backward", "forward"])
 def test_a_job_that_was_closed_continues(
     path: Path, settings: Any, course: dict[int, str], release: str

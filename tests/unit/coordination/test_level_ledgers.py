@@ -130,3 +130,39 @@ def test_a_flush_that_failed_is_over_and_a_commit_that_failed_broke_the_version(
     assert log.events[2]["message"] == "full; training goes on, without this version in /disk"
     assert log.events[4]["message"] == "gone; training goes on, without this version in /far"
     assert log.events[4]["behind_since"] == 1
+
+
+def test_failures_of_one_cause_are_shown_at_a_decreasing_rate(agreement: Agreement) -> None:
+    """A disk that is full for a night, on 64 ranks. The end of it is shown, too."""
+    log = Log()
+    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
+    for version in range(1, 101):
+        agreement.local.open = [v(version)]
+        reports.on_agent_message(CommitFailed(v(version), f"full: .v{version}.tmp"))
+    shown = [each for each in log.events if each["severity"] == logging.ERROR]
+    assert [each["version"] for each in shown] == [1, 2, 3, 10, 100]
+    assert "only the 10th, the 100th, ... are shown" in shown[2]["message"]
+    assert "(failure 100 of this kind;" in shown[4]["message"]
+    for version in range(101, 201):
+        reports.on_agent_message(Committed(v(version), 8, 0.1, 0.2, False))
+    (text,) = [each["message"] for each in log.events if each["name"] == "notice"]
+    assert text == "local level: it has versions again, after 100 failures"
+    reports.on_agent_message(CommitFailed(v(201), "full: .v201.tmp"))
+    assert log.events[-1]["severity"] == logging.ERROR, "another night"
+
+
+def test_a_loss_at_every_step_is_shown_at_a_decreasing_rate_too(agreement: Agreement) -> None:
+    """Forward passes that change weights: this rank fails, and then the vote says so once more."""
+    log = Log()
+    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
+    for version in range(1, 10):
+        reports.lost(version, "weight: changed")
+        reports.lost(version, "void on all")
+        reports.emit(
+            "sealed", level=MEMORY
+        )  # another rank's failure does not end this one's sealing
+    failed = [each for each in log.events if each["name"] == "failed"]
+    assert len(failed) == 18, "receivers of events get all"
+    told = [(e["version"], e["message"]) for e in failed if e["severity"] == logging.ERROR]
+    assert [version for version, _ in told] == [1, 2, 3]
+    assert all("weight" in text for _, text in told)
