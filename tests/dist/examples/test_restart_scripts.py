@@ -29,10 +29,10 @@ from tests.support.restart_job import (
     state_of,
     undisturbed_curves,
 )
-from tests.support.slurm_cluster import free_ports
 from tests.support.thorough import on_demand
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.storage.persistent import PersistentStore
+from tierckpt.testing.ports import free_ports
 
 RANKS = 2
 HALF = STEPS // 2
