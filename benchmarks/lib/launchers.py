@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,18 +58,10 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 __all__ = [
     "LOOPBACKS",
     "SHIM",
     "environment",
-    "free_port",
     "horovodrun",
     "torchrun",
     "write_discovery",

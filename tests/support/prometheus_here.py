@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.exported_job import wait_until
+from tierckpt.testing.ports import free_ports
 
 
 def program(name: str) -> str:
@@ -26,13 +26,6 @@ def program(name: str) -> str:
     if found is None:
         pytest.skip(f"{name} is not installed")
     return found
-
-
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def get(url: str) -> str:
@@ -85,7 +78,7 @@ def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
         "scrape_configs": [{"job_name": "training", "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yml").write_text(json.dumps(configuration))  # JSON is YAML
-    port = free_port()
+    port = free_ports(1)[0]
     command = [
         program("prometheus"),
         f"--config.file={folder / 'prometheus.yml'}",

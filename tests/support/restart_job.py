@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.support.slurm_cluster import free_ports
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+from tierckpt.testing.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "restarts"

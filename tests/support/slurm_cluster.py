@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.slurm_here import PATH
+from tierckpt.testing.ports import free_ports
 
 PATIENCE_SECONDS = 120.0
 
@@ -254,14 +255,3 @@ class SlurmError(subprocess.CalledProcessError):
 
     def __str__(self) -> str:
         return str(self.cmd)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that no process listens on now."""
-    with contextlib.ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            taken = stack.enter_context(socket.socket())
-            taken.bind(("", 0))
-            found.append(taken.getsockname()[1])
-        return found

@@ -109,7 +109,8 @@ def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Cour
     """Train for `seconds`, or to the end; SIGKILL a random rank at each of `kills`.
 
     Seconds count from the moment when the job first is ready to train. After the death of a rank
-    the others are ended and all are started again, as torchrun does.
+    the others are ended and all are started again, as torchrun does. No kill is left out, even if
+    this process is so late that the seconds are over.
     """
     order.folder.mkdir(parents=True, exist_ok=True)
     workload_of(order)
@@ -118,7 +119,7 @@ def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Cour
     began, ranks = time.time(), _start(order, number)
     try:
         begin = when_ready(order, lambda seconds: _wait(ranks, seconds))
-        while (now := time.monotonic() - begin) < seconds:
+        while (now := time.monotonic() - begin) < seconds or ahead:
             if ahead and ahead[0] <= now:
                 ranks[chance.randrange(order.world)].kill()
                 done.append(begin + ahead.pop(0))

@@ -16,13 +16,13 @@ from lib.launchers import (
     LOOPBACKS,
     SHIM,
     environment,
-    free_port,
     horovodrun,
     torchrun,
     write_discovery,
 )
 from lib.processes import MARK, Family
 from lib.report import align
+from tierckpt.testing.ports import free_ports
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("started", "imported", "met", "built", "attached", "restored", "stepped")
@@ -105,7 +105,7 @@ def _commands(job: Job, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
             return [([*command, sys.executable, str(HERE / "killed_elastic.py"), plan], {})]
         case "NVRx in-process":
             # One reserve rank for each kill. No launcher: it would end the survivors.
-            size, port = job.world + job.kills, str(free_port())
+            size, port = job.world + job.kills, str(free_ports(1)[0])
             place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             command = [sys.executable, str(HERE / "killed_inprocess.py"), plan]
             return [(command, {**place, "RANK": str(each)}) for each in range(size)]

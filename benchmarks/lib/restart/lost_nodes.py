@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from lib.launchers import SHIM, environment, free_port, torchrun
+from lib.launchers import SHIM, environment, torchrun
 from lib.processes import MARK, Family
 from lib.restart.kills import Job, Kills, figures
+from tierckpt.testing.ports import free_ports
 
 HERE = Path(__file__).resolve().parent
 FIRST = "node0"
@@ -62,7 +63,7 @@ class _Nodes:
     """The processes of launchers, one for each node."""
 
     def __init__(self, job: Job, folder: Path, env: dict[str, str]) -> None:
-        self.port, self._shims = free_port(), free_port()
+        self.port, self._shims = free_ports(2)
         self._job, self._folder, self._env = job, folder, env
         self._started: list[subprocess.Popen[bytes]] = []
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lib.launchers import free_port
+from tierckpt.testing.ports import free_ports
 
 PATIENCE_SECONDS = 1_000_000  # a stopped rank must not time out
 PR_SET_PDEATHSIG = 1
@@ -81,7 +81,7 @@ class TorchRanks:
         meeting = {
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(free_ports(1)[0]),
         }
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
         return [_popen(command, {**environment, **meeting, **rank}, log) for rank in ranks]

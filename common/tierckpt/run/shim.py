@@ -257,6 +257,7 @@ class Shim:
     def _script_ended(self) -> None:
         script = self._script
         assert script is not None
+        self._look_for_outside_end(or_comes=True)  # the script may be quicker than this process
         self._reported()
         self._forget(script)
         _, self._status = os.waitpid(script.pid, 0)
@@ -303,10 +304,8 @@ class Shim:
         process.reap((self._own() | script) - self._strangers)
 
     def _look_at_signals(self) -> None:
-        ended = self._signals.end_of_witness()
+        self._look_for_outside_end()
         numbers, self._signals.received = self._signals.received, []
-        if ended in OUTSIDE or any(number in OUTSIDE for number in numbers):
-            self._stop_restarts()
         if self._script is not None:
             pass_on(self._script.pid, numbers, self._signals.was_for_all)
             self._signals.place_witness()
@@ -315,11 +314,13 @@ class Shim:
         elif fatal := [number for number in numbers if number in OUTSIDE]:
             self._end(fatal[0])
 
-    def _stop_restarts(self) -> None:
-        """The job is being ended from outside: the launcher decides."""
-        self._is_ending = True
-        if self._is_supervised:
-            self._report({"leaving": True})
+    def _look_for_outside_end(self, or_comes: bool = False) -> None:
+        """If the job is being ended from outside, the launcher decides on restarts."""
+        ended = self._signals.end_of_witness(or_comes)
+        if ended in OUTSIDE or any(number in OUTSIDE for number in self._signals.received):
+            self._is_ending = True
+            if self._is_supervised:
+                self._report({"leaving": True})
 
 
 __all__ = ["Shim"]

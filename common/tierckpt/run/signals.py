@@ -92,11 +92,13 @@ class Signals:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
-    def end_of_witness(self) -> int | None:
-        """The signal that has just ended the witness; None if it is there."""
+    def end_of_witness(self, or_comes: bool = False) -> int | None:
+        """The signal that has just ended the witness; None if it is there. `or_comes`: wait for
+        the end if a signal is on its way."""
         if self._witness is None:
             return None
-        pid, status = os.waitpid(self._witness, os.WNOHANG)
+        options = 0 if or_comes and _has_signal(self._witness) else os.WNOHANG
+        pid, status = os.waitpid(self._witness, options)
         if pid == 0:
             return None
         self._witness = None
@@ -123,21 +125,22 @@ class Signals:
     def _is_dying(self) -> bool:
         """True if a signal ends the witness, which may not have run since, or not be gone yet;
         waits for that end."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if _has_signal(self._witness):
-                os.waitpid(self._witness or 0, 0)
-                self._witness = None
-                return True
-        return False
+        if self._witness is None or not _has_signal(self._witness):
+            return False
+        os.waitpid(self._witness, 0)
+        self._witness = None
+        return True
 
 
-def _has_signal(process_id: int | None) -> bool:
+def _has_signal(process_id: int) -> bool:
     """True if the process has a pending signal, or is ending: to give back the memory of a large
     process takes a while."""
-    lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
-    if any(line.startswith(_SCAN) and int(line.split()[1], 16) for line in lines):
-        return True
-    return bool(int(process_stat(str(process_id))[6]) & _EXITING)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+        if any(line.startswith(_SCAN) and int(line.split()[1], 16) for line in lines):
+            return True
+        return bool(int(process_stat(str(process_id))[6]) & _EXITING)
+    return False
 
 
 def _end_by_signals() -> None:

@@ -76,7 +76,7 @@ def test_an_agent_of_the_previous_run_still_writes(job: Job) -> None:
     """The agent holds v8 while the new run resumes from it; both write their versions to disk."""
     job.settings.update(local_keep_last=9)
     old = stopped_agent(job, "stop@file:op=write,hit=2")
-    life = job.start(gates={"stand": 17, "end": STEPS}).waiting("stand")
+    life = job.start(gates={"stand": 17, "end": STEPS}, patient=True).waiting("stand")
     assert life.start >= 8
     assert 8 not in on_disk(job, 0)
     assert 8 in on_disk(job, 1)

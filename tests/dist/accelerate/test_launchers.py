@@ -13,8 +13,8 @@ from tests.support.crash.launcher import quiet_environment
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.jobs import Run, attempts
 from tests.support.frameworks.scenario import VARIABLE
-from tests.support.slurm_cluster import free_ports
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+from tierckpt.testing.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "support" / "accelerate" / "job.py"

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.pod import Pod, require_pods
 from tests.support.restart_job import EXAMPLES, PATIENCE_SECONDS, STEPS, RestartJob, state_of
-from tests.support.slurm_cluster import free_ports
 from tests.support.thorough import on_demand
+from tierckpt.testing.ports import free_ports
 
 HALTED = 75
 

@@ -16,9 +16,9 @@ import torch
 
 from tests.support import exact
 from tests.support.rank_pool import HOROVODRUN
-from tests.support.slurm_cluster import free_ports
 from tests.support.training import horovod, working_in
 from tests.support.warm_python.servers import PYTHON
+from tierckpt.testing.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"

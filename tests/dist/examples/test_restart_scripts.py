@@ -29,10 +29,10 @@ from tests.support.restart_job import (
     state_of,
     undisturbed_curves,
 )
-from tests.support.slurm_cluster import free_ports
 from tests.support.thorough import on_demand
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.storage.persistent import PersistentStore
+from tierckpt.testing.ports import free_ports
 
 RANKS = 2
 HALF = STEPS // 2
@@ -213,9 +213,9 @@ def test_a_job_on_spot_machines_ends_in_time_and_goes_on(
         ranks = start_on_spot_machines(job, server.endpoint, step_seconds=0.15)
         job.wait_for(lambda: job.step() >= 2, "the first steps")
         server.reply = cloud = Aws()
-        end = cloud.announce(60)
+        end = cloud.announce(110)
         for rank in ranks:
-            rank.wait(60)
+            rank.wait(120)
         assert time.time() < end
         # The latter is gloo's, now and then, after all work.
         assert {rank.returncode for rank in ranks} <= {HALTED, -signal.SIGABRT}

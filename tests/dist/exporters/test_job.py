@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.prometheus_here import free_port
+from tierckpt.testing.ports import free_ports
 
 pytest.importorskip("prometheus_client")
 
@@ -57,7 +57,7 @@ def value(text: str, name: str, labels: str = "") -> float:
 
 
 def test_one_rank_exports_and_its_successor_goes_on(tmp_path: Path, shm_dir: Path) -> None:
-    port, script = free_port(), tmp_path / "script.py"
+    port, script = free_ports(1)[0], tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),

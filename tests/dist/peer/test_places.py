@@ -12,6 +12,7 @@ import pytest
 
 from tests.dist.peer.test_peer_level import protected_at
 from tests.support.training import Place, attach, make_job, rank, restored_into, train
+from tierckpt.testing.ports import free_ports
 
 STEPS = 3
 RACKS = ((0, 1), (2, 3))
@@ -65,14 +66,6 @@ def listening(pid: int) -> set[tuple[str, int]]:
             host, port = where.split(":")
             found.add((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
     return found
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports
 
 
 def test_agents_listen_at_the_given_address_and_a_lost_rack_is_restored(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 from tests.support.rank_pool import HOROVODRUN, MPIRUN
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 from tierckpt.run.times import PARTS
+from tierckpt.testing.ports import free_ports
 
 LOOP = """\
     start = int(ckpt.restore())
@@ -166,7 +166,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_torchrun(how: str, job: Callable[..., Done], undisturbed: list[str]) -> None:
     """Whether the ranks share the store of torchrun's agent (where restarts fail without the
     shim), or rank 0 opens one."""
-    options = ("--master-port", free()) if how == "static" else ("--standalone",)
+    options = ("--master-port", str(free_ports(1)[0])) if how == "static" else ("--standalone",)
     share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if how == "own store" else {}
     done = job(torchrun(*options), TWICE, "--times", "times", **share)
     assert done.status == 0, done.err
@@ -277,13 +277,7 @@ def test_mpirun(
     """With gloo; the shims meet at MASTER_PORT, which the first attempt uses, too."""
     launchable(MPIRUN)
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free()}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     done = job([*command, PYTHON, "-m", "tierckpt.run"], KILL, **where)
     assert done.status == 0, done.err
     assert done.lines("ends at") == undisturbed
-
-
-def free() -> str:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return str(found.getsockname()[1])

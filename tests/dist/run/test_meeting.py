@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slurm_cluster import free_ports
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+from tierckpt.testing.ports import free_ports
 
 SCRIPT = """
 import os, sys

@@ -69,10 +69,7 @@ class Shim:
 
     def new_witness(self, former: int) -> None:
         """Wait until the shim has another witness."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self.witness() in (former, 0):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: self.witness() not in (former, 0))
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -96,6 +93,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Shim]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(each.group, signal.SIGKILL)
         each.process.communicate()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -159,14 +163,32 @@ def test_sigterm_to_the_children_alone_ends_the_job(start: Callable[..., Shim]) 
     assert shim.rest("75\n") == ("read 75\n", "", 75)
 
 
+ENDS = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+"""
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_script_that_ends_before_a_busy_shim_looks_is_not_started_again(
+    to_all: bool, start: Callable[..., Shim]
+) -> None:
+    """The children are signalled, or the whole group, and the script's handler is quick."""
+    shim = start(ENDS + PLAIN)
+    children = Path(f"/proc/{shim.shim}/task/{shim.shim}/children").read_text().split()
+    os.kill(shim.shim, signal.SIGSTOP)
+    for pid in [-shim.group] if to_all else map(int, children):
+        os.kill(pid, signal.SIGTERM)
+    until(lambda: all(gone(int(pid)) for pid in children))
+    os.kill(shim.shim, signal.SIGCONT)
+    assert shim.rest() == ("", "", 75)
+
+
 def test_a_killed_shim_takes_its_script_with_it(start: Callable[..., Shim]) -> None:
     shim = start(PLAIN)
     os.kill(shim.shim, signal.SIGKILL)
     assert shim.rest()[2] == -signal.SIGKILL
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not gone(shim.script):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: gone(shim.script))
 
 
 WORKERS = """
@@ -201,10 +223,8 @@ def test_the_next_attempt_finds_no_worker_of_the_last_one(start: Callable[..., S
         assert ends not in children
     finally:
         os.kill(stays, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while Path(f"/proc/{stays}").exists():  # no zombie: the shim reaps what it has adopted
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    # No zombie: the shim reaps what it has adopted.
+    until(lambda: not Path(f"/proc/{stays}").exists())
     assert shim.rest("\n")[2] == 0
 
 
@@ -218,18 +238,18 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         os.execve(sys.executable, [sys.executable, "-m", "tierckpt.run", str(path)], env)
     seen = b""
 
-    def until(text: bytes) -> None:
+    def read_until(text: bytes) -> None:
         nonlocal seen
         deadline = time.monotonic() + PATIENCE_SECONDS
         while text not in seen:
             assert select.select([terminal], [], [], deadline - time.monotonic())[0], seen
             seen += os.read(terminal, 4096)
 
-    until(b"ready")
+    read_until(b"ready")
     os.write(terminal, b"\x03")
-    until(b"SIGINT")
+    read_until(b"SIGINT")
     os.write(terminal, b"4\n")
-    until(b"read 4")
+    read_until(b"read 4")
     assert seen.count(b"SIGINT") == 1
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
     os.close(terminal)

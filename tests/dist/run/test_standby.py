@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.restart_job import RestartJob, undisturbed_curves
-from tests.support.slurm_cluster import free_ports
 from tests.support.warm_python.servers import PYTHON
+from tierckpt.testing.ports import free_ports
 
 LATE_STEP = 20
 Start = Callable[..., "subprocess.Popen[bytes]"]

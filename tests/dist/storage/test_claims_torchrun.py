@@ -15,15 +15,16 @@ import pytest
 
 from tests.support.thorough import on_demand
 from tierckpt.storage.local.directory_claim import PREFIX
+from tierckpt.testing.ports import free_ports
 
 pytestmark = on_demand("torchruns take half a minute; what they prove is tested with made-up ones")
 
 PATIENCE_SECONDS = 120.0
 RANK = """
 import os, sys, time, torch, torch.distributed as dist, ddp_ckpt
-from tierckpt import claims
+from tierckpt.storage.local import directory_claim
 from tierckpt.storage.memory.job_directory import JobBusyError
-claims.HERE_SECONDS = 1.0
+directory_claim.HERE_SECONDS = 1.0
 dist.init_process_group("gloo")
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -95,9 +96,10 @@ def until(true: Callable[[], object]) -> None:
 def test_two_torchruns_of_one_name_are_two_jobs(
     torchrun: Callable[..., Torchrun], tmp_path: Path
 ) -> None:
-    first = torchrun("a", 29611, "--nnodes=1")
+    ports = free_ports(2)
+    first = torchrun("a", ports[0], "--nnodes=1")
     until(lambda: first.said("STEP"))
-    second = torchrun("b", 29612, "--nnodes=1")
+    second = torchrun("b", ports[1], "--nnodes=1")
     until(lambda: second.said("REFUSED"))
     (why,) = second.said("REFUSED")
     assert f"another job uses {tmp_path / 'ckpts'} (process {first.pid()} on" in why
@@ -112,7 +114,8 @@ def test_a_node_that_hangs_keeps_the_next_round_of_its_agents_not_out(
     """The hanging rank has its lock; the agent of the other one has begun the next round."""
     conf = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=3,is_host="
     options = ("--nnodes=1:2", "--max-restarts=3")
-    first, second = (torchrun(n, 29613, f"{conf}{n == 'a'}", *options) for n in "ab")
+    port = free_ports(1)[0]
+    first, second = (torchrun(n, port, f"{conf}{n == 'a'}", *options) for n in "ab")
     until(lambda: first.said("STEP") and second.said("PID"))
     hung = [second.pid(), second.process.pid]
     for pid in hung:

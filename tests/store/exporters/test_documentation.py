@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.prometheus_here import free_port, program
+from tests.support.prometheus_here import program
 from tierckpt.exporters.metrics import METRICS, PHASES, REASONS, SEVERITIES
+from tierckpt.testing.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "exporters.md"
@@ -76,7 +77,7 @@ def test_the_code_runs(block: str, tmp_path: Path, shm_dir: Path) -> None:
         **{"HOME": str(tmp_path), "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"},
     }
     done = subprocess.run(
-        [sys.executable, "-c", BEFORE + block.replace("9400", str(free_port())) + AFTER],
+        [sys.executable, "-c", BEFORE + block.replace("9400", str(free_ports(1)[0])) + AFTER],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from tests.support.exported_job import EVENTS, JOB, VALUES, play, wait_until
-from tests.support.prometheus_here import free_port, get, lint, program, running
+from tests.support.prometheus_here import get, lint, program, running
 from tierckpt import ConfigError
 from tierckpt.exporters import PrometheusFile, PrometheusPort, PrometheusRegistry
 from tierckpt.exporters.setting import exporters_of
 from tierckpt.testing import TinyJob
+from tierckpt.testing.ports import free_ports
 
 pytest.importorskip("prometheus_client")
 
@@ -125,7 +126,7 @@ def test_in_a_folder_files_are_named_after_the_job(tmp_path: Path) -> None:
 def test_node_exporter_serves_the_file(tmp_path: Path) -> None:
     node_exporter = program("prometheus-node-exporter")
     play(PrometheusFile(tmp_path))
-    port = free_port()
+    port = free_ports(1)[0]
     command = [
         *(node_exporter, "--collector.disable-defaults", "--collector.textfile"),
         f"--collector.textfile.directory={tmp_path}",
@@ -267,7 +268,7 @@ time.sleep(3600)
 
 
 def test_a_forked_worker_does_not_keep_the_port_of_a_killed_trainer() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     trainer = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", FORKED, str(port)],
         stdin=subprocess.PIPE,
@@ -301,7 +302,7 @@ def test_a_script_that_serves_metrics_already_serves_ours_too() -> None:
 
 
 def test_all_ranks_of_a_node_have_ports_in_a_row() -> None:
-    first = free_port()
+    first = free_ports(1)[0]
     exporter = PrometheusPort(first, "127.0.0.1", ranks="all")
     exporter.on_attached(replace(JOB, rank=3, local_rank=1))
     wait_until(lambda: exporter.port == first + 1 or exporter._failed, "it did not start")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ commit_one(LocalStore(sys.argv[1]), key_of(7), edition=1)
 """
 
 
+def wait_for_the_stop(process: subprocess.Popen[str], marks: Path) -> None:
+    """The one by the fault, which leaves a mark: anybody may stop a process, and wake it."""
+    fired = False
+    while not fired:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        fired = any(marks.iterdir())
+
+
 @pytest.mark.parametrize("phase", ["write", "fsync", "rename", "open_manifest", "fsync_manifest"])
 @pytest.mark.parametrize("spare", [False, True], ids=["", "beside a retired file"])
 def test_a_version_that_a_living_writer_is_writing_is_not_started_by_another(
@@ -90,8 +100,7 @@ def test_a_version_that_a_living_writer_is_writing_is_not_started_by_another(
         patch.setenv(_faults.FIRED_VARIABLE, str(marks))
         hangs = python(WRITER, store.directory)
     try:
-        _, status = os.waitpid(hangs.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        wait_for_the_stop(hangs, marks)
         if spare:
             commit_one(store, key_of(1))
             store.retire(key_of(1))
@@ -118,8 +127,7 @@ def test_a_file_that_a_hung_writer_has_open_is_not_kept_for_reuse(
         patch.setenv(_faults.FIRED_VARIABLE, str(marks))
         hangs = python(WRITER, store.directory)
     try:
-        _, status = os.waitpid(hangs.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        wait_for_the_stop(hangs, marks)
         assert is_sound(store, key_of(7))
         os.link(store._data(key_of(7)), tmp_path / "kept")
         (tmp_path / "kept").rename(store._spare(key_of(7)))  # as an earlier tierckpt would

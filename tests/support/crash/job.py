@@ -34,6 +34,7 @@ import tierckpt
 from tests.support import exact
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
+from tierckpt.agent import connection_states
 from tierckpt.checkpointer import restart
 from tierckpt.coordination import job_history
 from tierckpt.restore import loader, verification
@@ -207,6 +208,8 @@ def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     for what, (owner, name) in CALLS.items():
         setattr(owner, name, announced(what, getattr(owner, name)))
     tell_refusals(journal, scenario.unprotected)
+    if scenario.patient:
+        connection_states.ANSWER_SECONDS = 1e6
     if scenario.late_release:
         # As on CUDA: a rank that is ahead asks for its next slot as early as it can.
         snapshot.Snapshot.starts_at_once = True
