@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,28 @@ def test_a_restart_that_does_not_use_the_journal_names_it(
     assert (ckpt.version, texts) == (STEPS, [])
     assert again.image() == killed.image()
     ckpt.abandon()
+
+
+def test_without_the_setting_files_go_when_no_restart_takes_them(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    """The journal leads on from v1, and stays as long as v1 may be needed."""
+    path = tmp_path / "ckpts"
+    killed_run(path, shm_dir)
+    loop, ckpt, _ = restart(path, shm_dir, local_journal_steps=0, local_keep_last=3)
+    for left in (True, True, False):
+        ckpt.save(now=True)
+        train(loop, ckpt, 3)  # the ballots of these
+        for thread in threading.enumerate():
+            if thread.name == "tierckpt-old-journal":
+                thread.join()
+        assert bool(names_in(path / FOLDER)) == left
+    ckpt.abandon()
+    killed_run(path, shm_dir)
+    assert names_in(path / FOLDER)
+    _, ckpt, _ = restart(path, shm_dir, local_journal_steps=0)
+    ckpt.close()
+    assert names_in(path / FOLDER) == []
 
 
 def test_a_journal_of_another_number_of_ranks_is_named_and_goes_with_the_versions(
