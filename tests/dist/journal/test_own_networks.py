@@ -79,8 +79,6 @@ def test_a_spare_goes_on_from_the_copy(job: RestartJob, network: Network) -> Non
     job.wipe("node1")
     reached = job.step()
     job.over(first, 2)
-    print(log.read_text())
-    print(job.starts(0), job.starts(1))
     for rank in range(2):
         assert job.starts(rank)[1]["start"] >= reached - MOST_WAITING
     assert [job.curve(rank) for rank in range(2)] == undisturbed_curves(2)
