@@ -120,7 +120,7 @@ class CheckpointerParts:
         )
         undo.callback(self._active.close)
         submit = self._active.submit
-        self._journal = Journal(self.config.directory, self.group.size)
+        self._journal = Journal(self.config, self.group, self._node)
         if self.config.local.journal_steps:
             peers, capture = self._levels.peers, self._active.capture
             self._journal = JournalRecorder(

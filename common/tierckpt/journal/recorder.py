@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tierckpt._text import in_words, size_text
@@ -44,7 +43,6 @@ from .images import (
 )
 from .journal import Journal
 from .replay import Replay
-from .segments import FOLDER, FileOwner
 from .support import StepClass
 from .unused import NOT_STRICT
 from .writer import CLOSE_SECONDS, Draft, JournalWriter
@@ -90,11 +88,9 @@ class JournalRecorder(Journal):
         submit: Callable[[Work], None],
     ) -> None:
         """All arguments stay their owners'. `submit` gives the copier work."""
-        super().__init__(config.directory, group.size)
-        self.folder = Path(config.directory) / FOLDER
-        self._config, self._group, self._state = config, group, state
+        super().__init__(config, group, peers.node)
+        self._state = state
         self._capture, self._reports, self._submit = capture, reports, submit
-        self._owner = FileOwner(group.rank, group.size, peers.node)
         self._copies = JournalCopies(config, group.rank, group.size, peers, self.folder, reports)
         alone = not self._copies.on
         self._writer = JournalWriter(self.folder, self._failed, reuses_small=alone)
@@ -145,7 +141,7 @@ class JournalRecorder(Journal):
         return self._copies.drain(begin + timeout_seconds - time.monotonic()) and done
 
     def close(self, remove: bool = False) -> None:
-        self._copies.close()
+        self._copies.close(remove)
         if remove:
             self._writer.remove(self._owner.tidies)
         self._writer.close()

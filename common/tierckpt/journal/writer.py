@@ -153,10 +153,14 @@ class JournalWriter:
 
         self._queue.put(remove)
 
-    def close(self) -> None:
-        """Write what was submitted, for at most CLOSE_SECONDS, and end the thread."""
+    def after_all(self, work: Callable[[], None]) -> None:
+        """Call this on the thread, after the records that were submitted."""
+        self._queue.put(work)
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write what was submitted, for at most that time, and end the thread."""
         self._queue.put(None)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(max(timeout_seconds, 0.0))
 
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until all submitted records are durable or have failed; False after that time."""

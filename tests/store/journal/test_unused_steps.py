@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,35 @@ def test_a_restart_that_does_not_use_the_journal_names_it(
     assert (ckpt.version, texts) == (STEPS, [])
     assert again.image() == killed.image()
     ckpt.abandon()
+
+
+def test_without_the_setting_files_go_when_no_restart_takes_them(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    """The journal leads on from v1, and stays as long as v1 may be needed."""
+    path = tmp_path / "ckpts"
+    killed_run(path, shm_dir)
+    settings = {"local_journal_steps": 0, "local_every_steps": 3, "local_keep_last": 3}
+    loop, ckpt, _ = restart(path, shm_dir, **settings)
+    for left in (True, True, False):
+        while ckpt.version % 3:
+            train(loop, ckpt, 1)
+        train(loop, ckpt, 2)  # their ballots say that the version is complete
+        for thread in threading.enumerate():
+            if thread.name == "tierckpt-old-journal":
+                thread.join()
+        assert bool(names_in(path / FOLDER)) == left
+    ckpt.abandon()
+
+
+def test_without_the_setting_files_go_with_the_end_of_the_job(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    path = tmp_path / "ckpts"
+    killed_run(path, shm_dir)
+    _, ckpt, _ = restart(path, shm_dir, local_journal_steps=0)
+    ckpt.close()
+    assert names_in(path / FOLDER) == []
 
 
 def test_a_journal_of_another_number_of_ranks_is_named_and_goes_with_the_versions(

@@ -12,8 +12,10 @@ computed on the other node travels there.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ from tierckpt.journal.images import GradientImages, Image, Tree
 from tierckpt.journal.writer import Draft, FrameBytes, JournalWriter
 from tierckpt.peer.address import own_host
 
-from .small_state_link import Keeper, SmallStateReceiver, SmallStateSender
+from .small_state_link import AGAIN_SECONDS, Keeper, SmallStateReceiver, SmallStateSender
 
 STOPPED = (
     "the copy of rank {ward}'s journal ends at v{last}: {why}. If that rank's node is lost, so are "
@@ -131,13 +133,15 @@ class JournalCopies:
         """As `JournalWriter.drain`."""
         return self._writer is None or self._writer.drain(timeout_seconds)
 
-    def close(self) -> None:
-        """End all threads."""
+    def close(self, remove: bool = False) -> None:
+        """End all threads. They wait AGAIN_SECONDS for the other nodes, which may have vanished;
+        with `remove` not at all, as nobody needs the copies."""
         if self._writer is None:
             return
         self._closing = True
-        self._sender.close()
-        self._writer.close()
+        end = time.monotonic() + (0.0 if remove else AGAIN_SECONDS)
+        self._sender.close(end - time.monotonic())
+        self._writer.close(end - time.monotonic())
         self._receiver.close()
         self._writer.close()  # the thread may have waited for the ward
         self._receiver.release()
@@ -192,8 +196,15 @@ class JournalCopies:
     # --- what fails -----------------------------------------------------------------------------
 
     def _give_up(self, error: Exception) -> None:
-        self._segment, self._steps = None, []
-        self._warn(self._last, in_words(error, TierckptError))
+        segment, self._segment, self._steps = self._segment, None, []
+        if segment is not None and self._writer is not None:
+            # After the records that wait: if one of them fails, the copy ends before it.
+            self._writer.after_all(partial(self._end, segment, self._last, in_words(error, TierckptError)))
+
+    def _end(self, segment: SegmentName, last: VersionId, why: str) -> None:
+        """The writer's thread, after the last record of a copy."""
+        if self._writer is not None and self._writer.failed != segment:
+            self._warn(last, why)
 
     def _failed(self, last: VersionId, error: Exception) -> None:
         """The record after `last` could not be written; the writer's thread."""

@@ -19,7 +19,7 @@ from tierckpt.errors import PeerError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import digest
 from tierckpt.journal.frames import SegmentName
-from tierckpt.journal.writer import CLOSE_SECONDS, MOST_WAITING, Draft, FrameBytes, last_frame
+from tierckpt.journal.writer import MOST_WAITING, Draft, FrameBytes, last_frame
 from tierckpt.peer.address import Address
 from tierckpt.peer.wire import MOST_TEXT, Link, greet, reach
 
@@ -57,6 +57,7 @@ class SmallStateSender:
         """The file of which too many records waited to be sent."""
         self._begun: SegmentName | None = None
         """The file of the last record sent."""
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="tierckpt-small-state", daemon=True)
         self._thread.start()
 
@@ -77,13 +78,16 @@ class SmallStateSender:
         """Inform the keeper that no further record of that file comes."""
         self._queue.put((keeper, segment, why))
 
-    def close(self) -> None:
-        """Send what waits, for at most CLOSE_SECONDS, and end the thread."""
+    def close(self, timeout_seconds: float) -> None:
+        """Send what waits, for at most that time, and end the thread."""
         self._queue.put(None)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(max(timeout_seconds, 0.0))
+        self._closed = True
+        if (link := self._link) is not None:
+            link.shut()
 
     def _run(self) -> None:
-        while (order := self._queue.get()) is not None:
+        while (order := self._queue.get()) is not None and not self._closed:
             keeper, segment, what = order
             try:
                 if segment != self._lost:

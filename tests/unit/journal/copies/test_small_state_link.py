@@ -17,7 +17,7 @@ from tierckpt.journal.copies import small_state_link
 from tierckpt.journal.copies.small_state_link import Keeper, SmallStateReceiver, SmallStateSender
 from tierckpt.journal.frames import SegmentName
 from tierckpt.journal.images import CopiedTree, Image
-from tierckpt.journal.writer import MOST_WAITING, Draft, last_frame
+from tierckpt.journal.writer import CLOSE_SECONDS, MOST_WAITING, Draft, last_frame
 from tierckpt.peer.wire import reach
 
 SECRET = b"of this run"
@@ -71,7 +71,7 @@ def pair() -> Iterator[Pair]:
     made = Pair()
     yield made
     made.receiver.close()
-    made.sender.close()
+    made.sender.close(CLOSE_SECONDS)
     made.receiver.release()
 
 
@@ -130,6 +130,17 @@ def test_a_keeper_that_takes_nothing_costs_a_bounded_number_of_records(pair: Pai
     pair.send(*(replace(draft(number), small=small) for number in range(1, 50)))
     assert pair.sender._waiting <= MOST_WAITING + 1
     assert "not taken fast enough" in pair.why_not(draft(30))
+
+
+def test_a_sender_ends_though_the_keeper_takes_nothing(pair: Pair) -> None:
+    large = torch.zeros(16 << 20, dtype=torch.uint8)  # more than a connection holds
+    small = Image(bytes(PAGE_BYTES), large, (len(large),), CopiedTree(large[:0]))
+    pair.send(draft(1))
+    assert pair.takes(draft(1))
+    pair.send(replace(draft(2), small=small))
+    pair.sender.close(0.0)
+    pair.sender._thread.join()
+    assert pair.why_not(draft(2))
 
 
 def test_bytes_that_arrive_damaged_end_the_copy_at_once(
