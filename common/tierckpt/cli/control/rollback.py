@@ -66,8 +66,8 @@ def _files(path: str) -> Iterator[RollbackFiles]:
         if not Path(path).is_dir():
             raise ConfigError(f"{path} is not a directory; give a job's path or persistent_path")
         if not was_job_here(path):
-            text = "no start looks for a request in this directory"
-            raise ConfigError(f"{path}: {text}: {where_jobs_are(path)}")
+            text = f"no job has written to {path}, so no start looks for a request there"
+            raise ConfigError(f"{text}: {where_jobs_are(path)}")
         yield RollbackFiles(path)
         return
     there = load_config().persistent.at(path)
