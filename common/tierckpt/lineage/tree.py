@@ -137,7 +137,7 @@ class _Runs:
             for generation, version in lineage:
                 node = self.of(generation)
                 known = node.record or node.began or node.generation != generation
-                if before and not known:
+                if before and version and not known:
                     node.began = VersionId(before, version)
                 before = generation
 
