@@ -43,6 +43,9 @@ class LoopState:
         values: the attributes and their first values. Raises ConfigError for the name of a method.
     """
 
+    is_place = True
+    """See `state.extras.is_place`."""
+
     def __init__(self, **values: Any) -> None:
         for name in values:
             if hasattr(type(self), name):

@@ -95,6 +95,9 @@ class ResumableLoader(Generic[Batch]):
     Training thread only. Raises ConfigError for invalid values.
     """
 
+    is_place = True
+    """See `state.extras.is_place`."""
+
     def __init__(
         self,
         loader: Iterable[Batch],

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,8 @@ class Deal:
 class Position:
     """The training's place in the data: the same on all ranks, so it belongs into `extra`."""
 
+    is_place: ClassVar = True
+    """See `state.extras.is_place`."""
     length: int
     """Samples per epoch."""
     shuffle: bool

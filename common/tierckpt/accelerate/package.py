@@ -102,6 +102,9 @@ def objects_of(accelerator: Accelerator) -> dict[str, Any]:
 class Counts:
     """The counts of an Accelerator: passes since it synchronized gradients, and saved states."""
 
+    is_place = True
+    """See `state.extras.is_place`."""
+
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 

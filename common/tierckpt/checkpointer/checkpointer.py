@@ -303,7 +303,8 @@ class Checkpointer(CheckpointerLifetime):
                 tensor by tensor; False: load what fits. The report has the rest.
             progress: as for `restore`.
 
-        Raises RestoreError if there is no such version, on all ranks.
+        Raises RestoreError on all ranks, with nothing changed, if there is no such version, or in
+        the middle of a gradient accumulation: its gradients belong to the weights before.
         """
         selection = Selection.of(only, map)
         assert selection is not None

@@ -26,6 +26,7 @@ from tierckpt.core.votes import VOID
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
 from tierckpt.halt.controller import HaltController
+from tierckpt.hooks.accumulation import Accumulation
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import Iterations
 from tierckpt.snapshot.snapshot import Snapshot
@@ -60,11 +61,13 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         """Install the hooks that show the begin and end of iterations and optimizer steps, and
         handle signals; make the parts that need to know what the loop has done."""
         say = self._reports.notice_of_all
+        accumulation = Accumulation(self._state)
         self._iterations = Iterations(
             self.config.boundary,
             boundary=self._boundary,
             before_step=self._before_step,
             made_step=self.adapter.step_completed,
+            stepped=accumulation.stepped,
             keep_streams=self._active.capture.keep_streams,
             say=say,
             step_class=self.adapter.step_class,
@@ -89,7 +92,7 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         self._live = LiveState(*place, capture, self._replicas, self._unchanged, self._reports)
         about = self.config, self.group, self._live, self._levels
         going_on = self._journal, self._forks, self._schedule, self._heartbeat
-        self._restart = Restart(*about, *going_on, self.complete)
+        self._restart = Restart(*about, *going_on, accumulation, self.complete)
         take = partial(self._boundary, force=True)
         around = self._sealed, self._epoch_ends, self._heartbeat
         self._save_now = SaveNow(self.group, self._live, self._levels, *around, take, self.wait)

@@ -25,9 +25,11 @@ from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.rollback_records import keep_record
 from tierckpt.core.levels import LOCAL, MEMORY
 from tierckpt.core.schedule import Schedule
+from tierckpt.errors import RestoreError
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group
+from tierckpt.hooks.accumulation import Accumulation
 from tierckpt.journal.journal import Journal
 from tierckpt.journal.replay import Replay
 from tierckpt.lineage.fork import ForkOrder, Forks
@@ -58,12 +60,13 @@ class Restart:
         forks: Forks,
         schedule: Schedule,
         heartbeat: Heartbeat,
+        accumulation: Accumulation,
         complete: Callable[[], None],
     ) -> None:
         """All arguments stay their owners'. `complete`: `Checkpointer.complete`."""
         self._config, self._group, self._live, self._levels = config, group, live, levels
         self._journal, self._forks, self._schedule = journal, forks, schedule
-        self._heartbeat, self._complete = heartbeat, complete
+        self._heartbeat, self._accumulation, self._complete = heartbeat, accumulation, complete
 
     # --- a restore ------------------------------------------------------------------------------
 
@@ -162,6 +165,8 @@ class Restart:
         self, source: str, selection: Selection, strict: bool, bar: Progress
     ) -> PartReport:
         """Load parts of another job's version. Raises the errors of `Checkpointer.load_from`."""
+        with ErrorBarrier(self._group, _refused):
+            self._accumulation.refuse()
         self._complete()
         self._journal.pause()
         report = self._forks.load_from(source, selection, strict, bar)
@@ -238,6 +243,10 @@ class Restart:
             id_ = VersionId(result.generation, result.version)
             self._journal.begin_at(id_, self._levels.history.generation)
         live.adapter.resumed(live.position.iteration)
+
+
+def _refused(ranks: list[int], why: str) -> RestoreError:
+    return RestoreError(f"rank {ranks[0]}: {why}")
 
 
 def _load_later(value: Any) -> None:

@@ -238,9 +238,12 @@ class JobHistory:
         """The first few former nodes that did not answer, with the reason."""
         return self._former_nodes.silent if self._former_nodes else []
 
-    def begin_afresh(self) -> None:
-        """Start from nothing, in a new generation."""
-        self.lineage = ((self._next_generation, 0),)
+    def begin_afresh(self, refused: VersionId | None = None) -> None:
+        """Start from nothing, in a new generation. `refused`: the newest version that was found, if
+        the program gave up all of them: later runs do not take these, and retention removes them,
+        once this run has versions of its own."""
+        past = self.lineage_of(refused) if refused is not None else ()
+        self.lineage = (*past, (self._next_generation, 0))
         self._began = self.lineage[-1]
 
     def go_on_from(self, lineage: Lineage, version: int) -> None:

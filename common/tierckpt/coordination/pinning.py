@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from tierckpt._text import is_url
 from tierckpt.config import Config, PersistentConfig
 from tierckpt.core import stall_timeout
 from tierckpt.core.levels import LOCAL, PERSISTENT, Level
-from tierckpt.errors import ConfigError, PinError, TierckptError
+from tierckpt.errors import PinError, TierckptError
 from tierckpt.format.ids import VersionId
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.persistent import PersistentStore
@@ -109,27 +108,28 @@ def _answered(ask: Callable[[], set[str]], where: str) -> set[str]:
     return answer
 
 
-def mark_at(action: Action, version: int, path: str, place: PersistentConfig) -> list[str]:
-    """Pin or unpin a version at one place; return the names of the versions that were marked.
+def mark_at(
+    action: Action, version: int, paths: Sequence[str], place: PersistentConfig
+) -> list[str]:
+    """Pin or unpin a version at places of one job; return the names of the versions that were
+    marked.
 
-    `path` is a directory of the local level on this node, or a directory or URL of the persistent
+    A path is a directory of the local level on this node, or a directory or URL of the persistent
     level. `place` has the settings of the store. Writes nothing except marks. Raises PinError where
-    no version has that number, ConfigError if `path` is not a directory, OSError and
-    PersistentError.
+    no version has that number, OSError and PersistentError.
     """
     marked, there = set[str](), set[int]()
-    if not is_url(path):
-        if not Path(path).is_dir():
-            raise ConfigError(f"{path} is not a directory; give a job's path or persistent_path")
-        local = LocalPins(path)
-        marked |= {str(v) for v in getattr(local, action)(local.named(version))}
-        there |= {v.version for v in (local.versions() if action == "pin" else local.pinned())}
-    with _persistent(place, path) as pins:
-        marked |= {str(v) for v in getattr(pins, action)(pins.named(version))}
-        there |= {v.id.version for v in (pins.versions() if action == "pin" else pins.pinned())}
+    for path in paths:
+        if not is_url(path):
+            local = LocalPins(path)
+            marked |= {str(v) for v in getattr(local, action)(local.named(version))}
+            there |= {v.version for v in (local.versions() if action == "pin" else local.pinned())}
+        with _persistent(place, path) as pins:
+            marked |= {str(v) for v in getattr(pins, action)(pins.named(version))}
+            there |= {v.id.version for v in (pins.versions() if action == "pin" else pins.pinned())}
     if not marked:
         known = ", ".join(f"v{number}" for number in sorted(there)) or "none"
-        raise PinError(f"{path}: {_NONE[action]} as v{version}; there: {known}")
+        raise PinError(f"{_NONE[action]} as v{version}; there: {known}")
     return sorted(marked)
 
 

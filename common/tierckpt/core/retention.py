@@ -14,6 +14,9 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId, newest_first, newest_of_each, on_lineage
 from tierckpt.format.version_names import VersionName
 
+KEEP_ALL = 1_000_000
+"""As `keep_last`: all versions stay, also those that a run gave up."""
+
 
 @dataclass(frozen=True)
 class RetentionPolicy:
@@ -55,7 +58,8 @@ def retirable(
     `safe` is the newest version known to be complete on all ranks. It and all newer versions stay,
     whatever the policy. Of older ones, the last `keep_last` and the `milestones` of `keep_every`
     stay; of several with one number, only the newest counts. A version that an ancestor run wrote
-    after the version that this run started from is removed once `safe` is of this run. Versions of
+    after the version that this run started from is removed once `safe` is of this run (unless
+    `keep_last` is KEEP_ALL). Versions of
     runs that are no ancestors (the job started from nothing in the same place) are never removed.
 
     `void` are versions that are not complete on all ranks. They do not count: otherwise a rank with
@@ -75,7 +79,7 @@ def retirable(
         last = [i for i in line if i in newest][: max(policy.keep_last, 1)]
         points = milestones((i.version for i in newest), policy.keep_every)
         gone |= {*line} - {*last} - {i for i in newest if i.version in points}
-        if safe.generation == lineage[-1][0]:
+        if safe.generation == lineage[-1][0] and policy.keep_last < KEEP_ALL:
             gone |= {*past} - {*line}
     return sorted(i for i in gone if i not in keep)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from string import Template
 from typing import Any
 
+from tierckpt.core.retention import KEEP_ALL
 from tierckpt.errors import ConfigError
 
 SCHEMES = ("SINGLE", "PARTNER", "XOR", "RS")
@@ -46,8 +47,6 @@ REFUSED = {
     ("SCR_COPY_TYPE", "FILE"): f"give one of {', '.join(SCHEMES)}",
 }
 """Values without a counterpart, each with the remedy."""
-KEEP_ALL = 1_000_000
-"""Stands for SCR_PREFIX_SIZE=0: all versions."""
 
 
 @dataclass(frozen=True)

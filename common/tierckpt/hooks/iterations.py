@@ -97,6 +97,7 @@ class Iterations:
         boundary: Callable[[], None],
         before_step: Callable[[str], None],
         made_step: Callable[[str], bool],
+        stepped: Callable[[Iterable[str]], None],
         keep_streams: Callable[[], None],
         say: Say,
         step_class: Callable[[torch.optim.Optimizer], type[torch.optim.Optimizer]] = type,
@@ -110,6 +111,7 @@ class Iterations:
             before_step: the optimizer of this label is about to change something. (If the backward
                 pass is the closure of its step, the closure was called once before: `closures`.)
             made_step: its step ended; returns False if the step was not part of the training.
+            stepped: a step was made; receives the labels of `Iterations.stepped`.
             keep_streams: a step was made and the next forward pass is its boundary: the next batch
                 is drawn before that.
             say: reports problems of the loop, each text once.
@@ -125,7 +127,7 @@ class Iterations:
         self.repeating = False
         """True while a restart makes steps of a journal again: these do not count."""
         self._boundary, self._before_step = boundary, before_step
-        self._made_step = made_step
+        self._made_step, self._tell_stepped = made_step, stepped
         self._keep_streams = never_compiled("Tierckpt copies random streams here")(keep_streams)
         self._say, self._step_class, self._no_calls = say, step_class, no_calls
         self._since: dict[str, int] = {}
@@ -243,6 +245,7 @@ class Iterations:
             if not self._made_step(label):
                 return
             self._since[label] = self._since.get(label, 0) + 1
+            self._tell_stepped(self._since)
             if not self.explicit:
                 self._keep_streams()
                 if self._since[label] == STEPS_UNTIL_FORWARD:

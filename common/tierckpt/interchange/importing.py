@@ -12,7 +12,8 @@ from tierckpt.config import Config, load_config
 from tierckpt.errors import ConfigError, CorruptShardError, LeaseHeldError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
-from tierckpt.offline.survey import MissingPathError, Survey, survey
+from tierckpt.offline.folders import MissingPathError
+from tierckpt.offline.survey import Survey, survey
 from tierckpt.offline.verify import verify
 from tierckpt.restore.progress import Progress
 from tierckpt.storage.local.directory_claim import DirectoryClaim

@@ -59,6 +59,9 @@ class TrainerState:
     """One of the `extra_per_rank` objects: logged values, and the place in the data, differ between
     ranks. Training thread."""
 
+    is_place = True
+    """See `state.extras.is_place`."""
+
     def __init__(self, trainer: Any, data: TrainingData) -> None:
         self._trainer, self._data = trainer, data
         self._loop = trainer.fit_loop

@@ -26,7 +26,8 @@ from tierckpt.errors import RestoreError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
-from tierckpt.offline.survey import MissingPathError, Survey
+from tierckpt.offline.folders import MissingPathError
+from tierckpt.offline.survey import Survey
 from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile, is_kept
 from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy

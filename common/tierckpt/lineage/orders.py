@@ -14,8 +14,9 @@ from tierckpt.core.fork import Child, Origin, source_of
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import ConfigError, PinError, RestoreError
 from tierckpt.format.facts import VersionFacts
-from tierckpt.offline.jobs import refuse_several_jobs
-from tierckpt.offline.survey import MissingPathError, Survey, survey
+from tierckpt.offline.folders import MissingPathError
+from tierckpt.offline.jobs import hints_of, several_jobs, survey_of_job
+from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile
 from tierckpt.storage.local.sibling_nodes import NODE
 from tierckpt.storage.local.store import LocalStore
@@ -35,17 +36,17 @@ def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str
     there are versions already, or another order; RestoreError if there is no such version.
     """
     wanted = source_of(source)
-    refuse_several_jobs(theirs, wanted.path)
     plan = theirs.plan(wanted.version, abandoned=True)
     facts = _facts_of(plan, theirs) if plan else None
     if facts is None:
         whole = sorted({i.version for i in _ids(theirs) if theirs.plan(i.version)})
         names = ", ".join(f"v{v}" for v in whole[-8:]) or "none"
+        hint = f"; {hint}" if (hint := hints_of(wanted.path, theirs)) else ""
         raise RestoreError(
             f"there is no complete {'version' if wanted.version is None else f'v{wanted.version}'} "
             f"in {wanted.path}. Nothing was changed",
-            f"Complete ones there: {names}. If other nodes have the rest: order the fork where the "
-            f"job starts, TIERCKPT_FORK_FROM={source}",
+            f"Complete ones there: {names}{hint}. If other nodes have the rest: order the fork "
+            f"where the job starts, TIERCKPT_FORK_FROM={source}",
         )
     here = _survey(path)
     _refuse_used(path, here)
@@ -104,6 +105,10 @@ def _ids(there: Survey) -> set[Any]:
 def _refuse_used(path: str, here: Survey) -> None:
     if here.living:
         raise ConfigError(f"{path} is in use by a running job; end it, or give another path")
+    if several := several_jobs(here):
+        raise ConfigError(
+            f"{path} has checkpoints already: {several}, or another path for the new job"
+        )
     if here.copies:
         names = some([f"v{n}" for n in sorted({i.version for i in _ids(here)})])
         raise ConfigError(
@@ -117,7 +122,9 @@ def cancel_fork(path: str) -> Origin:
     without an order, or if the job has versions of its own."""
     here = survey(path)
     if not here.origins:
-        raise ConfigError(f"{path}: there is no order to begin from another job's version")
+        several = several_jobs(here)
+        text = f"{path}: there is no order to begin from another job's version"
+        raise ConfigError(f"{text}: {several}" if several else text)
     origin = here.origins[0]
     if here.copies or here.living:
         raise ConfigError(
@@ -137,8 +144,7 @@ def cancel_fork(path: str) -> Origin:
 def end_holds(path: str, version: int) -> list[str]:
     """Turn all holds of a version into notes; returns the paths of the forks that had them. Raises
     PinError if no fork holds it, ConfigError for the folder of several jobs."""
-    there = survey(path)
-    refuse_several_jobs(there, path)
+    there = survey_of_job(path)
     held = {c.name: c for _, c in there.children if c.held and c.id.version == version}
     if not held:
         others = sorted({c.id.version for _, c in there.children if c.held})

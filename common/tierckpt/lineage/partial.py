@@ -16,7 +16,7 @@ from tierckpt.errors import StateMismatchError
 from tierckpt.format.layout import TensorSpec
 from tierckpt.restore.imported import ImportedNames
 from tierckpt.restore.loader import Loader, shown
-from tierckpt.state.extras import EXTRA_STATES, PLAIN_VALUES
+from tierckpt.state.extras import EXTRA_STATES, PLAIN_VALUES, is_place
 from tierckpt.state.modules.custom_states import MODULE_STATES
 from tierckpt.state.names import FIXED, path_of
 from tierckpt.state.optimizers.put_back import Values
@@ -79,6 +79,8 @@ class PartLoader(Loader):
         found = [*self._missing, *self.report.differences]
         if not self.report.loaded:
             nothing = f"the source has nothing of {self.report.of_parts} that fits here"
+            if self.report.kept:
+                nothing += f"; this job keeps its own place: {some(self.report.kept)}"
             raise StateMismatchError(self.report.source, [nothing, *found], OTHER_NAMES)
         return found if self.strict else []
 
@@ -240,15 +242,18 @@ class _ChosenParts:
             return
         for which in ("extra", "extra_per_rank"):
             live = getattr(self._loader.state, which)
+            own = {name for name, each in live.items() if is_place(each)}
+            report.kept += [f"{which}[{name!r}]" for name in live if name in own]
             for name, value in saved[which].items():
-                if name in OF_MODULES:
+                if name in OF_MODULES or name in own:
                     continue
                 if name in live:
                     self.saved[which][name] = value
                     report.loaded.append(f"{which}[{name!r}]")
                 else:
                     report.skipped.append(f"{which}[{name!r}]")
-            others = (n for n in live if n not in saved[which] and n not in OF_MODULES)
+            known = {*saved[which], *OF_MODULES, *own}
+            others = (name for name in live if name not in known)
             report.missing += [f"{which}[{name!r}]" for name in others if name != PLAIN_VALUES]
 
     def _choose_states_of_modules(self, saved: Mapping[str, Any]) -> None:

@@ -40,7 +40,8 @@ def draw(job: JobNode, out: Path) -> int:
     lanes = _Lanes()
     lanes.add(job.runs, None, 0, 0)
     if not lanes.count:
-        raise ConfigError(f"{job.path}: no run has left a version to draw")
+        hint = f"; {job.hint}" if job.hint else ""
+        raise ConfigError(f"{job.path}: no run has left a version to draw{hint}")
     figure = Figure(figsize=(9, 1.4 + min(0.32 * lanes.count, MOST_INCHES)))
     FigureCanvasAgg(figure)
     axis = figure.subplots()

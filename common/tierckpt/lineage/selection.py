@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 PARTS = ("model", "optimizer", "extra")
 """`model`: parameters, buffers and own states of modules. `optimizer`: state and options. `extra`:
-the objects in `extra` and `extra_per_rank`."""
+the objects in `extra` and `extra_per_rank`, without those that are the job's own place: loaders,
+samplers, counts of a loop."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ class PartReport:
     """Live names that the source does not have: they keep their values."""
     other_shape: list[str] = field(default_factory=list)
     """Sentences about tensors of another shape or type, which keep their values; each has both."""
+    kept: list[str] = field(default_factory=list)
+    """Live objects of `extra` that keep their values, and no difference: the job's own place in its
+    data and in its loop."""
     other: list[str] = field(default_factory=list)
     """Sentences about anything else that could not be taken: an optimizer of another class, a
     pattern that fits nothing."""
@@ -113,7 +117,8 @@ class PartReport:
             (len(self.other_shape), "of another shape or type"),
         )
         text = ", ".join(f"{number} {what}" for number, what in counts)
-        return "; ".join([f"{self.source}: {text}", *self.other_shape, *self.other])
+        kept = [f"this job's own place stays: {', '.join(self.kept)}"] if self.kept else []
+        return "; ".join([f"{self.source}: {text}", *self.other_shape, *self.other, *kept])
 
 
 __all__ = ["PARTS", "PartReport", "Selection", "matched"]

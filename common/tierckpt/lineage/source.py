@@ -28,8 +28,9 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import NO_RUN, VersionId
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.group import Group
+from tierckpt.offline.folders import MissingPathError
 from tierckpt.offline.jobs import refuse_several_jobs
-from tierckpt.offline.survey import MissingPathError, Survey, survey
+from tierckpt.offline.survey import Survey, survey
 from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.shard_image import ShardImage, in_memory

@@ -18,11 +18,12 @@ from tierckpt.errors import TierckptError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.run_record import RunEnd
 from tierckpt.offline.catalog import rows_of
-from tierckpt.offline.holds import is_stale
-from tierckpt.offline.jobs import hint_of, jobs_in, refuse_several_jobs
-from tierckpt.offline.survey import MissingPathError, Survey, survey
+from tierckpt.offline.folders import MissingPathError
+from tierckpt.offline.jobs import hint_of, jobs_in, survey_of_job
+from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.run_records import FoundRuns, RunRecords
 
+from .holds import is_stale
 from .nodes import ForkNode, JobNode, RunNode, VersionNode
 from .orders import opened
 
@@ -50,9 +51,7 @@ def tree_of(path: str) -> JobNode:
     """The history of the job at a path or persistent_path, and of its forks, as far as their paths
     lead to them from here. Raises MissingPathError if there is nothing, ConfigError for the folder
     of several jobs."""
-    there = survey(path)
-    refuse_several_jobs(there, path)
-    return _tree(there, path, ())
+    return _tree(survey_of_job(path), path, ())
 
 
 def _tree(there: Survey, path: str, seen: Iterable[str]) -> JobNode:
@@ -138,7 +137,7 @@ class _Runs:
             for generation, version in lineage:
                 node = self.of(generation)
                 known = node.record or node.began or node.generation != generation
-                if before and not known:
+                if before and version and not known:
                     node.began = VersionId(before, version)
                 before = generation
 
@@ -188,8 +187,7 @@ def _add_forks(there: Survey, runs: _Runs, job: JobNode, seen: set[str]) -> None
         node.forks.append(fork)
         if child.path and child.path not in seen:
             with contextlib.suppress(MissingPathError, OSError, TierckptError):
-                theirs = survey(child.path)
-                refuse_several_jobs(theirs, child.path)
+                theirs = survey_of_job(child.path)
                 fork.job = _tree(theirs, child.path, seen)
                 fork.is_stale = is_stale(child, theirs)
 

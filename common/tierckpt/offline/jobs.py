@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
@@ -11,7 +12,8 @@ from tierckpt.core.fork import source_of
 from tierckpt.errors import ConfigError
 from tierckpt.storage.run_records import FOLDER as RUNS
 
-from .survey import Copy, Survey
+from .folders import folders_with_jobs
+from .survey import Copy, Survey, Where, survey
 
 MOST_NAMED = 8
 
@@ -95,21 +97,60 @@ def refuse_several_jobs(there: Survey, path: str) -> None:
         raise ConfigError(f"{path}: {several}")
 
 
+def survey_of_job(path: str) -> Survey:
+    """The survey of one job's path. Raises MissingPathError if there is nothing, ConfigError for
+    the folder of several jobs."""
+    there = survey(path)
+    refuse_several_jobs(there, path)
+    return there
+
+
+def where_jobs_are(path: str) -> str:
+    """The jobs to which the path of a place that no job has used may lead, as a sentence with the
+    remedy. Raises MissingPathError if there is nothing at all."""
+    there = survey(path)
+    inside = [str(each) for each in there.directories if str(each) != path]
+    if several := several_jobs(there):
+        return several
+    if inside:
+        text = f"the versions of a job are in {some(inside, MOST_NAMED)}"
+        return f"{text}. Give {'one of them; one is enough' if inside[1:] else 'that path'}"
+    return hint_of(path, there) or "give a job's path or its persistent_path"
+
+
 def hint_of(path: str, there: Survey) -> str:
-    """Where the checkpoints may be, if there are none at a URL: below it, or without the version
-    after it. A sentence; empty if nothing is known. May ask the store."""
+    """Where the checkpoints may be, if there are none at a path: below it, or, of a URL, without
+    the version after it. A sentence; empty if nothing is known. May ask the store."""
     if not is_url(path):
-        return ""
+        return _below(folders_with_jobs(path, MOST_NAMED + 1))
     source = source_of(path)
     if source.version is not None:
         text = f"only a fork's source takes @v{source.version} after it; give {source.path}"
         return f"{text}, if that is what you mean"
     with suppress(Exception), closing(there.open_store(path)) as store:
         folders = [name.rstrip("/") for name in store.notes() if name.endswith("/")]
-        if below := [f"{path.rstrip('/')}/{name}" for name in folders if name != RUNS]:
-            names = some(sorted(below), MOST_NAMED)
-            return f"there are folders below it: {names}; give one of them"
+        return _below([f"{path.rstrip('/')}/{name}" for name in folders if name != RUNS])
     return ""
 
 
-__all__ = ["hint_of", "jobs_in", "refuse_several_jobs", "several_jobs"]
+def hints_of(paths: Where | Sequence[Where], there: Survey) -> str:
+    """The hints of all these paths, if the survey found nothing at any of them."""
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    hints = [] if there.copies else [hint_of(os.fspath(each), there) for each in given]
+    return "; ".join(filter(None, hints))
+
+
+def _below(folders: list[str]) -> str:
+    names = some(sorted(folders), MOST_NAMED)
+    return f"there are folders below it: {names}; give one of them" if folders else ""
+
+
+__all__ = [
+    "hint_of",
+    "hints_of",
+    "jobs_in",
+    "refuse_several_jobs",
+    "several_jobs",
+    "survey_of_job",
+    "where_jobs_are",
+]

@@ -11,8 +11,9 @@ from tierckpt.coordination.proof_order import order_here
 from tierckpt.errors import RestoreError
 
 from .catalog import rows_of
+from .folders import MissingPathError
 from .jobs import refuse_several_jobs
-from .survey import MissingPathError, Survey, Where, survey
+from .survey import Survey, Where, survey
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tierckpt.state.optimizers.extra_state import put_together
 from tierckpt.state.training_state import NAMELESS
 
 from .catalog import manifest_at
-from .jobs import refuse_several_jobs
+from .jobs import hints_of, refuse_several_jobs
 from .survey import Survey, Where, job_of, survey, why_elsewhere
 from .unknown_classes import refuse_unknown
 
@@ -210,7 +210,9 @@ def nothing(
     shards = ", ".join(f"v{v}" for v in versions[-8:])
     seen = f"; there are shards of {shards}" if versions else ""
     why = "; ".join([*there.troubles, *rejected][:4])
-    return f"{text_of(path)}: {wanted} is complete and sound{seen}{'. ' if why else ''}{why}"
+    text = f"{text_of(path)}: {wanted} is complete and sound{seen}{'. ' if why else ''}{why}"
+    hint = hints_of(path, there)
+    return f"{text}; {hint}" if hint else text
 
 
 def text_of(path: Where | Sequence[Where]) -> str:

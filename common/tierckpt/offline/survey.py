@@ -22,13 +22,13 @@ from tierckpt import _garbage
 from tierckpt._text import directory_of, is_url
 from tierckpt.config import Config, PersistentConfig, load_config
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
-from tierckpt.core.fork import Child, Origin, source_of
+from tierckpt.core.fork import Child, Origin
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.core.rollback import Rollback, RollbackRequest, merged, pending
-from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.errors import TierckptError
 from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.forks import ForkMarks, OriginFile, is_kept
+from tierckpt.storage.forks import ForkMarks, OriginFile
 from tierckpt.storage.inventory import (
     look_at_local,
     look_at_memory,
@@ -38,7 +38,7 @@ from tierckpt.storage.inventory import (
 )
 from tierckpt.storage.local.directory_claim import memory_folders
 from tierckpt.storage.local.pins import LocalPins
-from tierckpt.storage.local.sibling_nodes import NODE, named, parent_of, siblings_of
+from tierckpt.storage.local.sibling_nodes import NODE
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, is_default_id, job_id_of
 from tierckpt.storage.notes import Place
@@ -48,17 +48,12 @@ from tierckpt.storage.rollbacks import RollbackFiles
 from tierckpt.storage.run_records import RunRecords
 from tierckpt.storage.suspects import SuspectMarks
 
-Where = str | os.PathLike[str]
-FOREIGN = "lost+found"
-"""A file system's own folder, which most users cannot read."""
+from .folders import MissingPathError, beside, folders_of
 
+Where = str | os.PathLike[str]
 Copy = Found | FoundParity
 OpenPersistent = Callable[[str], PersistentStore]
 """Opens the persistent store at an address."""
-
-
-class MissingPathError(ConfigError):
-    """There is nothing at a path, nor any memory of its job."""
 
 
 @dataclass
@@ -201,12 +196,12 @@ def survey(paths: Where | Sequence[Where], config: Config | None = None) -> Surv
         jobs |= {job_id_of(path), config.job_id} - {""}
         own |= {config.job_id} if config.job_id else _ids_of(path, config.node)
         folders = list[Path]()
-        beside = _beside(path, config.job_id)
-        there.beside += beside
+        near = beside(path, config.job_id)
+        there.beside += near
         try:
-            folders = _folders(path, there)
+            folders = folders_of(path, there.unseen)
         except MissingPathError as error:
-            text = "; ".join([str(error), *beside])
+            text = "; ".join([str(error), *near])
             missing[config.job_id or job_id_of(path)] = MissingPathError(text)
         there.directories += folders
         for folder in folders:
@@ -234,96 +229,6 @@ def _ids_of(path: str, node: str) -> set[str]:
     templates = [Path(*parts[:i], NODE, *parts[i + 1 :]) for i in range(1, len(parts))]
     here = os.path.abspath(path).replace(node or socket.gethostname(), NODE)
     return {job_id_of(each) for each in (path, here, f"{path}/{NODE}", *map(str, templates))}
-
-
-def _folders(path: str, there: Survey) -> list[Path]:
-    """The directories that a path means: itself, or its nodes'. Unreadable ones are recorded.
-    Raises MissingPathError if the path does not exist."""
-    if NODE in path:
-        return _named_after_nodes(path, there)
-    folder = Path(path)
-    try:
-        if not folder.is_dir():
-            raise MissingPathError(
-                f"{path} is not a directory; give a job's path or its persistent_path"
-                + _without_version(path)
-            )
-        inside = sorted(each for each in folder.iterdir() if not _is_no_job(each))
-    except OSError as error:
-        _add_unseen(folder, error, there)
-        return []
-    return [folder, *(each for each in inside if _has_shards(each, there))]
-
-
-def _without_version(path: str) -> str:
-    """A hint if the path is one with a version, as for a fork."""
-    source = source_of(path)
-    if source.version is None or not Path(source.path).is_dir():
-        return ""
-    return f": {source.path}. (Only a fork's source takes @v{source.version} after it)"
-
-
-def _is_no_job(folder: Path) -> bool:
-    """Whether a folder in a job's directory belongs to the file system, or has another job's files
-    that a fork keeps."""
-    return folder.name == FOREIGN or is_kept(folder)
-
-
-def _named_after_nodes(path: str, there: Survey) -> list[Path]:
-    unseen, found = len(there.unseen), list[Path]()
-    for _, folder in named(path, _names_in(parent_of(path), there)):
-        try:
-            if folder.is_dir():
-                found.append(folder)
-        except OSError as error:
-            _add_unseen(folder, error, there)
-    if not found and len(there.unseen) == unseen:
-        raise MissingPathError(f"there is no directory {path}, for any name in place of {NODE}")
-    return found
-
-
-def _beside(path: str, job: str) -> list[str]:
-    """Sentences about newer versions of the same job in other nodes' folders, if `path` is a
-    node's."""
-    if NODE in path:
-        return []
-    parent, node = os.path.split(os.path.abspath(path))
-    template = os.path.join(parent, NODE)
-    own: VersionId | None = None
-    with suppress(OSError):
-        keys = LocalStore(path).keys()
-        own = max((key.id for key in keys), default=None)
-    found = siblings_of(template, job or job_id_of(template), {node})
-    return [
-        f"{each.directory} has {each.newest} of the same job: to include all nodes, give "
-        f"'{template}', in quotes. A restart sees only its own nodes' folders"
-        for each in found[:1]
-        if own is None or each.newest > own
-    ]
-
-
-def _names_in(folder: Path, there: Survey) -> list[str]:
-    try:
-        return sorted({*os.listdir(folder)} - {FOREIGN})
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        _add_unseen(folder, error, there)
-        return []
-
-
-def _has_shards(folder: Path, there: Survey) -> bool:
-    store = LocalStore(folder)
-    try:
-        return folder.is_dir() and bool(store.keys() or store.parities())
-    except OSError as error:
-        _add_unseen(folder, error, there)
-        return False
-
-
-def _add_unseen(folder: Path, error: OSError, there: Survey) -> None:
-    where = Location("local", socket.gethostname(), str(folder.absolute()))
-    there.unseen.append(Problem.of(where, error))
 
 
 def _look_at_disk(folder: Path, there: Survey) -> None:

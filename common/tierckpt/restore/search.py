@@ -119,7 +119,7 @@ class VersionSearch:
                 if version is None:
                     self._notices.before_loading(id_)
                 if found is None and self._excluded:
-                    self._history.begin_afresh()
+                    self._history.begin_afresh(max(self._excluded))
                 elif found is None:
                     self._nothing_found(live_version)
                 else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Sampler
 
 from tierckpt.errors import UnsupportedStateError
 
@@ -48,6 +49,12 @@ def check_extra(argument: str, name: str, obj: Any) -> None:
             f"{argument}[{name!r}] is a {type(obj).__name__} without state_dict() and "
             "load_state_dict(); give it both, or wrap it in an object that has them."
         )
+
+
+def is_place(obj: Any) -> bool:
+    """Whether an object's state is a run's own place, in its data or its loop: it belongs to the
+    run's iterations, and means nothing to another job's. Classes say so by `is_place = True`."""
+    return bool(getattr(type(obj), "is_place", False)) or isinstance(obj, DataLoader | Sampler)
 
 
 def generator_state(obj: Generator) -> dict[str, Any]:
@@ -165,6 +172,7 @@ __all__ = [
     "PlainValues",
     "check_extra",
     "generator_state",
+    "is_place",
     "load_extra",
     "named_objects",
     "pack_extra",

@@ -40,6 +40,9 @@ class TrainingState:
     """One of the `extra_per_rank` objects: the running loss differs between ranks. Training
     thread."""
 
+    is_place = True
+    """See `state.extras.is_place`."""
+
     def __init__(self, trainer: Any, loader: Any) -> None:
         self._trainer, self._order = trainer, order_batch_of(loader)
         self.loaded: dict[str, Any] | None = None

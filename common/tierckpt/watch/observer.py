@@ -14,7 +14,7 @@ from tierckpt.agent.protocol import TaskStatus
 from tierckpt.agent.status.client import FoundAgent, find_agents
 from tierckpt.config import load_config
 from tierckpt.offline.catalog import Row, rows_of
-from tierckpt.offline.jobs import refuse_several_jobs
+from tierckpt.offline.jobs import hints_of, refuse_several_jobs
 from tierckpt.offline.survey import survey
 from tierckpt.storage.local.claim_file import Claim, claims_in
 from tierckpt.storage.memory.job_directory import JobDirectory
@@ -54,6 +54,8 @@ class Observer:
         """Places that the job itself has named."""
         self._dead_since: float | None = None
         """See `Seen.dead_since`."""
+        self._hint: str | None = None
+        """Where the job may be, if nothing is at the paths; None: nobody has looked yet."""
         self._taken: dict[tuple[int, int, str], float] = {}
         """Unix times of the versions seen so far, by generation, version and run."""
 
@@ -78,9 +80,17 @@ class Observer:
             agents=tuple(_agent(node, each) for node, each in seen.agents),
             nodes=tuple(Node(c.host, c.pid, lives, c.since_seconds) for c, lives in seen.claims),
             events=seen.events,
-            notes=tuple(_notes(seen, job.state)),
+            notes=tuple([*_notes(seen, job.state), *self._hints(seen)]),
             problems=tuple([*seen.there.troubles, *seen.problems]),
         )
+
+    def _hints(self, seen: Seen) -> list[str]:
+        """Where the job may be, as long as nothing is here. Looked for once: it may ask a store."""
+        if seen.there.copies or seen.claims or seen.agents:
+            return []
+        if self._hint is None:
+            self._hint = hints_of(self._paths, seen.there)
+        return [self._hint] if self._hint else []
 
     def _remember(self, rows: Iterable[Row]) -> None:
         """Keep the times of versions for levels that do not have them."""

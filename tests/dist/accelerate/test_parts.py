@@ -15,6 +15,7 @@ import sys
 import torch
 from accelerate import Accelerator
 from tierckpt.accelerate import attach
+from tierckpt.errors import RestoreError
 
 path, source, classes, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 accelerator = Accelerator(cpu=True)
@@ -36,6 +37,24 @@ with attach(accelerator, path=path, local_every_steps=2, when_busy="wait") as ck
         ckpt.step()
         if ckpt.version == steps:
             break
+    if source and ckpt.version > 3:  # between the passes of a step
+        accelerator.gradient_accumulation_steps = 2
+        place = batches.state_dict()
+        report = ckpt.load_from(source, only=("model", "extra"), strict=False)
+        print("extra:", report.kept)
+        assert batches.state_dict() == place
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        ckpt.step()
+        try:
+            ckpt.load_from(source, strict=False)
+        except RestoreError as error:
+            print("refused:", error)
+        model.zero_grad()
+        ckpt.load_from(source, strict=False)
+        ckpt.abandon()
 print("ends with", float(model[0].weight.double().sum()))
 """
 
@@ -64,5 +83,7 @@ def test_parts_of_another_version_are_loaded_once_and_a_restart_goes_on(
     report, begun, last = run("b", "first job", 3, 3)
     assert report.startswith("first job@v4: 2 loaded, 0 skipped, 0 missing, 2 of another shape")
     assert begun == f"begins at 0 with {weight}"
-    again, _ = run("b", "first job", 3, 4)
+    again, extra, refused, _ = run("b", "first job", 3, 4)
+    assert extra == "extra: [\"extra['accelerator']\", \"extra_per_rank['loader0']\"]"
+    assert refused.startswith("refused: load_from() in the middle of a gradient accumulation")
     assert again == f"begins at 3 with {last.removeprefix('ends with ')}"

@@ -132,7 +132,7 @@ def test_a_folder_above_the_nodes_is_refused(
     for arguments in (["6"], ["--cancel"]):
         assert main(["rollback", str(above), *arguments]) == 1
         told = capsys.readouterr().err
-        assert f"jobs have their versions in {above / 'n1'}. Give the one" in told
+        assert f"the versions of a job are in {above / 'n1'}. Give that path" in told
     above.joinpath("empty").mkdir()
     assert main(["rollback", str(above / "empty"), "6"]) == 1
     assert "no job has written to" in capsys.readouterr().err

@@ -13,6 +13,8 @@ from tierckpt.errors import TierckptError
 from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession
 from tierckpt.files.scr_settings import merged, scr_settings
 from tierckpt.group import Group, SingleGroup
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing.thread_group import ThreadGroup, run_ranks
 
 Start = Callable[..., ScrSession]
@@ -88,6 +90,37 @@ def test_a_checkpoint_that_is_not_there_is_no_fresh_start(start: Start) -> None:
         session.have_restart()
     session.files.abandon()
     assert start(SCR_CURRENT="step_1").have_restart() == "step_1"
+
+
+@pytest.mark.parametrize(("size", "kept"), [({}, 10), ({"SCR_PREFIX_SIZE": "2"}, 2)])
+def test_refused_checkpoints_leave_the_cache_and_the_prefix_as_its_size_says(
+    start: Start, tmp_path: Path, size: dict[str, str], kept: int
+) -> None:
+    """SCR keeps all checkpoints in SCR_PREFIX unless SCR_PREFIX_SIZE is set, refused ones, too."""
+    given = {"SCR_FLUSH": "1", "SCR_CACHE_SIZE": "2", **size}
+
+    def run(refused: int, *numbers: int) -> None:
+        """Refuse so many checkpoints, restart from the next one, and write others."""
+        session = start(**given)
+        for _ in range(refused):
+            if session.have_restart() is not None:
+                read(session)
+                assert not session.complete_restart(False)
+        if session.have_restart() is not None:
+            read(session)
+            assert session.complete_restart(True)
+        assert all(write(session, f"step_{number}") for number in numbers)
+        session.finalize()
+
+    run(0, 1, 2, 3)
+    run(1, 3, 4)
+    run(9, 1, 2, 3)
+    run(9, 1, 2)
+    assert len(PersistentStore(str(tmp_path / ".tierckpt")).versions()) == kept
+    assert start(**given).have_restart() == "step_2"
+    (cache,) = (tmp_path / "cache").glob("*/*")
+    generations = {key.id.generation for key in LocalStore(cache).keys()}  # noqa: SIM118
+    assert len(generations) == 1, "those that were refused have left the cache"
 
 
 def test_an_output_that_cannot_be_copied_leaves_no_part(start: Start, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt import Checkpointer
-from tierckpt.errors import StateMismatchError
+from tierckpt import Checkpointer, LoopState, ResumableLoader
+from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.testing.tiny_job import TinyJob, raw_bytes
 
 
@@ -224,6 +224,77 @@ def test_an_optimizer_of_other_parameters_is_left_out(
     )
     assert any(re.search(text, each) for each in report.other)
     assert not optimizer.state
+    ckpt.abandon()
+
+
+def test_gradients_that_no_step_uses_are_no_accumulation(
+    source: dict[str, bytes], tmp_path: Path, shm_dir: Path
+) -> None:
+    """A GAN's discriminator, gradients that a scaler passed over, and those that are zero."""
+    torch.manual_seed(2)
+    nets = torch.nn.ModuleList([Net("backbone", 3), Net("backbone", 3)])
+    optimizers = {str(n): torch.optim.SGD(net.parameters(), lr=0.1) for n, net in enumerate(nets)}
+    ckpt = Checkpointer(nets, optimizers, path=tmp_path / "new", shm_dir=str(shm_dir))
+
+    def passes(*stepping: str) -> None:
+        for label in stepping:
+            sum(net(torch.randn(5, 4)).square().sum() for net in nets).backward()
+            optimizers[label].step()
+        ckpt.step()
+
+    def load() -> None:
+        renamed = {"*": "0.*"}
+        ckpt.load_from(tmp_path / "source", map=renamed, strict=False, progress=False)
+
+    passes("0", "1")
+    load()
+    passes("0")
+    with pytest.raises(RestoreError, match=r"optimizer '1' has gradients of backward passes"):
+        load()
+    for param in nets[1].parameters():
+        assert param.grad is not None
+        param.grad.fill_(float("inf"))
+    load()
+    nets.zero_grad(set_to_none=False)
+    load()
+    nets.zero_grad()
+    load()
+    ckpt.abandon()
+
+
+def test_the_place_of_a_job_is_its_own(tmp_path: Path, shm_dir: Path) -> None:
+    """Counts and places in the data belong to the iterations of the job that made them."""
+
+    def made(name: str) -> tuple[Checkpointer, Any, Any, Any]:
+        model = Net("trunk", 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        data, loop = ResumableLoader([*range(6)]), LoopState(best=0.0)
+        ckpt = Checkpointer(
+            model,
+            optimizer,
+            extra={"scheduler": scheduler},
+            extra_per_rank={"data": data, "loop": loop},
+            path=tmp_path / name,
+            shm_dir=str(shm_dir),
+        )
+        for number, _ in enumerate(data):
+            if number == 4:
+                break
+            loop.best += 1
+            step(model, optimizer, ckpt)
+            scheduler.step()
+        return ckpt, scheduler, data, loop
+
+    made("a")[0].close()
+    ckpt, scheduler, data, loop = made("b")
+    scheduler.last_epoch, loop.best = 0, 0.5
+    place = data.state_dict()
+    report = ckpt.load_from(tmp_path / "a", only="extra")
+    assert report.loaded == ["extra['scheduler']"]
+    assert report.kept == ["extra_per_rank['data']", "extra_per_rank['loop']"]
+    assert not report.differences
+    assert (scheduler.last_epoch > 0, loop.best, data.state_dict()) == (True, 0.5, place)
     ckpt.abandon()
 
 

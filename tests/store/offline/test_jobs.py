@@ -46,12 +46,79 @@ def test_the_folder_above_two_jobs_is_no_job(
         with pytest.raises(ConfigError, match=re.escape(several)):
             read(str(above))
     out = str(tmp_path / "out.safetensors")
-    ends = ["unpin", "4", "--forks"]
-    for command in (["watch"], ["log", "--plot", out], ["export", out], ["fork", out], ends):
+    read_all = (
+        ["watch"],
+        ["log", "--plot", out],
+        ["export", out],
+        ["fork", out],
+        ["list", "--files"],
+    )
+    for command in (*read_all, ["pin", "4"], ["unpin", "4"], ["unpin", "4", "--forks"]):
         assert main([command[0], str(above), *command[1:]]) == 1
         assert several in capsys.readouterr().err
+    sentence = several.partition(": ")[2]
+    for command in (["halt", "--now"], ["rollback", "3"], ["takeover"], ["fork", "--cancel"]):
+        assert main([command[0], str(above), *command[1:]]) == 1
+        assert sentence in capsys.readouterr().err
+    assert main(["fork", str(above / "a"), str(above)]) == 1
+    assert f"{sentence}, or another path" in capsys.readouterr().err
     with TinyJob(tmp_path / "new") as job, pytest.raises(ConfigError, match=re.escape(several)):
         job.checkpointer.restore(fork_from=str(above))
+
+
+def test_a_folder_of_persistent_paths_is_one_of_jobs_and_so_is_the_folder_above_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = tmp_path / "store" / "far"
+    far.mkdir(parents=True)
+    for name, steps in (("a", 2), ("b", 3)):
+        own = {"persistent_path": str(far / name), "persistent_every_steps": 1}
+        trained(tmp_path / f"job {name}", steps, **own)
+    capsys.readouterr()
+    several = f"{far}: 2 jobs are here: {far}/a, {far}/b. Give the path of one of them"
+    assert main(["pin", str(far), "2"]) == 1
+    assert several in capsys.readouterr().err
+    assert main(["list", str(far)]) == 0
+    assert f"for one of them: tierckpt list {far}/a" in capsys.readouterr().out
+    below = f"there are folders below it: {far}; give one of them"
+    for command in (
+        ["list"],
+        ["log"],
+        ["pin", "2"],
+        ["halt", "--now"],
+        ["verify"],
+        ["watch", "--once"],
+    ):
+        main([command[0], str(far.parent), *command[1:]])
+        assert below in "".join(capsys.readouterr()), command
+    assert main(["list", str(tmp_path / "job a")]) == 0
+    assert "persistent" not in capsys.readouterr().out, "a job's path is its own"
+
+
+def test_pins_reach_all_nodes_of_one_job_that_are_visible(
+    two_jobs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [Path(shutil.copytree(two_jobs / "a", tmp_path / "ckpts" / name)) for name in "xy"]
+    for path in (tmp_path / "ckpts", tmp_path / "ckpts" / "{node}"):
+        assert main(["pin", str(path), "3"]) == 0
+        assert all([*node.glob("*.pin")] for node in nodes)
+        assert main(["unpin", str(path), "3"]) == 0
+        assert not any([*node.glob("*.pin")] for node in nodes)
+    assert main(["pin", str(tmp_path / "ckpts"), "2"]) == 1
+    assert "there is no such version as v2; there: v3" in capsys.readouterr().err
+
+
+def test_verify_judges_each_job(above: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(above), "--version", "4"]) == 0
+    assert f"{above}/a\n  no v4\n{above}/b\nv4 " in capsys.readouterr().out
+    (shard,) = (above / "b").glob("*.safetensors")
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    assert main(["verify", str(above)]) == 1
+    out, err = capsys.readouterr()
+    assert f"1 of 2 jobs: {above}/b" in err
+    assert "no other version is complete here" in out, "a version of the other job is no help"
 
 
 def test_list_has_a_line_for_each_job(above: Path, capsys: pytest.CaptureFixture[str]) -> None:

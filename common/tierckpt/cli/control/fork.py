@@ -38,7 +38,7 @@ def add_fork(parser: argparse.ArgumentParser) -> None:
 def fork(args: argparse.Namespace, console: Console) -> None:
     """Run the command. Raises ConfigError, RestoreError."""
     from tierckpt.lineage.orders import cancel_fork, order_fork
-    from tierckpt.offline.survey import survey
+    from tierckpt.offline.jobs import survey_of_job
 
     if args.cancel == (args.source is not None):
         raise ConfigError("give SOURCE[@VERSION] and PATH, or --cancel and PATH")
@@ -49,7 +49,7 @@ def fork(args: argparse.Namespace, console: Console) -> None:
             console.print(text, soft_wrap=True)
             return
         wanted = source_of(args.source)
-        theirs = survey(wanted.path)
+        theirs = survey_of_job(wanted.path)
         origin, sentences = order_fork(args.source, args.path, theirs)
     except OSError as error:
         raise ConfigError(f"no fork could be made: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,8 +60,8 @@ def halt(args: argparse.Namespace, console: Console) -> None:
         if not (watching or args.force or was_job_here(args.path)):
             raise ConfigError(
                 f"no job has written to {args.path} yet, and {_no_job_watches()}. A job that runs "
-                "elsewhere would never see the request: give the job's path as it is on this node. "
-                "--force writes the request for a job that will start or write later"
+                f"elsewhere would never see the request: {_remedy(args.path)}. --force writes the "
+                "request for a job that will start or write later"
             )
         if args.clear:
             request_file.clear(args.path)
@@ -136,6 +136,15 @@ def _no_job_watches() -> str:
         f"no live job on this machine watches it (looked in {root}; TIERCKPT_SHM_DIR names another "
         "place)"
     )
+
+
+def _remedy(directory: str) -> str:
+    from tierckpt.offline.folders import MissingPathError
+    from tierckpt.offline.jobs import where_jobs_are
+
+    with suppress(MissingPathError):
+        return where_jobs_are(directory)
+    return "give the job's path as it is on this node"
 
 
 def _make(directory: str) -> None:

@@ -15,6 +15,7 @@ from tierckpt.config import load_config
 from tierckpt.core.rollback import RollbackRequest, nearest, pending
 from tierckpt.errors import ConfigError, CorruptShardError, FormatError, RestoreError
 from tierckpt.halt import request_file
+from tierckpt.offline.jobs import where_jobs_are
 from tierckpt.offline.survey import Survey, survey
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.rollbacks import RollbackFiles
@@ -65,24 +66,13 @@ def _files(path: str) -> Iterator[RollbackFiles]:
         if not Path(path).is_dir():
             raise ConfigError(f"{path} is not a directory; give a job's path or persistent_path")
         if not was_job_here(path):
-            raise ConfigError(_not_here(path))
+            text = f"no job has written to {path}, so no start looks for a request there"
+            raise ConfigError(f"{text}: {where_jobs_are(path)}")
         yield RollbackFiles(path)
         return
     there = load_config().persistent.at(path)
     with closing(PersistentStore(there.path, **there.options())) as store:
         yield RollbackFiles(store)
-
-
-def _not_here(path: str) -> str:
-    """The reason why no start reads a request in this directory."""
-    inside = [str(each) for each in survey(path).directories if str(each) != path]
-    if not inside:
-        return f"no job has written to {path}; give a job's path or persistent_path"
-    return (
-        f"no start looks for a request in {path} itself: jobs have their versions in "
-        f"{some(inside, MOST_SHOWN)}. Give the one of the job's node; of several nodes, one is "
-        "enough"
-    )
 
 
 def _cancel(args: argparse.Namespace, files: RollbackFiles) -> list[str]:

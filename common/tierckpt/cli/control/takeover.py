@@ -33,6 +33,7 @@ def takeover(args: argparse.Namespace, console: Console) -> None:
 
     from tierckpt._text import is_url
     from tierckpt.config import load_config
+    from tierckpt.offline.jobs import where_jobs_are
     from tierckpt.storage.persistent import PersistentStore
 
     there = load_config().persistent.at(args.path)
@@ -41,6 +42,11 @@ def takeover(args: argparse.Namespace, console: Console) -> None:
             raise ConfigError(f"{args.path} is not a directory; give a job's persistent_path")
         with closing(PersistentStore(there.path, **there.options())) as store:
             owner = store.take_over()
+            if owner is None and not store.is_used():
+                raise ConfigError(
+                    f"{args.path}: no job has used this as its persistent_path: "
+                    f"{where_jobs_are(args.path)}"
+                )
     except OSError as error:
         raise ConfigError(f"{args.path} cannot be used: {error}") from error
     result = f"taken from {owner}; the next job that asks gets it" if owner else "no job holds it"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from tierckpt._text import counted, directory_of, size_text, some
 from tierckpt.errors import ConfigError
 from tierckpt.journal.listing import JournalReach, reach_of_restart
+from tierckpt.lineage.holds import stale_holds
 from tierckpt.offline.catalog import Row, rows_of, without_bare
-from tierckpt.offline.holds import stale_holds
-from tierckpt.offline.jobs import hint_of, jobs_in, refuse_several_jobs
+from tierckpt.offline.jobs import hints_of, jobs_in, refuse_several_jobs
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey, why_elsewhere
 from tierckpt.storage.local.sibling_nodes import NODE
@@ -91,7 +91,7 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
     elif there.troubles:
         console.print(f"{where}: no readable checkpoints", soft_wrap=True)
     else:
-        hint = "; ".join(filter(None, (hint_of(path, there) for path in paths)))
+        hint = hints_of(paths, there)
         text = f"{where}: no checkpoints here"
         console.print(f"{text}; {hint}" if hint else text, soft_wrap=True)
     for text in there.troubles[:MOST_SHOWN]:

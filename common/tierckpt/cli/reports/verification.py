@@ -13,6 +13,7 @@ from tierckpt.core.copies import FoundParity, Location
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import ShardKey
 from tierckpt.journal.listing import check_journals
+from tierckpt.offline.jobs import hints_of, jobs_in
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey
 from tierckpt.restore.progress import Progress
@@ -66,10 +67,34 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def verify_versions(args: argparse.Namespace, console: Console) -> None:
-    """Read every byte. Raises CorruptShardError if one is wrong, or if something cannot be read."""
+    """Read every byte. Raises CorruptShardError if one is wrong, or if something cannot be read;
+    of several jobs, after all of them were read."""
+    there = survey(args.path)
+    jobs = jobs_in(there)
+    if not jobs[1:]:
+        _verify(there, args, console)
+        return
+    damaged, without = list[str](), list[str]()
+    for places in jobs:
+        name = " ".join(places)
+        console.print(name, soft_wrap=True)
+        try:
+            _verify(survey(places), args, console)
+        except CorruptShardError as error:
+            console.print(f"  {error}", soft_wrap=True)
+            damaged.append(name)
+        except ConfigError:
+            without.append(name)
+            console.print(f"  no v{args.version}", soft_wrap=True)
+    if damaged:
+        raise CorruptShardError(f"{len(damaged)} of {len(jobs)} jobs: {some(damaged, MOST_SHOWN)}")
+    if len(without) == len(jobs):
+        raise _nothing(args)
+
+
+def _verify(there: Survey, args: argparse.Namespace, console: Console) -> None:
     from tierckpt.offline.verify import is_there, verify
 
-    there = survey(args.path)
     counts: dict[str, _Tally] = {}
     bad: set[tuple[ShardKey, Location]] = set()
     with closing(Progress(Progress.wanted(0, None))) as bar:
@@ -127,13 +152,19 @@ def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -
     if there.troubles:
         raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_SHOWN])}")
     if not (every := list(tallies)):
-        which = "no checkpoints" if args.version is None else f"no v{args.version}"
-        raise ConfigError(f"{', '.join(args.path)}: {which} to verify")
+        raise _nothing(args, there)
     copies = sum(tally.copies for tally in every)
     if bad := sum(len(tally.bad) for tally in every):
         raise CorruptShardError(f"damaged: {bad} of {counted(copies, 'copy', 'copies')}")
     if unread := sum(len(tally.unread) for tally in every):
         raise CorruptShardError(f"cannot be read: {unread} of {counted(copies, 'copy', 'copies')}")
+
+
+def _nothing(args: argparse.Namespace, there: Survey | None = None) -> ConfigError:
+    which = "no checkpoints" if args.version is None else f"no v{args.version}"
+    hint = hints_of(args.path, there) if there else ""
+    text = f"{', '.join(args.path)}: {which} to verify"
+    return ConfigError(f"{text}; {hint}" if hint else text)
 
 
 __all__ = ["add_verify", "verify_versions"]

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from tierckpt.errors import ConfigError
-from tierckpt.offline.survey import MissingPathError
+from tierckpt.offline.folders import MissingPathError
 from tierckpt.watch.drawing import drawn
 from tierckpt.watch.observer import Observer
 from tierckpt.watch.view import View

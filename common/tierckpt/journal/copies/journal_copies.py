@@ -199,7 +199,9 @@ class JournalCopies:
         segment, self._segment, self._steps = self._segment, None, []
         if segment is not None and self._writer is not None:
             # After the records that wait: if one of them fails, the copy ends before it.
-            self._writer.after_all(partial(self._end, segment, self._last, in_words(error, TierckptError)))
+            self._writer.after_all(
+                partial(self._end, segment, self._last, in_words(error, TierckptError))
+            )
 
     def _end(self, segment: SegmentName, last: VersionId, why: str) -> None:
         """The writer's thread, after the last record of a copy."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
@@ -14,7 +13,7 @@ from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.ids import VersionId
 
 from ..catalog import complete_versions
-from ..jobs import hint_of
+from ..jobs import hints_of
 from ..load import leave_out_memory, text_of
 from ..survey import Survey, Where, survey
 
@@ -96,10 +95,8 @@ def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
     chosen = choice.among(id_.version for id_ in every)
     parts = {id_: part for id_, part in every.items() if id_.version in chosen}
     others = tuple(id_.version for id_ in every if id_ not in parts)
-    places = [path] if isinstance(path, str | os.PathLike) else path
-    hints = [] if there.copies else [hint_of(os.fspath(each), there) for each in places]
-    hint = "; ".join(filter(None, hints))
-    return Chosen(parts, gaps, others, bool(there.copies) and not every, hint)
+    partly = bool(there.copies) and not every
+    return Chosen(parts, gaps, others, partly, hints_of(path, there))
 
 
 def _gaps(

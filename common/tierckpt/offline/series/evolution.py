@@ -146,7 +146,10 @@ def versions_at(path: str, choice: Choice) -> Chosen:
         more = f", and others ({others})" if others else ""
         raise ConfigError(
             f"{path}: the change needs two versions, but there is {seen}{asked}{more}; "
-            "local_keep_every and persistent_keep_every decide how many a job keeps"
+            + (
+                found.hint
+                or "local_keep_every and persistent_keep_every decide how many a job keeps"
+            )
         )
     return found
 

@@ -10,8 +10,7 @@ from tierckpt._text import is_url
 from tierckpt.core.fork import Child
 from tierckpt.core.levels import MEMORY
 from tierckpt.errors import TierckptError
-
-from .survey import Survey, survey
+from tierckpt.offline.survey import Survey, survey
 
 
 def is_stale(child: Child, fork: Survey) -> bool:
