@@ -285,7 +285,7 @@ class CheckpointerParts(abc.ABC):
         if self._folders is not None:
             self._folders.close()
         self._agent.close(abandoned=abandoned)
-        self._forks.marks.settle(self._agreement.local.safe)
+        self._forks.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
         self._forks.marks.close()
         self._levels.run_notes.close()
         self._reports.say()

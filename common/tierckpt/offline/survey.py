@@ -298,5 +298,6 @@ def _look_at_slots(job: JobDirectory, there: Survey) -> None:
     if job.trains():
         there.living.add(job.job)
     there.suspects |= SuspectMarks(job.path).all()
+    _look_at_forks(job.path, "memory", there)  # of a job without a disk
     host = job.node or socket.gethostname()
     look_at_memory(job, host, there.found, there.problems, there.unseen)

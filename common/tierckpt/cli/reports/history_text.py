@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, is_url, some
+from tierckpt.config import load_config
 from tierckpt.core.levels import MEMORY
 from tierckpt.storage.local.sibling_nodes import NODE
+from tierckpt.storage.memory.job_directory import JobDirectory
 
 if TYPE_CHECKING:
     from tierckpt.core.fork import Origin
@@ -110,7 +112,8 @@ def job_text(job: JobNode) -> str:
         return job.path
     source = job.origin.source
     there = is_url(source) or NODE in source or Path(source).is_dir()
-    gone = "" if there else ", which is not found from here"
+    in_memory = JobDirectory.at(load_config().shm_dir, job.origin.job).path
+    gone = "" if there or in_memory.is_dir() else ", which is not found from here"
     return f"{job.path}, a fork of {_origin_text(job.origin)}{gone}"
 
 
