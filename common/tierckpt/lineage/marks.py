@@ -23,7 +23,7 @@ from tierckpt.coordination.proof_order import order_here
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.fork import SETTING, Child, Origin, name_of, source_of
 from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT
-from tierckpt.errors import RestoreError
+from tierckpt.errors import CorruptShardError, FormatError, RestoreError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
@@ -93,11 +93,18 @@ class OwnMarks:
                         found[far] = origin
         except FileNotFoundError:
             pass
+        except (CorruptShardError, FormatError) as error:
+            trouble = f"the version that this job is to begin from is unknown: {error}"
         except Exception as error:  # a client's own errors, too
             trouble = f"the record of this job's origin cannot be read: {error}"
         seen = self._group.all_gather_object((found, text, trouble))
         if troubles := [why for *_, why in seen if why]:
-            raise RestoreError(troubles[0], "Repair it, or remove the file to begin without it")
+            place = shlex.quote(self._config.path)
+            raise RestoreError(
+                troubles[0],
+                f"To begin without it: tierckpt fork --cancel {place}; then order the fork again, "
+                "if there is to be one",
+            )
         if len({text for _, text, _ in seen}) > 1:
             texts = some([repr(text) for _, text, _ in seen])
             raise RestoreError(f"the ranks are to begin from different versions: {texts}")

@@ -248,10 +248,10 @@ def version_notes(node: VersionNode) -> list[str]:
 def fork_text(fork: ForkNode) -> str:
     """A line about a fork."""
     child = fork.child
-    text = f"fork of v{child.id.version}: {child.path or 'unknown'}"
-    if fork.job is None:
+    text = f"fork of v{child.id.version}: {child.path or 'unknown, as its mark cannot be read'}"
+    if fork.job is None and child.path:
         text += f", not found from here (made on {child.host})" if child.host else ", not found"
-    elif fork.job.origin is not None and fork.job.origin.parts:
+    elif fork.job is not None and fork.job.origin is not None and fork.job.origin.parts:
         text += f" ({' and '.join(fork.job.origin.parts)} only)"
     if fork.is_stale:
         return f"{text}, does not need the hold any more (tierckpt unpin --forks)"
