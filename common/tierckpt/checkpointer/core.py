@@ -152,7 +152,7 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         self._heartbeat.boundary(id_.version, begin, self._history.name)
         self.adapter.boundary_passed(agreed.adapter)
         if self._forks.marks.needs is not None:
-            self._forks.marks.settle(self._agreement.local.safe)
+            self._forks.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
         _milestones.reached(_milestones.BOUNDARY)
         self._callbacks.call("on_step_boundary", id_.version)
         if self._replicas.error is not None:

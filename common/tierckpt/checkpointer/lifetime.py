@@ -290,7 +290,7 @@ class CheckpointerLifetime(CheckpointerCore):
         if self._folders is not None:
             self._folders.close()
         self._agent.close(abandoned=abandoned)
-        self._forks.marks.settle(self._agreement.local.safe)
+        self._forks.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
         self._forks.marks.close()
         self._job.leave(remove)
         if self._trace is not None:

@@ -111,6 +111,8 @@ class VersionManifest:
     """Size of all shards together."""
     bases: tuple[VersionName, ...] = ()
     """Versions that a shard refers to, in order."""
+    created_seconds: float | None = None
+    """Unix time of the seal of shard 0; None if that is unknown."""
 
     @property
     def name(self) -> VersionName:
@@ -126,6 +128,8 @@ class VersionManifest:
             "groups": self.groups,
             "total_bytes": self.nbytes,
         }
+        if self.created_seconds is not None:
+            values["created_seconds"] = self.created_seconds
         if self.bases:
             values["bases"] = [name.stem for name in self.bases]
         return seal("version", values)
@@ -135,6 +139,7 @@ class VersionManifest:
         """Read the content that `encode` made. Raises as `unseal`."""
         values = unseal("version", data)
         try:
+            created = values.get("created_seconds")
             return VersionManifest(
                 facts=VersionFacts.from_json(values),
                 largest_bytes=int(values["largest_bytes"]),
@@ -142,6 +147,7 @@ class VersionManifest:
                 groups=tuple((str(n), str(f)) for n, f in values["groups"]),
                 nbytes=int(values["total_bytes"]),
                 bases=tuple(_name(stem) for stem in values.get("bases", ())),
+                created_seconds=None if created is None else float(created),
             )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise FormatError(f"not a version record: {in_words(error)}") from error

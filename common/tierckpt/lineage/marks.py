@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shlex
 import socket
 import threading
@@ -21,14 +22,15 @@ from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.proof_order import order_here
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.fork import SETTING, Child, Origin, name_of, source_of
-from tierckpt.core.levels import LOCAL, PERSISTENT
-from tierckpt.errors import RestoreError
+from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT
+from tierckpt.errors import CorruptShardError, FormatError, RestoreError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
 from tierckpt.offline.folders import MissingPathError
 from tierckpt.offline.survey import Survey
 from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile, is_kept
+from tierckpt.storage.memory.job_directory import job_directory
 from tierckpt.storage.notes import Place
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
@@ -69,6 +71,8 @@ class OwnMarks:
         """The records that `orders` found, by place."""
         self._held_at: list[str] = []
         """Places where this process has set a hold."""
+        self._unheld = False
+        """The version that this process begins from cannot be held: it is in memory alone."""
         self._noted_at: list[str] = []
         """Directories where this process is to note the fork, as there was nothing to hold."""
         self._thread: threading.Thread | None = None
@@ -80,19 +84,27 @@ class OwnMarks:
         found: dict[str, Origin] = {}
         trouble = ""
         try:
-            if (origin := OriginFile(self._config.directory).read()) is not None:
-                found[self._config.path] = origin
+            for place in dict.fromkeys((self._config.directory, self._own_place)):
+                if (origin := OriginFile(place).read()) is not None:
+                    found[self._config.path] = origin
             if self._group.rank == 0 and (far := self._config.persistent.path):
                 with self._store(far) as store:
                     if (origin := OriginFile(store).read()) is not None:
                         found[far] = origin
         except FileNotFoundError:
             pass
+        except (CorruptShardError, FormatError) as error:
+            trouble = f"the version that this job is to begin from is unknown: {error}"
         except Exception as error:  # a client's own errors, too
             trouble = f"the record of this job's origin cannot be read: {error}"
         seen = self._group.all_gather_object((found, text, trouble))
         if troubles := [why for *_, why in seen if why]:
-            raise RestoreError(troubles[0], "Repair it, or remove the file to begin without it")
+            place = shlex.quote(self._config.path)
+            raise RestoreError(
+                troubles[0],
+                f"To begin without it: tierckpt fork --cancel {place}; then order the fork again, "
+                "if there is to be one",
+            )
         if len({text for _, text, _ in seen}) > 1:
             texts = some([repr(text) for _, text, _ in seen])
             raise RestoreError(f"the ranks are to begin from different versions: {texts}")
@@ -123,13 +135,14 @@ class OwnMarks:
         stays = bool(self._held_at or self.kept(origin))
         seen = barrier.all_gather_object((trouble, stays))
         if self._allowed and not any(stays for _, stays in seen):
+            self._unheld = True
             return IN_MEMORY
         return next((text for text, _ in seen if text), "")
 
     def _mark(self, origin: Origin, here: Survey) -> None:
         child = self._child(origin)
         places = places_of(here, origin.id)
-        self._noted_at = [] if places or not self._is_first else _directories_of(here)
+        self._noted_at = [] if places or not self._is_first else _folders_of(here, origin.id)
         for place in places.get(LOCAL, ()) if self._is_first else ():
             ForkMarks(place).add(child)
             self._held_at.append(place)
@@ -195,8 +208,15 @@ class OwnMarks:
                 store.create()
                 OriginFile(store).write(origin)
 
+    @property
+    def _own_place(self) -> str:
+        """The directory of this job on this node; without a local level its folder in memory."""
+        if self._config.uses(LOCAL):
+            return self._config.directory
+        return str(job_directory(self._config).path)
+
     def _own_places(self) -> list[Place]:
-        return [self._config.directory] * (self._is_first and self._config.uses(LOCAL))
+        return [self._own_place] * self._is_first
 
     @contextlib.contextmanager
     def _store(self, place: str) -> Iterator[PersistentStore]:
@@ -241,12 +261,14 @@ class OwnMarks:
                 logging.WARNING,
             )
 
-    def settle(self, safe: VersionId | None) -> None:
-        """End the hold if this job has a version on all ranks' disks, `safe`. A thread does it, as
-        no step waits for the source's store. Not collective; a failure is reported, and the next
-        start tries again."""
+    def settle(self, on_disk: VersionId | None, in_memory: VersionId | None) -> None:
+        """End the hold if this job has a version on all ranks' disks; if it has no disk and the
+        source's version cannot be held, note the fork once all ranks have one in memory. A thread
+        does it, as no step waits for the source's store. Not collective; a failure is reported, and
+        the next start tries again."""
+        memory_counts = self._unheld and not self._config.uses(LOCAL)
         origin = self.needs
-        if origin is None or safe is None:
+        if origin is None or (in_memory if memory_counts else on_disk) is None:
             return
         self.needs = None
         if not self._allowed:
@@ -303,10 +325,12 @@ class OwnMarks:
             yield store
 
 
-def _directories_of(here: Survey) -> list[str]:
-    """Directories of a job whose version is in memory alone."""
+def _folders_of(here: Survey, id_: VersionId) -> list[str]:
+    """Directories of a job whose version is in memory alone; if it has none, its folder there."""
     used = {copy.place.where for copy in here.copies if copy.place.level == LOCAL}
-    return sorted(used - {*filter(is_kept, used)}) or [*map(str, here.directories)]
+    found = sorted(used - {*filter(is_kept, used)}) or [*map(str, here.directories)]
+    in_memory = (c.place for c in here.copies if c.key.id == id_ and c.place.level == MEMORY)
+    return found or sorted({os.path.dirname(place.where) for place in in_memory})
 
 
 __all__ = ["OwnMarks", "child_of", "new_origin"]

@@ -117,10 +117,14 @@ def _refuse_used(path: str, here: Survey) -> None:
         )
 
 
-def cancel_fork(path: str) -> Origin:
-    """Take an order back: remove the record, then the hold at the source. Raises ConfigError
-    without an order, or if the job has versions of its own."""
+def cancel_fork(path: str) -> Origin | None:
+    """Take an order back: remove the record, then the hold at the source. None if the record was
+    damaged: then the hold is unknown, and stays. Raises ConfigError without an order, or if the job
+    has versions of its own."""
     here = survey(path)
+    if here.bad_notes and not (here.origins or here.copies or here.living):
+        _remove_record(path, here)
+        return None
     if not here.origins:
         several = several_jobs(here)
         text = f"{path}: there is no order to begin from another job's version"
@@ -131,14 +135,18 @@ def cancel_fork(path: str) -> Origin:
             f"{path}: its job has begun from {origin}, which cannot be taken back. The record "
             "stays, as a part of its history"
         )
+    _remove_record(path, here)
+    with contextlib.suppress(MissingPathError):
+        _on_marks(survey(origin.source), origin.name, lambda m: m.remove(origin.id, origin.name))
+    return origin
+
+
+def _remove_record(path: str, here: Survey) -> None:
     for where in [path] if is_url(path) else map(str, here.directories):
         with opened(where) as place:
             OriginFile(place).remove()
         if not is_url(where):
             KeptFiles.remove_all(where)
-    with contextlib.suppress(MissingPathError):
-        _on_marks(survey(origin.source), origin.name, lambda m: m.remove(origin.id, origin.name))
-    return origin
 
 
 def end_holds(path: str, version: int) -> list[str]:

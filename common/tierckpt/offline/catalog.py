@@ -50,7 +50,7 @@ class Row:
     nbytes: int = 0
     """Stored bytes of the shards seen, each counted once."""
     created_seconds: float | None = None
-    """Unix time of the seal; unknown on the persistent level."""
+    """Unix time of the seal; unknown for versions of the persistent level without it."""
     iteration: int | None = None
     metric: float | None = None
     encoded: bool = False
@@ -264,6 +264,7 @@ def _add_persistent(row: Row, name: VersionName, there: Survey) -> None:
     manifest = there.manifests.get((row.places[0], name))
     if manifest is not None:
         row.nbytes, row.iteration = manifest.nbytes, manifest.facts.iteration
+        row.created_seconds = manifest.created_seconds
         row.metric = manifest.facts.metric
         for base in manifest.bases:
             row.encoded = True

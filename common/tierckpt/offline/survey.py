@@ -21,11 +21,11 @@ from pathlib import Path
 from tierckpt import _garbage
 from tierckpt._text import directory_of, is_url
 from tierckpt.config import Config, PersistentConfig, load_config
-from tierckpt.core.copies import Found, FoundParity, Location, Problem
+from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Location, Problem
 from tierckpt.core.fork import Child, Origin
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.core.rollback import Rollback, RollbackRequest, merged, pending
-from tierckpt.errors import TierckptError
+from tierckpt.errors import CorruptShardError, FormatError, PersistentError
 from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.forks import ForkMarks, OriginFile
@@ -78,6 +78,9 @@ class Survey:
     """Records of the version of another job that this one began from."""
     children: list[tuple[str, Child]] = field(default_factory=list)
     """Marks of forks that began from versions here, each with its level."""
+    bad_notes: list[Problem] = field(default_factory=list)
+    """Records of origins that cannot be read. No version needs them, but a job without versions
+    does not begin."""
     runs: dict[str, set[str]] = field(default_factory=dict)
     """Names of the runs with a record, by directory."""
     manifests: dict[tuple[str, VersionName], VersionManifest] = field(default_factory=dict)
@@ -161,8 +164,23 @@ class Survey:
     @property
     def troubles(self) -> list[str]:
         """Sentences about everything that could not be read."""
-        texts = (f"{each.place.where}: {each.why}" for each in (*self.unseen, *self.problems))
-        return list(dict.fromkeys(texts))
+        found = dict[tuple[str, str], str]()
+        for each in (*self.unseen, *self.problems, *self.bad_notes):
+            place, named, why = _whole(each.place.where), *_parted(each.why)
+            why = why if _whole(named) == place else each.why
+            # A directory may have been seen as two levels, under two names.
+            found.setdefault((place, why), f"{each.place.where}: {why}")
+        return list(found.values())
+
+
+def _whole(place: str) -> str:
+    return place if is_url(place) else os.path.realpath(place)
+
+
+def _parted(why: str) -> tuple[str, str]:
+    """The place that a reason begins with, and the rest."""
+    place, _, rest = why.partition(": ")
+    return place, rest
 
 
 def job_of(place: Location) -> str:
@@ -243,7 +261,7 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
         there.suspects |= SuspectMarks(folder).all()
         there.runs[place.where] = RunRecords(folder).names()
-    _look_at_forks(folder, "local", there)
+    _look_at_forks(folder, place, there)
     files = RollbackFiles(folder)
     troubles = there.problems, there.unseen
     look_at_rollbacks(files, place, there.requests, there.rollbacks, *troubles)
@@ -256,14 +274,19 @@ def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
     with suppress(Exception), closing(there.open_store(config.path)) as store:
         pins = [name.id for name in PersistentPins(store).pinned()]
         there.pinned |= {("persistent", id_.generation, id_.version) for id_ in pins}
-        _look_at_forks(store, "persistent", there)
+        _look_at_forks(store, Location("persistent", EVERYWHERE, config.path), there)
 
 
-def _look_at_forks(place: Place, level: str, there: Survey) -> None:
-    with suppress(OSError, TierckptError):  # the history is not needed to restore
-        there.children += [(level, child) for child in ForkMarks(place).all()]
-        origin = OriginFile(place).read()
-        there.origins += [origin] if origin else []
+def _look_at_forks(place: Place, at: Location, there: Survey) -> None:
+    with suppress(OSError, PersistentError):  # reported for the versions
+        there.children += [(at.level, child) for child in ForkMarks(place).all()]
+        try:
+            origin = OriginFile(place).read()
+        except (CorruptShardError, FormatError) as error:
+            why = f"{error}: the record of the version that this job begins from"
+            there.bad_notes.append(Problem(at, why))
+        else:
+            there.origins += [origin] if origin else []
 
 
 def _jobs_named(there: Survey) -> set[str]:
@@ -299,4 +322,5 @@ def _look_at_slots(job: JobDirectory, there: Survey) -> None:
         there.living.add(job.job)
     there.suspects |= SuspectMarks(job.path).all()
     host = job.node or socket.gethostname()
+    _look_at_forks(job.path, Location("memory", host, str(job.path)), there)  # without a disk
     look_at_memory(job, host, there.found, there.problems, there.unseen)

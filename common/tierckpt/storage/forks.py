@@ -173,9 +173,17 @@ def _link(path: Path, target: Path) -> None:
         os.link(path, target)
 
 
+def remove_fork_notes(folder: str | os.PathLike[str]) -> None:
+    """Remove record and marks from the folder of a job in memory, which goes away."""
+    with contextlib.suppress(OSError):
+        for name in Notes(folder).names():
+            if name == ORIGIN or parse_fork_mark(name) is not None:
+                (Path(folder) / name).unlink(missing_ok=True)
+
+
 def is_kept(place: str | os.PathLike[str]) -> bool:
     """Whether a directory is the folder of a `KeptFiles`."""
     return os.fspath(place).rstrip("/").endswith(KEPT)
 
 
-__all__ = ["ForkMarks", "KeptFiles", "OriginFile", "is_kept"]
+__all__ = ["ForkMarks", "KeptFiles", "OriginFile", "is_kept", "remove_fork_notes"]

@@ -220,7 +220,7 @@ def look_at_persistent(
                 facts = manifest.facts
                 if name in suspects:
                     facts = replace(facts, suspect=suspects[name])
-                found += [Found(key, place, facts) for key in keys]
+                found += [Found(key, place, facts, manifest.created_seconds) for key in keys]
         for name in store.obstructed():
             why = f"{name}: a directory has the name of its manifest"
             unseen.append(Problem(place, why))

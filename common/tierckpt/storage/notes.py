@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt._text import in_words
-from tierckpt.errors import FormatError
+from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.checksummed_json import check_head, checked, head_of, with_check
 from tierckpt.storage.files import durable
 
@@ -57,6 +57,8 @@ class Notes:
         try:
             values = json.loads(checked(data, f"file {name}"))
             check_head(values, kind, f"file {name}")
+        except (CorruptShardError, FormatError) as error:
+            raise type(error)(f"{self.where}: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{self.where}/{name} cannot be read: {in_words(error)}") from error
         return dict(values)

@@ -82,7 +82,7 @@ class RunRecords:
                 values = self._notes.read(f"{FOLDER}/{name}", END_KIND if is_end else KIND)
                 self._read(values or {}, is_end, found)
             except (CorruptShardError, FormatError) as error:
-                found.troubles.append(f"the record of a run in {self._notes.where}: {error}")
+                found.troubles.append(f"the record of a run: {error}")
             except (KeyError, TypeError, ValueError) as error:
                 where = f"{self._notes.where}/{FOLDER}/{name}"
                 found.troubles.append(f"the record of a run, {where}: {in_words(error)}")

@@ -137,6 +137,67 @@ def test_the_persistent_level_alone_is_a_source_too(places: Places) -> None:
     assert places.marks("far") == ["fork"]
 
 
+def test_a_damaged_order_is_shown_and_the_command_that_removes_it_works(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places.train("a")
+    assert main(["fork", places["a"], places["b"]]) == 0
+    record, source = Path(places["b"]) / "fork.json", Path(places["a"])
+    record.write_text("x")
+    for command in ("list", "log"):
+        assert main([command, places["b"]]) == 0
+        out = capsys.readouterr().out
+        assert out.count("fork.json is truncated or damaged") == 1, "as one place"
+    with places.job("b") as job, pytest.raises(RestoreError, match=f"{places['b']}: .*") as error:
+        job.restore()
+    cancel = f"tierckpt fork --cancel {places['b']}"
+    assert cancel in str(error.value)
+    assert main(cancel.split()[1:]) == 0
+    assert not record.exists()
+    (mark,) = source.glob("*.hold")
+    mark.write_text("x")
+    assert main(["log", places["a"]]) == 0
+    assert "unknown, as its mark cannot be read" in capsys.readouterr().out
+    assert main(["unpin", places["a"], str(STEPS), "--forks"]) == 0
+    with places.job("b") as job:
+        assert job.restore() == 0
+
+
+@pytest.mark.parametrize("local_steps", [0, 1], ids=["memory", "disk"])
+def test_a_fork_of_a_job_without_a_folder_is_in_both_histories(
+    places: Places,
+    shm_dir: Path,
+    local_steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The folder of a job in memory has the notes; they go with it."""
+    monkeypatch.setenv("TIERCKPT_SHM_DIR", str(shm_dir))
+    alone = {"local_every_steps": 0, "local_every_seconds": 0.0}
+    with places.job("a", 0, **alone) as source:
+        state = source.run(STEPS).fingerprint()
+        source.checkpointer.complete()
+        own = {**alone, "local_every_steps": local_steps, "fork_from": places["a"]}
+        fork = places.job("b", **own)
+        fork.restore()
+        assert fork.fingerprint() == state
+        course = fork.run(STEPS + 4).fingerprint()
+        fork.checkpointer.abandon()
+        assert not Path(places["a"]).exists()
+        again = places.job("b", 98, **own)
+        assert again.restore() == STEPS + 4
+        assert again.fingerprint() == course
+        assert not [e.text() for e in again.events if "has no effect" in e.text()]
+        capsys.readouterr()
+        assert main(["log", places["a"]]) == 0
+        assert f"fork of v{STEPS}: {places['b']}" in capsys.readouterr().out
+        assert main(["log", places["b"]]) == 0
+        first, *_ = capsys.readouterr().out.splitlines()
+        assert first == f"{places['b']}, a fork of {places['a']}@v{STEPS}"
+        again.checkpointer.close()
+    assert not [*shm_dir.rglob("*.fork"), *shm_dir.rglob("fork.json")]
+
+
 def test_the_memory_of_a_running_job_is_a_source(
     places: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,7 +104,7 @@ def test_a_fork_on_a_new_node_is_known_by_its_record_in_the_store(
     """It was killed at the moment of its first version, before it ended the hold, with its node."""
     places.train("a", STEPS)
     with monkeypatch.context() as killed:
-        killed.setattr(OwnMarks, "settle", lambda self, safe: None)
+        killed.setattr(OwnMarks, "settle", lambda self, *safe: None)
         with places.job("b", fork_from=places.far("a")) as job:
             job.restore()
             job.run(STEPS + 2)

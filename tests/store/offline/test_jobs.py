@@ -12,6 +12,8 @@ import pytest
 import tierckpt
 from tierckpt.cli.main import main
 from tierckpt.errors import ConfigError
+from tierckpt.offline.catalog import rows_of
+from tierckpt.offline.survey import survey
 from tierckpt.testing.tiny_job import TinyJob
 
 
@@ -80,6 +82,8 @@ def test_a_folder_of_persistent_paths_is_one_of_jobs_and_so_is_the_folder_above_
     assert several in capsys.readouterr().err
     assert main(["list", str(far)]) == 0
     assert f"for one of them: tierckpt list {far}/a" in capsys.readouterr().out
+    rows = [row for row in rows_of(survey(far / "b")) if row.next]
+    assert all(row.created_seconds for row in rows), "its manifest has the time"
     below = f"there are folders below it: {far}; give one of them"
     for command in (
         ["list"],

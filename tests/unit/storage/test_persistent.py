@@ -156,6 +156,8 @@ def test_a_manifest_is_read_back_without_values_that_are_not_numbers() -> None:
     facts = facts_of(VersionId(2, 8), 3, lineage=((1, 0), (2, 7)), metric=0.5, suspect="model/a")
     made = VersionManifest(facts, 4096, 64, (("g", "abc"),), 12345)
     assert VersionManifest.decode(made.encode()) == made
+    dated = replace(made, created_seconds=1.5)
+    assert VersionManifest.decode(dated.encode()) == dated
     bad = replace(made, facts=replace(facts, metric=math.nan))
     assert VersionManifest.decode(bad.encode()).facts == replace(facts, metric=None)
 

@@ -19,6 +19,7 @@ from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.errors import ConfigError
 from tierckpt.group import Group, Node
 from tierckpt.halt.controller import watched_directories
+from tierckpt.storage.forks import remove_fork_notes
 from tierckpt.storage.local.directory_claim import DirectoryClaim
 from tierckpt.storage.memory import image_file, job_directory
 from tierckpt.storage.memory.image_file import images_of
@@ -153,6 +154,7 @@ class NodeResources:
         if remove:
             marks = SuspectMarks(self.job.path)
             marks.remove(marks.all())
+            remove_fork_notes(self.job.path)
             self.job.remove_orphans()
             self.job.remove_if_unused()
 

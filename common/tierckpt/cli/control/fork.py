@@ -45,7 +45,13 @@ def fork(args: argparse.Namespace, console: Console) -> None:
     try:
         if args.cancel:
             origin = cancel_fork(args.path)
-            text = f"{args.path}: the order to begin from {origin} is taken back, and its hold"
+            if origin is None:
+                text = (
+                    f"{args.path}: the order, which was damaged, is removed. If `tierckpt list` of "
+                    "its source shows a hold for this path: tierckpt unpin SOURCE VERSION --forks"
+                )
+            else:
+                text = f"{args.path}: the order to begin from {origin} is taken back, and its hold"
             console.print(text, soft_wrap=True)
             return
         wanted = source_of(args.source)

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, is_url, some
+from tierckpt.config import load_config
 from tierckpt.core.levels import MEMORY
 from tierckpt.storage.local.sibling_nodes import NODE
+from tierckpt.storage.memory.job_directory import JobDirectory
 
 if TYPE_CHECKING:
     from tierckpt.core.fork import Origin
@@ -110,7 +112,8 @@ def job_text(job: JobNode) -> str:
         return job.path
     source = job.origin.source
     there = is_url(source) or NODE in source or Path(source).is_dir()
-    gone = "" if there else ", which is not found from here"
+    in_memory = JobDirectory.at(load_config().shm_dir, job.origin.job).path
+    gone = "" if there or in_memory.is_dir() else ", which is not found from here"
     return f"{job.path}, a fork of {_origin_text(job.origin)}{gone}"
 
 
@@ -245,10 +248,10 @@ def version_notes(node: VersionNode) -> list[str]:
 def fork_text(fork: ForkNode) -> str:
     """A line about a fork."""
     child = fork.child
-    text = f"fork of v{child.id.version}: {child.path or 'unknown'}"
-    if fork.job is None:
+    text = f"fork of v{child.id.version}: {child.path or 'unknown, as its mark cannot be read'}"
+    if fork.job is None and child.path:
         text += f", not found from here (made on {child.host})" if child.host else ", not found"
-    elif fork.job.origin is not None and fork.job.origin.parts:
+    elif fork.job is not None and fork.job.origin is not None and fork.job.origin.parts:
         text += f" ({' and '.join(fork.job.origin.parts)} only)"
     if fork.is_stale:
         return f"{text}, does not need the hold any more (tierckpt unpin --forks)"

@@ -18,6 +18,7 @@ refer to the version being removed, whose mark is their manifest.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable_name
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
 from tierckpt.format.version_names import (
     GROUP,
     MANIFEST,
@@ -195,15 +197,23 @@ class PersistentStore:
         if not all(file in there for file in files):
             return False
         prints, total, stems = [], 0, set[str]()
+        created_seconds: float | None = None
         for file in files:
             data = self.backend.read(f"{name.stem}/{file}")
             records = decode_shards("group", data).values()
             total += sum(r.nbytes for r in records)
             stems |= {r.base for r in records if r.base}
+            created_seconds = created_seconds or _created_seconds(records)
             prints.append((file, fingerprint(data)))
         bases = tuple(sorted(b for b in map(VersionName.parse, stems) if b is not None))
         manifest = VersionManifest(
-            facts, largest_bytes, groups.per_group, tuple(prints), total, bases
+            facts,
+            largest_bytes,
+            groups.per_group,
+            tuple(prints),
+            total,
+            bases,
+            created_seconds,
         )
         self._check_not_retired(name)
         self._put(name.stem + MANIFEST, manifest.encode())
@@ -476,6 +486,14 @@ def _with_suffix(names: Iterable[str], suffix: str) -> list[VersionName]:
 
 def _group_path(name: VersionName, groups: Groups, group: int) -> str:
     return f"{name.stem}/{groups.label(group)}{GROUP}"
+
+
+def _created_seconds(records: Iterable[ShardRecord]) -> float | None:
+    """The time of shard 0, if it is among the records: the same for every writer."""
+    with contextlib.suppress(CorruptShardError, FormatError):  # the store takes any manifest
+        first = (Manifest.decode(r.manifest) for r in records if not r.shard)
+        return next((manifest.created_seconds for manifest in first), None)
+    return None
 
 
 def _all_stored(stored: dict[int, ShardRecord], wanted: Sequence[Source]) -> bool:
