@@ -6,7 +6,8 @@ They belong to the weights of these passes. `load_from` refuses to put other wei
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Accumulation:
         """A step has ended; `labels`: the optimizers with steps in this iteration."""
         for label in labels:
             if label in self._state.optimizers:
-                self._seen[label] = [*map(_seen, self._watched(label))]
+                self._seen[label] = _look(self._state.optimizers[label].param_groups)
 
     def refuse(self) -> None:
         """Raise RestoreError if this rank accumulates gradients."""
@@ -56,29 +57,28 @@ class Accumulation:
             )
 
     def _accumulates(self, label: str) -> bool:
-        watched = self._watched(label)
-        before = self._seen.get(label) or [None] * len(watched)
-        now = [*map(_seen, watched)]
+        groups = self._state.optimizers[label].param_groups
+        now = _look(groups)
+        before = self._seen.get(label) or [None] * len(now)
         if not any(a is not None and a != b for a, b in zip(now, before, strict=False)):
             return False
-        groups = self._state.optimizers[label].param_groups
         gradients = [*_gradients_of(param for group in groups for param in group["params"])]
         # A step that a GradScaler skipped leaves infinite ones, and the loop drops them.
         finite = all(bool(torch.isfinite(each).all()) for each in gradients)
         return finite and any(bool(each.any()) for each in gradients)
 
-    def _watched(self, label: str) -> list[torch.Tensor]:
-        """A few of the optimizer's parameters, as they are looked at after each of its steps."""
-        groups = self._state.optimizers[label].param_groups
-        if not groups:
-            return []
-        first, last = groups[0]["params"], groups[-1]["params"]
-        return [*first[:1], *first[len(first) // 2 :][:1], *last[len(last) // 2 :][:1], *last[-1:]]
 
-
-def _seen(param: torch.Tensor) -> Seen:
-    gradient = param.grad
-    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+def _look(groups: Sequence[Any]) -> list[Seen]:
+    """The gradients of a few parameters of an optimizer. One call, as it is in every step."""
+    if not groups:
+        return []
+    seen: list[Seen] = []
+    first, last = groups[0]["params"], groups[-1]["params"]
+    middles = *first[len(first) // 2 :][:1], *last[len(last) // 2 :][:1]
+    for param in (*first[:1], *middles, *last[-1:]):
+        gradient = param.grad
+        seen.append(None if gradient is None else (weakref.ref(gradient), gradient._version))
+    return seen
 
 
 def _gradients_of(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -196,8 +196,8 @@ def calls_of(path: Path, settings: dict[str, Any]) -> Counter[tuple[str, str, st
     finally:
         sys.setprofile(before)
         threading.setprofile(None)
-    # A message of the agent may come at any moment; it is not a part of each step.
-    return Counter({each: calls for each, calls in called.items() if calls > 2})
+    # Messages of the agent, and looks for them at certain times, are not a part of each step.
+    return Counter({each: calls for each, calls in called.items() if calls > STEPS_COUNTED // 4})
 
 
 MOST_FUNCTIONS, MOST_CALLS = 102, 102
