@@ -16,15 +16,29 @@ from typing import Any
 import pytest
 
 from tests.support.peer_shards import wait_until
-from tierckpt.testing.network import Network, NoNetworkError, burst_bytes
+from tierckpt.testing.network import Network, NoNetworkError, burst_bytes, network
 
 
-def made_network(count: int) -> Network:
-    """Skip the test if network namespaces are not available."""
-    try:
-        return Network(count)
-    except NoNetworkError as error:
-        pytest.skip(str(error))
+@contextlib.contextmanager
+def network_or_skip(count: int) -> Iterator[Network]:
+    """A network inside `with`. Skips the test if network namespaces are not available."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(network(count))
+        except NoNetworkError as error:
+            pytest.skip(str(error))
+        yield made
+
+
+def network_fixture(count: int) -> Any:
+    """A fixture for the module that assigns it: a network of so many nodes for each test."""
+
+    @pytest.fixture
+    def made() -> Iterator[Network]:
+        with network_or_skip(count) as nodes:
+            yield nodes
+
+    return made
 
 
 @contextlib.contextmanager

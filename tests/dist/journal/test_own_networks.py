@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.net_nodes import made_network
+from tests.support.net_nodes import network_fixture
 from tests.support.restart_job import RestartJob, undisturbed_curves
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.journal.segments import FOLDER, names_in
@@ -23,11 +23,7 @@ MEETING, STORE = 29512, 29513
 """Ports; each network has its own."""
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    made = made_network(3)
-    yield made
-    made.remove()
+network = network_fixture(3)
 
 
 @pytest.fixture

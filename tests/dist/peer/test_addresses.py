@@ -9,12 +9,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.net_nodes import made_network
+from tests.support.net_nodes import network_fixture
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.testing.network import Network
 
@@ -22,11 +21,7 @@ NODES = 2
 PATIENCE_SECONDS = 120.0
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    made = made_network(NODES)
-    yield made
-    made.remove()
+network = network_fixture(NODES)
 
 
 JOB = """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.net_nodes import NodeProcess, made_network, narrowed
+from tests.support.net_nodes import NodeProcess, narrowed, network_fixture
 from tests.support.peer_shards import Members, nothing_of
 from tierckpt.erasure.codes import Code
 from tierckpt.testing.network import Network
@@ -23,11 +23,7 @@ VICTIM = 1
 SLOW_BYTES_PER_SECOND = 2.5e6
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    made = made_network(3)
-    yield made
-    made.remove()
+network = network_fixture(3)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.flush_processes import name_of
-from tests.support.net_nodes import NodeProcess, made_network, narrowed
+from tests.support.net_nodes import NodeProcess, narrowed, network_or_skip
 from tests.support.s3_server import KEY, SECRET, rclone, serving
 from tierckpt.format.ids import ShardKey
 from tierckpt.storage.persistent import PersistentStore
@@ -84,17 +84,16 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     rclone()  # skips
-    network = made_network(NODES)
     served = tmp_path / "served"
     (served / "bucket").mkdir(parents=True)
-    try:
-        with serving(served, HUB_ADDRESS, network.inside(None)) as endpoint:
-            made = Site(network, served, endpoint)
-            yield made
-            for node in made.nodes:
-                node.kill()
-    finally:
-        network.remove()
+    with (
+        network_or_skip(NODES) as network,
+        serving(served, HUB_ADDRESS, network.inside(None)) as endpoint,
+    ):
+        made = Site(network, served, endpoint)
+        yield made
+        for node in made.nodes:
+            node.kill()
 
 
 def test_a_node_that_is_cut_off_lags_and_completes_the_version_later(site: Site) -> None:
