@@ -103,9 +103,9 @@ class TrainerSession:
         self._waiting: deque[Received] = deque()
         """Messages that arrived before the trainer's turn."""
         self._slots: dict[tuple[int, int], Slot] = {}
+        """Mapped slots by device and inode; mapping a large segment for every commit is slow."""
         self._newest: ShardKey | None = None
         """The shard of the last commit, unless it was retired."""
-        """Mapped slots by device and inode; mapping a large segment for every commit is slow."""
 
     @property
     def at(self) -> tuple[str, int]:

@@ -119,22 +119,24 @@ class CheckpointerParts:
             self._unchanged,
         )
         undo.callback(self._active.close)
-        submit = self._active.submit
-        self._journal = Journal(self.config, self.group, self._node)
-        if self.config.local.journal_steps:
-            peers, capture = self._levels.peers, self._active.capture
-            self._journal = JournalRecorder(
-                self.config, self.group, peers, self._state, capture, self._reports, submit
-            )
+        self._journal = self._make_journal()
         undo.callback(self._journal.close)
         self._replicas = ReplicaMonitor(
             *about,
             self._reports,
-            submit,
+            self._active.submit,
             lambda: self._live.keep_apart(),
             self._levels.drift.alike,
             self._levels.drift.found,
         )
+
+    def _make_journal(self) -> Journal:
+        config, group = self.config, self.group
+        if not config.local.journal_steps:
+            return Journal(config, group, self._node)
+        peers, active = self._levels.peers, self._active
+        reads = self._state, active.capture, self._reports, active.submit
+        return JournalRecorder(config, group, peers, *reads)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep out of `copy.deepcopy(model)` and `torch.save(model)`, which include the hooks."""

@@ -59,8 +59,8 @@ def retirable(
     whatever the policy. Of older ones, the last `keep_last` and the `milestones` of `keep_every`
     stay; of several with one number, only the newest counts. A version that an ancestor run wrote
     after the version that this run started from is removed once `safe` is of this run (unless
-    `keep_last` is KEEP_ALL). Versions of
-    runs that are no ancestors (the job started from nothing in the same place) are never removed.
+    `keep_last` is KEEP_ALL). Versions of runs that are no ancestors (the job started from nothing
+    in the same place) are never removed.
 
     `void` are versions that are not complete on all ranks. They do not count: otherwise a rank with
     its shard of one would remove a complete version for it. Those of this run are removed whatever

@@ -30,7 +30,7 @@ from .source import encoded_in, places_of
 def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str]]:
     """Order that the job with this `path` (or persistent_path) begins from a version of another
     job: hold the version there, then write the record here. Returns the record, and sentences about
-    what keeps the version. `theirs`: a survey of the source's path.
+    what keeps the version. `theirs`: what `survey_of_job` returned for the source's path.
 
     A kill in between leaves a hold, which the same order takes up again. Raises ConfigError if
     there are versions already, or another order; RestoreError if there is no such version.

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tierckpt import _faults
-from tierckpt._text import some
+from tierckpt._text import in_words, some
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.shard_file import rank_state_blocks
@@ -492,7 +492,7 @@ class Snapshot:
 
     def fail(self, error: BaseException) -> None:
         """Give the snapshot up. Any thread."""
-        self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
+        self._end(Phase.FAILED, in_words(error))
         self._report()
 
     def _end(self, phase: Phase, error: str = "") -> None:

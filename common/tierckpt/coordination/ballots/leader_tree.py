@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tierckpt._text import in_words
 from tierckpt.group import Group, Node, Pending, SingleGroup
 
 from .vote_exchange import (
@@ -346,7 +347,7 @@ class _Leader:
                 self._send_up()
         except Exception as error:  # no result comes from here any more
             rank = self._tree.leader_rank
-            self.trouble = f"on rank {rank}: {type(error).__name__}: {error}"
+            self.trouble = f"on rank {rank}: {in_words(error)}"
         finally:
             with contextlib.suppress(Exception):
                 self._break(self._delivered + 1, self._tree.leader_rank)
