@@ -5,6 +5,8 @@ VENV ?= .venv
 ifndef PY
 PY := $(VENV)/bin/python
 READY := $(VENV)/.tierckpt-ready
+# Enough for the demo; an environment for the tests is as well.
+DEMO_READY := $(or $(wildcard $(READY)),$(VENV)/.tierckpt-demo-ready)
 S3 := $(VENV)/.tierckpt-s3-ready
 else
 HOROVOD_ARGS := --check
@@ -22,14 +24,15 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/manyranks.py benchmarks/ballots.py benchmarks/scale.py benchmarks/routed.py \
 	benchmarks/journal.py benchmarks/papers.py
 
-.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench figures chaos suites oldest-frameworks clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-quick test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench figures chaos suites oldest-frameworks clean
 
 help:
 	@echo 'make demo        train a small classifier on two ranks, kill one, and compare the loss curves'
 	@echo 'make demo-horovod  the same under elastic Horovod'
-	@echo 'make overlap     draw one iteration: copies during the allreduces (overlap.png)'
+	@echo 'make overlap     a small job under Horovod, and its report: copies during the allreduces'
 	@echo 'make spares      eight nodes and four spares; a node is lost five times'
-	@echo 'make test        run all tiers of tests'
+	@echo 'make test-quick  the promises in two minutes: a kill, a restore, both adapters, each level'
+	@echo 'make test        run all tiers of tests: half an hour'
 	@echo 'make test-TIER   run one tier: unit store dist crash gpu (gpu is skipped without CUDA)'
 	@echo 'make lint        check formatting, lint, types and imports; make format repairs the first two'
 	@echo 'make docs        build the documentation site (build/docs/html), without any warning'
@@ -55,10 +58,12 @@ help:
 venv: $(READY)
 	@:
 
-$(VENV)/.tierckpt-ready: setup.cfg setup.py $(wildcard common/tierckpt/snapshot/*.c) tools/bootstrap.py
+$(VENV)/.tierckpt-ready: EXTRA := dev
+$(VENV)/.tierckpt-demo-ready: EXTRA := demo
+$(VENV)/.tierckpt-ready $(VENV)/.tierckpt-demo-ready: setup.cfg setup.py $(wildcard common/tierckpt/snapshot/*.c) tools/bootstrap.py
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer that can make virtual environments was found."; \
 	echo "Install one (on Debian and Ubuntu: python3-venv) or name it: make PYTHON=/path/to/python"; exit 1; }
-	@$(PYTHON) tools/bootstrap.py $(VENV)
+	@$(PYTHON) tools/bootstrap.py $(VENV) $(EXTRA)
 	@touch $@
 
 horovod: $(READY)
@@ -77,7 +82,7 @@ $(VENV)/.tierckpt-s3-ready: setup.cfg $(VENV)/.tierckpt-ready
 	@if $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[s3-tests]'; then touch $@; else \
 	echo "[s3] that failed, for the reason above: tests that need them will be reported as skipped"; fi
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	$(PY) examples/digits/demo.py
 
 demo-horovod: horovod
@@ -86,17 +91,31 @@ demo-horovod: horovod
 # Needs an idle machine, or the picture shows other load.
 overlap: horovod
 	@rm -rf overlap; mkdir overlap
-	TIERCKPT_TRACE_DIR=overlap HOROVOD_TIMELINE=overlap/hvd.json OMP_NUM_THREADS=1 \
+	TIERCKPT_TRACE_DIR=overlap TIERCKPT_EVENTS_DIR=overlap HOROVOD_TIMELINE=overlap/hvd.json OMP_NUM_THREADS=1 \
 	$(PY) -m horovod.runner.launch --gloo -np 2 --network-interfaces lo $(PY) examples/overlap/train.py overlap/ckpts
 	$(PY) -m tierckpt trace summary --from-version 8 --ours overlap/trace-r*.json --horovod overlap/hvd.json
-	$(PY) -m tierckpt trace plot overlap.png --ours overlap/trace-r*.json --horovod overlap/hvd.json
+	$(PY) -m tierckpt report overlap -o overlap.html
 
 spares: $(READY)
 	$(PY) examples/spares/experiment.py
 
-# One run with one closing line. tests/conftest.py orders the tiers.
-test: horovod-for-tests s3-for-tests
-	$(PYTEST)
+# Horovod's build, minutes at the first time, is beside the tests that do not need it.
+test: s3-for-tests
+	@echo '[test] all tiers: unit and store, then dist, crash and gpu. Half an hour on two idle cores, and'
+	@echo '[test] more beside other work. make test-quick holds the promises in two minutes; make test-unit'
+	@echo '[test] is the shortest tier.'
+	@mkdir -p build; $(MAKE) --no-print-directory horovod-for-tests >build/horovod.log 2>&1 & horovod=$$!; \
+	trap 'kill $$horovod 2>/dev/null; exit 130' INT TERM; \
+	$(PYTEST) tests/unit tests/store; first=$$?; \
+	echo '[test] that were the first two tiers (exit status '$$first'); now the others'; \
+	wait $$horovod; cat build/horovod.log; \
+	$(PYTEST) tests/dist tests/crash tests/gpu && exit $$first
+
+# The promises, a few tests for each: a kill, a restore, both adapters, each level.
+test-quick: $(READY)
+	@echo "[test] the promises, in some two minutes on two idle cores: $$(grep -c :: tests/quick.txt) of the tests."
+	@echo '[test] Those of Horovod are skipped until make horovod or make test has built it.'
+	$(PYTEST) @tests/quick.txt
 
 test-dist test-crash: horovod-for-tests
 test-store test-dist: s3-for-tests

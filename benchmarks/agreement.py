@@ -3,10 +3,14 @@
     python benchmarks/agreement.py --toy
     python benchmarks/agreement.py --worlds 2,4
 
-No other part of Tierckpt is attached. Three kinds of blocks take turns in the same processes: steps
-without ballots, with ballots in a shared page of memory (ranks of one node), and with ballots over
-gloo (ranks of several nodes). The figures are differences within a round, so that other load of the
-machine affects all of them equally.
+No other part of Tierckpt is attached. Three kinds of blocks take turns in the same processes:
+steps without ballots, with ballots in a shared page of memory (ranks of one node), and with
+ballots over gloo (ranks of several nodes). The figures are differences within a round, so that
+other load of the machine affects all of them equally.
+
+step    ms a step, slowest rank, median of the blocks
+more    excess over a step without a ballot, median of the rounds, and rank 0's range: the noise
+launch  its part in the call that casts the vote; wait: in the one that reads the previous ballot
 """
 
 from __future__ import annotations

@@ -4,15 +4,17 @@
     python benchmarks/ballots.py --worlds 8,16,32,64 --json ballots.json
 
 Each rank is a process that does nothing else. Two kinds of ballots take turns in the same
-processes: a reduction over gloo, which passes messages around a ring of all ranks, and the tree of
-node leaders. Ranks on one machine act as nodes of `--node-ranks` ranks. All of them share the
+processes: a reduction over gloo, which passes messages around a ring of all ranks, and the tree
+of node leaders. Ranks on one machine act as nodes of `--node-ranks` ranks. All of them share the
 cores, so the wall time is that of the CPU time of all messages. The packets are those of the
 loopback device, with the acknowledgements.
 
 A cluster has the time of one message after the other. So the parts are measured, too: a frame of
-the tree between two processes, a ballot of two ranks on two nodes (two hops, with all the software
-of a leader), and a vote on the page of a node. scale.py computes ballots of up to 16,384 ranks from
-these.
+the tree between two processes, a ballot of two ranks on two nodes (two hops, with all the
+software of a leader), and a vote on the page of a node. scale.py computes ballots of up to 16,384
+ranks from these.
+
+To count only its own packets, as root: unshare -n sh -c 'ip link set lo up && python ...'
 """
 
 from __future__ import annotations

@@ -3,7 +3,16 @@
     python benchmarks/budget.py --toy
     python benchmarks/budget.py --json budget.json
 
-benchmarks/README.md explains the columns and how they are measured.
+Two ranks train with automatic intervals on memory, local and persistent. The same processes make
+plain steps with a loop that calls no boundary: half of them before a block, half after all its
+work is done. Steps until then are in the block's wake, and their extra time is charged to the
+block. The first steps (`--learning`) do not count. In the last case the persistent level takes 20
+MB/s a node.
+
+overhead %   excess time of a block's steps and wake: median of the rounds, and its 95 % confidence
+             interval (the range for fewer than 6 rounds); a budget not below it is held
+wake         mean number of steps in the wake
+steps for each version   by level, in the counted rounds
 """
 
 from __future__ import annotations

@@ -3,7 +3,15 @@
     python benchmarks/coding.py --toy
     python benchmarks/coding.py --json coding.json
 
-benchmarks/README.md explains the columns and how they are measured.
+Tierckpt with ISA-L and with numpy, in windows of shared memory, and the encode of pyeclib take
+turns, each in a thread of its own, with a copy by numpy next to each. Rebuilding starts from as
+many lost data segments as the code tolerates.
+
+GB/s               data (without parity) over wall time, median and range; depends on other load
+GB/CPU-s, CPU-s/GB data and CPU time of the thread; the target is judged on this of the limit
+CPU time of a copy that reads and writes as many bytes, over Tierckpt's times pyeclib      CPU
+time of pyeclib over Tierckpt's freeze ms          longest time for which another Python thread
+was blocked: by the GIL, or by load
 """
 
 from __future__ import annotations

@@ -6,8 +6,11 @@
 A small transformer learns the bytes of Python's own library with AdamW. Early and late in the
 training, its weights and moments are compared with those 1, 10, 100 and 1000 steps before: each
 block is encoded whole, as XOR with the earlier block, and as integer difference to it, all with
-byte planes and Zstandard. Then a whole version and a difference are loaded from a directory. Speeds
-are per CPU-second, so that other load of the machine does not count.
+byte planes and Zstandard. Then a whole version and a difference are loaded from a directory.
+Speeds are per CPU-second, so that other load of the machine does not count.
+
+Columns are those of codecs.py; *way* is `whole`, or `difference` (as the codec `delta`) or `XOR`
+to the version *steps* before. `--versions FILE` keeps the training's states for a later run.
 """
 
 from __future__ import annotations

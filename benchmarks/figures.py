@@ -18,7 +18,9 @@ from lib.files import clean_up_when_terminated
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="correct the pages")
     parser.add_argument("--run", action="store_true", help="measure again, into build/figures")
     parser.add_argument("--quick", action="store_true", help="with --run: ten minutes at most")

@@ -4,7 +4,32 @@
     python benchmarks/goodput.py --json goodput.json --plot goodput.png
     python benchmarks/goodput.py --mtbf 10,60 --methods torch-save,ours
 
-benchmarks/README.md explains the columns and how they are measured.
+SIGKILLs hit random ranks at random times, the same for each method: a seeded Poisson process with
+a fixed number of failures. Goodput is the number of useful steps, at the pace of the same
+training undisturbed (measured before and after), over the wall time since the training first
+could start. Repeated steps count once. Above 100 % the machine's pace has changed, and nothing is
+judged.
+
+torch-save     rank 0 saves with fsync, all wait; every rank reads the file
+dcp-thread     DCP's `async_save` as in its tutorial; `dcp.load`. The training does not wait for it
+hvd-elastic    Horovod's elastic state and launcher, with a spare host always; the survivor's memory
+ours           Tierckpt: memory, and local once a minute; resumes from memory
+ours-torchrun  the same under torchrun, which starts new processes
+ours-run       the same under torchrun and `tierckpt run`
+
+Ranks are forked from a process that has imported torch and made the model, so start-up does not
+count, except in the last two; meeting, finding, reading and loading the state count. After a
+death all ranks start again. A rank that is just being started is killed as soon as it runs. DCP's
+daemon process is left out: it imports torch in each run.
+
+Each method has the best interval for its cost of a version, by Daly's formula. The cost is
+`--cost`, or the median of `--rounds` pairs of blocks with and without versions, and at least the
+stall that the method reports. If it leads to an interval below `--every`, it is measured again
+there, and the larger figure counts. `ours-torchrun` and `ours-run` have the cost and pace of
+`ours`.
+
+interval  steps a version       back s  from a SIGKILL to the end of the next step, median
+cost ms   wall time a version   lost    steps that were repeated
 """
 
 from __future__ import annotations

@@ -4,12 +4,20 @@
     python benchmarks/journal.py --json journal.json
     python benchmarks/journal.py --copies            # the journal, without and with copies
 
-Two twins of one model take turns in the same two ranks: one takes a version to local at every step,
-the other has the journal. Each trains blocks with it and blocks without, and the difference is its
-cost. With both the training waits for the disk if it must (`when_busy="wait"`), and a block ends
-when its last step is on disk. Then the job with the journal ends as in a crash, and another one
-restores it. With `--copies` each rank is a node of its own, and the twins are the journal without
-and with copies on the other node. benchmarks/README.md explains the columns.
+Two twins of one model take turns in the same two ranks: one takes a version to local at every
+step, the other has the journal. Each trains blocks with it and blocks without, and the difference
+is its cost. With both the training waits for the disk if it must (`when_busy="wait"`), and a
+block ends when its last step is on disk. Then the job with the journal ends as in a crash, and
+another one restores it. With `--copies` each rank is a node of its own, and the twins are the
+journal without and with copies on the other node.
+
+without      a step of the blocks without, median
+step         a step of the blocks with it, its part of the last wait included, median
+slower       the difference by round, median and range
+MB a step    bytes in files, of both ranks
+
+A block with it begins after a version that is on disk (with `--copies`: protected). The restored
+parameters must be equal. For a slower disk, run it in a control group with a limit of write_bps.
 """
 
 from __future__ import annotations

@@ -3,7 +3,28 @@
     python benchmarks/levels.py --toy
     python benchmarks/levels.py --json levels.json --plot levels.png
 
-benchmarks/README.md explains the columns and how they are measured.
+Six processes stand for nodes; each does an agent's work with the agent's code and priority. As
+root each has a network namespace and a cable of 100 Mbit/s each way (`--link-mbit`), else
+loopback. Two ranks train on the same cores. Parity goes to memory, since these nodes would share
+one disk.
+
+GB/s           shards of all nodes over the time of one version, while the training is idle
+bare           the same bytes without Tierckpt: an O_DIRECT write over an existing file; a read of
+               one file and a write of a new one without the page cache; a copy to tmpfs; plain
+               sockets, from each node to the next at the same time
+of the bare    bare time over Tierckpt's, median and range of the rounds
+CPU-s/GB       CPU time of all node processes, both with the kernel's network work
+slowdown %     excess time of the training's steps while the level works
+overlap %      as in the OSU micro-benchmarks: 1 - (time of both together - time of computing alone)
+               / time of the level alone, from 0 to 100; computing takes about as long as the level
+bare overlap   overlap of the bare bytes on the cables: the limit, as the training's cores also
+               shape the cables and serve the sockets
+
+*All levels on* trains two ranks, each a node and the other's partner; every `--every`-th version
+goes to all levels, and plain steps before and after are the comparison. *local, in place* is a
+local level on tmpfs, where the slot is the shard's file; its bare figure is the copy that this
+saves. Targets: local and persistent at 0.9 of the bare device; 95 % overlap if the cable is the
+limit (six nodes on two cores: `--levels rs --link-mbit 50`); under 5 % slower with all levels on.
 """
 
 from __future__ import annotations
@@ -142,6 +163,7 @@ class Bench:
             bare_overall_s=bare_overall_s,
             plain_s=mean(map(block_seconds, (before, after))),
             beside_s=block_seconds(beside),
+            others=max(block["others"] for block in (before, after)),
         )
 
     def _train_beside(self, orders: Orders, steps: int) -> tuple[Block, float]:

@@ -6,6 +6,19 @@
 The real code of one rank runs with the inventories, manifests and layouts of 2 to 16,384 ranks on
 nodes of eight. The other ranks are the objects that they would send. Times are CPU times of this
 process; the network is not in them.
+
+The store and slots are real, too. Figures of the results file:
+
+settings, groups          comparing all ranks' settings; planning the redundancy groups
+meeting, agent            all agents meet at a run's start; what one is told, its connections
+own_inventory             looking at the own node's slots and files
+inventories               exchanging all of them: time, bytes, memory
+plan_*                    plan of a restart: memory, a lost node, persistent with half the ranks
+                          and with 3
+history                   a restart's questions about the versions found
+layout                    dividing 1,200 tensors of 10 MB
+flush_first/last_node     flush of a node's shards, and its requests; the last writes the manifest
+rank0_inventory, open_shard, list, verify, retire   work on the version there
 """
 
 from __future__ import annotations

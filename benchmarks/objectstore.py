@@ -4,7 +4,17 @@
     python benchmarks/objectstore.py --json objectstore.json
     python benchmarks/objectstore.py --endpoint http://localhost:9000 --bucket bench
 
-benchmarks/README.md explains the columns and how they are measured.
+A flush is the agent's work for two ranks' shards (eight at 1000 MB) in shared memory: verify,
+hash, send, commit. A restore is that of a restart's readers: runs of 8 MiB by four threads, all
+digests compared. A bare client follows each measurement: the same bytes as objects of 16 MiB over
+eight connections, requests signed before, no checksum. `--endpoint` and `--bucket` name your
+server (with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), `--clients tierckpt,fsspec` adds the
+backend of other URLs.
+
+GB/s                 state over wall time, median and range
+of the bare          time of the bare client over Tierckpt's, median and range of the rounds
+CPU-s/GB, bare       CPU time of the process, with Tierckpt and with the bare client
+server CPU-s/GB      of the server (`--server-pid`); on loopback it usually is the limit
 """
 
 from __future__ import annotations

@@ -3,7 +3,16 @@
     python benchmarks/peer.py --toy
     python benchmarks/peer.py --json peer.json
 
-benchmarks/README.md explains the columns and how they are measured.
+All members of a redundancy group are in one process, each with a transport and a folder
+(`--dir`), connected by loopback. Each sample protects one shard of every member; then bare
+sockets send as many bytes.
+
+GB/s               shards over wall time, median and range
+CPU-s/GB           CPU time of the process per GB of shards
+sent, written      bytes between members, and of parity, as multiples of the shards
+bare GB/s sent     speed of the bare sockets
+bare CPU-s/GB      their CPU time per GB of shards
+CPU of the bare    CPU time of the exchange over that of the bare sockets
 """
 
 from __future__ import annotations

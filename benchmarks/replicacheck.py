@@ -3,9 +3,17 @@
     python benchmarks/replicacheck.py --toy
     python benchmarks/replicacheck.py --model wide --ranks 2
 
-Three kinds of blocks take turns in the same processes: steps of a plain twin, steps with versions,
-and steps with versions and the check. CPU time is that of all threads of the process. The clocks of
-the threads that run the check count its own time as well, with less noise from other load.
+Three kinds of blocks take turns in the same processes: steps of a plain twin, steps with
+versions, and steps with versions and the check. CPU time is that of all threads of the process.
+The clocks of the threads that run the check count its own time as well, with less noise from
+other load.
+
+step          CPU time of the plain twin's step, ms, mean of the ranks' medians
+version       excess CPU time of a step with a version
+check         CPU time inside the check by its threads' clocks, less the clocks' cost
+of a version  check / version
+paired        excess CPU time of a step with the check over one without, by the process's
+              clock: noisy
 """
 
 from __future__ import annotations

@@ -6,7 +6,38 @@
     python benchmarks/restart.py --lose 2
     python benchmarks/restart.py --worlds 2,4 --megabytes 48,192 --nodes 2
 
-benchmarks/README.md explains the columns and how they are measured.
+A first run leaves a checkpoint for each way and ends like a crash. Then runs restart, one way
+after the other, round by round, with new processes and another seed of the model. The last round
+is not timed: it compares model and optimizer bit for bit, and samples memory. `--ways` selects:
+
+ours-memory       processes were lost: slots are mapped
+ours-local        the memory of all nodes was lost: shards are mapped from disk
+ours-peer         and the last node's disk: `partner`, lost shards are rebuilt
+ours-persistent   all nodes were lost: shards are fetched and broadcast
+torch-load        rank 0 loads, every tensor is broadcast
+dcp, torchsnapshot, torch-checkpointing: every rank loads
+nothing           start afresh: the cost of any restart
+
+cache      cold: files not in the page cache, as after a reboot; warm: as after a crash of processes
+total s    from the start of the processes to the end of the first step, slowest rank, median
+restore s  its part from when all ranks are ready (libraries, model) until the state is restored
+read       bytes that ranks read from a level, as Tierckpt counts them, as a multiple of the state
+storage    bytes that the kernel fetched from the device (/proc/self/io), likewise
+sent       bytes that ranks received from each other, likewise
+peak MB    peak memory of a rank, with the restored state, without mapped files and slots
+
+`--kill N`: rank 1 kills itself N times in a job under torchrun, and under `tierckpt run`, with a
+version to memory at every step. *total* runs from a SIGKILL to the end of the next step on rank
+0: *started* (others ended, the script begins), *imported*, *met* (process group), *built* (model,
+DDP, optimizer), *attached*, *restored*, *stepped*. The first kill does not count. Elastic Horovod
+(its own commits) and NVIDIA's in-process wrapper (Tierckpt's checkpoints, a reserve rank a kill)
+follow where they are installed; rank 0 survives there, and *started* ends with its return to the
+training.
+
+`--lose N`: two nodes of one rank and a spare one, names on this machine. The second node loses
+its processes, memory and disk as soon as the peer level protects a version and the spare is
+ready. Rows: torchrun with a spare agent and its limit of 15 s without a sign of life, with 3 s,
+and `tierckpt run --standby`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,11 @@
     python benchmarks/routed.py --toy
     python benchmarks/routed.py --json routed.json
 
-benchmarks/README.md explains the columns and how they are measured.
+One process writes a file of random bytes in three ways, in turns, to a disk that is idle.
+
+program waits  until the rename of a file, with or without fsync; for *routed* until the version's
+               end, when it is in memory; median and range
+durable        until the file is on disk as far as the program knows; for *routed*: committed
 """
 
 from __future__ import annotations

@@ -3,7 +3,13 @@
     python benchmarks/saturated.py --toy
     python benchmarks/saturated.py --json saturated.json
 
-benchmarks/README.md explains the columns and how they are measured.
+An agent's process commits versions, a thread a shard, while busy processes in sessions of their
+own take all the CPU time that they get. `--nice` and `--ways` choose the agent's priority and the
+way of writing; *8-mib* is pieces of 8 MiB, as an agent wrote before 2026-11-26.
+
+durable                  from the order to the last commit of a version's shards, median and range
+of the idle bare device  time of a bare O_DIRECT write of as many bytes over a recycled file on the
+                         idle machine, over that of *ours*
 """
 
 from __future__ import annotations

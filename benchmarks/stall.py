@@ -7,7 +7,64 @@
     python benchmarks/stall.py --launcher horovod
     python benchmarks/stall.py --device cuda --model gpt2
 
-benchmarks/README.md explains the columns and how they are measured.
+Needs the package and torch; torchsnapshot, matplotlib (`--plot`) and xxhash are used if there.
+Each rank computes on one thread. `--json` is rewritten after each round and has raw timings
+(`partial`) until all are done; `--resume` continues such a file, and refuses another commit,
+machine, software or options. On a GPU, where some methods need seconds a step: `--rounds 2
+--steps 6`.
+
+nothing        training alone, measured as if it took checkpoints: the noise
+torch-save     rank 0 writes with fsync, all ranks wait; with Horovod at their next allreduce
+dcp-thread     DCP's `async_save` as in its tutorial, fsync
+dcp-process    the same with `AsyncCheckpointerType.PROCESS`
+dcp-tuned      a daemon process, a staging thread with reused shared memory, cached plans, plain
+               state dicts, a wait before the optimizer's step
+torchsnapshot  `Snapshot.async_take`, all replicated, each rank writes a part, no fsync
+ours-off       Tierckpt attached with every level off, compared with `nothing`
+ours-memory    Tierckpt's memory level; not on disk
+ours-local     its local level: committed, file and folder fsync'ed
+hvd-commit     Horovod: `hvd.elastic.TorchState.commit`, a deep copy in each process
+ours-commit    Horovod: Tierckpt's elastic commit to memory
+By name only: torch-checkpointing (Meta's, no fsync), dlrover (flash checkpoint, no fsync), orbax
+(`AsyncCheckpointer`, data fsync'ed), each with its package; ours-levels, ours-auto. NVIDIA's
+LocalCheckpointManager (0.4.1) runs on CUDA alone, ml-flashpoint (0.0.10) has no wheels.
+
+call ms       inside the method at the boundary, slowest rank, median of the checkpoints
+wait ms       the optimizer's step waited for a copy, slowest rank, median
+CPU-s         CPU-seconds a checkpoint beyond plain steps, of all processes and their children
+direct        the same without the trainers' main threads, except inside the method: less noise
+durable ms    from the first rank's call until the last rank's data is finished (fsync'ed if it is)
+slowdown ms   wall time that a finished checkpoint adds: a block with checkpoints, less as many
+              plain steps; median and range over visits. %step: of a plain step
+by cycle      a cycle with a checkpoint less the visit's median plain cycle; median
+PSS, RSS MB   peak memory of all processes above training alone; PSS divides shared pages, RSS
+              counts them once a process. CUDA's pinned memory may be missing in both
+taken         finished checkpoints, of the requested ones
+CPU x, slow x direct CPU-seconds and slowdown relative to the best alternative
+others        cores that other processes used
+quiet         visits that count, of all: with other load of at most 0.15 cores, if there are three;
+              0: too few were quiet, so all count
+
+Each method has rank processes of its own for the whole run; while one trains, the others block in
+a read (Horovod's are stopped, as they poll). Methods take turns: a visit is half a block of plain
+steps, a block with checkpoints, half a block of plain steps, so drift of the machine cancels. A
+block is a warm-up step, timed steps, a step to settle, and a wait until all is durable.
+Boundaries are called in blocks with checkpoints alone. No method starts a checkpoint while its
+previous one is under way: it waits, as call time. DCP and torchsnapshot use a gloo group of their
+own. Memory is sampled every 20 ms in blocks without timing, with `mallopt` so that freed memory
+leaves at once. The ranks of `nothing` train the plain blocks of `ours-off`. On a GPU a block ends
+when its stream is done, so trust slowdown, not by cycle.
+
+Bare limits, on one thread over the whole state: a copy between shared mappings, xxh3, an O_DIRECT
+write and fsync of a new file, of an old one (`recycled`), and of an old one beside a training
+(`loaded`); on a GPU a copy to page-locked memory (`copy_pinned`).
+
+Targets, judged at the end (met, MISSED, not measured): 0.10 CPU-seconds a durable 192 MB
+checkpoint on 2 cores; call and wait under 1 ms; a tenth of dcp-tuned's slowdown; memory of slots
+x state / ranks; ResNet-18 with a checkpoint a step at most 5 % slower, none skipped; no
+significant slowdown with levels off; 0.9 of a bare write over a recycled file; on a GPU 0.9 of a
+bare copy, and under 1 % slower a step if the copies fit a step, else by the excess. The toy
+judges call and wait alone.
 """
 
 from __future__ import annotations
@@ -68,7 +125,7 @@ def publish(options: argparse.Namespace, about: dict[str, Any], run: targets.Run
 
 
 def main() -> None:
-    options = arguments(sys.argv[1:], str(__doc__).splitlines()[0])
+    options = arguments(sys.argv[1:], str(__doc__))
     clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
     # A killed method cannot clean up its shared memory, so that is a temporary folder as well.

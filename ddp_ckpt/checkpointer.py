@@ -9,7 +9,7 @@ import torch
 
 import tierckpt
 from tierckpt.checkpointer.script_mode import attach_to_script, give_attribute, refuse_second
-from tierckpt.settings import Arguments
+from tierckpt.settings import Arguments, with_settings
 
 from .adapter import DDPAdapter
 from .comm_hook import CommHook
@@ -23,6 +23,7 @@ Given = TypeVar(
 """One optimizer, or several."""
 
 
+@with_settings
 class Checkpointer(tierckpt.Checkpointer):
     """Checkpoints a model with or without DDP modules; see `tierckpt.Checkpointer` for the rest.
 
@@ -37,7 +38,7 @@ class Checkpointer(tierckpt.Checkpointer):
             DDP's own. You can also call `register_comm_hook` of a DDP module afterwards, and must
             do so if there are several. The checkpoints contain the state of such a hook only with
             `HookState`.
-        settings: as in `tierckpt.Checkpointer`.
+        settings: `extra` and the other arguments of `tierckpt.Checkpointer`, and all settings.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Checkpointer(tierckpt.Checkpointer):
         super().__init__(model, optimizer, adapter=adapter, group=adapter.group, **settings)
 
 
+@with_settings
 def wrap(
     optimizer: Given,
     model: torch.nn.Module,

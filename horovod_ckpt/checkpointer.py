@@ -10,7 +10,7 @@ import torch
 
 import tierckpt
 from tierckpt.config import load_config
-from tierckpt.settings import Arguments
+from tierckpt.settings import Arguments, with_settings
 
 from .adapter import HorovodAdapter
 
@@ -18,6 +18,7 @@ FOLDERS = ("events_dir", "trace_dir")
 """Settings that name a folder where each rank has a file."""
 
 
+@with_settings
 class Checkpointer(tierckpt.Checkpointer):
     """Checkpoints a model that Horovod trains; see `tierckpt.Checkpointer` for the rest.
 
@@ -25,7 +26,7 @@ class Checkpointer(tierckpt.Checkpointer):
         model: the module that is trained.
         optimizer: the result of `hvd.DistributedOptimizer`: one, a sequence, or a dict. There may
             also be plain optimizers among them, for parameters that are each rank's own.
-        settings: as in `tierckpt.Checkpointer`.
+        settings: `extra` and the other arguments of `tierckpt.Checkpointer`, and all settings.
 
     Its ranks are those of the optimizer's process set, numbered within it. Several process sets are
     several jobs: each needs a `path` of its own. If `events_dir` or `trace_dir` is set, each set

@@ -13,7 +13,7 @@ import torch
 
 import tierckpt
 from tierckpt.checkpointer.script_mode import attach_to_script, give_attribute
-from tierckpt.settings import Arguments
+from tierckpt.settings import Arguments, with_settings
 from tierckpt.state.names import named_buffers, named_parameters
 from tierckpt.state.training_state import label_optimizers
 
@@ -39,6 +39,7 @@ HOROVODS = tuple(inspect.signature(hvd.DistributedOptimizer).parameters)
 """Names of Horovod's own arguments, in order."""
 
 
+@with_settings
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     *args: Any,
@@ -75,6 +76,7 @@ def DistributedOptimizer(
     return distributed
 
 
+@with_settings
 def install(
     optimizer: Any | Mapping[str, Any], model: torch.nn.Module, **settings: Unpack[Arguments]
 ) -> Checkpointer | Outside:

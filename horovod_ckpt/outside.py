@@ -29,6 +29,7 @@ class Outside:
     metric: float | None = None
     exit_reason = ""
     interrupted = False
+    end: tierckpt.JobEnd | None = None
 
     def __init__(self) -> None:
         self.restored = tierckpt.Restored(0)

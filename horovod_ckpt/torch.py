@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import horovod.torch
 import torch
@@ -31,6 +31,7 @@ from horovod.torch import *  # noqa: F403
 
 from tierckpt import ConfigError
 from tierckpt.checkpointer.script_mode import close_now
+from tierckpt.settings import with_settings
 from tierckpt.state.names import unwrap
 
 from . import elastic as _elastic
@@ -56,7 +57,14 @@ def __getattr__(name: str) -> Any:
     return getattr(horovod.torch, name)
 
 
-def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
+class _Arguments(_ours.DistributedArguments, total=False):
+    model: torch.nn.Module | None
+    restore: bool
+    close_at_exit: bool
+
+
+@with_settings
+def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Unpack[_Arguments]) -> Any:
     """`horovod_ckpt.DistributedOptimizer` for a script without calls for checkpoints.
 
     The boundary is the next forward pass. Under elastic Horovod the state object takes the
@@ -66,15 +74,17 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
     if not in_elastic_job():
         model = settings.get("model")
         _refuse_second(_ours.find_model(args, settings) if model is None else model)
-        made = _ours.DistributedOptimizer(optimizer, *args, **{**DEFAULTS, **settings})
+        given: dict[str, Any] = {**DEFAULTS, **settings}
+        made = _ours.DistributedOptimizer(optimizer, *args, **given)
         if isinstance(made.checkpointer, Outside):
             return made
         made.untouched = Untouched(made.checkpointer, made)
         _made[next(_numbers)] = made
         return made
-    horovods = {name: settings.pop(name) for name in _ours.HOROVODS if name in settings}
+    ours: dict[str, Any] = {n: v for n, v in settings.items() if n not in THE_STATES}
+    horovods = {name: ours.pop(name) for name in _ours.HOROVODS if name in ours}
     distributed = horovod.torch.DistributedOptimizer(optimizer, *args, **horovods)
-    distributed.checkpoint_settings = {n: v for n, v in settings.items() if n not in THE_STATES}
+    distributed.checkpoint_settings = ours
     return distributed
 
 

@@ -14,6 +14,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -24,6 +25,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.forgotten_ends import Forgotten
 from tests.support.warm_python import servers
 
 # Cheapest first: findings of unit tests come early.
@@ -123,6 +125,20 @@ def shm_root() -> Iterator[Path]:
         del os.environ["TIERCKPT_SHM_DIR"]
     else:
         os.environ["TIERCKPT_SHM_DIR"] = before
+
+
+@pytest.fixture(autouse=True)
+def restarts_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests play a job and its restarts in one process: what it has finished is not remembered,
+    except in tests that ask for the fixture `one_process`."""
+    if (module := sys.modules.get("tierckpt.checkpointer.finished")) is not None:
+        monkeypatch.setattr(module, "_ends", Forgotten())
+
+
+@pytest.fixture
+def one_process(restarts_in_one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All jobs of the test are one process's, as they are."""
+    monkeypatch.setattr(sys.modules["tierckpt.checkpointer.finished"], "_ends", {})
 
 
 @pytest.fixture

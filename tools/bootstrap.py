@@ -1,8 +1,10 @@
-"""Make the virtual environment that the Makefile's targets run in: bootstrap.py DIRECTORY.
+"""Make the virtual environment that the Makefile's targets run in: bootstrap.py DIRECTORY EXTRA.
 
 torch is the one requirement that pip alone gets wrong: on Linux its newest wheel brings several
 GB of CUDA libraries, GPU or not. So a torch that this Python has already is used, and without a GPU
-nothing made for one is downloaded unasked. The rest is the `dev` extra in setup.cfg.
+nothing made for one is downloaded unasked. The rest is an extra in setup.cfg, `demo` or `dev`. uv
+installs it in a twentieth of pip's time; where uv cannot (it does not read pip's settings), pip
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"  # the newest tested; setup.cfg says what is supported
 OLDEST_TORCH = (2, 4)
+MEGABYTES = {"demo": 50, "dev": 330}
+"""The extras, with what their packages weigh as wheels."""
 OLDEST_PIP = (23, 1)  # has `install --dry-run --report`; Debian 12 brings an older one
+
+OWN_TORCH = """
+import importlib.metadata, sys
+torch = importlib.metadata.distribution("torch")
+print(torch.version if str(torch.locate_file("")).startswith(sys.prefix) else "")
+"""
 
 NO_VENV = """\
 could not make {venv} with {python}.
@@ -43,7 +53,7 @@ Choose one and run make again:
   - take the CUDA build all the same: export TORCH_INSTALL_ARGS='{torch}'"""
 
 NO_TOOLS = """\
-the dev extra of setup.cfg could not be installed, for the reason above.
+the {extra} extra of setup.cfg could not be installed, for the reason above.
 Check the network and run make again."""
 
 BROKEN_TORCH = """\
@@ -84,10 +94,24 @@ def pip_version(python: Path) -> tuple[int, int] | None:
     return release(version) if version else None
 
 
-def pip_install(python: Path, *arguments: str) -> bool:
-    # -qq: errors only, each step has its own line here.
-    command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+def pip_install(python: Path, *arguments: str, progress: bool = False) -> bool:
+    """Let pip install that. `progress`: show it on a terminal; else errors only, as each step has
+    its own line here."""
+    quiet = [] if progress and sys.stderr.isatty() else ["-qq"]
+    command = [str(python), "-P", "-m", "pip", "install", *quiet, "--disable-pip-version-check"]
     return subprocess.run([*command, *arguments], cwd=ROOT).returncode == 0
+
+
+def uv_install(python: Path, *arguments: str) -> bool:
+    """Let uv install that beside the torch that is there; False if it cannot. uv sees only the
+    environment's own packages, so it would download a second torch beside a shared one."""
+    torch = output(python, "-c", OWN_TORCH)
+    if not torch or not pip_install(python, "uv"):
+        return False
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]
+    command = [str(python), "-m", "uv", "pip", "install", *quiet, "--python", str(python)]
+    # With this requirement no other package brings another torch.
+    return subprocess.run([*command, *arguments, f"torch=={torch}"], cwd=ROOT).returncode == 0
 
 
 def make_venv(venv: Path) -> Path:
@@ -150,20 +174,22 @@ def install_torch(python: Path) -> None:
             say(f"no GPU here: asking pip whether its {TORCH} is a CPU build")
             if cuda := cuda_packages(python):
                 fail(CUDA_FOR_NOTHING.format(count=len(cuda), torch=TORCH))
-        say(f"installing {TORCH}, 200 MB or more")
+        say(f"installing {TORCH}: 200 MB or more to download")
     named = any(map(names_torch, chosen))
-    if not pip_install(python, *([] if named else [TORCH]), *chosen):
+    if not pip_install(python, *([] if named else [TORCH]), *chosen, progress=True):
         fail(NO_TORCH.format(version=sys.version.split()[0]))
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        fail("usage: bootstrap.py DIRECTORY")
-    python = make_venv(Path(sys.argv[1]))
+    if len(sys.argv) != 3 or sys.argv[2] not in MEGABYTES:
+        fail(f"usage: bootstrap.py DIRECTORY {{{','.join(MEGABYTES)}}}")
+    python, extra = make_venv(Path(sys.argv[1])), sys.argv[2]
     install_torch(python)
-    say("installing Tierckpt and its tools (the dev extra)")
-    if not pip_install(python, "--editable", ".[dev]"):
-        fail(NO_TOOLS)
+    say(f"installing Tierckpt and its {extra} extra: {MEGABYTES[extra]} MB to download at first")
+    if not uv_install(python, "--editable", f".[{extra}]"):
+        say("uv could not do that: pip installs it, which takes minutes")
+        if not pip_install(python, "--editable", f".[{extra}]", progress=True):
+            fail(NO_TOOLS.format(extra=extra))
     torch = torch_version(python)
     if torch is None:
         fail(BROKEN_TORCH.format(oldest=".".join(map(str, OLDEST_TORCH)), python=python))

@@ -167,6 +167,11 @@ def direct_cpu_share(visit: dict[str, Any]) -> float:
     return extra / plain_step(visit, _cpu, UNTIMED_STEPS)
 
 
+def step_cpu(visit: dict[str, Any]) -> float:
+    """CPU seconds of a plain step on one rank."""
+    return plain_step(visit, _cpu, UNTIMED_STEPS) / len(visit["before"]["ranks"])
+
+
 def _wall(block: dict[str, Any]) -> float:
     ranks = block["ranks"]
     return float(max(rank["ends"][-1] for rank in ranks) - min(rank["start"] for rank in ranks))

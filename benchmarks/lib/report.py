@@ -100,7 +100,9 @@ def limits_table(run: Run) -> str:
     """The bare limits for the whole state, and our phases as a fraction of them."""
     # The copy phase of Tierckpt includes the checksum of each block while it is in the cache.
     pairs = {"copy_checksum": "copy", "write_recycled": "write"}
-    lines: list[tuple[str, ...]] = [("bare limit", "ms (min..max)", "GB/s", "CPU-s", "ours / bare")]
+    lines: list[tuple[str, ...]] = [
+        ("bare limit", "ms (min..max)", "GB/s", "CPU-s", "Tierckpt / bare")
+    ]
     ours = run.rows.get("ours-local")
     for name, value in run.limits.items():
         if name.endswith("_cpu"):
@@ -142,7 +144,7 @@ def plot(path: Path, run: Run) -> str | None:
     rows = [row for row in run.rows.values() if row.status == "ok"][::-1]
     panels: list[tuple[str, Callable[[Row], Spread | None], float]] = [
         ("training slowdown per checkpoint, ms", lambda row: row.slowdown, 1e3),
-        ("direct CPU-seconds per checkpoint", lambda row: row.direct_cpu, 1.0),
+        ("CPU-s per checkpoint, without main threads", lambda row: row.direct_cpu, 1.0),
         ("call + wait, ms (longer one's range)", _blocked, 1e3),
         ("time to durable, ms", lambda row: row.durable, 1e3),
     ]

@@ -13,7 +13,7 @@ def parser_of(
     place: str = "",
     results: str = "write the results here",
 ) -> argparse.ArgumentParser:
-    """A parser with the first line of a docstring, and the options --toy, --dir and --json.
+    """A parser with a docstring, and the options --toy, --dir and --json.
 
     Args:
         docstring: the program's.
@@ -21,7 +21,9 @@ def parser_of(
         place: help of --dir; empty: without it.
         results: help of --json; empty: without it.
     """
-    parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--toy", action="store_true", help=toy)
     if place:
         parser.add_argument("--dir", type=Path, help=place)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TierckptError,
         UnsupportedStateError,
     )
-    from .events import Event
+    from .events import Event, JobEnd
     from .group import Group, SingleGroup
     from .loop_state import Attributes, LoopState
     from .restored import Restored
@@ -59,6 +59,7 @@ _HOME = {
     "TierckptError": "errors",
     "UnsupportedStateError": "errors",
     "Event": "events",
+    "JobEnd": "events",
     "Group": "group",
     "SingleGroup": "group",
     "LoopState": "loop_state",
@@ -86,6 +87,7 @@ __all__ = [
     "FormatError",
     "Group",
     "History",
+    "JobEnd",
     "Latest",
     "LoopState",
     "NodeHealthError",

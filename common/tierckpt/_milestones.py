@@ -13,15 +13,16 @@ ATTEMPT_VARIABLE = "TIERCKPT_ATTEMPT"
 RESTART_VARIABLE = "TIERCKPT_RESTART"
 """Set by `tierckpt run` from the second attempt on: when the failure happened, was noticed, and all
 processes of the last attempt had ended, in Unix seconds."""
-ATTACH, ATTACHED, RESTORED, BOUNDARY, HALTING = names = (
+ATTACH, REFUSED, ATTACHED, RESTORED, BOUNDARY, HALTING = names = (
     "attach",
+    "refused",
     "attached",
     "restored",
     "boundary",
     "halting",
 )
-"""A checkpointer starts to attach; it is attached; a restore is complete; a boundary is passed; the
-ranks have agreed to end the job early."""
+"""A checkpointer starts to attach; it is refused, and would be in each attempt; it is attached; a
+restore is complete; a boundary is passed; the ranks have agreed to end the job early."""
 _listeners: list[Callable[[str], None]] = []
 
 
@@ -39,6 +40,6 @@ def reached(name: str) -> None:
 
 __all__ = [
     *("ATTACH", "ATTACHED", "ATTEMPT_VARIABLE", "BOUNDARY", "HALTING", "RESTART_VARIABLE"),
-    *("RESTORED",),
+    *("REFUSED", "RESTORED"),
     *("listen", "reached"),
 ]

@@ -16,11 +16,12 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ._appender import Appender
 from ._event_files import name_of
 
 if TYPE_CHECKING:
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tierckpt")
 
-IN_WORDS = ("notice", "restored", "waiting")
+IN_WORDS = ("notice", "restored", "waiting", "ended")
 """Events with a complete message; a notice's version is only the one at which it came."""
 ABOUT_NO_VERSION = ("rejected", "interval")
 RECORDS = ("started", "attached", "progress")
 """Records of `goodput.heartbeat`, in the file alone."""
-ALWAYS_SHOWN = ("restored", "waiting")
+ALWAYS_SHOWN = ("restored", "waiting", "ended")
 """Also shown, like warnings, if the script has set up no logging; those of rank 0."""
 
 
@@ -43,7 +44,7 @@ class Event:
 
     name: str
     """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `closed`,
-    `drifted`, `waiting`, `notice`; in the file also `started`, `attached`, `progress`
+    `ended`, `drifted`, `waiting`, `notice`; in the file also `started`, `attached`, `progress`
     (`RECORDS`)."""
     level: str = ""
     """`memory`, `local`, `peer`, `persistent`, or empty."""
@@ -95,6 +96,24 @@ class Event:
 Callback = Callable[[Event], None]
 
 
+@dataclass(frozen=True)
+class JobEnd:
+    """What the end of a job has left: the newest version on each of its levels."""
+
+    version: int = 0
+    """Completed optimizer steps at the end; 0: nothing was trained or restored."""
+    newest: Mapping[str, int | None] = field(default_factory=dict)
+    """The newest version that is complete on each level, as far as this rank knows; None: it has
+    none. `memory` only where it was not freed."""
+    missing: tuple[str, ...] = ()
+    """Levels that lack `version`."""
+
+    @property
+    def complete(self) -> bool:
+        """True if every level has `version`."""
+        return not self.missing
+
+
 def check_receiver(callback: Callback | None) -> None:
     """Raise TypeError for an object that is not callable: it would fail at every event."""
     if callback is not None and not callable(callback):
@@ -110,8 +129,10 @@ class EventLog:
         folder: str | None = None,
         callback: Callback | None = None,
         callbacks: CallbackList | None = None,
+        by_child: bool = False,
     ) -> None:
-        """`callback` receives every event, and so does `on_event` of `callbacks`."""
+        """`callback` receives every event, and so does `on_event` of `callbacks`. `by_child`: a
+        child writes the file in `folder`, see `Appender`."""
         self.rank = rank
         self.counts: dict[str, int] = {}
         """Number of events, by `name` and `name/level`."""
@@ -120,12 +141,13 @@ class EventLog:
         self._callbacks = [] if callback is None else [callback]
         self._objects = callbacks
         self._repeated_errors = RepeatedErrorLog()
-        self._file: BinaryIO | None = None
+        self._file: Appender | None = None
+        self._was_late = False
         if folder is not None:
             path = Path(folder) / name_of(rank)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = _opened(path)
+                self._file = Appender(_opened(path), by_child)
             except OSError as error:
                 why = f"{path} is not written: {error}; check the setting events_dir"
                 self.emit("notice", message=why, severity=logging.ERROR)
@@ -184,18 +206,32 @@ class EventLog:
             return
         line = json.dumps(asdict(event), separators=(",", ":")) + "\n"
         try:
-            _append(self._file, line.encode())
+            self._file.write(line.encode())
         except OSError as error:
-            why = f"no more events are written to {self._file.name}: {error}"
-            self.close()
-            self.emit("notice", message=why, severity=logging.ERROR)
+            self._give_up(error)
+        else:
+            was_late, self._was_late = self._was_late, self._file.is_late
+            if self._was_late and not was_late:
+                why = f"{self._file.name} does not answer: events wait in memory"
+                self.emit("notice", message=why, severity=logging.ERROR)
+
+    def _give_up(self, error: OSError) -> None:
+        file, self._file = self._file, None
+        assert file is not None
+        with contextlib.suppress(OSError):
+            file.close()
+        why = f"no more events are written to {file.name}: {error}"
+        self.emit("notice", message=why, severity=logging.ERROR)
 
     def close(self) -> None:
-        """Close the file. All events were written before, so a failure here loses nothing."""
+        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):
+            try:
                 file.close()
+            except OSError as error:
+                why = f"{file.name} lacks the last events: {error}"
+                self.emit("notice", message=why, severity=logging.ERROR)
 
 
 def _severity_shown(event: Event) -> int:
@@ -219,22 +255,11 @@ def _opened(path: Path) -> BinaryIO:
     file = path.open("ab+", buffering=0)
     try:
         if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            _append(file, b"\n")  # a killed process, or a node without power, left half a line
+            file.write(b"\n")  # a killed process, or a node without power, left half a line
     except OSError:
         file.close()
         raise
     return file
-
-
-def _append(file: BinaryIO, line: bytes) -> None:
-    written = file.write(line)
-    if written != len(line):
-        with contextlib.suppress(OSError):  # the next event must start on a new line
-            file.truncate(file.tell() - written)
-        raise OSError("not everything could be written")
-
-
-logger = logging.getLogger("tierckpt")
 
 
 class RepeatedErrorLog:

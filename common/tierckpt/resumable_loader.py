@@ -24,22 +24,32 @@ that shrink or grow.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from tierckpt.state.extras import Generator, generator_state, load_extra
+from tierckpt._text import some
+from tierckpt.state import tree_codec
+from tierckpt.state.extras import Generator, generator_state, is_generator, load_extra
+from tierckpt.state.held_generators import HeldGenerators
+from tierckpt.state.witness import Comparison, Fingerprint, Ways, difference, fingerprint
 
-from .errors import ConfigError, TierckptError
+from .errors import ConfigError, RestoreError, TierckptError
 from .state import rng as generators
 
 Batch = TypeVar("Batch")
 
 SKIPS = ("auto", "load", "index", "none")
+COUNTERS = ("_num_iter_calls", "iteration")
+"""Attributes by which loaders of Lightning Fabric and of Accelerate number their passes: each pass
+sets the epoch of the samplers to that number."""
+
+TAKES = 4
+"""Boundaries at which the batches are counted."""
 
 
 @dataclass
@@ -56,19 +66,35 @@ class _Place:
     sampler_epoch: int | None = None
     """The last argument of `set_epoch` of the loader's sampler, if it is visible."""
     batch_size: int | None = None
-    """The loader's, if it is visible."""
+    """The loader's, if it is visible; likewise:"""
+    number: int | None = None
+    """The loader's own number of the pass, if it counts its passes; see `COUNTERS`."""
+    length: int | None = None
+    """Batches of a whole epoch."""
+    samples: int | None = None
+    """Samples of the data set."""
+    sampler: str | None = None
+    """Kind and seed of the sampler."""
 
 
 @dataclass
 class _Streams:
-    """States of generators: the process's global ones, and those in `_generators`."""
+    """States of generators: the process's global ones, and by name those in `_generators`."""
 
     process: Any
-    own: list[Any]
+    own: dict[str, Any]
 
     def packed(self) -> dict[str, Any]:
         """The states for `state_dict`."""
         return {"process": self.process, "own": self.own}
+
+    def differs(self, other: _Streams) -> bool:
+        """Whether a generator has drawn between the two."""
+        mine, theirs = (
+            tree_codec.pack(each.packed(), "", lambda tensor, _: {"v": tensor.tolist()})
+            for each in (self, other)
+        )
+        return bool(mine != theirs)
 
 
 class ResumableLoader(Generic[Batch]):
@@ -77,7 +103,12 @@ class ResumableLoader(Generic[Batch]):
     Give it to the checkpointer in `extra_per_rank`. Exact for torch's `DataLoader` with any number
     of workers, for its subclasses, and for any iterable that yields the same batches again if the
     generators start with the same states. The generators are Python's, NumPy's and torch's global
-    ones, and those that the loader and its samplers have as `generator`.
+    ones, and those that loader, samplers, data set and `collate_fn` have in attributes, or that
+    their functions name (see `state.held_generators`).
+
+    A resumed pass loads the newest batch once more, and compares it with a fingerprint of the batch
+    that the loop had taken. If it is another one, the checkpointer raises RestoreError on all
+    ranks before the first step (setting `data_witness`).
 
     Args:
         loader: the iterable; it is iterated over once per epoch.
@@ -90,13 +121,16 @@ class ResumableLoader(Generic[Batch]):
             generators. "auto": "index" for a plain `DataLoader` without workers over a dataset with
             indices, where it is exact; else "load". A method `skip(count)` of the loader's iterator
             is called first; it returns the number of batches that it skipped.
-        generators: other generators that loader, samplers or dataset draw from.
+        generators: other generators that loader, samplers or dataset draw from: torch's, NumPy's
+            (both kinds), or a `random.Random`.
 
     Training thread only. Raises ConfigError for invalid values.
     """
 
     is_place = True
     """See `state.extras.is_place`."""
+    ways = Ways()
+    """See there."""
 
     def __init__(
         self,
@@ -117,17 +151,43 @@ class ResumableLoader(Generic[Batch]):
             )
         self.loader = loader
         self._ahead, self._skip = ahead, skip
-        self._generators = generators_of(loader, generators)
+        given = [*generators]
+        self._listed = generators_of(loader, given)
+        """Those that a version without names has, in order."""
+        self._given = {f"generators[{i}]": each for i, each in enumerate(given)}
+        self._look_for_generators()
         self._place = _Place()
-        self._first = self._before = self._earlier = _Streams(None, [])
+        self._first = self._before = self._earlier = _Streams(None, {})
         """The states at the start of the pass, and before the last two batches were requested."""
+        self._opened: _Streams | None = None
+        """The states before the first batch was requested, if something has drawn since the pass
+        was started (another loader, in a `zip`)."""
         self._resuming: dict[str, Any] | None = None
         """The restored state, from a restore until a pass starts."""
+        self._resumed: dict[str, Any] | None = None
+        """The same of the pass that was resumed, until its first boundary."""
         self._restored: _Streams | None = None
         """The generators as the restore set them, for the same time."""
         self._trained: int | None = None
         """Number of batches of the epoch that the loop had taken at its last boundary; None: it
         reported no boundary."""
+        self._was_used = False
+        """The pass has met a boundary."""
+        self._was_between = False
+        """The pass began and ended between two boundaries, and is over with its work: an
+        evaluation, or an epoch whose batches make one step together."""
+        self._takes: list[int] | None = None
+        """Batches that the loop had taken at the first boundaries of a pass that was not resumed;
+        see `held`."""
+        self.has_boundaries = False
+        """`passed` is called at each boundary. Set by the checkpointer."""
+        self.witnesses = True
+        """Whether batches get fingerprints. Set by the checkpointer, from its settings."""
+        self._newest: Fingerprint | None = None
+        """Of the batch that the loop took last."""
+        self._drawn: _Drawn | None = None
+        self.comparison = Comparison()
+        """The result of the last restart."""
         self.between = self.end_is_done = False
         """Set by the checkpointer while it takes a version between boundaries. `end_is_done`: the
         loop has done its work at the end of the epoch."""
@@ -153,21 +213,28 @@ class ResumableLoader(Generic[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start this epoch, or continue it if it is the current one; also sets the loader's
-        sampler.
+        sampler, or an iterable data set, if these have a `set_epoch`.
 
         Optional: each pass over this object is an epoch. Raises TierckptError for an epoch before
         the current one.
         """
-        if epoch < self._place.epoch:
+        again = self._resuming is not None and self._resuming.get("again", False)
+        if epoch < self._place.epoch - again:
             raise TierckptError(
                 f"set_epoch({epoch}), but the current epoch is {self._place.epoch}; after a "
                 "restore start the loop there: for epoch in range(data.epoch, epochs)"
             )
         if epoch != self._place.epoch:
             self._place, self._resuming, self._restored = _Place(epoch), None, None
-            self._trained = None
-        for sampler in samplers_of(self.loader):
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            self._trained = self._resumed = None
+            self.comparison.waits = False
+        elif self._resumed is not None and self._was_a_look:
+            self._resume(self._resumed)
+        owners = samplers_of(self.loader)
+        if isinstance(data := getattr(self.loader, "dataset", None), IterableDataset):
+            owners.append(data)
+        for owner in owners:
+            if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(epoch)
 
     def __getattr__(self, name: str) -> Any:
@@ -193,16 +260,45 @@ class ResumableLoader(Generic[Batch]):
         """A pass over the epoch; after a restore, over the rest of the current one."""
         if self._resuming is not None and self._place.begun:
             return self._rest(self._resuming)
+        self._look_for_generators()
         if self._place.begun:
-            self._place = _Place(self._place.epoch + 1)
+            again = self._was_a_look and self._resumed is None
+            self._place = _Place(self._place.epoch + (not again))
         elif self._resuming is not None:
             self._set(self._now(self._resuming))
-        self._resuming = self._restored = self._trained = None
+        self._resuming = self._restored = self._trained = self._newest = self._resumed = None
+        self.comparison.waits = False
+        self._takes, self._was_between, self._was_used = [], False, False
         self._place.begun, self._first = True, self._streams()
         self._first.packed()  # once: every version of the epoch contains it
         self._place.sampler_epoch = _sampler_epoch(self.loader)
-        self._place.batch_size = _batch_size(self.loader)
-        return self._pass(self._place, iter(self.loader))
+        self._place.number = _counter(self.loader)[1]
+        vars(self._place).update(self._facts())
+        return self._pass(self._place, self._begun())
+
+    def _begun(self) -> Iterator[Batch]:
+        """A pass over the loader, with a record of the indices that it draws. Without workers, it
+        draws those of each batch when the batch is requested."""
+        batches = iter(self.loader)
+        self._drawn = None
+        is_plain = type(self.loader) is DataLoader and self.loader.num_workers == 0
+        if self.witnesses and is_plain and _has_indices(self.loader):
+            indices = getattr(batches, "_sampler_iter", None)
+            if isinstance(indices, Iterator):
+                self._drawn = batches._sampler_iter = _Drawn(indices)  # type: ignore[attr-defined]
+        self._opened = self._streams()
+        return batches
+
+    @property
+    def _was_a_look(self) -> bool:
+        """The loop took batches (`next(iter(data))`), trained on none, and left the rest: that pass
+        was no epoch."""
+        left = self._place.begun and self._resuming is None and not self._place.ended
+        return left and self.has_boundaries and not self._was_used
+
+    def _fingerprint(self, batch: Batch) -> Fingerprint:
+        found = fingerprint(batch)
+        return found if self._drawn is None else found.with_indices(self._drawn.newest)
 
     def _pass(self, place: _Place, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
@@ -212,12 +308,18 @@ class ResumableLoader(Generic[Batch]):
                     "iterate over the ResumableLoader again"
                 )
             self._earlier, self._before = self._before, self._streams()
+            if place.batches == 0 and self._opened is not None:
+                self._opened = self._before if self._opened.differs(self._before) else None
             try:
                 batch = next(batches)
             except StopIteration:
                 place.ended = True
                 return
             place.batches += 1
+            if self.witnesses:  # now: the loop may change the batch in place
+                self._newest = self._fingerprint(batch)
+            if place.batches == 1:  # some are made for the first batch
+                self._look_for_generators()
             yield batch
 
     def _rest(self, state: dict[str, Any]) -> Iterator[Batch]:
@@ -225,30 +327,64 @@ class ResumableLoader(Generic[Batch]):
         place = self._place
         _refuse_other_epoch(place, self.loader)
         _refuse_other_batches(place, self.loader)
+        self._look_for_generators()
+        other = _other_facts(place, self._facts())
         now = self._now(state)
         if state["now"] is not None:
             now = _Streams(**state["now"])
         self._first = _Streams(**state["first"])
         self._set(self._first)
-        batches = iter(self.loader)
+        batches = self._begun()
         if place.batches == 0:
             rest = self._pass(place, batches)
         else:
+            self._opened = None
+            if (opened := state.get("opened")) is not None:
+                self._opened = _Streams(**opened)
+                self._set(self._opened)
             self._skip_to_newest(batches, state["earlier"])
             # Data that is prefetched together with the newest batch is drawn from the same states.
             self._before = _Streams(**state["before"])
             self._set(self._before)
             newest = self._next_of(batches, place.batches)
+            other += self._compare(newest, state["witness"])
             rest = self._pass(place, batches)
             if state["held"]:
                 rest = itertools.chain([newest], rest)
-        self._set(now)
-        self._resuming = self._restored = None
+        other += [] if (lost := self._set(now)) is None else [lost]
+        self._resuming, self._resumed = None, state
+        self._takes, self._was_between, self._was_used = None, False, False
+        self._conclude(other)
         return rest
+
+    def _compare(self, newest: Batch, witness: Any) -> list[str]:
+        """Compare the newest batch, loaded once more, with the one that the loop had taken."""
+        if not self.witnesses:
+            return []
+        self._newest = self._fingerprint(newest)
+        if witness is None:
+            return []
+        self.comparison.batches += 1
+        found = difference(Fingerprint.unpacked(witness), self._newest)
+        return [found] if found else []
+
+    def _conclude(self, other: list[str]) -> None:
+        """The resumed pass can begin; `other`: what differs."""
+        comparison = self.comparison
+        comparison.waits, comparison.epoch = False, self._place.epoch
+        comparison.ways = self.ways
+        comparison.differences = other if self.witnesses else []
+        if comparison.differences and not comparison.collects:
+            if comparison.late is None:
+                raise RestoreError(f"the loader: {comparison.text()}")
+            comparison.late(comparison.text())
 
     def _now(self, state: dict[str, Any]) -> _Streams:
         """The generators as they were when `state` was taken, unless it contains other states."""
-        return self._restored or _Streams(generators.pack_rng(), state["own"])
+        if self._restored is not None:
+            return self._restored
+        streams = self._streams()
+        return _Streams(streams.process, {**state["own"], **streams.own})
 
     def _skip_to_newest(self, batches: Iterator[Batch], earlier: dict[str, Any] | None) -> None:
         """Skip all batches before the newest one. `earlier`: the states before the last of these
@@ -296,15 +432,55 @@ class ResumableLoader(Generic[Batch]):
             f"set_epoch({self._place.epoch + 1})"
         )
 
+    def draws_from(self, named: Mapping[str, Generator]) -> None:
+        """Take these generators, besides those that are given or found, for ones that data may draw
+        from. Called by the checkpointer, before the first pass."""
+        given = {id(each) for each in self._given.values()}
+        self._given |= {name: each for name, each in named.items() if id(each) not in given}
+        self._look_for_generators()
+
     # --- state ---------------------------------------------------------------------------------
 
-    def _streams(self) -> _Streams:
-        return _Streams(generators.pack_rng(), [generator_state(g) for g in self._generators])
+    def _look_for_generators(self) -> None:
+        """Find the generators of the loader. Some are made only when they are first used."""
+        self._held = HeldGenerators(self.loader)
+        behind_methods = {f"listed[{i}]": each for i, each in enumerate(self._listed)}
+        names: dict[int, str] = {}
+        for found in (self._given, self._held.found, behind_methods):
+            names |= {id(each): n for n, each in found.items() if id(each) not in names}
+        every = self._given | self._held.found | behind_methods
+        self._generators: dict[str, Generator] = {n: every[n] for n in names.values()}
 
-    def _set(self, streams: _Streams) -> None:
+    def _streams(self) -> _Streams:
+        own = {name: generator_state(each) for name, each in self._generators.items()}
+        return _Streams(generators.pack_rng(), own)
+
+    def _set(self, streams: _Streams) -> str | None:
+        """Set the generators. Returns a text about those that this loader does not have."""
         generators.load_rng(streams.packed()["process"])
-        for generator, state in zip(self._generators, streams.own, strict=True):
-            load_extra(generator, state)
+        if streams.own.keys() - self._generators.keys():
+            self._look_for_generators()  # batches that were skipped may have made some
+        lost = []
+        for name, state in streams.own.items():
+            if (generator := self._generators.get(name)) is not None:
+                load_extra(generator, state)
+            elif self._held.put(name, state):
+                self._generators[name] = self._held.found[name]
+            else:
+                lost.append(name)
+        if not lost:
+            return None
+        return f"the saved loader drew from {some(lost)}, a generator that this one does not have"
+
+    def _facts(self) -> dict[str, Any]:
+        """Facts that decide which batches follow, for `_Place`."""
+        return {**facts_of(self.loader), "length": self._length()}
+
+    def _length(self) -> int | None:
+        try:
+            return len(self)
+        except (TypeError, NotImplementedError):
+            return None
 
     @property
     def at_end(self) -> bool:
@@ -315,14 +491,43 @@ class ResumableLoader(Generic[Batch]):
         except TypeError:
             return False
 
+    def step_begins(self) -> None:
+        """Record the first step after a restore, with batches of this loader or another one."""
+        if self._resuming is not None:
+            # The batches of another loader are trained on first: the generators stay as they are.
+            self._restored = None
+            self._resuming |= {"now": None, "own": self._now(self._resuming).own}
+
     def passed(self) -> None:
         """Record at a boundary that the taken batches were trained on (with `ahead`, all but one).
         Called by the checkpointer."""
+        self.met_boundary()
         self._trained = self._place.batches
+        if self._takes is not None and len(self._takes) < TAKES:
+            self._takes.append(self._trained)
+        if self._resuming is None:
+            self._restored = None
+        self.step_begins()
+
+    def met_boundary(self) -> None:
+        """Note that there was a boundary, perhaps in the forward pass of the next iteration. Called
+        by the checkpointer."""
+        if not self._was_used and self._takes is not None and not self._ahead:
+            self._was_between = self._place.ended
+        self._was_used, self._resumed = True, None
+
+    @property
+    def held(self) -> int:
+        """Batches that the loop seems to hold at a boundary without `ahead`: it took more than one
+        before the first boundary, and one before each of the next."""
+        takes = self._takes or []
+        follow = all(b - a == 1 for a, b in itertools.pairwise(takes))
+        return takes[0] - 1 if len(takes) == TAKES and follow and not self._ahead else 0
 
     def state_dict(self, in_forward: bool = False) -> dict[str, Any]:
-        """The place: counts, and states of generators (20 kB, and 15 kB for each extra one; 10 kB
-        more if the loop holds a batch).
+        """The place: counts, the fingerprint of the newest batch, and states of generators (20 kB,
+        and 15 kB for each extra one; 10 kB more if the loop holds a batch, or the loader is no
+        plain DataLoader).
 
         Later events do not change the result. `in_forward`: the boundary is the forward pass of the
         next iteration, and its batch was already taken and drawn.
@@ -330,7 +535,7 @@ class ResumableLoader(Generic[Batch]):
         if self._resuming is not None:  # no pass has started since
             return dict(self._resuming)
         place, now = self._place, self._streams()
-        if self.end_is_done:
+        if self.end_is_done or self._was_between:
             return self._next_epoch(now)
         untrained = in_forward or self._ahead > 0 or self._is_one_too_far
         then = now if in_forward else None
@@ -338,15 +543,19 @@ class ResumableLoader(Generic[Batch]):
             # the resumed loop does its work at the end of the epoch again from there
             then = self._before
         held = untrained and place.batches > 0 and not place.ended
-        reads_again = held and place.batches > 1 and self._skip != "none"
+        fetches_ahead = self.witnesses and type(self.loader) is not DataLoader
+        reads_again = (held or fetches_ahead) and place.batches > 1 and self._skip != "none"
+        witness = None if place.ended or self._newest is None else self._newest.packed()
         return {
             "place": dict(vars(place)),
             "held": held,
             "earlier": self._earlier.packed() if reads_again else None,
             "first": self._first.packed(),
+            "opened": None if self._opened is None else self._opened.packed(),
             "before": self._before.packed(),
             "own": now.own,
             "now": None if then is None else then.packed(),
+            "witness": witness,
         }
 
     @property
@@ -357,33 +566,65 @@ class ResumableLoader(Generic[Batch]):
 
     def _next_epoch(self, now: _Streams) -> dict[str, Any]:
         """The state of a loader before the next epoch, with the generators as they are."""
-        none = _Streams(None, []).packed()
-        place = dict(vars(_Place(self._place.epoch + 1)))
+        none = _Streams(None, {}).packed()
+        number = _counter(self.loader)[1]
+        place = dict(vars(_Place(self._place.epoch + 1, number=number)))
         streams = {"first": none, "before": none, "own": now.own, "now": None}
-        return {"place": place, "held": False, "earlier": None, **streams}
+        again = self._was_between
+        return {"place": place, "held": False, "earlier": None, "again": again, **streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next pass resume there. Raises ConfigError, with nothing changed, if the saved
-        loader drew from another number of generators."""
-        if len(state["own"]) != len(self._generators):
+        loader drew from another number of given generators."""
+        self._look_for_generators()
+        names = {id(each): name for name, each in self._generators.items()}
+        order = [names[id(each)] for each in self._listed if id(each) in names]
+        own, has = state["own"], len(self._generators)
+        given = [name for name in own if name.startswith("generators[")]
+        mine = [name for name in self._given if name.startswith("generators[")]
+        if len(given) != len(mine) or not all(name in own for name in order):
             raise ConfigError(
-                f"the saved loader drew from {len(state['own'])} generators of its own, this one "
-                f"has {len(self._generators)}. Make the loader and its sampler as they were"
+                f"the saved loader drew from {len(own)} generators of its own, this one has {has}. "
+                "Make the loader and its sampler as they were"
             )
+        self._restored = None
+        self._resume(state)
+        self.comparison = Comparison(waits=self._place.begun)
+
+    def _resume(self, state: dict[str, Any]) -> None:
         self._place, self._resuming = _Place(**state["place"]), dict(state)
-        self._restored = self._trained = None
+        self._trained = self._resumed = None
+        for name in state["own"].keys() & self._generators.keys():
+            load_extra(self._generators[name], state["own"][name])
+        if self._place.number is not None and (counter := _counter(self.loader)[0]):
+            setattr(self.loader, counter, self._place.number)
 
     def restored(self) -> None:
         """Note the global generators that a restore has set: draws until the loop starts (a first
         evaluation) do not count. Called by the checkpointer."""
         if self._resuming is not None:
             self._restored = _Streams(generators.pack_rng(), self._resuming["own"])
+            self.comparison.collects = True
+
+
+class _Drawn:
+    """The indices of the batches of a pass, and those of the newest one."""
+
+    newest: Any = None
+
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.newest = next(self._indices)
+        return self.newest
 
 
 def _has_indices(loader: Iterable[Any]) -> bool:
-    return isinstance(loader, DataLoader) and not isinstance(
-        loader.dataset, torch.utils.data.IterableDataset
-    )
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _kind_of(loader: Iterable[Any]) -> str:
@@ -409,15 +650,25 @@ def samplers_of(loader: Iterable[Any]) -> list[Any]:
 def generators_of(loader: Iterable[Any], more: Iterable[Generator] = ()) -> Sequence[Generator]:
     """The generators of a loader and its samplers, and `more`, each once."""
     owners = (loader, *samplers_of(loader))
-    found: list[Generator] = []
+    found: list[Any] = []
     for each in (*(getattr(owner, "generator", None) for owner in owners), *more):
-        if isinstance(each, Generator) and not any(each is other for other in found):
+        if is_generator(each) and not any(each is other for other in found):
             found.append(each)
     return found
 
 
+def _counter(loader: Iterable[Any]) -> tuple[str, int | None]:
+    """Name and value of a loader's attribute in `COUNTERS`; "" and None if it has none."""
+    found = [(name, getattr(loader, name, None)) for name in COUNTERS]
+    wraps = hasattr(loader, "base_dataloader") or hasattr(loader, "_dataloader")
+    return next((each for each in found if wraps and type(each[1]) is int), ("", None))
+
+
 def _sampler_epoch(loader: Iterable[Any]) -> int | None:
-    """The epoch of the loader's sampler, as `DistributedSampler` stores it."""
+    """The epoch of the loader's sampler, as `DistributedSampler` stores it, or as a loader is about
+    to set it."""
+    if (number := _counter(loader)[1]) is not None:
+        return number
     epochs = (getattr(sampler, "epoch", None) for sampler in samplers_of(loader))
     return next((epoch for epoch in epochs if type(epoch) is int), None)
 
@@ -425,11 +676,14 @@ def _sampler_epoch(loader: Iterable[Any]) -> int | None:
 def _refuse_other_epoch(place: _Place, loader: Iterable[Any]) -> None:
     now = _sampler_epoch(loader)
     if now != place.sampler_epoch:
+        cure = "call data.set_epoch(epoch) before each pass"
+        if not any(hasattr(each, "set_epoch") for each in samplers_of(loader)):
+            cure = f"set the sampler's own count, epoch, to {place.sampler_epoch} before the pass"
         raise TierckptError(
             f"the checkpoint was taken in epoch {place.sampler_epoch} of the loader's sampler, but "
             f"the sampler is set to epoch {now}: the samples to skip would not be those trained "
             f"on. Start the loop at epoch {place.epoch} (for epoch in range(data.epoch, epochs)), "
-            "and call data.set_epoch(epoch) before each pass"
+            f"and {cure}"
         )
 
 
@@ -448,6 +702,43 @@ def _refuse_other_batches(place: _Place, loader: Iterable[Any]) -> None:
             f"batch_size={now}: the samples to skip would not be those trained on. Set "
             f"batch_size={saved}, or start the next epoch with set_epoch({place.epoch + 1})"
         )
+
+
+def facts_of(loader: Iterable[Any]) -> dict[str, Any]:
+    """Batch size, samples of the data set, kind and seed of the sampler; None if unknown."""
+    samples: int | None = None
+    data = getattr(loader, "dataset", None)
+    if not isinstance(data, IterableDataset):
+        with contextlib.suppress(TypeError, NotImplementedError):
+            samples = len(data)  # type: ignore[arg-type]
+    seeds = []
+    samplers = samplers_of(loader)
+    for sampler in samplers:
+        own = getattr(sampler, "__dict__", {})
+        seeds += [f"{n}={own[n]}" for n in ("seed", "initial_seed") if type(own.get(n)) is int]
+    kinds = [*dict.fromkeys(type(sampler).__name__ for sampler in samplers), *seeds]
+    return {
+        "batch_size": _batch_size(loader),
+        "samples": samples,
+        "sampler": ", ".join(kinds) or None,
+    }
+
+
+_FACTS = {
+    "samples": "another length, as the data set has {now} samples, and had {had}",
+    "length": "another length, as an epoch has {now} batches, and had {had}",
+    "sampler": "another sampler, {now}, which was {had}",
+}
+
+
+def _other_facts(place: _Place, facts: Mapping[str, Any]) -> list[str]:
+    """What differs from the loader of the version, in words; the batch size apart."""
+    pairs = {name: (getattr(place, name), facts[name]) for name in _FACTS}
+    return [
+        _FACTS[name].format(now=now, had=had)
+        for name, (had, now) in pairs.items()
+        if had is not None and now is not None and had != now
+    ]
 
 
 __all__ = ["ResumableLoader"]

@@ -1,87 +1,231 @@
-"""The keyword arguments of a Checkpointer, typed: an editor completes and checks them.
+"""The keyword arguments of a Checkpointer, typed: an editor completes, checks and explains them.
 
-`Config` has the meaning, the default and the checks of each setting.
+`Config` declares and checks the settings; `tools/make_settings.py` writes `Settings` from there.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import os
+import textwrap
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar
 
 from .callbacks import Callbacks
-from .config import Steps
 from .events import Callback
 
-AnyPath = str | os.PathLike[str]
+Taker = TypeVar("Taker")
 
 
 class Settings(TypedDict, total=False):
     """Every setting of `Config` by its flat name."""
 
-    path: AnyPath
+    path: str | os.PathLike[str]
+    """Directory of the local level, and, unless `job_id` says otherwise, the job's identity.
+    Default: `"ckpts"`."""
     job_id: str
-    shm_dir: AnyPath
+    """Identity of the job: a job with the same id takes over versions in memory; empty: made from
+    `path`. Jobs with different ids need different paths, too. Default: `""`."""
+    shm_dir: str | os.PathLike[str]
+    """Memory file system for the slots. Default: `"/dev/shm"`."""
     slots: int
+    """Slots per rank; 0: two, or three with a GPU. Two are always safe; with a third, a version can
+    be taken to memory while another one is still being written to disk or drained. Default: `0`."""
     rollback_to: int
-    fork_from: AnyPath
+    """Go back to this version at the next restore, once: later restarts take the newest version
+    since then (see `tierckpt rollback`). 0: take the newest version. Default: `0`."""
+    fork_from: str | os.PathLike[str]
+    """If this job has no version of its own, begin from a version of another job: its path, or
+    `PATH@v4000` (see `Checkpointer.restore`). Later starts take this job's own versions, so the
+    setting may stay. Default: `""`."""
     when_busy: str
+    """If a checkpoint is due and no slot is free: `skip` it, or `wait` for one. If a persistent
+    level is slow: keep the newest waiting version, or `wait` for the level. Default: `"skip"`."""
     release: str
+    """Start of the copying: `backward` (with each layer's allreduce), `forward` (at once), or
+    `auto`: backward, until the barrier has to wait for it. Default: `"auto"`."""
     boundary: str
+    """`explicit`: only a call of `step()` is the boundary; `forward`: the next forward pass in
+    training mode after an optimizer step is. `restore()` returns calls, or steps. Default:
+    `"explicit"`."""
     forward_changes: str
+    """Parameters that the forward pass changes in place (it normalises its weights), by name,
+    separated by commas; `*` stands for any part of a name. They are copied at the boundary, whole
+    on each rank, as buffers are. Name also parameters that differ between ranks by design. Default:
+    `""`."""
     node: str
+    """Name of this node, if the host name is not unique (several nodes on one machine, in tests).
+    `{node}` in `path` stands for it. Default: `""`."""
     agent: str
+    """`process`: one per node, which outlives its trainers; `inline`: a thread of each trainer, for
+    debugging and for environments without child processes. Default: `"process"`."""
     agent_nice: int
+    """CPU niceness of the agent, relative to its trainers. Default: `10`."""
     agent_linger_seconds: float
+    """Time that an agent waits for a new trainer after its own was killed, before it ends. Default:
+    `60.0`."""
     replica_check_steps: int
+    """Compare parameters and optimizer state between ranks: one slice at each boundary, everything
+    once in N boundaries; 0: do not. Default: `50`."""
     on_drift: str
+    """If replicas differ: `warn` with an event, and mark versions as suspect; or `stop`, with a
+    ReplicaError on all ranks. Default: `"warn"`."""
+    data_witness: str
+    """If a resumed loader gives another newest batch than before the restart: `error`, a
+    RestoreError on all ranks before the first step; `warn`, with an event; `off`: do not compare.
+    Default: `"error"`."""
     halt_signals: str
+    """Signals that cause a last checkpoint and the end; empty: none. Default:
+    `"SIGTERM,SIGUSR1"`."""
     halt_notices: str
+    """Cloud whose notices that it takes this machine away cause a last checkpoint and the end:
+    `aws`, `gcp` or `azure`, perhaps with the address of its metadata service, `aws
+    http://127.0.0.1:1338`; empty: no notices. Default: `""`."""
     halt_patience_seconds: float
+    """A process that received SIGTERM, and passes no boundary for this time (and for twice its
+    longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
+    the launcher kills it. Increase it if an evaluation between two boundaries takes longer.
+    Default: `10.0`."""
     halt_seconds_left: float
+    """Take a last checkpoint and end this long before the end of the scheduler's allocation, if the
+    environment has it (SLURM_JOB_END_TIME), and this long before the time of a `tierckpt halt
+    --before` without `--seconds-left`. 0: ignore the end of the allocation, and end only after that
+    time. Default: `0.0`."""
     halt_grace_seconds: float
+    """Time from a signal until the sender kills the remaining processes: torchrun, Slurm (KillWait)
+    and Kubernetes all grant 30 s. If the end of the allocation is unknown, the end of the job waits
+    for other nodes and the persistent level until 10 s before that. Default: `30.0`."""
     halt_exit_status: int
+    """Exit status of a script that never calls `should_exit()` and is ended because its processes,
+    its node or its allocation end. Some schedulers start a job again only after another status than
+    0. A `tierckpt halt` always ends such a script with 0. In Lightning and Transformers a status
+    other than 0 ends the process in place of `fit()` or `train()` returning; else they return.
+    Default: `0`."""
+    incomplete_exit_status: int
+    """If the last version of a training that has finished is missing on a level: end the process
+    with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
+    an error reports it, and the script goes on. Default: `0`."""
     health: str
+    """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
+    not well; `refuse` also ends the start. Default: `"off"`."""
     health_seconds: float
-    events_dir: AnyPath
+    """A directory that does not answer within this time is not well. A start goes on without such a
+    persistent level, and without such places for events and traces. Default: `20.0`."""
+    events_dir: str | os.PathLike[str]
+    """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file. Default: `""`."""
     run_records: bool
+    """Note each run beside its versions, for `tierckpt log`: host and user, launcher, hash of the
+    command line, git commit, versions of the software, and how it ended. No arguments, no
+    environment, no error's text. Default: `True`."""
     heartbeat_seconds: float
+    """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
+    every boundary. Default: `5.0`."""
     export: str
-    trace_dir: AnyPath
+    """Exporters of metrics, separated by commas: `prometheus 9400` (on this machine alone),
+    `prometheus *:9400` (also to others), `prometheus FILE.prom`, `opentelemetry URL`, `tensorboard
+    FOLDER`, `wandb`, `mlflow` (see `tierckpt.exporters`); empty: none. Default: `""`."""
+    trace_dir: str | os.PathLike[str]
+    """Write a timeline to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost. Default:
+    `""`."""
     trace_steps: int
+    """Number of steps of every run in the timeline: a few are enough, and the files of a thousand
+    ranks stay small. Default: `50`."""
     best: str
+    """The best metric, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a loss), or
+    the `highest` (an accuracy). Default: `"lowest"`."""
     overhead_budget: float
+    """Limit of the share of training time that checkpoints on `auto` intervals take. An interval in
+    seconds applies all the same. Default: `0.03`."""
     mean_failure_seconds: float
-    memory_every_steps: Steps
+    """Mean time between failures of the job: `auto` intervals are then no shorter than the optimum
+    (see `tierckpt interval`); 0: unknown, and the whole budget is used. Default: `0.0`."""
+    memory_every_steps: int | Literal["auto"]
+    """Take a version to memory every N optimizer steps; 0: not by steps; `auto`: as often as
+    `overhead_budget` allows. Default: `1`."""
     memory_every_seconds: float
+    """Take one also after this time; 0: not by time. Default: `0.0`."""
     memory_linger_seconds: float
-    local_every_steps: Steps
+    """The next job removes the segments of a *dead* job that nobody has restarted for this time.
+    Default: `3600.0`."""
+    local_every_steps: int | Literal["auto"]
+    """Take a version to the local level every N optimizer steps; 0: not by steps; `auto`: as often
+    as `overhead_budget` allows. Default: `0`."""
     local_every_seconds: float
+    """Take one also after this time, which bounds the loss, however long a step is; 0: not by time.
+    Default: `60.0`."""
     local_keep_last: int
+    """Number of newest complete versions to keep (at least 1). Default: `2`."""
     local_keep_every: int
+    """Also keep a version every so many steps: each multiple, or the next version if a multiple was
+    not taken; 0: none. Default: `0`."""
     local_keep_best: int
+    """Also keep this number of best versions, by the metric given at boundaries (see `best`); 0:
+    none. Default: `0`."""
     local_in_place: bool
+    """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
+    and are committed without a copy (see `image_file`). False: each level has its own copy.
+    Default: `True`."""
     local_journal_steps: int
+    """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
+    after the newest version again; and take a version at the latest after N steps, which limits the
+    journal's room and the time of a restart. 0: no journal. Default: `0`."""
     local_journal_copy: bool
+    """If the peer level is on (`peer_redundancy`), also keep a copy of each rank's journal on
+    another node, so that it survives the loss of a node. The disks write twice as much. Default:
+    `True`."""
     local_codecs: str
+    """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
+    level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none. Default: `""`."""
     peer_redundancy: str
+    """`none`; `partner` or `partner <copies>`; `xor`, which survives one loss in a group; `rs
+    <k>+<m>`, which survives m. Default: `"none"`."""
     peer_group_size: int
+    """Members of a group; for `rs` they are k + m. Default: `8`."""
     peer_domain: str
+    """Name of the failure domain (a rack, a switch); empty: the node. Default: `""`."""
     peer_interface: str
+    """Network interface or address that the agents use, and votes between nodes; empty: the one
+    that reaches the other nodes. Default: `""`."""
     peer_port: int
-    persistent_path: AnyPath
-    persistent_every_steps: Steps
+    """TCP port of a node's agent; 0: any. Default: `0`."""
+    persistent_path: str | os.PathLike[str]
+    """A directory that all nodes see, or a URL (s3://bucket/prefix); empty: no such level. Default:
+    `""`."""
+    persistent_every_steps: int | Literal["auto"]
+    """Take a version to this level every N optimizer steps; 0: not by steps; `auto`: as for memory,
+    with at most half of the time spent on flushing. Default: `0`."""
     persistent_every_seconds: float
+    """Take one also after this time; 0: not by time. Default: `600.0`."""
     persistent_keep_last: int
+    """Number of newest versions to keep (at least 1). Default: `2`."""
     persistent_keep_every: int
+    """Also keep a version every so many steps: each multiple, or the next version if a multiple was
+    not taken; 0: none. Default: `0`."""
     persistent_keep_best: int
+    """Also keep this number of best versions, as `local_keep_best` does; 0: none. Default: `0`."""
     persistent_bytes_per_second: float
+    """Limit of each node's rate; 0: no limit. Default: `0.0`."""
     persistent_nodes_at_once: int
+    """Number of nodes that flush at the same time, in turns; 0: no limit. Default: `0`."""
     persistent_shards_per_file: int
+    """Number of ranks' shards that share a file. Default: `64`."""
     persistent_read_back: bool
+    """Read every byte again before a version is declared complete. Default: `False`."""
     persistent_drop_superseded: bool
+    """Give up a flush when a newer version is waiting for it, at most twice in a row. Default:
+    `False`."""
     persistent_codecs: str
+    """Codecs of this level, as `local_codecs`, which are undone first; empty: none. Default:
+    `""`."""
     persistent_storage_options: str | Mapping[str, Any]
+    """Options for the store's client besides the path: endpoint, keys, region. A directory takes
+    `direct` and `shared_writes`. Given as a table (a mapping) or as JSON; kept as JSON. The options
+    may be secret: they are shown nowhere, and the agent gets them over its private socket. Default:
+    `""`."""
 
 
 class Arguments(Settings, total=False):
@@ -91,7 +235,39 @@ class Arguments(Settings, total=False):
     extra_per_rank: Mapping[str, Any] | None
     on_event: Callback | None
     callbacks: Iterable[Callbacks]
-    config_file: AnyPath | None
+    config_file: str | os.PathLike[str] | None
 
 
-__all__ = ["Arguments", "Settings"]
+def with_settings(taker: Taker) -> Taker:
+    """Decorate a class or function that takes `Settings`: `help()` of it explains each of them."""
+    taker.__doc__ = f"{inspect.cleandoc(taker.__doc__ or '')}\n\n{SETTINGS}\n{_in_words()}"
+    return taker
+
+
+SETTINGS = "Settings:"
+"""The line in docstrings from which on `with_settings` lists them."""
+
+
+@functools.cache
+def _in_words() -> str:
+    """Each setting with its type, meaning and default, from the text of this module, which Python
+    drops."""
+    try:
+        tree = ast.parse(Path(__file__).read_text())
+    except OSError:  # installed without sources
+        return f"{INDENT}see docs/settings.md"
+    found = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+    lines = list[str]()
+    for each, after in pairwise(found.body):
+        if isinstance(each, ast.AnnAssign) and isinstance(after, ast.Expr):
+            text = " ".join(ast.literal_eval(after.value).split())
+            lines.append(f"{INDENT}{ast.unparse(each.target)}: {ast.unparse(each.annotation)}")
+            lines += textwrap.wrap(
+                text, WIDTH, initial_indent=2 * INDENT, subsequent_indent=2 * INDENT
+            )
+    return "\n".join(lines)
+
+
+INDENT, WIDTH = "    ", 96
+
+__all__ = ["SETTINGS", "Arguments", "Settings", "with_settings"]

@@ -27,6 +27,8 @@ from sphinx.search.en import SearchEnglish
 from sphinx.util import inspect, logging
 from sphinx.util.docutils import SphinxRole
 
+from tierckpt.settings import SETTINGS
+
 logger = logging.getLogger(__name__)
 
 FRAMEWORKS = ["horovod", "lightning", "pytorch_lightning", "transformers", "accelerate"]
@@ -67,7 +69,9 @@ def read_sections(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
     """Turn the sections of a docstring into lists. That of an attribute has none, and napoleon by
-    itself would take its first words for a type if a colon follows."""
+    itself would take its first words for a type if a colon follows. The settings have a page."""
+    if SETTINGS in lines:
+        del lines[lines.index(SETTINGS) :]
     if what not in ("attribute", "property", "data"):
         lines[:] = GoogleDocstring(lines, Config(), app, what, name, value, options).lines()
 

@@ -1,17 +1,20 @@
 """The demo: a process of a two-rank job is killed, and the job resumes with the same loss curve.
 
-It makes three runs of `train.py` under torchrun, or of `train_horovod.py` under horovodrun: without
-checkpoints, with a checkpoint at every step, and the same with rank 1 killed in the middle of a
-step. It prints whether the loss curves are equal bit for bit, and saves a picture. Under torchrun
-`cost.py` then measures what a checkpoint costs, by two models that train in turns: two runs one
-after the other differ by more than that.
+It makes three runs of `train.py`: with a checkpoint at every step and rank 1 killed in the middle
+of a step, under torchrun; then the same without the kill, and without checkpoints. Processes of
+these two are forked from this one, which saves them the imports. (With `--launcher horovodrun` all
+three are `train_horovod.py` under horovodrun.) The demo prints whether the loss curves are equal
+bit for bit, and saves a picture. After torchrun, `cost.py` measures what a checkpoint costs, by two
+models that train in turns: two runs one after the other differ by more than that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -20,7 +23,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -33,51 +36,119 @@ Journals = dict[int, list[Record]]
 
 TIMES = "times"
 """File in a run's folder in which `tierckpt run` records the times of a restart."""
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # Each starts two processes, and starts them again after one dies.
 LAUNCHERS = {
     "torchrun": [
-        *(*_TORCHRUN, "--max-restarts", "3", "-m", "tierckpt.run", "--times", TIMES),
-        str(HERE / "train.py"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("--max-restarts", "3", "-m", "tierckpt.run", "--times", TIMES, str(HERE / "train.py")),
     ],
     "horovodrun": [str(HERE.parent / "restarts" / "horovod_elastic.sh")],
 }
-
-
-COST = [*_TORCHRUN, str(HERE / "cost.py")]
 YOURS = {
     "torchrun": "torchrun --nproc-per-node 2 -m tierckpt.run train.py",
     "horovodrun": "horovodrun -np 2 tierckpt run train.py",
 }
 
 
-def run(
-    launcher: list[str], name: str, steps: int, work: Path, options: list[str], progress: Progress
-) -> Journals:
-    """Run one job; return the journals of both ranks."""
-    folder = work / name.replace(" ", "-")
-    folder.mkdir(parents=True)
-    words = [str(folder / TIMES) if word == TIMES else word for word in launcher]
-    command = [*words, "--steps", str(steps), "--journal", str(folder)]
-    command += ["--path", str(folder / "ckpts"), *options]
-    task = progress.add_task(name, total=steps, note="starting two processes")
-    with (folder / "log").open("w") as log:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-        job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+class Forked:
+    """Both ranks of a job, forked from this process after `imports`."""
+
+    returncode: int | None = None
+
+    def __init__(self, script: Path, options: list[str], log: TextIO) -> None:
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("fork")
+        self._ranks = [
+            context.Process(target=self._train, args=(rank, script, options, log))
+            for rank in (0, 1)
+        ]
+        for rank in self._ranks:
+            rank.start()
+
+    def _train(self, rank: int, script: Path, options: list[str], log: TextIO) -> None:
+        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+        # As torchrun sets them: the store is its own, not rank 0's.
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        sys.argv = [str(script), *options]
+        runpy.run_path(str(script), run_name="__main__")
+
+    def poll(self) -> int | None:
+        """Return the exit status, once both ranks have ended."""
+        codes = [rank.exitcode for rank in self._ranks]
+        self.returncode = None if None in codes else max(map(abs, codes))  # type: ignore[arg-type]
+        return self.returncode
+
+    def terminate(self) -> None:
+        """End both ranks."""
+        for rank in self._ranks:
+            rank.terminate()
+
+    def wait(self) -> None:
+        """Wait until both ranks have ended."""
+        for rank in self._ranks:
+            rank.join()
+        self.poll()
+
+
+def imports() -> None:
+    """Import what the ranks need: most of the seconds that a process takes to start."""
+    sys.path.insert(0, str(HERE))
+    import digits
+    import torch
+
+    import ddp_ckpt  # noqa: F401
+
+    torch.optim.AdamW(digits.build_model().parameters())  # imports most of torch
+
+
+class Run:
+    """One job of two ranks, with its folder, its progress bar and the journals of its ranks."""
+
+    def __init__(self, name: str, script: str, steps: int, work: Path, progress: Progress) -> None:
+        self.name, self.folder, self._progress = name, work / name.replace(" ", "-"), progress
+        self.folder.mkdir()
+        self._script = script
+        self._options = ["--steps", str(steps), "--journal", str(self.folder)]
+        self._options += ["--path", str(self.folder / "ckpts")]
+        self._task = progress.add_task(name, total=steps, note="starting two processes")
+        self._job: subprocess.Popen[bytes] | Forked
+
+    def begin(self, launcher: list[str] | None, *options: str) -> Run:
+        """Start the job by a launcher, or by forks of this process."""
+        self._options += options
+        with (self.folder / "log").open("w") as log:
+            if launcher is None:
+                self._job = Forked(HERE / self._script, self._options, log)
+            else:
+                words = [str(self.folder / TIMES) if word == TIMES else word for word in launcher]
+                env = {**os.environ, "PYTHON": sys.executable}
+                self._job = subprocess.Popen(
+                    [*words, *self._options], stdout=log, stderr=subprocess.STDOUT, env=env
+                )
+        return self
+
+    def journals(self) -> Journals:
+        """Wait for the end of the job; return the journals of both ranks."""
         try:
-            while job.poll() is None:
-                show(read(folder, 0), read(folder, 1), progress, task)
+            while self._job.poll() is None:
+                self._show()
                 time.sleep(0.1)
         finally:
-            job.terminate() if job.poll() is None else None
-            job.wait()
-    journals = {rank: read(folder, rank) for rank in (0, 1)}
-    show(journals[0], journals[1], progress, task)
-    if job.returncode != 0 or not all(any("done" in r for r in j) for j in journals.values()):
-        sys.exit(
-            f"The run {name!r} failed (exit {job.returncode}):\n{(folder / 'log').read_text()}"
-        )
-    return journals
+            self._job.terminate() if self._job.poll() is None else None
+            self._job.wait()
+        self._show()
+        journals = {rank: read(self.folder, rank) for rank in (0, 1)}
+        if self._job.returncode or not all(any("done" in r for r in j) for j in journals.values()):
+            log = (self.folder / "log").read_text()
+            sys.exit(f"The run {self.name!r} failed (exit {self._job.returncode}):\n{log}")
+        return journals
+
+    def _show(self) -> None:
+        show(read(self.folder, 0), read(self.folder, 1), self._progress, self._task)
 
 
 def read(folder: Path, rank: int) -> list[Record]:
@@ -227,7 +298,7 @@ def main() -> None:
     """Make the three runs and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--picture", type=Path, default=Path("demo.png"))
     args = parser.parse_args()
     console = Console()
@@ -253,25 +324,34 @@ def all_runs(
 ) -> tuple[list[Journals], dict[str, Any], Cost | None]:
     """Run without checkpoints, with one at every step, and the same with rank 1 killed; under
     torchrun then measure the cost."""
-    words, cost = LAUNCHERS[launcher], None
+    launch = LAUNCHERS[launcher]
     work = Path(tempfile.mkdtemp(prefix="tierckpt-demo-"))
     columns = (
-        TextColumn("{task.description:22}"),
+        TextColumn("{task.description:28}"),
         BarColumn(bar_width=10),
         TextColumn("{task.completed:>3}/{task.total} steps"),
         TextColumn("{task.fields[note]}"),
     )
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         with Progress(*columns, console=console) as progress:
-            plain = run(words, "no checkpoints", steps, work, ["--plain"], progress)
-            calm = run(words, "a checkpoint a step", steps, work, [], progress)
-            kill = ["--kill-step", str(kill_step)]
-            name = "the same, and SIGKILL"
-            killed = run(words, name, steps, work, kill, progress)
-            back = restart(killed, work / name.replace(" ", "-") / TIMES)
-            if launcher == "torchrun":
-                turns = 40 * max(steps // 16, 2)
-                cost = Cost.of(run(COST, "two models in turns", turns, work, [], progress))
+
+            def job(name: str, steps: int = steps, script: str = "train.py") -> Run:
+                return Run(name, script, steps, work, progress)
+
+            kill = job("a checkpoint a step, SIGKILL").begin(launch, "--kill-step", str(kill_step))
+            forks = launcher == "torchrun"
+            if forks:
+                imports()  # while the other processes do that
+            killed = kill.journals()
+            back = restart(killed, kill.folder / TIMES)
+            again = None if forks else launch
+            calm = job("the same, without the kill").begin(again).journals()
+            plain = job("no checkpoints").begin(again, "--plain").journals()
+            cost = None
+            if forks:
+                turns = 40 * max(steps // 25, 2)
+                cost = Cost.of(job("two models in turns", turns, "cost.py").begin(None).journals())
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return [plain, calm, killed], back, cost

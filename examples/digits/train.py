@@ -1,4 +1,4 @@
-"""Handwritten digits on two ranks, with checkpoints: an example of a user's script.
+"""Drawn digits on two ranks, with checkpoints: an example of a user's script.
 
     torchrun --nproc-per-node 2 -m tierckpt.run examples/digits/train.py
 

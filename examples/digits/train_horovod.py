@@ -1,4 +1,4 @@
-"""Handwritten digits under elastic Horovod, with checkpoints: an example of a user's script.
+"""Drawn digits under elastic Horovod, with checkpoints: an example of a user's script.
 
     horovodrun -np 2 --min-np 2 --max-np 2 --host-discovery-script hosts.sh \\
         python examples/digits/train_horovod.py

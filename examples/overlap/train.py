@@ -1,4 +1,4 @@
-"""Copies and allreduces at the same time: `make overlap` runs this and draws one iteration.
+"""Copies and allreduces at the same time: `make overlap` runs this, and `tierckpt report`.
 
     TIERCKPT_TRACE_DIR=traces HOROVOD_TIMELINE=hvd.json \\
         horovodrun --gloo -np 2 python examples/overlap/train.py ckpts

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,25 @@ from tests.suites.explained import EXPLAINED, REFUSED
 Found = dict[str, dict[str, Any]]
 """`outcome`, `why`, and the reports of `ranks`, by test."""
 HOROVOD = ("https://github.com/horovod/horovod", "v0.28.1")
+SOURCES = {
+    "horovod": HOROVOD,
+    "elastic": HOROVOD,
+    "lightning": ("https://github.com/Lightning-AI/pytorch-lightning", "{}"),
+    "accelerate": ("https://github.com/huggingface/accelerate", "v{}"),
+    "transformers": ("https://github.com/huggingface/transformers", "v{}"),
+}
+"""The repository of each suite, and the tag; of frameworks that of the installed version."""
+TESTS = {
+    "lightning": [
+        f"tests/tests_pytorch/{part}" for part in ("trainer", "callbacks", "checkpointing", "loops")
+    ],
+    "accelerate": ["tests/test_state_checkpointing.py"],
+    "transformers": [f"tests/trainer/test_trainer{part}.py" for part in ("", "_checkpointing")],
+}
+"""The frameworks' tests, which pytest runs."""
 LIMIT_SECONDS = 180
 """Time limit of a rank for one test of Horovod's."""
+ENDED = {"outcome": "failed", "why": "the process ended before or in this test"}
 WORST_FIRST = ("failed", "skipped", "passed")
 
 
@@ -33,15 +51,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.suites", description=__doc__)
     parser.add_argument("suites", nargs="*", default=[*EXPLAINED], help=", ".join(EXPLAINED))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="of the DDP tests")
-    parser.add_argument("--horovod", default=HOROVOD[0], help="the repository to clone")
+    parser.add_argument("--source", help="a folder with the suite's tests, or a repository")
     parser.add_argument("--tests", nargs="+", default=[], help="only these, by name")
     parser.add_argument("--logs", type=Path, help="where everything that was said is kept")
     args = parser.parse_args()
     unexplained = 0
     with folders(args.logs) as folder:
         for suite in args.suites:
-            for ranks in args.ranks if suite == "ddp" else [1 if suite == "elastic" else 2]:
-                run = runner(suite, ranks, folder, args.horovod)
+            for ranks in {"ddp": args.ranks, "horovod": [2]}.get(suite, [1]):
+                run = runner(suite, ranks, folder, args.source)
                 unexplained += compare(suite, ranks, run, args.tests)
     return min(unexplained, 1)
 
@@ -137,13 +155,16 @@ def reason(suite: str, name: str, text: str) -> str:
 # --- how they are run ----------------------------------------------------------------------------
 
 
-def runner(suite: str, ranks: int, folder: Path, repository: str) -> Callable[..., Found]:
+def runner(suite: str, ranks: int, folder: Path, given: str | None) -> Callable[..., Found]:
     """Run the tests of these names, or all, "plain", "with" Tierckpt, or "cured": after a refusal,
     its advice is followed."""
     if suite == "ddp":
         return lambda how, names: run_ddp(how, ranks, names, new(folder, f"ddp-{ranks}-{how}"))
+    root = source(suite, given)
+    if suite in TESTS:
+        return lambda how, names: run_pytest(suite, how, root, names, new(folder, suite + how))
     name = "parallel/test_torch.py" if suite == "horovod" else "single/test_torch_elastic.py"
-    file = source(repository) / "test" / name
+    file = root / "test" / name
     return lambda how, names: run_horovod(how, ranks, file, names, new(folder, f"{suite}-{how}"))
 
 
@@ -153,23 +174,45 @@ def new(folder: Path, name: str) -> Path:
     return made
 
 
-def source(repository: str) -> Path:
-    """Horovod's sources, cloned once into the user's folder for caches."""
+def source(suite: str, given: str | None) -> Path:
+    """The sources of a suite: the folder that is given, or a clone, made once, in the user's folder
+    for caches."""
+    repository, tag = SOURCES[suite]
+    if given and any((Path(given) / path).exists() for path in TESTS.get(suite, ())):
+        return Path(given).absolute()
+    if suite in TESTS:
+        tag = tag.format(metadata.version(suite))
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = caches / "tierckpt" / f"horovod-{HOROVOD[1]}"
-    if not (folder / "test").exists():
+    folder = caches / "tierckpt" / f"{Path(repository).name}-{tag}"
+    if not (folder / ".git").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        clone = [
-            "git",
-            "clone",
-            "--quiet",
-            "-c",
-            "advice.detachedHead=false",
-            "--depth=1",
-            f"--branch={HOROVOD[1]}",
-        ]
-        subprocess.run([*clone, repository, str(folder)], check=True)
+        clone = ["git", "-c", "advice.detachedHead=false", "clone", "--quiet", "--depth=1"]
+        subprocess.run([*clone, f"--branch={tag}", given or repository, str(folder)], check=True)
     return folder
+
+
+def run_pytest(suite: str, how: str, root: Path, names: list[str], folder: Path) -> Found:
+    """Run a framework's tests by pytest, in one process."""
+    outcomes = folder / "outcomes.jsonl"
+    environment = {
+        **os.environ,
+        "SUITE_OF": suite,
+        "SUITE_HOW": how,
+        "SUITE_OUTCOMES": str(outcomes),
+        # A project's own package may be named `tests` as well.
+        "PYTHONPATH": os.pathsep.join(map(str, [root / "tests", *sys.path, Path(__file__).parent])),
+        "TMPDIR": str(folder),
+    }
+    options = "-q --color=no --continue-on-collection-errors -p no:cacheprovider -p framework_tests"
+    paths = [str(root / name) for name in names or TESTS[suite]]
+    command = [sys.executable, "-m", "pytest", *options.split(), f"--rootdir={root}"]
+    with (folder / "log").open("wb") as log:
+        subprocess.run(
+            [*command, *paths], env=environment, cwd=root / "tests", stdout=log, stderr=log
+        )
+    told = [json.loads(line) for line in outcomes.read_text().splitlines()]
+    found = {each["test"]: each for each in told}
+    return {**{name: ENDED for name in names if "::" in name}, **found}
 
 
 def run_ddp(how: str, ranks: int, names: list[str], folder: Path) -> Found:

@@ -14,6 +14,11 @@ NO_MODEL = (
     "belong to the checkpoint; model= says it (docs/horovod.md)"
 )
 ELASTIC = f"{REFUSED}: commits are of a model and Horovod's optimizer (docs/horovod.md)"
+FETCHES = "a training step that fetches its batches itself is refused (docs/lightning.md)"
+CALLBACKS = "callbacks that a restart would repeat, or that rename, are refused (docs/lightning.md)"
+LOADED = "load_state() after the boundary changes what is being copied: that version is given up"
+CLOCK = "the test's clock has as many values as Lightning alone reads"
+SHARDED = "strategies that shard are refused (docs/lightning.md)"
 
 EXPLAINED = {
     "ddp": [
@@ -28,4 +33,13 @@ EXPLAINED = {
         ("test_elastic_state", "not a result of hvd.DistributedOptimizer", ELASTIC),
         ("test_elastic_sampler", "found no torch.nn.Module", ELASTIC),
     ],
+    "lightning": [
+        (".*", "training_step has an argument dataloader_iter", FETCHES),
+        (".*", "the callback \\w+: it would search|the callback \\w+: it adds", CALLBACKS),
+        (".*", "the callback ModelPruning", CALLBACKS),
+        (".*", "it shards the model", SHARDED),
+        (".*test_throughput_monitor.*", "StopIteration|raised an unexpected", CLOCK),
+    ],
+    "accelerate": [(".*", "a version was lost.*changed between the boundary", LOADED)],
+    "transformers": [],
 }

@@ -4,10 +4,10 @@
     python -m tests.support.peer_processes <folder> <plan> <number> <address>     one, controlled by
     its input
 
-`plan` is JSON: `lengths` of the shards, the code's `k` and `m`, `stall_seconds`, and `rules`, each
-a fault of member 1 (see `tierckpt._faults`). For every rule, in a folder of its number: all members
-protect v1; then member 1 is replaced, and all protect v2. `<number>.json` has each member's result
-for both versions: null, or the error.
+`plan` is JSON: `lengths` of the shards, the code's `k` and `m`, `join_seconds` and `stall_seconds`
+of v1, and `rules`, each a fault of member 1 (see `tierckpt._faults`). For every rule, in a folder
+of its number: all members protect v1; then member 1 is replaced, and all protect v2.
+`<number>.json` has each member's result for both versions: null, or the error.
 
 Members are forked from one light process, so that many kills need no new interpreters.
 """
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-from tests.support.peer_shards import SECRET, Members
+from tests.support.peer_shards import QUICK, SECRET, Members
 from tierckpt import _faults
 from tierckpt.erasure import isal
 from tierckpt.erasure.codes import Code
@@ -30,6 +30,8 @@ from tierckpt.peer.address import Address
 from tierckpt.peer.transport import Limits, Transport
 
 VICTIM = 1
+ASK_SECONDS = 4.0
+"""Longer than a busy machine keeps a member from answering; a stopped one costs this time."""
 
 
 class Member:
@@ -79,12 +81,13 @@ def serve(
     number: int, host: str, folder: Path, plan: dict[str, Any], told: TextIO, said: TextIO
 ) -> None:
     """Run a member: print its address, then protect each ordered version and print the result."""
-    limits = Limits(plan["join_seconds"], plan["stall_seconds"])
+    limits = Limits(plan["join_seconds"], plan["stall_seconds"], ask_seconds=ASK_SECONDS)
     code = Code(len(plan["lengths"]), plan["k"], plan["m"])
-    with Transport(SECRET, host, limits=limits) as transport:
+    with Transport(SECRET, host) as transport:
         print(json.dumps([host, transport.address.port]), file=said, flush=True)
         while order := told.readline():
             version, addresses = json.loads(order)
+            transport.limits = limits if version == 1 else QUICK
             members = Members(folder, code, plan["lengths"])
             members.transports = [transport] * code.n
             members.addresses = tuple(Address(*address) for address in addresses)

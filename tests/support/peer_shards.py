@@ -30,8 +30,10 @@ from tierckpt.peer.transport import Limits, Transport
 from tierckpt.storage.local.store import LocalStore
 
 SECRET = b"one run"
-QUICK = Limits(join_seconds=20.0, stall_seconds=20.0)
+PATIENCE_SECONDS = 60.0
 """Longer than a busy machine keeps a thread waiting."""
+QUICK = Limits(PATIENCE_SECONDS, PATIENCE_SECONDS, ask_seconds=PATIENCE_SECONDS)
+"""No test waits until one of these is over."""
 
 
 def shard_of(
@@ -209,7 +211,7 @@ def nothing_of(folder: Path, version: int) -> bool:
     return not any(f"v{version:010d}" in name and ".p0" in name for name in names)
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for other threads or processes to bring about a condition; a timeout fails the test."""
     deadline = time.monotonic() + seconds
     while not true():

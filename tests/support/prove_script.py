@@ -27,6 +27,25 @@ RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
 RANKS = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
+class Drawn(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws from a generator that is not found, as it is one of many."""
+
+    def __init__(self) -> None:
+        self.many = [random.Random(1)] * 100
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), index / 64 + self.many[0].random())
+
+
+def drawn(data: Any) -> Iterator[torch.Tensor]:
+    for epoch in range(data.epoch, 1000):
+        data.set_epoch(epoch)
+        yield from data
+
+
 def batches(sampler: tierckpt.ResumableSampler, schedule: Any) -> Iterator[torch.Tensor]:
     data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(5)))
     loader = DataLoader(data, batch_sampler=sampler, generator=torch.Generator())
@@ -78,11 +97,15 @@ def main() -> None:
         sys.exit("it does not get far")
     if KIND == "hangs":
         threading.Event().wait()
+    data: Any = tierckpt.ResumableLoader(DataLoader(Drawn(), batch_size=4))
+    if KIND == "draws":
+        extra["data"] = data
     net, opt, ckpt = attach(net, opt, extra)
     start = 0 if KIND in ("afresh", "wrap") else int(ckpt.restore())
     if KIND == "python":
         noise = [random.random() for _ in range(8)]
-    pairs = zip(range(start, STEPS), batches(sampler, schedule), strict=False)
+    source = drawn(data) if KIND == "draws" else batches(sampler, schedule)
+    pairs = zip(range(start, STEPS), source, strict=False)
     for number, (_, batch) in enumerate(pairs):
         if KIND == "counts":
             opt.param_groups[0]["lr"] = 0.1 / (1 + number)
@@ -100,7 +123,8 @@ def main() -> None:
                 net[0].weight.clamp_(-0.3, 0.3)
         if not BY_EPOCH:
             schedule.step()
-        sampler.step()
+        if KIND != "draws":
+            sampler.step()
         if KIND != "wrap":
             ckpt.step()
     ckpt.close()

@@ -34,6 +34,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support.forgotten_ends import Forgotten
 from tests.support.warm_python.server import die_with_writer
 from tests.support.warm_python.servers import PYTHON
 
@@ -254,6 +255,7 @@ def _serve(kind: str, size: int, home: Path, rank: int) -> None:
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(home, rank, calls), daemon=True).start()
     _join(kind, size, home, rank)
+    importlib.import_module("tierckpt.checkpointer.finished")._ends = Forgotten()
     while True:
         call = home.parent / calls.get()
         working_directory = os.getcwd()

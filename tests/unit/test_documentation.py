@@ -89,15 +89,6 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_the_lines_for_a_framework_are_those_of_its_page(framework: str) -> None:
-    """A test of the framework runs the page's code."""
-    page = (ROOT / "docs" / f"{framework}.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (lines,) = [each.split("\n") for each in blocks if f"from tierckpt.{framework} " in each]
-    assert [line for line in lines if line not in page.split("\n")] == []
-
-
 # --- the documents for developers ----------------------------------------------------------------
 
 

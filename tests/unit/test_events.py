@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tierckpt import _appender
 from tierckpt.events import Event, EventLog
 
 
@@ -103,6 +107,76 @@ def test_a_full_disk_costs_the_file_and_is_reported_once(
     assert "events-r00000.jsonl: [Errno 28] No space left" in said.message
     assert [e.version for e in others] == [3, 4]
     assert [r.getMessage() for r in caplog.records] == [said.text()]
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[tuple[EventLog, list[str], int]]:
+    """A log with its file in a file system that hangs, what it said, and the child in the hang."""
+    said: list[str] = []
+    log = EventLog(0, str(tmp_path), lambda event: said.append(event.message), by_child=True)
+    assert log._file is not None
+    assert log._file._child is not None
+    child = log._file._child.pid
+    os.kill(child, signal.SIGSTOP)
+    yield log, said, child
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGCONT)
+
+
+def test_a_file_system_that_hangs_stops_nobody(
+    tmp_path: Path, stopped: tuple[EventLog, list[str], int]
+) -> None:
+    log, said, child = stopped
+    path = tmp_path / "events-r00000.jsonl"
+    for version in range(3000):
+        log.emit("sealed", version=version)
+    assert [text for text in said if text] == [f"{path} does not answer: events wait in memory"]
+    assert not path.read_bytes()
+    os.kill(child, signal.SIGCONT)
+    log.close()
+    events = map(json.loads, path.read_text().splitlines())
+    assert [e["version"] for e in events if e["name"] == "sealed"] == [*range(3000)]
+    assert len([text for text in said if text]) == 1
+
+
+def test_what_a_file_system_that_hangs_does_not_take_is_said(
+    stopped: tuple[EventLog, list[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, said, child = stopped
+    monkeypatch.setattr(_appender, "END_SECONDS", 0.05)
+    monkeypatch.setattr(_appender, "MOST_KEPT_BYTES", 1 << 16)
+    for version in range(3000):
+        log.emit("sealed", version=version)
+    assert sum("the file system does not answer" in text for text in said) == 1
+    assert not log.has_file
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_forked_worker_does_not_delay_the_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = EventLog(0, str(tmp_path), lambda event: said.append(event.message), by_child=True)
+    worker = os.fork()
+    if not worker:
+        signal.pause()
+        os._exit(0)
+    log.emit("sealed", version=1)
+    log.close()
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    assert said == [""]
+
+
+def test_a_file_that_refuses_is_said_by_its_child(tmp_path: Path) -> None:
+    (tmp_path / "events-r00000.jsonl").symlink_to("/dev/full")
+    said: list[str] = []
+    log = EventLog(0, str(tmp_path), lambda event: said.append(event.message), by_child=True)
+    log.emit("sealed", version=1)
+    log.close()
+    assert said == [
+        "",
+        f"{tmp_path}/events-r00000.jsonl lacks the last events: No space left on device",
+    ]
 
 
 def test_severity_decides_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.horovod_here import horovod_missing
+
 HEAVY = ("torch", "numpy")
 
 
@@ -56,3 +58,29 @@ def test_every_public_name_is_there() -> None:
             assert getattr(package, name) is not None
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
             _ = package.nonsense
+
+
+SECOND_NAMES = """
+import sys, tierckpt
+assert not {"ddp_ckpt", "horovod_ckpt"} & {*sys.modules}
+import ADAPTER, tierckpt.NAME as second
+from tierckpt.NAME import Checkpointer
+assert second is ADAPTER is tierckpt.NAME
+assert Checkpointer is ADAPTER.Checkpointer
+"""
+MODULES = """
+import tierckpt.horovod.torch as hvd, horovod_ckpt.torch
+from tierckpt.horovod.elastic import TorchState
+assert hvd is horovod_ckpt.torch
+assert TorchState is horovod_ckpt.elastic.TorchState
+"""
+
+
+@pytest.mark.parametrize("name", ["ddp", "horovod"])
+def test_an_adapter_has_a_second_name(name: str) -> None:
+    if name == "horovod" and (why := horovod_missing()):
+        pytest.skip(why)
+    program = SECOND_NAMES + (MODULES if name == "horovod" else "")
+    program = program.replace("ADAPTER", f"{name}_ckpt").replace("NAME", name)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -93,6 +93,7 @@ def test_the_metadata_names_licence_and_extras(wheel: Path, metadata: Message) -
     extras = {"dev", "demo", "docs", "bench", "horovod", "mpi", "plot", "rs", "s3", "s3-tests"}
     extras |= {"compression", "encryption", "accelerate", "lightning", "transformers"}
     extras |= {"prometheus", "opentelemetry", "tensorboard", "wandb", "mlflow", "simulate"}
+    extras |= {"completion"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 

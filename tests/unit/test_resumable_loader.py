@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 import tierckpt
+from tierckpt.errors import TierckptError
 from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.state import rng, tree_codec
 
@@ -79,6 +83,56 @@ def with_generators() -> DataLoader[torch.Tensor]:
     return DataLoader(data, BATCH, sampler=sampler, generator=generator)
 
 
+class Jitter:
+    """A transform with a generator of its own."""
+
+    __slots__ = ("rng",)
+
+    def __init__(self) -> None:
+        self.rng = random.Random(3)
+
+    def __call__(self, value: float) -> float:
+        return value + self.rng.random()
+
+
+class OwnDraws(Augmented):
+    """Draws from generators of its own: of all kinds, in attributes and in those of a transform."""
+
+    def __init__(self) -> None:
+        self.old, self.new = np.random.RandomState(4), np.random.default_rng(5)
+        self.transforms = [Jitter()]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        (jitter,) = self.transforms
+        more = torch.tensor([jitter(index), self.old.rand(), self.new.random()])
+        return torch.cat([super().__getitem__(index), more])
+
+
+class Masks:
+    """A collate function that makes its generator with the first batch, as those of Transformers
+    do, and has another one in its arguments."""
+
+    generator: torch.Generator | None = None
+
+    def __call__(self, samples: list[torch.Tensor], rng: np.random.Generator) -> torch.Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(7)
+        mask = torch.rand(len(samples), 1, generator=self.generator)
+        return torch.cat([torch.stack(samples), mask, torch.full_like(mask, rng.random())], dim=1)
+
+
+def own_draws() -> DataLoader[torch.Tensor]:
+    collate = functools.partial(Masks(), rng=np.random.default_rng(8))
+    data = torch.utils.data.Subset(OwnDraws(), range(LENGTH))
+    return DataLoader(data, BATCH, shuffle=True, collate_fn=collate)
+
+
+def own_draws_ahead() -> OneAhead:
+    ahead = OneAhead()
+    ahead.loader = own_draws()
+    return ahead
+
+
 Make = Callable[[], Any]
 LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "shuffled": (lambda: DataLoader(Augmented(), BATCH, shuffle=True), {}),
@@ -91,6 +145,10 @@ LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "reads ahead": (OneAhead, {}),
     "held": (lambda: DataLoader(Augmented(), BATCH, shuffle=True), {"ahead": 1}),
     "held, reads ahead": (OneAhead, {"ahead": 1}),
+    "own": (own_draws, {}),
+    "own, held": (own_draws, {"ahead": 1}),
+    "own, loaded again": (own_draws, {"skip": "load"}),
+    "own, reads ahead": (own_draws_ahead, {}),
     "drawn": (drawn, {"ahead": 1, "skip": "none"}),
 }
 
@@ -145,9 +203,8 @@ class Loop:
     def restore(self, saved: tuple[str, str]) -> None:
         place, tensors = json.loads(saved[0])
         kept = [torch.tensor(each, dtype=torch.uint8) for each in tensors]
-        self.data.load_state_dict(
-            tree_codec.unpack(json.loads(place), lambda node: kept[node["v"]])
-        )
+        state = tree_codec.unpack(json.loads(place), lambda node: kept[node["v"]])
+        self.data.load_state_dict(state)
         streams = {kind: bytes.fromhex(each) for kind, each in json.loads(saved[1]).items()}
         rng.load_rng({**streams, "cuda": []})
         self.data.restored()
@@ -158,17 +215,14 @@ class Loop:
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_loop_sees_the_same_samples_as_an_undisturbed_one(kind: str) -> None:
     make, options = LOADERS[kind]
-    if kind == "drawn":
-        steps, at = 9, (1, 2, 5)
-    else:
-        steps, at = EPOCHS * 6, (1, 5, 6, 7, 15, 18)
-    if kind == "workers":
-        at = (1, 6, 8)
+    steps = 9 if kind == "drawn" else EPOCHS * 6
+    at = {"drawn": (1, 2, 5), "workers": (1, 6, 8)}.get(kind, (1, 5, 6, 7, 15, 18))
     seeded(1)
-    loop, saved, lengths = Loop(make, options), {}, {}
+    loop, saved, lengths, ended = Loop(make, options), {}, {}, {}
     for step, _ in zip(range(1, steps + 1), loop.boundaries(), strict=False):
         if step in at:
             saved[step], lengths[step] = loop.saved(), len(loop.seen)
+            ended[step] = loop.data.state_dict()["place"]["ended"]
     assert saved
     for step, kept in saved.items():
         seeded(2)
@@ -179,6 +233,8 @@ def test_a_resumed_loop_sees_the_same_samples_as_an_undisturbed_one(kind: str) -
         expected = loop.seen[lengths[step] :]
         assert expected or step == steps
         assert resumed.seen[: len(expected)] == expected, f"resumed at step {step}"
+        witness = resumed.data.comparison
+        assert (witness.batches, witness.differences) == (not ended[step], [])
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "held"])
@@ -292,6 +348,207 @@ def test_a_loader_that_became_shorter_is_refused_and_the_way_out_works() -> None
     assert len(list(data)) == 1
 
 
+class Hidden(Dataset[torch.Tensor]):
+    """Draws from a generator that is too deep to be found, and knows its epoch."""
+
+    def __init__(self, size: int = LENGTH) -> None:
+        self.deep, self.size, self.epoch = [random.Random(1)] * 1000, size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), 100 * self.epoch])
+
+
+class HiddenDraws(Hidden):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.deep[0].random()])
+
+
+class CountsPasses:
+    """An iterable whose order depends on its own count."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.passes += 1
+        yield from torch.arange(6) * self.passes
+
+
+def saved_in_epoch_1(make: Make) -> dict[str, Any]:
+    """The place after two batches of epoch 1, in a loop that tells the data set its epoch."""
+    data: ResumableLoader[Any] = ResumableLoader(make())
+    list(data)
+    if isinstance(getattr(data.loader, "dataset", None), Hidden):
+        data.loader.dataset.epoch = 1  # type: ignore[attr-defined]
+    batches = iter(data)
+    next(batches), next(batches)
+    return data.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "now", "said"),
+    [
+        (lambda: DataLoader(HiddenDraws(), BATCH), None, "other augmentation: the samples have t"),
+        (lambda: DataLoader(Hidden(), BATCH), None, "other augmentation: the samples have the sam"),
+        (
+            lambda: DataLoader(HiddenDraws(), BATCH, num_workers=2, persistent_workers=True),
+            None,
+            "other samples, or another augmentation of the same: the batch differs",
+        ),
+        (CountsPasses, None, "other samples, or another augmentation of the same: the batch diff"),
+        (
+            lambda: DataLoader(Hidden(), BATCH),
+            lambda: DataLoader(Hidden(LENGTH + 4), BATCH),
+            "another length, as the data set has 15 samples, and had 11; another length, as an ep",
+        ),
+        (
+            lambda: DataLoader(Hidden(), BATCH, sampler=DistributedSampler(Hidden(), 1, 0)),
+            lambda: DataLoader(Hidden(), BATCH, sampler=DistributedSampler(Hidden(), 1, 0, seed=3)),
+            "another sampler, BatchSampler, DistributedSampler, seed=3, which was BatchSampler, D",
+        ),
+    ],
+    ids=["own generator", "own epoch", "living workers", "counts passes", "grown", "seed"],
+)
+def test_other_data_are_refused_and_the_next_epoch_may_have_them(
+    make: Make, now: Make | None, said: str
+) -> None:
+    data: ResumableLoader[Any] = ResumableLoader((now or make)())
+    data.load_state_dict(saved := saved_in_epoch_1(make))
+    with pytest.raises(tierckpt.RestoreError, match=re.escape(f"the loader: {said}")):
+        iter(data)
+    data.witnesses = False
+    data.load_state_dict(saved)
+    assert len(list(data)) >= 4
+    data.witnesses = True
+    data.load_state_dict(saved)
+    data.set_epoch(2)
+    assert len(list(data)) >= 6
+    assert not data.comparison.differences
+
+
+@pytest.mark.parametrize("place", ["in the first", "in the second", "side by side"])
+def test_two_loaders(place: str) -> None:
+    """The second one begins after steps that the resumed run made with the first one: these have
+    drawn, also from a generator that both have. Side by side, both passes begin before either one
+    draws its order."""
+
+    class Both:
+        def __init__(self) -> None:
+            self.shared = torch.Generator()
+            loaders = [DataLoader(Augmented(), BATCH, shuffle=True) for _ in range(2)]
+            self.both = [ResumableLoader(each, generators=[self.shared]) for each in loaders]
+
+        def pass_(self) -> Iterator[Any]:
+            chained = [itertools.chain(*self.both)]
+            order = self.both if place == "side by side" else chained
+            for batches in zip(*order, strict=True):
+                yield *batches, torch.rand(()), torch.rand((), generator=self.shared)
+                for each in self.both:
+                    each.passed()
+
+    torch.manual_seed(0)
+    run, count = Both(), 8 if place == "in the second" else 2
+    steps = run.pass_()
+    for _ in range(count + 1):  # the boundary is passed when the next step is requested
+        last = next(steps)
+    saved = copy.deepcopy([each.state_dict() for each in run.both]), rng.pack_rng()
+    rest = [*steps]
+    again = Both()
+    rng.load_rng(saved[1])
+    for data, state in zip(again.both, saved[0], strict=True):
+        data.load_state_dict(state)
+        data.restored()
+    torch.rand(7)  # draws until the loop starts do not count
+    assert last
+    for ours, theirs in zip(again.pass_(), rest, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def looked_at(looks: bool) -> Iterator[tuple[ResumableLoader[torch.Tensor], int]]:
+    """A loop that may take a batch to look at before it begins."""
+    data = ResumableLoader(DataLoader(torch.arange(6.0), BATCH, shuffle=True))
+    data.has_boundaries = True
+    if looks:
+        next(iter(data))
+    yield data, -1
+    if looks:
+        next(iter(data))
+    for epoch in range(data.epoch, EPOCHS):
+        data.set_epoch(epoch)
+        for batch in data:
+            data.passed()
+            yield data, int(batch[0])
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_look_at_a_batch_is_no_epoch(looks: bool) -> None:
+    seeded(1)
+    loop = looked_at(looks)
+    steps = [next(loop) for _ in range(6)]  # the second batch of epoch 1
+    saved, streams = copy.deepcopy(steps[-1][0].state_dict()), rng.pack_rng()
+    rest = [number for _, number in loop]
+    assert (steps[-1][0].epoch, len(rest)) == (2, 4)
+    again = looked_at(looks)
+    data, _ = next(again)
+    rng.load_rng(streams)
+    data.load_state_dict(saved)
+    data.restored()
+    assert [number for _, number in again] == rest
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+@pytest.mark.parametrize("boundary", [ResumableLoader.passed, ResumableLoader.met_boundary])
+def test_a_pass_between_two_boundaries_is_whole_in_the_resumed_run(
+    boundary: Callable[[Any], None], resumed: bool
+) -> None:
+    """An evaluation, or an epoch whose batches make one step. The boundaries are calls of `step()`,
+    or forward passes."""
+    data = ResumableLoader(DataLoader(torch.arange(6.0), BATCH))
+    for _ in range(2):
+        assert len([*data]) == 3
+        boundary(data)
+    if resumed:
+        saved, data = data.state_dict(), ResumableLoader(DataLoader(torch.arange(6.0), BATCH))
+        data.load_state_dict(saved)
+    data.set_epoch(1)  # the loop makes this pass before the one of another loader, again
+    assert len([*data]) == 3
+
+
+@pytest.mark.parametrize(
+    ("takes", "held"), [([2, 1, 1, 1], 1), ([1] * 4, 0), ([4, 1, 1, 1], 3), ([3, 2, 2, 2], 0)]
+)
+def test_a_loop_that_holds_batches_is_found(takes: list[int], held: int) -> None:
+    data = ResumableLoader(DataLoader(torch.arange(20.0), BATCH))
+    batches = iter(data)
+    for count in takes:
+        for _ in range(count):
+            next(batches)
+        data.passed()
+    assert data.held == held
+
+
+def test_an_iterable_data_set_receives_the_epoch() -> None:
+    class Epochs(IterableDataset[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([self.epoch] * 3)
+
+    data: ResumableLoader[Any] = ResumableLoader(DataLoader(Epochs(), batch_size=None))
+    data.set_epoch(1)
+    batches = iter(data)
+    next(batches)
+    resumed: ResumableLoader[Any] = ResumableLoader(DataLoader(Epochs(), batch_size=None))
+    resumed.load_state_dict(data.state_dict())
+    resumed.set_epoch(1)
+    assert list(resumed) == list(batches) == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -311,3 +568,33 @@ def test_other_generators_are_refused() -> None:
         ResumableLoader(with_generators()).load_state_dict(saved)
     more = ResumableLoader(DataLoader(Augmented(), BATCH), generators=[np.random.default_rng(1)])
     more.load_state_dict(more.state_dict())
+
+
+def test_a_sampler_that_counts_its_passes_is_refused_with_its_own_cure() -> None:
+    class Counting(Sampler[int]):
+        epoch = 0
+
+        def __iter__(self) -> Iterator[int]:
+            order = [(i + self.epoch) % 6 for i in range(6)]
+            self.epoch += 1
+            return iter(order)
+
+        def __len__(self) -> int:
+            return 6
+
+    def made() -> tierckpt.ResumableLoader[Any]:
+        return tierckpt.ResumableLoader(DataLoader(range(6), 2, sampler=Counting()))  # type: ignore[arg-type]
+
+    data = made()
+    assert len([*data]) == 3
+    batches = iter(data)
+    assert [len(next(batches)) for _ in range(2)] == [2, 2]
+    data.passed()
+    state, again = data.state_dict(), made()
+    again.load_state_dict(state)
+    with pytest.raises(TierckptError, match="own count, epoch, to 1 before the pass"):
+        iter(again)
+    again = made()
+    again.load_state_dict(state)
+    again.loader.sampler.epoch = 1  # type: ignore[attr-defined]
+    assert [each.tolist() for each in again] == [next(batches).tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ def check(path: Path, results: Path = RESULTS) -> Report:
             if each.value is not None and not each.right
         ]
     _check_files(document, results, report)
+    _check_rows(document, name, report)
     _check_rest(document, name, report)
     return report
 
@@ -91,6 +93,18 @@ def _check_files(document: dict[str, Any], results: Path, report: Report) -> Non
             report.problems.append(f"{name} does not name its {', '.join(missing)}")
         if name in known and not missing:
             report.problems.append(f"{name} is complete: remove it from without_context")
+
+
+def _check_rows(document: dict[str, Any], name: str, report: Report) -> None:
+    """Every row of a table has a figure from a results file: a row without data claims nothing."""
+    chosen, page = document.get("sections"), report.page
+    heads = page.headings()
+    for row in re.finditer(r"(?m)^\|(?!-).*\n(?!\|-)", page.plain):
+        section = [title for place, _, title in heads if place < row.start()][-1:]
+        if chosen is not None and not set(section) & set(chosen):
+            continue
+        if not any(row.start() <= each.start < row.end() for each in report.proved):
+            report.problems.append(f"{name}: no results file has the row {row[0].strip()}")
 
 
 def _check_rest(document: dict[str, Any], name: str, report: Report) -> None:

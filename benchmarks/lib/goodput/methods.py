@@ -89,7 +89,7 @@ class Ours(Nothing):
     """Tierckpt: to memory at the interval, to local disk once a minute."""
 
     name = "ours"
-    title = "ours, memory and local"
+    title = "Tierckpt, memory and local"
     adapter = "ddp_ckpt"
 
     def resume(self, job: Job, every: int) -> int:
@@ -125,7 +125,7 @@ class OursDisk(Ours):
     """Tierckpt: to local disk at the interval."""
 
     name = "ours-disk"
-    title = "ours, local disk"
+    title = "Tierckpt, local disk"
     usual = False
 
     def settings(self, every: int) -> dict[str, Any]:
@@ -135,14 +135,14 @@ class OursDisk(Ours):
 class OursTorchrun(Ours):
     """Tierckpt under torchrun, whose restarts start all processes again; run by launched_job.py."""
 
-    title = "ours, torchrun"
+    title = "Tierckpt, torchrun"
     shim: ClassVar[tuple[str, ...]] = ()
 
 
 class OursRun(OursTorchrun):
     """Tierckpt under torchrun and `tierckpt run`."""
 
-    title = "ours, tierckpt run"
+    title = "Tierckpt, tierckpt run"
     shim: ClassVar[tuple[str, ...]] = SHIM
 
 

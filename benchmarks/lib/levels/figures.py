@@ -32,7 +32,8 @@ class Sample:
     alone: the work while the training is idle. bare: a bare transfer of the same bytes. compute_s:
     a block of the training alone. overall_s: a block and the work, started together, until both
     are done. bare_overall_s: the same with the bare bytes, where these are the limit. plain_s,
-    beside_s: the timed steps of these blocks.
+    beside_s: the timed steps of these blocks. others: cores that other processes took beside the
+    plain blocks.
     """
 
     alone: Work
@@ -42,6 +43,7 @@ class Sample:
     plain_s: float
     beside_s: float
     bare_overall_s: float | None = None
+    others: float | None = None
 
     @property
     def overlap(self) -> float:
@@ -54,11 +56,10 @@ class Sample:
         return None if self.bare_overall_s is None else self._hidden(self.bare, self.bare_overall_s)
 
     def _hidden(self, work: Work, overall_s: float) -> float:
-        """The overlap as the OSU micro-benchmarks define it for non-blocking collectives:
-        1 - (overall - compute) / alone, at least 0. At most 1, too: a training that is faster
-        during the work is noise."""
-        hidden = 1 - (overall_s - self.compute_s) / work.span_s
-        return min(max(hidden, 0.0), 1.0)
+        """The overlap as the OSU micro-benchmarks define it for non-blocking collectives,
+        1 - (overall - compute) / alone, but without their limits: below 0 and above 1 is noise,
+        and shows how much there is."""
+        return 1 - (overall_s - self.compute_s) / work.span_s
 
     @property
     def slowdown(self) -> float:

@@ -18,7 +18,7 @@ HEADERS = (
     "bare",
     "bare GB/s",
     "of the bare (min..max)",
-    "CPU-s/GB, ours / bare",
+    "CPU-s/GB, Tierckpt / bare",
     "slowdown % (min..max)",
     "overlap % (min..max)",
     "bare overlap",

@@ -73,7 +73,7 @@ class HorovodElastic(HorovodMemory):
     """The memory level through `horovod_ckpt.elastic.TorchState`."""
 
     name = "ours-commit"
-    title = "ours, TorchState.commit"
+    title = "Tierckpt, TorchState.commit"
 
     def setup(self, job: Job) -> None:
         self.job = job

@@ -19,7 +19,7 @@ class OursMemory(Method):
     """The memory level: versions are sealed in shared memory and survive the trainer."""
 
     name = "ours-memory"
-    title = "ours, to memory"
+    title = "Tierckpt, to memory"
     fsync = "-"
     adapter = "ddp_ckpt"
     level = "memory"  # empty: none
@@ -119,7 +119,7 @@ class OursLocal(OursMemory):
     """The local level: manifest committed, file and directory fsync'ed."""
 
     name = "ours-local"
-    title = "ours, to local"
+    title = "Tierckpt, to local"
     fsync = "yes"
     level = "local"
     final = "committed"
@@ -147,7 +147,7 @@ class OursOff(OursMemory):
     """
 
     name = "ours-off"
-    title = "ours, attached, off"
+    title = "Tierckpt, attached, off"
     level = ""
     slots = 0
     beside = "nothing"
@@ -163,7 +163,7 @@ class OursLevels(OursMemory):
     """
 
     name = "ours-levels"
-    title = "ours, to all levels"
+    title = "Tierckpt, to all levels"
     fsync = "yes"
     level = "persistent"
     final = "committed"
@@ -200,7 +200,7 @@ class OursAuto(OursMemory):
     """
 
     name = "ours-auto"
-    title = "ours, automatic"
+    title = "Tierckpt, automatic"
     usual = False
     slots = 3
 

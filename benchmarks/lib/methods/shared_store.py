@@ -40,7 +40,7 @@ class OursFlushed(OursLocal):
     """Every version to local disk, and one of ten flushed to the shared file system."""
 
     name = "ours-flushed"
-    title = "ours, to local, every 10th flushed"
+    title = "Tierckpt, to local, every 10th flushed"
     usual = False
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """CANDLE's NT3, and ResNet, under Horovod: a timeline of allreduces and copies, and the cost of
 checkpoints over workers.
 
-*Timeline*: Horovod's own and Tierckpt's, on one axis (`tierckpt.tracing`): allreduces by message
-size, as DeepIntrospect lists them; gaps between updates of the weights; the share of the copies
-hidden in them. *Workers*: duration of a checkpoint at every step, and the overhead, as DeepFreeze
-reports them.
+*Timeline*: Horovod's own and Tierckpt's, over workers and batch sizes, on one axis
+(`tierckpt.tracing`): allreduces by message size, as DeepIntrospect lists them; gaps between updates
+of the weights; the share of the copies hidden in them. *Workers*: duration of a checkpoint at every
+step, and its cost, as DeepFreeze reports them.
 """
 
 from __future__ import annotations
@@ -19,75 +19,67 @@ from pathlib import Path
 from lib.files import SHARED_MEMORY, temporary
 from lib.methods.registry import METHODS
 from lib.papers.frequency import Frequency, attached
-from lib.papers.models import MODELS, present
+from lib.papers.models import MODELS
 from lib.papers.results import Row
-from lib.terminal import say
 from lib.training.launchers import HorovodRanks
-from lib.training.teams import TeamError
 from tierckpt.cli.reports.trace import load
 from tierckpt.tracing.summary import summarize
 
 RANK = Path(__file__).with_name("traced_rank.py")
-TRACED_WORLD = 2
 
 
-def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Yield finished rows."""
-    missing = HorovodRanks.missing()
-    if missing:
-        say(missing)
-        return
-    for name in present(options.models):
-        if "timeline" in options.parts:
-            say(f"{name}: timeline")
-            yield [{**_about(name, "timeline", "ours-memory", TRACED_WORLD), **_timeline(name)}]
-        for world in map(int, options.worlds if "workers" in options.parts else ()):
-            for method in options.methods:
-                say(f"{name}: {world} workers, {method}")
-                yield [_row(options, name, world, method)]
+def keys(options: argparse.Namespace) -> Iterator[Row]:
+    """What identifies each row: timelines over workers and batches, costs over workers."""
+    for model in options.models:
+        own = str(MODELS[model].batch)
+        for world in options.worlds:
+            timelines = [("timeline", "ours-memory", each) for each in options.samples]
+            costs = [("workers", method, own) for method in options.methods]
+            for part, method, samples in [*timelines, *costs]:
+                if part in options.parts and (part == "workers" or world != "1"):
+                    yield {
+                        "model": model,
+                        "part": part,
+                        "method": method,
+                        "world": int(world),
+                        "samples": int(samples),
+                    }
 
 
-def _about(name: str, part: str, method: str, world: int) -> Row:
-    model = MODELS[name]
-    return {
-        "model": name,
-        "title": model.title,
-        "part": part,
-        "method": method,
-        "method_title": METHODS["horovod"][method].title,
-        "world": world,
-        "batch": model.shape,
-        "simulated": False,
-        "status": "ok",
-    }
+def missing(options: argparse.Namespace) -> list[str | None]:
+    """Why the chosen rows cannot be measured here."""
+    return [HorovodRanks.missing()]
 
 
-def _row(options: argparse.Namespace, name: str, world: int, method: str) -> Row:
-    """The duration of a checkpoint, and the overhead with one at every step."""
-    row = _about(name, "workers", method, world)
+def measure(options: argparse.Namespace, key: Row) -> Row:
+    """Measure a row."""
+    model = MODELS[key["model"]]
+    about = {"title": model.title, "method_title": METHODS["horovod"][key["method"]].title}
+    if key["part"] == "timeline":
+        return {**about, **_timeline(key)}
     with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
         places = (folder / "files", memory)
         places[0].mkdir()
-        try:
-            with attached(method, "horovod", name, world, places, options.timeout) as (team, size):
-                frequency = Frequency(team, options.rounds)
-                frequency.at(1, rounds=1, checkpoints=2)
-                return {**row, "state_bytes": size, **frequency.at(1)}
-        except TeamError as error:
-            return {**row, "status": f"failed: {error}"}
+        started = attached(
+            key["method"], "horovod", key["model"], key["world"], places, options.timeout
+        )
+        with started as (team, size):
+            frequency = Frequency(team, options.rounds)
+            frequency.at(1, rounds=1, checkpoints=2)
+            return {**about, "state_bytes": size, **frequency.at(1)}
 
 
-def _timeline(name: str) -> Row:
+def _timeline(key: Row) -> Row:
     """Train some traced steps, and sum up both timelines."""
     with temporary(SHARED_MEMORY) as folder:
         timeline, log = folder / "horovod.json", folder / "log"
-        plan = json.dumps({"model": name, "folder": str(folder)})
+        plan = json.dumps({**key, "folder": str(folder)})
         environment = {"HOROVOD_TIMELINE": str(timeline), "TIERCKPT_TRACE_DIR": str(folder)}
         environment["TIERCKPT_AGENT_LINGER_SECONDS"] = "0"
         command = [sys.executable, str(RANK), plan]
-        for process in HorovodRanks.start(TRACED_WORLD, command, environment, log):
+        for process in HorovodRanks.start(key["world"], command, environment, log):
             if process.wait():
-                raise RuntimeError(f"{name}: a rank failed:\n{log.read_text()[-3000:]}")
+                raise RuntimeError(f"{key['model']}: a rank failed:\n{log.read_text()[-3000:]}")
         found = summarize(load(sorted(folder.glob("trace-r*.json")), timeline))
     hidden = found.hidden
     return {

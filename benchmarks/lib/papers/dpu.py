@@ -17,24 +17,33 @@ from lib.files import SHARED_MEMORY, temporary
 from lib.levels.figures import Row as LevelRow
 from lib.levels.nodes import Place
 from lib.papers.results import Row
-from lib.terminal import say
 
 LINK_MBIT = 100
 
 
-def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Yield the rows of one message size after another."""
-    for size in map(int, options.sizes):
-        say(f"{size} MiB a node")
-        with temporary(options.dir) as disk, temporary(SHARED_MEMORY) as memory:
-            place = Place(disk, memory, str(disk / "persistent"))
-            yield [_row(row, size) for row in _levels(options, size, place)]
+def keys(options: argparse.Namespace) -> Iterator[Row]:
+    """What identifies each row: schemes by message size."""
+    for size in options.sizes:
+        for scheme in options.methods:
+            yield {"scheme": scheme, "message_bytes": int(size) << 20}
 
 
-def _levels(options: argparse.Namespace, size: int, place: Place) -> list[LevelRow]:
+def missing(options: argparse.Namespace) -> list[str | None]:
+    """Why the chosen rows cannot be measured here."""
+    return []
+
+
+def measure(options: argparse.Namespace, key: Row) -> Row:
+    """Measure a row."""
+    with temporary(options.dir) as disk, temporary(SHARED_MEMORY) as memory:
+        place = Place(disk, memory, str(disk / "persistent"))
+        return _row(_level(options, key, place))
+
+
+def _level(options: argparse.Namespace, key: Row, place: Place) -> LevelRow:
     chosen = argparse.Namespace(
-        levels=options.methods,
-        shard_mb=size,
+        levels=[key["scheme"]],
+        shard_mb=key["message_bytes"] >> 20,
         link_mbit=LINK_MBIT,
         model="toy" if options.toy else "linear",
         every=1,
@@ -46,12 +55,12 @@ def _levels(options: argparse.Namespace, size: int, place: Place) -> list[LevelR
         bench.calibrate()
         for _ in range(options.rounds):
             bench.round()
-        for row in bench.rows.values():
-            row.finish()
-        return list(bench.rows.values())
+        (row,) = bench.rows.values()
+        row.finish()
+        return row
 
 
-def _row(row: LevelRow, size: int) -> Row:
+def _row(row: LevelRow) -> Row:
     alone = median(s.alone.span_s for s in row.samples)
     compute = median(s.compute_s for s in row.samples)
     together = median(s.overall_s for s in row.samples)
@@ -59,7 +68,6 @@ def _row(row: LevelRow, size: int) -> Row:
     return {
         "method": row.name,
         "nodes": row.nodes,
-        "message_bytes": size << 20,
         "link_bits_per_second": LINK_MBIT * 1_000_000 if row.linked else 0,
         "once_seconds": median(mean(s.alone.seconds) for s in row.samples),
         "alone_seconds": alone,
@@ -70,6 +78,5 @@ def _row(row: LevelRow, size: int) -> Row:
         "overlap_range": [row.overlap.low, row.overlap.high],
         "bare_overlap": row.bare_overlap.median if row.bare_overlap else None,
         "rounds": len(row.samples),
-        "simulated": False,
-        "status": "ok",
+        "others_cores": median(s.others or 0.0 for s in row.samples),
     }

@@ -1,4 +1,4 @@
-"""A method's checkpoints at several intervals: the cost of each, and the overhead."""
+"""Visits to a method's checkpoints at several intervals."""
 
 from __future__ import annotations
 
@@ -58,49 +58,34 @@ class Frequency:
 
     def __init__(self, team: Team, rounds: int) -> None:
         self.team, self.rounds = team, rounds
-        self.step = 0.0
-        """Seconds of a plain step, of the last measurement."""
 
     def at(self, every: int, rounds: int | None = None, checkpoints: int | None = None) -> Row:
-        """Measure checkpoints at this interval: cost in seconds, and overhead as a fraction.
-
-        `overhead` is that of the median checkpoint. `total_overhead` counts all of them, and
-        whatever single ones cost; it is noisier.
-        """
+        """Measure checkpoints at this interval. `lib.papers.rule` makes a cost of the visits, whose
+        overhead counts all steps; shares are fractions of a plain step."""
         steps = (checkpoints or max(2, LEAST_STEPS // every)) * every
         visits = [
             measure_visit(self.team, self.team, steps, every) for _ in range(rounds or self.rounds)
         ]
-        plain = [median(_plain(visit)) for visit in visits]
-        means = [figures.plain_step(visit, block_seconds) for visit in visits]
-        costs = [
-            median(figures.cycles(visit["checkpoints"], every)) - every * step
-            for visit, step in zip(visits, plain, strict=True)
-        ]
+        plain = [figures.plain_step(visit, block_seconds) for visit in visits]
         merged = [each for visit in visits for each in figures.merge(visit["checkpoints"])]
-        ratios = [cost / (every * step) for cost, step in zip(costs, plain, strict=True)]
-        self.step = median(plain)
         return {
             "every": every,
-            "step_seconds": self.step,
-            "cost_seconds": median(costs),
-            "overhead": median(ratios),
-            "overhead_range": [min(ratios), max(ratios)],
-            "total_overhead": median(
-                block_seconds(visit["checkpoints"]) / (steps * step) - 1
-                for visit, step in zip(visits, means, strict=True)
-            ),
-            "cpu_share": median(figures.direct_cpu_share(visit) for visit in visits),
+            "step_seconds": median(plain),
+            "visits": [
+                {
+                    "total_overhead": block_seconds(visit["checkpoints"]) / (steps * step) - 1,
+                    "cpu_share": figures.direct_cpu_share(visit),
+                    "others_cores": figures.noise(visit),
+                    "step_seconds": step,
+                    "step_cpu_seconds": figures.step_cpu(visit),
+                }
+                for visit, step in zip(visits, plain, strict=True)
+            ],
             "due": len(merged),
             "taken": sum("durable" in each for each in merged),
             "durable_seconds": _median(each.get("durable") for each in merged),
             "phases": _phases(merged),
-            "others_cores": median(figures.noise(visit) for visit in visits),
         }
-
-
-def _plain(visit: dict[str, Any]) -> list[float]:
-    return figures.cycles(visit["before"], 1) + figures.cycles(visit["after"], 1)
 
 
 def _median(values: Iterable[float | None]) -> float | None:

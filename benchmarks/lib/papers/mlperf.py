@@ -18,11 +18,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lib.files import temporary
 from lib.papers.results import Row
 from lib.restart.runs import evict
-from lib.terminal import say
 
 MECHANISMS = {"ours-local": "Tierckpt", "dlio-torch": "TorchSave"}
 BENCHMARKS = Path(__file__).resolve().parents[2]
@@ -33,47 +33,40 @@ SCALED = {"hidden_size": 256, "ffn_hidden_size": 896, "vocab_size": 8016}
 TOY = {"hidden_size": 64, "ffn_hidden_size": 224, "vocab_size": 2004}
 
 
-def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Yield the row of one mechanism after another; none if DLIO cannot run here."""
-    if reason := missing():
-        say(f"mlperf: not measured: {reason}")
-        return
-    for world in map(int, options.worlds):
+def keys(options: argparse.Namespace) -> Iterator[Row]:
+    """What identifies each row."""
+    for world in options.worlds:
         for method in options.methods:
-            say(f"{method}, {world} ranks")
-            with temporary(options.dir) as folder:
-                yield [_row(method, world, folder, options)]
+            yield {"method": method, "world": int(world)}
 
 
-def missing() -> str | None:
-    """The reason why DLIO cannot run here, or None."""
+def missing(options: argparse.Namespace) -> list[str | None]:
+    """Why DLIO cannot run here."""
     if shutil.which("mpirun") is None:
-        return "mpirun is not installed"
+        return ["mpirun is not installed"]
     found = importlib.util.find_spec("dlio_benchmark")
     if found is None or not found.submodule_search_locations:
-        return "dlio_benchmark is not installed (benchmarks/README.md says how)"
+        return ["dlio_benchmark is not installed (`papers.py --help` says how)"]
     base = Path(found.submodule_search_locations[0], "checkpointing", "base_checkpointing.py")
     if "def load_checkpoint" not in base.read_text():
-        return "this dlio_benchmark is too old: it reads no checkpoints (see benchmarks/README.md)"
-    return None
+        return ["this dlio_benchmark is too old: it reads no checkpoints (see `papers.py --help`)"]
+    return []
 
 
-def _row(method: str, world: int, folder: Path, options: argparse.Namespace) -> Row:
+def measure(options: argparse.Namespace, key: Row) -> Row:
+    """Measure a row."""
     count = 2 if options.toy else CHECKPOINTS
-    job = _Job(method, world, folder, options)
-    written = job.run("write", count)
-    evict(folder / "checkpoints")
-    read = job.run("read", count)
-    return {
-        "method": method,
-        "world": world,
-        "state_bytes": round(written["checkpoint_size_GB"] * (1 << 30)),
-        "layout": job.widths,
-        "write_seconds": written["seconds"],
-        "read_seconds": read["seconds"],
-        "simulated": False,
-        "status": "ok",
-    }
+    with temporary(options.dir) as folder:
+        job = _Job(key["method"], key["world"], folder, options)
+        written = job.run("write", count)
+        evict(folder / "checkpoints")
+        read = job.run("read", count)
+        return {
+            "state_bytes": round(written["checkpoint_size_GB"] * (1 << 30)),
+            "layout": job.widths,
+            "write_seconds": written["seconds"],
+            "read_seconds": read["seconds"],
+        }
 
 
 class _Job:
@@ -84,7 +77,7 @@ class _Job:
         self._limit_seconds = options.timeout
         self.widths = TOY if options.toy else SCALED
 
-    def run(self, kind: str, count: int) -> dict[str, object]:
+    def run(self, kind: str, count: int) -> dict[str, Any]:
         """Write or read `count` checkpoints; returns the size of one in `checkpoint_size_GB`
         (GiB), and the `seconds` of each on its slowest rank. Raises RuntimeError if DLIO fails."""
         output = self._folder / kind

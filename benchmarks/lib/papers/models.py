@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from lib.models import adam
-from lib.terminal import say
 
 Batch = tuple[Tensor, Tensor]
 INSTALL = {
@@ -247,12 +246,3 @@ MODELS: dict[str, PaperModel] = {
     "gpt2": _language("GPT-2", "GPT2LMHeadModel", "GPT2Config", 50257),
     "bert": _language("BERT", "BertForMaskedLM", "BertConfig", 30522),
 }
-
-
-def present(names: Iterable[str]) -> Iterator[str]:
-    """Yield the models that can be made here; say why the others cannot."""
-    for name in names:
-        if missing := MODELS[name].missing():
-            say(f"{name}: {missing}")
-        else:
-            yield name

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.papers import results
+from lib.papers import results, rule
 from lib.papers.registry import PAPERS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -14,13 +17,34 @@ PAGE = ROOT / "docs" / "papers.md"
 PUBLISHED = ROOT / "benchmarks" / "lib" / "published.toml"
 
 INTRODUCTION = (
-    "# Published tables, made again\n\n"
-    "Tierckpt answers to published systems. Each of their tables has a counterpart here, with ours "
-    "beside theirs: `python benchmarks/papers.py NAME` measures it, `--list` names all. "
-    "`python benchmarks/papers.py --write` writes this page from the results files and from "
-    "[the published values](../benchmarks/lib/published.toml), so do not edit it by hand. Their "
-    "hardware is not ours: compare ratios and intervals, not seconds."
+    "# Published tables, beside Tierckpt\n\n"
+    "What do published checkpoint systems cost, and what does Tierckpt cost on the same models? "
+    "Their hardware is another: compare ratios and intervals, not seconds. `python "
+    "benchmarks/papers.py --write` makes this page from results files and [published values]"
+    "(../benchmarks/lib/published.toml). [What is still to be measured]"
+    "(../benchmarks/README.md#what-is-still-to-be-measured)."
 )
+LAUNCHERS = {"torchrun": "DDP", "horovod": "Horovod"}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A goal, and its cases: a name, and one of `rule.WORDS`."""
+
+    goal: str
+    cases: Sequence[tuple[str, str]]
+
+    @property
+    def line(self) -> list[str]:
+        """The line of the table of goals."""
+        by = {word: [name for name, found in self.cases if found == word] for word in rule.WORDS}
+        none = [f"{word}: {', '.join(by[word])}" for word in rule.WORDS[2:] if by[word]]
+        return [
+            self.goal,
+            ", ".join(by["met"]) or "-",
+            f"**{', '.join(by['missed'])}**" if by["missed"] else "-",
+            "; ".join(none) or "-",
+        ]
 
 
 def published() -> dict[str, Any]:
@@ -34,30 +58,80 @@ def listing() -> str:
     lines = []
     for name, paper in PAPERS.items():
         lines += [f"{name}: {known[name]['title']}", f"    {paper.makes}"]
-        lines += [f"    {paper.how}; {paper.lasts}", ""]
+        lines += [f"    {paper.how}; {paper.lasts}; {coverage(name)}", ""]
     return "\n".join(lines).rstrip()
+
+
+def missing_keys(name: str) -> list[results.Row]:
+    """The keys of the rows that `papers.py NAME` makes, and that the results file lacks."""
+    paper = PAPERS[name]
+    rows = results.read(results.path_of(name))["rows"]
+    known = [[str(row[part]) for part in paper.key] for row in rows if row["status"] == "ok"]
+    due = list(paper.keys(paper.all_of_it()))
+    return [key for key in due if [str(key[part]) for part in paper.key] not in known]
+
+
+def coverage(name: str) -> str:
+    """How many of its rows the results file has, and which cases lack some."""
+    paper = PAPERS[name]
+    due, lacking = list(paper.keys(paper.all_of_it())), missing_keys(name)
+    names = ("model", "launcher") if name == "scr-exa" else ("model",)
+    groups = Counter(" ".join(str(key[each]) for each in names if each in key) for key in lacking)
+    gaps = ", ".join(f"{count} of {who}" for who, count in groups.items() if who)
+    text = f"{len(due) - len(lacking)} of {len(due)} rows are there"
+    return f"{text}; {gaps} are not" if gaps else text
 
 
 def text() -> str:
     """The whole page."""
-    parts = [INTRODUCTION]
+    goals: list[list[str]] = []
+    parts: list[str] = []
+    not_made: list[list[str]] = []
     for name, paper in PAPERS.items():
         document = results.read(results.path_of(name))
+        about = published()[name]
+        not_made += [[about["short"], *each] for each in about["not_made"]]
         if not document["rows"]:
             continue
-        about = published()[name]
         parts += [f"## {about['title']}", _context(name, document, about)]
         runs = document["runs"]
         rows = [{**row, "load": runs[row["run"]]["load_average"][0]} for row in document["rows"]]
-        parts += paper.section()(rows, about)
+        parts += tables(name, rows)
+        goals += [each.line for each in verdicts(name, rows)]
         if paper.picture:
             parts.append(f"![{about['title']}]({paper.picture})")
-    return "\n\n".join(parts) + "\n"
+    head = [
+        INTRODUCTION,
+        "## Which goals are met?",
+        f"One rule, applied by code: {rule.TEXT} Exactness needs one job.",
+        table([["goal", "met", "missed", "no verdict"], *goals]),
+    ]
+    tail = ["## Not made again", table([["of", "what", "why"], *not_made])]
+    return "\n\n".join([*head, *parts, *tail]) + "\n"
 
 
 def terminal(name: str, rows: list[results.Row]) -> str:
     """The same tables for the terminal."""
-    return "\n\n".join(PAPERS[name].section()(rows, published()[name]))
+    return "\n\n".join(tables(name, rows))
+
+
+def tables(name: str, rows: list[results.Row]) -> list[str]:
+    """The paragraphs and tables of a paper, and a line for each row that failed."""
+    good = [row for row in rows if row["status"] == "ok"]
+    failed = [
+        f"- {', '.join(str(row[part]) for part in PAPERS[name].key)}: "
+        f"{row['status'].splitlines()[-1]}"
+        for row in rows
+        if row not in good
+    ]
+    found = PAPERS[name].section()(good, published()[name]) if good else []
+    return [*found, *failed]
+
+
+def verdicts(name: str, rows: list[results.Row]) -> list[Judged]:
+    """The goals that the rows of a paper say something about."""
+    good = [row for row in rows if row["status"] == "ok"]
+    return [each for each in PAPERS[name].verdicts()(good, published()[name]) if each.cases]
 
 
 def write() -> None:
@@ -70,24 +144,20 @@ def write() -> None:
 
 
 def _context(name: str, document: dict[str, Any], about: dict[str, Any]) -> str:
-    """The hardware, commands and commits of the rows, and the source of the published values."""
-    runs = document["runs"]
+    """The hardware and dates of the rows, what is lacking, and the published source."""
+    runs = [document["runs"][row["run"]] for row in document["rows"] if not row["simulated"]]
     machines = sorted({f"{run['cores']} cores of an {run['cpu']}" for run in runs})
-    software = sorted({f"torch {run['torch']}" for run in runs})
-    commits = sorted({run["commit"][:8] + ("*" if run["dirty"] else "") for run in runs})
     dates = sorted({run["date"][:10] for run in runs})
-    changed = " (* with local changes)" if any(run["dirty"] for run in runs) else ""
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     file = results.path_of(name).name
     return (
-        f"Here: {'; '.join(machines)}, {', '.join(software)}, {', '.join(dates)}, "
-        f"commit {', '.join(commits)}{changed}; `python benchmarks/papers.py {name}` "
-        f"([numbers, with the command of each row](../benchmarks/results/{file})). "
-        f"There: {about['setting']}; values from {about['source']}."
+        f"Here: {'; '.join(machines)}, {span}, `papers.py {name}` "
+        f"([numbers](../benchmarks/results/{file})); {coverage(name)}. There: {about['setting']}."
     )
 
 
 def table(lines: list[list[str]]) -> str:
     """A Markdown table; the first line is the head."""
     head, *rest = lines
-    rule = ["---"] * len(head)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rest])
+    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rest]]
+    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])

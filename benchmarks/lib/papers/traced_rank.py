@@ -37,7 +37,7 @@ def main() -> None:
     )
     for step in range(STEPS):
         chance = torch.Generator().manual_seed(1000 * step + ranks.rank)
-        inputs = found.sample(found.batch, chance)
+        inputs = found.sample(plan["samples"], chance)
         optimizer.zero_grad()
         torch.autograd.backward(found.loss(model, *inputs))
         optimizer.step()

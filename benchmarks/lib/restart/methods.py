@@ -112,20 +112,20 @@ class Ours(Way):
 class OursMemory(Ours):
     """All processes were killed; their slots are in shared memory."""
 
-    title = "ours, memory"
+    title = "Tierckpt, memory"
 
 
 class OursLocal(Ours):
     """All nodes were rebooted; their disks are intact."""
 
-    title = "ours, local"
+    title = "Tierckpt, local"
     lost = ("memory",)
 
 
 class OursPeer(Ours):
     """All memory and the last node with its disk are lost; its shards are rebuilt."""
 
-    title = "ours, peer (a node is lost)"
+    title = "Tierckpt, peer (a node is lost)"
     lost = ("memory", "node")
     settings: ClassVar[dict[str, Any]] = {
         "peer_redundancy": "partner",
@@ -150,7 +150,7 @@ class OursPeer(Ours):
 class OursPersistent(Ours):
     """All nodes are lost."""
 
-    title = "ours, persistent"
+    title = "Tierckpt, persistent"
     lost = ("memory", "disks")
     settings: ClassVar[dict[str, Any]] = {
         "persistent_path": "{root}/shared",

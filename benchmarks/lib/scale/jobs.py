@@ -36,7 +36,7 @@ STATE_BYTES = 14e9
 STEP_SECONDS = 1.0
 OURS_LEAST_SECONDS, OURS_COPY_SECONDS = 0.0022, 0.0109
 """Slowdown of a step with a version in memory: the least that was seen, and the one of a rank that
-copies all of the 1.5 GB (docs/figures.md). A rank copies its share of the state alone."""
+copies all of the 1.5 GB. A rank copies its share of the state alone."""
 OVERHEAD_SHARE = 0.01
 """Versions in memory take no more of the time."""
 BANDWIDTH = Bandwidth(

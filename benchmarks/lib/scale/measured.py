@@ -14,7 +14,7 @@ from tierckpt.simulation.replicas import simulate
 from tierckpt.simulation.scenario import Failures, Job, Level, Restart, Scenario
 
 DURABLE_SECONDS = {"dcp-thread": 0.45}
-"""Time until a version counts, for methods that write during later steps (docs/figures.md)."""
+"""Time until a version counts, for methods that write during later steps."""
 MEMORY = ("ours", "ours-run", "ours-torchrun")
 """Methods whose version is complete one step later."""
 

@@ -44,7 +44,7 @@ def _goodput(axis: Any, rows: list[dict[str, Any]]) -> None:
             [100 * row["goodput_error"] for row in own],
             fmt=style,
             color=colour,
-            label=way,
+            label=way.replace("ours", "Tierckpt"),
         )
     axis.set_xscale("log", base=2)
     axis.set(xlabel="ranks", ylabel="goodput, % (simulated)")

@@ -9,7 +9,8 @@ import ddp_ckpt
 from tierckpt.checkpointer.adapter import Handle
 from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.integrations.kept_gradients import KeptGradients
-from tierckpt.settings import Arguments
+from tierckpt.settings import Arguments, with_settings
+from tierckpt.state.extras import Generator
 
 from .package import check, model_of, objects_of, optimizers_of
 from .resumed_loader import ResumedLoader
@@ -62,17 +63,19 @@ class Checkpointer(ddp_ckpt.Checkpointer):
         self._amid_accumulation = False
         self._resumed = False
 
-    def resume(self, *loaders: Iterable[Any]) -> Any:
+    def resume(self, *loaders: Iterable[Any], generators: Iterable[Generator] = ()) -> Any:
         """Restore the newest version, and return the loaders, as `prepare` does, each as one that
         begins at the next batch. Iterate over these, and begin at their attribute `epoch`.
 
         Give all prepared loaders that the training takes batches from, in one call, and none of an
-        evaluation. Collective. Raises the errors of `restore`, and RestoreError if a step had
-        another number of samples (ranks x batch size x accumulation).
+        evaluation. `generators`: random generators that data draw from, if they are not found; as
+        in `tierckpt.ResumableLoader`. Collective. Raises the errors of `restore`, and RestoreError
+        if a step had another number of samples (ranks x batch size x accumulation).
         """
         if self._resumed:
             raise TierckptError(TWICE)
-        resumed = [ResumedLoader(loader, self._accelerator) for loader in loaders]
+        given = [*generators]
+        resumed = [ResumedLoader(loader, self._accelerator, given) for loader in loaders]
         self._resumed = True
         for number, each in enumerate(resumed):
             self.register(f"loader{number}", each, per_rank=True)
@@ -107,6 +110,7 @@ class Checkpointer(ddp_ckpt.Checkpointer):
         super()._shut_down(remove, abandoned)
 
 
+@with_settings
 def attach(accelerator: Accelerator, **settings: Unpack[Arguments]) -> Checkpointer:
     """Add checkpoints to a loop that uses `accelerator`: call it after `accelerator.prepare`.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ACCELERATE = Framework(*_tested_versions.ACCELERATE)
 PRIVATE = (
-    *("_models", "_optimizers", "_schedulers", "_custom_objects"),
+    *("_models", "_optimizers", "_schedulers", "_custom_objects", "_dataloaders"),
     *("step", "scaler", "gradient_state.sync_gradients", "project_configuration.iteration"),
 )
 """The attributes of an Accelerator that this package uses; most are private."""

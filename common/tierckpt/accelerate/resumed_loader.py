@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.integrations.loader_passes import Pass, Passes
 from tierckpt.integrations.other_ranks import PlaceOfAnyRanks, StepSize, order_batch_of
-from tierckpt.resumable_loader import generators_of, samplers_of
+from tierckpt.resumable_loader import samplers_of
 from tierckpt.state.extras import Generator
+from tierckpt.state.witness import Ways
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -41,13 +42,21 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
     Training thread only. Raises ConfigError for a loader that was not prepared.
     """
 
-    def __init__(self, loader: Iterable[Any], accelerator: Accelerator) -> None:
+    ways = Ways(give="ckpt.resume(loader, generators=[...])")
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        accelerator: Accelerator,
+        generators: Iterable[Generator] = (),
+    ) -> None:
         if not hasattr(loader, "base_dataloader") or not hasattr(loader, "iteration"):
             raise ConfigError(UNPREPARED.format(kind=type(loader).__name__))
         self._prepared: Any = loader
         self._samplers = samplers_of(loader)
         self._order = order_batch_of(loader)
-        super().__init__(Passes(loader, _Pass), generators=_generators_of(loader))
+        passes = Passes(loader, _Pass, evaluated=accelerator._dataloaders)
+        super().__init__(passes, of=[loader], generators=generators)
         self._begun_at = 0
         """The loader's `iteration` in the newest pass."""
         self._early_seed: int | None = None
@@ -132,13 +141,6 @@ def _early_iterator_of(base: Any) -> Any:
 
 def _forget_early_iterator(base: Any) -> None:
     base._iterator, base._initial_iter_for_state_dict = None, False
-
-
-def _generators_of(loader: Any) -> list[Generator]:
-    owners = [loader.dataset, getattr(loader.dataset, "dataset", None)]
-    found = [getattr(owner, "generator", None) for owner in owners]
-    found.append(getattr(loader, "synchronized_generator", None))
-    return [*generators_of(loader, [each for each in found if isinstance(each, Generator)])]
 
 
 class _Pass(Pass):

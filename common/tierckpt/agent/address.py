@@ -114,8 +114,14 @@ class AgentFiles:
 
 
 def _peer_uid(channel: socket.socket) -> int:
+    return _peer(channel)[1]
+
+
+def _peer(channel: socket.socket) -> tuple[int, int]:
+    """Process id (0: in another container) and user id of the other end."""
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("iII", credentials)[1])
+    pid, uid, _ = struct.unpack("iII", credentials)
+    return pid, uid
 
 
 __all__ = ["TAKEN", "AgentFiles", "AgentSettings"]

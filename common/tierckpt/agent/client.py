@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 
 from tierckpt._text import in_words, some
-from tierckpt.core.levels import PEER, PERSISTENT, Level
+from tierckpt.core.levels import LOCAL, PEER, PERSISTENT, Level
 from tierckpt.core.stall_timeout import StallTimeout
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.memory.slots import Slot
@@ -50,11 +50,14 @@ from .protocol import (
     Welcome,
     version_of,
 )
+from .stall_watch import AGENT, StallWatch
 
 IDLE_SECONDS = 0.05
 """An agent with no orders sends only news of itself."""
 SHOW_SECONDS = 0.5
 """Interval of looks at the progress of a wait."""
+STALLED_SECONDS = 1.0
+"""Time for the goodbye of an agent that hangs."""
 LOOK_SECONDS = 5.0
 """Interval of requests for the progress of flushes, while the trainer waits for them."""
 
@@ -90,6 +93,7 @@ class AgentClient:
         self._known_nodes: KnownNodes | None = None
         """Nodes that the agent knew before it was introduced to this run's."""
         self._received: list[AgentMessage] = []
+        self.stall_watch = StallWatch(session)
         self._polled_seconds = -IDLE_SECONDS
         """Time of the last look for messages by `poll` (monotonic)."""
         self._progress_asked = False
@@ -250,17 +254,41 @@ class AgentClient:
         with self._lock:
             return {slot.name for _, slot in self._pending.values()}
 
-    def poll(self) -> list[AgentMessage]:
-        """The agent's messages since the last call. Never blocks. Without an order in progress it
-        asks the system for messages only every IDLE_SECONDS."""
+    def poll(self, awaited: bool = False) -> list[AgentMessage]:
+        """The agent's messages since the last call, and what is known to hang. Never blocks.
+        Without an order in progress it asks the system for messages only every IDLE_SECONDS.
+
+        `awaited`: other ranks of the job wait for their agents, perhaps for this one."""
         now = time.monotonic()
         with self._lock:
             idle = not (self._pending or self._protecting or self._flushing)
             if not (idle and now - self._polled_seconds < IDLE_SECONDS):
                 self._polled_seconds = now
                 self._connection.look()
+            if (awaited or not idle or self.stall_watch.since) and now >= self.stall_watch.due:
+                self._look_for_stalls(awaited or not idle)
             received, self._received = self._received, []
             return received
+
+    def _look_for_stalls(self, at_work: bool) -> None:
+        """With the lock held."""
+        connection = self._connection
+        if at_work and not connection.welcome:  # it starts, or is replaced
+            return
+        place = connection.settings.place()
+        self._received += self.stall_watch.look(at_work, place, self.pid, connection.inline)
+
+    def problems(self) -> list[Problem]:
+        """The messages for the user among those that are kept for `poll`, during a wait."""
+        with self._lock:
+            found = [each for each in self._received if isinstance(each, Problem)]
+            self._received = [each for each in self._received if not isinstance(each, Problem)]
+        return found
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the agent, or the disk that it writes to, is known to hang."""
+        return not {AGENT, LOCAL}.isdisjoint(self.stall_watch.stalls)
 
     def ask_progress(self) -> None:
         """Ask for the progress of flushes, unless an answer is still to come. Never blocks."""
@@ -275,18 +303,23 @@ class AgentClient:
         poll_seconds: float = 0.002,
         everything: bool = False,
         on_look: Callable[[], None] | None = None,
+        hopeless: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Wait until no commit is in progress; False on time-out. Messages are kept for `poll`.
+        """Wait until no commit is in progress; False on time-out, or when nothing moves and
+        `hopeless()`. Messages are kept for `poll`.
 
         `everything`: also wait for flushes, and for exchanges with other nodes. `on_look` is called
         twice a second during the wait.
         """
         begin = looked = time.monotonic()
         while self._pending or (everything and self.behind()):
+            now = time.monotonic()
             with self._lock:
                 self._connection.look()
-            now = time.monotonic()
+                self._look_for_stalls(True)
             if timeout_seconds is not None and now - begin > timeout_seconds:
+                break
+            if self.stalled and hopeless():
                 break
             if on_look is not None and now - looked > SHOW_SECONDS:
                 looked = now
@@ -323,7 +356,8 @@ class AgentClient:
         `abandoned`: the job may come back, perhaps without this node. An agent that has met agents
         of other nodes then lingers, as for a trainer that was killed.
         """
-        self._connection.close(timeout_seconds, abandoned)
+        self.stall_watch.end()
+        self._connection.close(STALLED_SECONDS if self.stalled else timeout_seconds, abandoned)
 
     # --- called by the connection, with the lock held ------------------------------------------
 

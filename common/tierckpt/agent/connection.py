@@ -123,7 +123,8 @@ class AgentConnection:
         self._environment = environment
         if inline:  # shared with no process: two agents of a node undo each other's work
             self._environment = f"inline {environment}"
-        self._inline = Agent(0.0) if inline else None
+        self.inline = Agent(0.0) if inline else None
+        """The agent, if it is a part of this process."""
         self._at = Standing(index=settings.index, may_start=may_start, inline=inline)
         self._began = time.monotonic()
         """Shows agents which of two runs is the later one."""
@@ -226,8 +227,8 @@ class AgentConnection:
         for thread in (self._reacher, self._thread):
             if thread is not None:
                 thread.join(timeout_seconds)
-        if self._inline is not None:
-            self._inline.close()
+        if self.inline is not None:
+            self.inline.close()
         if self._process is not None:
             # It ends soon, or serves other ranks; Popen would warn about a running child.
             self._process.returncode = self._process.poll() or 0
@@ -246,7 +247,7 @@ class AgentConnection:
                     message = protocol.decode(data)
                     last = isinstance(message, Finished) and message.last
         self._on(HangUp())
-        return last and self._inline is None
+        return last and self.inline is None
 
     def _call_off(self, served_by: int | None, deadline_seconds: float) -> None:
         """End an agent that was started in addition to the one that served us: it would take the
@@ -369,10 +370,10 @@ class AgentConnection:
             if (channel := place.connect()) is not None:
                 self._greet(channel, index)
                 return True
-        if self._inline is not None:
+        if self.inline is not None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
-            self._thread = self._inline.attend(theirs)
+            self._thread = self.inline.attend(theirs)
             self._greet(ours, self._at.index)
             return True
         return False

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from tierckpt.core.levels import PEER, PERSISTENT
 
 from . import protocol
-from .address import _peer_uid
+from .address import _peer, _peer_uid
 from .flusher import Flusher
 from .priority import shorten_slices
 from .protocol import (
@@ -46,6 +46,7 @@ from .protocol import (
 from .session import TrainerSession
 from .shard_guard import ShardGuard
 from .status.activity import Activity
+from .usage import UsageSampler
 
 if TYPE_CHECKING:
     from .protector import Protector
@@ -100,6 +101,7 @@ class Agent:
         """Ranks on this node in the newest run, by directory."""
         self.held = ShardGuard()
         self.activity = Activity()
+        self._usage = UsageSampler()
         self._began_seconds = time.time()
         self._flushers: dict[PersistentSettings, Flusher] = {}
         self._protector: Protector | None = None
@@ -248,8 +250,10 @@ class Agent:
                 before = self._register(made)
                 said_goodbye = False  # until it does, wait for it, also if the session breaks
                 made.say(Welcome(os.getpid(), self._known_nodes(settings)))
-                made.await_turn(before)
-                goodbye = made.serve()
+                pid, _ = _peer(channel)
+                with self._usage.sampling(settings.trace_dir, settings.ranks, settings.shard, pid):
+                    made.await_turn(before)
+                    goodbye = made.serve()
                 if self.shutting_down:
                     made.say(Outdated())
                 if goodbye is not None:
@@ -367,6 +371,7 @@ class Agent:
             max([each.quiet_seconds() for each in flushers], default=0.0),
             (*self.activity.commits(), *protecting, *(task for task, _ in flushes if task)),
             tuple(self.activity.levels({level: n for level, n in waiting.items() if n})),
+            self.activity.local_quiet_seconds(),
         )
 
     # --- services for all sessions -------------------------------------------------------------

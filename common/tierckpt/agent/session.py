@@ -185,9 +185,11 @@ class TrainerSession:
         try:
             match message:
                 case Commit():
-                    self._commit(message, fds)
+                    with self.services.activity.order():
+                        self._commit(message, fds)
                 case Retire():
-                    self._retire(message)
+                    with self.services.activity.order():
+                        self._retire(message)
                 case Flush(order=order):
                     if (flusher := self.services.flusher(self.settings)) is not None:
                         flusher.order(order, self.say)
@@ -211,8 +213,9 @@ class TrainerSession:
 
     def _prepare(self) -> None:
         try:
-            self.store.create()
-            removed = self.store.clean(self.settings.shard)
+            with self.services.activity.order():
+                self.store.create()
+                removed = self.store.clean(self.settings.shard)
         except OSError as error:
             what = f"{self.settings.directory} cannot be used ({in_words(error)})"
             self.say(Problem(f"{what}: versions stay in memory alone, until it can"))

@@ -22,6 +22,7 @@ from tierckpt.errors import NodeHealthError, TierckptError
 from tierckpt.group import Group, Node
 from tierckpt.journal.support import check_support
 from tierckpt.state import tree_codec
+from tierckpt.state.counters import is_metric
 from tierckpt.state.names import named_modules
 from tierckpt.state.training_state import TrainingState, label_optimizers
 from tierckpt.state.validate import refuse_model
@@ -86,7 +87,7 @@ def report_problems(
         reports.notice_of_all(f"without persistent_path there is no effect of {some(idle)}")
     if omitted := left_out(state):
         reports.notice_of_all(omitted, logging.INFO)
-    for text in state.module_states.notes:
+    for text in (*state.module_states.notes, *state.notes):
         reports.notice_of_all(text)
 
 
@@ -102,7 +103,30 @@ def check_state(state: TrainingState) -> None:
     # state_dict() of a loader starts its iterator, and a restore may move the loader elsewhere.
     state.module_states.check()
     objects = {**state.extra, **state.extra_per_rank}.items()
-    state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
+    found = state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
+    state.notes += [
+        without_state(name, obj)
+        for name, obj in objects
+        if tree_codec.is_empty(found.get(name, name)) and not _is_idle(obj)
+    ]
+
+
+def _is_idle(obj: Any) -> bool:
+    """Whether an object has no state at all: a scaler that is off, a loss."""
+    return type(obj).__module__.partition(".")[0] == "torch"
+
+
+def without_state(name: str, obj: Any) -> str:
+    """The warning about an object of `extra` with an empty `state_dict()`."""
+    cure = "If it has a state, let state_dict() return it, and load_state_dict() load it"
+    if is_metric(obj):
+        cure = f"Call {name}.persistent(True) before, with the name of the variable"
+    elif isinstance(obj, torch.nn.Module):
+        cure = "If it has a state, make it a buffer, or return it from get_extra_state()"
+    return (
+        f"extra[{name!r}], a {type(obj).__name__}: its state_dict() is empty, so nothing of it is "
+        f"in a checkpoint, and a resumed run begins with a new one. {cure}"
+    )
 
 
 def left_out(state: TrainingState) -> str:

@@ -24,6 +24,7 @@ from tierckpt.lineage.selection import PartReport, Selection
 from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
+from tierckpt.settings import with_settings
 from tierckpt.state.extras import check_extra
 from tierckpt.storage.routed.folders import FileFolders
 from tierckpt.storage.routed.version_files import VersionFiles
@@ -34,6 +35,7 @@ from .live_state import as_number
 NOTHING_LATER = "No further version is taken until restore()"
 
 
+@with_settings
 class Checkpointer(CheckpointerLifetime):
     """Checkpoints a replicated training state, layer by layer, during training.
 
@@ -49,7 +51,7 @@ class Checkpointer(CheckpointerLifetime):
         on_event: called with every `Event`, on the training thread.
         callbacks: see `Callbacks`; `add_callbacks` adds more.
         config_file: TOML file with settings.
-        settings: any field of `Config`, by its flat name (`local_every_steps=10`).
+        settings: any of `Settings`, which `help()` of this class explains.
 
     Raises ConfigError for bad settings, UnsupportedStateError for state that cannot be stored, and
     TypeError for callbacks that are not callable.
@@ -77,6 +79,8 @@ class Checkpointer(CheckpointerLifetime):
             position.metric = as_number(metric)
         if not self._iterations.called():
             return
+        if self._data_witness.due:  # all ranks get here, also one that skipped its first step
+            self._data_witness.settle()
         self._own_hooks.called()
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
@@ -154,6 +158,17 @@ class Checkpointer(CheckpointerLifetime):
             where = self.config.shm_dir, self._resources.job, self.group.rank
             self._folders = FileFolders(*where)
         return self._folders
+
+    @property
+    def newest(self) -> Mapping[str, int | None]:
+        """The newest version that is complete on each level of the job, such as `{"memory": 12,
+        "local": 10, "persistent": 8}`; None: no version yet.
+
+        What this rank knows since the last boundary, without a look at any place; after `close()`,
+        what that has left. More may be there already: ranks agree on a version one boundary after
+        it is complete, and nodes see the end of a flush at different times.
+        """
+        return self._reports.newest_by_level() if self.end is None else self.end.newest
 
     def pin(self, version: int) -> tuple[str, ...]:
         """Protect a version from retention, on all levels; returns the levels that have it now.
@@ -250,6 +265,7 @@ class Checkpointer(CheckpointerLifetime):
         for obj in (*self._state.extra.values(), *self._state.extra_per_rank.values()):
             if isinstance(obj, ResumableLoader):
                 obj.restored()
+        self._data_witness.restored(self.restored.version)
         _milestones.reached(_milestones.RESTORED)
         self._callbacks.call("on_restored", self.restored)
         return self.restored

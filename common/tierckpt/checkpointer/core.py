@@ -33,6 +33,7 @@ from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.tracing.recorder import open_trace
 
 from . import shutdown
+from .finished import Finished
 from .live_state import LiveState
 from .parts import CheckpointerParts
 from .restart import Restart
@@ -48,6 +49,12 @@ ORPHANS = (
     "pass replace it?). After a restart the optimizer has the model's parameter instead, and only "
     "restore(strict=False) accepts this state. Change the values in place without gradients, or "
     "make them a buffer, or give the optimizer the new parameter"
+)
+
+RENAMED = (
+    "{names}: the model has these parameters under other names since a step of this run (pruning, "
+    "a parametrization). A restart begins with the former names, and cannot restore this state "
+    "(StateMismatchError). Make the change before the checkpointer, in every run"
 )
 
 
@@ -92,7 +99,11 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         self._live = LiveState(*place, capture, self._replicas, self._unchanged, self._reports)
         about = self.config, self.group, self._live, self._levels
         going_on = self._journal, self._forks, self._schedule, self._heartbeat
-        self._restart = Restart(*about, *going_on, accumulation, self.complete)
+        parts = self._state.model, *self._state.given.values()
+        self._finished = Finished(
+            self.config, self.group.rank, self._resources.job, parts, self._reports
+        )
+        self._restart = Restart(*about, *going_on, accumulation, self.complete, self._finished)
         take = partial(self._boundary, force=True)
         around = self._sealed, self._epoch_ends, self._heartbeat
         self._save_now = SaveNow(self.group, self._live, self._levels, *around, take, self.wait)
@@ -111,6 +122,8 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         self._active.finish()
         position = self._position
         position.version += self._iterations.pass_boundary()
+        if not self._iterations.explicit:
+            self._epoch_ends.in_forward()
         place = position.iteration if self._iterations.explicit else position.released
         if not self._history.lineage:
             self._levels.begin_afresh()
@@ -197,6 +210,8 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         taken = self._active.take(facts, levels, self._live.measured, self._live.packed)
         if orphans := self._state.new_orphans():
             self._reports.notice_of_all(ORPHANS.format(names=some(orphans)))
+        if renamed := self._state.new_renamed():
+            self._reports.notice_of_all(RENAMED.format(names=some(renamed)))
         if heavy := self._state.optimizer_tree.new_heavy():
             self._reports.notice_of_all(HEAVY.format(names=heavy))
         return taken
@@ -246,7 +261,10 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
             self._callbacks.call("on_allreduce_launched", params)
 
     def _before_step(self, label: str) -> None:
-        """Called at the beginning of a registered optimizer's step."""
+        """Called at the beginning of a registered optimizer's step. Raises RestoreError before the
+        first one after a restore, if that has other data."""
+        if self._data_witness.due:
+            self._data_witness.settle()
         if self.adapter.before_step(label):
             self._barrier()
             self._journal.before_step(label, self.adapter.reads_gradients)
@@ -281,8 +299,8 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         """Wait until every version is sealed and committed, or has failed, and every record of the
         journal is on disk. Call it between steps.
 
-        Not collective. False if that takes longer than `timeout_seconds`, or if the checkpointer is
-        closed and some result is unknown.
+        Not collective. False if that takes longer than `timeout_seconds`, if the checkpointer is
+        closed and some result is unknown, or if the disk hangs and a signal's time is over.
         """
         if self._closed:
             return not self._agent.committing()
@@ -292,12 +310,16 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         rank = self.group.rank
         shown = self.config, self._agent, self._reports, rank, self._node.first == rank
         with contextlib.closing(shutdown.WaitProgress(*shown)) as progress:
+            over = self._halt.has_to_end
+
+            def wait(seconds: float | None) -> bool:
+                return self._agent.wait(seconds, on_look=progress.look, hopeless=over)
+
             if timeout_seconds is not None and timeout_seconds <= some:
-                done = self._agent.wait(timeout_seconds, on_look=progress.look)
-            elif not (done := self._agent.wait(some, on_look=progress.look)):
+                done = wait(timeout_seconds)
+            elif not (done := wait(some)) and not (self._agent.stalled and over()):
                 progress.say(f"waiting for writes to {self.config.directory}")
-                rest = timeout_seconds and timeout_seconds - some
-                done = self._agent.wait(rest, on_look=progress.look)
+                done = wait(timeout_seconds and timeout_seconds - some)
         end = math.inf if timeout_seconds is None else begin + timeout_seconds
         done = self._journal.drain(end - time.monotonic()) and done
         self._levels.collect()

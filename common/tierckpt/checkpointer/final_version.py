@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tierckpt._text import in_words
 from tierckpt.config import Config
 from tierckpt.core.halt_conditions import Reason
-from tierckpt.core.levels import LOCAL
+from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT
+from tierckpt.events import JobEnd
 from tierckpt.format.ids import VersionId, on_lineage
 from tierckpt.group import Group, Node
 from tierckpt.halt.controller import HaltController
@@ -30,6 +31,9 @@ from .shutdown import Shutdown, WaitProgress
 
 class FinalVersion:
     """One rank's part of it. Training thread; collective."""
+
+    _persistent: Sequence[int | None] = ()
+    """The newest version on the persistent level, as far as each rank knows."""
 
     def __init__(
         self,
@@ -51,9 +55,30 @@ class FinalVersion:
         self._history, self._agreement = levels.history, levels.agreement
         self._reports, self._job = levels.reports, levels.resources.job
 
-    def make(self, went_back: bool) -> bool:
-        """Take the version and wait until it is durable. Returns True if memory may be freed. If
-        the last restore `went_back`, newer versions stay, unless a step was made since."""
+    def make(self, went_back: bool) -> tuple[bool, JobEnd]:
+        """Take the version and wait until it is durable. Returns True if memory may be freed, and
+        what is stored. If the last restore `went_back`, newer versions stay, unless a step was made
+        since."""
+        remove = self._make(went_back)
+        if not self._history.lineage:
+            return remove, JobEnd()
+        version = self._live.steps_made
+        left = self._reports.newest_by_level()
+        if PERSISTENT in left:
+            left[PERSISTENT] = max(filter(None, self._persistent), default=left[PERSISTENT])
+        alone = [*left] == [MEMORY]
+        if remove:
+            left.pop(MEMORY, None)
+        # Where there are other levels, memory is no place for an end.
+        due = [level for level in left if level != MEMORY or alone]
+        if went_back and version == self._history.began_at:
+            due = []  # older than what is there
+        missing = tuple(level for level in due if (left[level] or 0) < version)
+        end = JobEnd(version, left, missing)
+        self._reports.ended(end, halted=self._halt.reason < Reason.NONE)
+        return remove, end
+
+    def _make(self, went_back: bool) -> bool:
         end, safe = None, False
         try:
             if why := self._save_now.no_moment():
@@ -77,7 +102,7 @@ class FinalVersion:
 
     def _make_durable(self, end: Shutdown) -> bool:
         """Take the version, if the state is new. False if it is not durable."""
-        if self._config.uses(LOCAL) and not self.nothing_new():
+        if self._config.uses(LOCAL) and not (self.nothing_new() and self._is_far()):
             if self._made_none and self._sealed.commit_as_it_is(self._begun_from_memory()):
                 self._wait(end.last_call - time.monotonic())
                 self._agreement.settle()
@@ -128,8 +153,9 @@ class FinalVersion:
                     end.await_others(levels.collect, progress)
                     levels.collect()
                     progress.look()
-                if ranks_answer:
-                    self._group.barrier()
+                if ranks_answer:  # also a barrier
+                    newest = self._reports.newest(PERSISTENT)
+                    self._persistent = self._group.all_gather_object(newest)
             if whole and self._history.lineage:
                 self._agreement.settle()
                 levels.promotion.retire()
@@ -145,6 +171,12 @@ class FinalVersion:
         if durable is None or durable.version != begun:
             return begun == 0
         return on_lineage(durable, past)
+
+    def _is_far(self) -> bool:
+        """True if the persistent level, where there is one, had what this run began with: where an
+        earlier run could not bring it there, this one does. The same on all ranks."""
+        newest = self._reports.newest(PERSISTENT) or 0
+        return newest >= self._history.began_at or not self._config.uses(PERSISTENT)
 
     @property
     def _made_none(self) -> bool:

@@ -15,9 +15,12 @@ from tierckpt import _milestones
 from tierckpt._text import in_words
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.coordination.peer_setup import redundancy_groups
+from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.levels import MEMORY
 from tierckpt.errors import TierckptError
-from tierckpt.events import Callback, check_receiver
+from tierckpt.events import Callback, JobEnd, check_receiver
+from tierckpt.format.ids import VersionId
+from tierckpt.format.run_record import TRAINING_END
 from tierckpt.group import Group, SingleGroup
 from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.settings import Settings
@@ -35,6 +38,8 @@ MEET_SECONDS = 30.0
 class CheckpointerLifetime(CheckpointerCore):
     """The begin and the end of a `Checkpointer`. Training thread."""
 
+    end: JobEnd | None = None
+    """What `close()` has left on each level; None before, and after `abandon()`."""
     _folders: FileFolders | None = None
     """Folders of routed files; None before the first use."""
 
@@ -120,9 +125,9 @@ class CheckpointerLifetime(CheckpointerCore):
 
     # --- the end --------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self) -> JobEnd | None:
         """Take a final checkpoint, wait until it is durable, and remove all that a restart does not
-        need.
+        need. Returns what is stored now, level by level, as `end` does from then on.
 
         All ranks call it. If the local level cannot be written, or does not answer (see
         `shutdown`), the memory level stays, and an event reports it. The live state is not stored
@@ -131,31 +136,60 @@ class CheckpointerLifetime(CheckpointerCore):
         and no step was made since: newer versions stay.
 
         With `on_drift="stop"` it raises ReplicaError on all ranks, at the end, if replicas are
-        found to differ only now.
+        found to differ only now. If a level lacks the last version, an error says so; with
+        `incomplete_exit_status` it raises SystemExit then, when all is released, unless the job is
+        halted.
 
         In the callback of an event, on any one rank, it requests the end: all ranks close at the
         end of a boundary, at the second one from now at the latest; or, if all ranks requested it,
         when the process ends.
         """
         if self._over:
-            return
+            return self.end
+        end = self._close()
+        if status := self._exit_status:
+            raise SystemExit(status)
+        return end
+
+    @property
+    def _exit_status(self) -> int:
+        """`incomplete_exit_status` if the training has finished, and a level lacks its last
+        version; else 0."""
+        halted = self._halt.reason is not Reason.NONE
+        incomplete = self.end is not None and not (self.end.complete or halted)
+        return self.config.incomplete_exit_status if incomplete else 0
+
+    def _close(self) -> JobEnd | None:
+        """Do the work of `close`; a framework goes on with its own end."""
+        if self._over:
+            return self.end
         if self._amid:
             self._agreement.close_asked = True
-            return
-        with self._end():
+            return None
+        with self._ending():
             begin = time.perf_counter()
             self._halt.disarm()
-            remove = self._final_version().make(self._restart.went_back)
+            remove, self.end = self._final_version().make(self._restart.went_back)
             drifted = self._replicas.error
+            if drifted is None and self._halt.reason is Reason.NONE:
+                self._finish()
             self._reports.emit(
                 "closed",
-                message=self._halt.reason.text() or "the training's end",
+                message=self._halt.reason.text() or TRAINING_END,
                 seconds={"close": time.perf_counter() - begin},
                 facts={"interrupted": self._halt.reason.is_interruption},
             )
             self._shut_down(remove)
         if drifted is not None:
             raise drifted
+        return self.end
+
+    def _finish(self) -> None:
+        """The training has ended by itself: other starts at its places shall know."""
+        steps = self._live.steps_made - self._history.began_at
+        if self._history.lineage and (steps or not self._restart.went_back):
+            last = VersionId(self._history.generation, self.version)
+            self._resources.finished = self._finished.closed(last, steps)
 
     def _final_version(self) -> FinalVersion:
         about = self.config, self.group, self._node, self._live, self._levels
@@ -164,7 +198,7 @@ class CheckpointerLifetime(CheckpointerCore):
         )
 
     @contextlib.contextmanager
-    def _end(self) -> Iterator[None]:
+    def _ending(self) -> Iterator[None]:
         """Context of the end: callbacks still receive events, but cannot begin anything."""
         self._shutdown = True
         try:
@@ -189,7 +223,7 @@ class CheckpointerLifetime(CheckpointerCore):
         if self._over:
             return
         self._refuse_amid("abandon()", TierckptError)
-        with self._end():
+        with self._ending():
             try:
                 self._active.last_chance()
             except Exception as error:
@@ -254,6 +288,8 @@ class CheckpointerLifetime(CheckpointerCore):
                 "further checkpoint is taken; the newest version in memory is written to disk"
             )
             self._reports.notice(text, logging.WARNING)
+        if self._history.lineage and not self._over:
+            self._reports.failed_after(self.version)
         self.abandon(commit_newest=bool(signal_name))
 
     def __enter__(self) -> Self:

@@ -6,7 +6,7 @@
 | log and votes | `_callbacks`, `_log`, `_heartbeat`, `_agreement`, `_position`, `_reports` |
 | levels | `_resources`, `_pool`, `_levels` with `_history` and `_agent`, `_sealed`, `_forks` |
 | decisions | `_schedule`, `_meter`, `_rounds` |
-| capture | `_active`, `_journal`, `_replicas`, `_unchanged`, `_epoch_ends` |
+| capture | `_active`, `_journal`, `_replicas`, `_unchanged`, `_epoch_ends`, `_data_witness` |
 
 `CheckpointerCore` makes those of the loop, which call its hooks.
 """
@@ -39,6 +39,7 @@ from tierckpt.state.training_state import TrainingState
 
 from .active_snapshot import ActiveSnapshot
 from .adapter import Adapter
+from .data_witness import DataWitness
 from .levels.job_parts import JobParts
 from .levels.rounds import Rounds
 from .live_state import LiveState, Position
@@ -106,7 +107,9 @@ class CheckpointerParts:
         """Make the parts that read the state between a boundary and the next change."""
         about = self.config, self.group, self._state
         self._unchanged = Unchanged(self._state, self._reports.notice_of_all)
-        self._epoch_ends = EpochEnds(self._state)
+        self._epoch_ends = EpochEnds(self._state, self._reports.notice_of_all)
+        witness = self.config.data_witness
+        self._data_witness = DataWitness(witness, self.group, self._state, self._reports)
         self._active = ActiveSnapshot(
             self.config,
             self._state,

@@ -39,6 +39,7 @@ from tierckpt.restore.session import LoadedVersion, RestoreSession
 from tierckpt.restore.verified_version import VerifiedVersion, all_finished
 from tierckpt.restored import Restored
 
+from .finished import Finished
 from .levels.repair import repair
 from .levels.tiers import Tiers
 from .live_state import LiveState
@@ -62,11 +63,13 @@ class Restart:
         heartbeat: Heartbeat,
         accumulation: Accumulation,
         complete: Callable[[], None],
+        finished: Finished,
     ) -> None:
         """All arguments stay their owners'. `complete`: `Checkpointer.complete`."""
         self._config, self._group, self._live, self._levels = config, group, live, levels
         self._journal, self._forks, self._schedule = journal, forks, schedule
         self._heartbeat, self._accumulation, self._complete = heartbeat, accumulation, complete
+        self._finished = finished
 
     # --- a restore ------------------------------------------------------------------------------
 
@@ -77,10 +80,10 @@ class Restart:
         a version as `fork` orders. Raises the errors of `Checkpointer.restore`."""
         session, attempt = self._find(version, bar)
         most, unrepeated = (None if strict else 0), ""
-        if attempt is not None and session.takes_newest:
+        if attempt is not None and session.version is None and not session.passed_over:
             self._say_unused(attempt.plan.id, strict)
         while attempt is not None:
-            most = most if session.takes_newest else 0
+            most = most if (session.version is None and not session.passed_over) else 0
             with contextlib.closing(attempt), self._records_after(attempt, most) as replay:
                 loaded = self._load(session, attempt, strict, replay)
                 if loaded is not None:
@@ -105,7 +108,7 @@ class Restart:
             self._complete()
             self._journal.pause()
             levels.agreement.void()
-            levels.agent.wait(None)
+            levels.agent.wait(None, hopeless=lambda: True)
             levels.collect()
             session = RestoreSession(
                 self._config,
@@ -117,7 +120,14 @@ class Restart:
                 begin,
                 levels.resources.left_elsewhere,
             )
-        return session, session.find(version, self._live.position.version)
+        found = session.find(version, self._live.position.version)
+        if found is not None and session.version is None and not self._finished.asked:
+            with contextlib.ExitStack() as on_refusal:
+                on_refusal.callback(found.close)
+                with error_barrier:
+                    self._finished.refuse(found.plan.id)
+                on_refusal.pop_all()
+        return session, found
 
     def _load(
         self,
@@ -186,6 +196,8 @@ class Restart:
             self._go_on_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
             all_finished(attempt, error_barrier)
             self.went_back = session.went_back(attempt)
+            facts = loaded.manifest.facts
+            self._finished.began_with(facts.run_id, facts.id.version)
             session.settle_rollback(attempt)
             self._live.state.drop_gradients()  # left by an interrupted iteration
             mended = not self._config.uses(LOCAL) or repair(attempt, self._group, self._levels)

@@ -97,7 +97,7 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
         if shutdown.script_failed():
             checkpointer._abandon_after_error()
         else:
-            checkpointer.close_or_abandon()
+            shutdown.end_now(checkpointer.close_or_abandon)
 
     _ends.append(current)
     return atexit.register(close)

@@ -7,7 +7,9 @@ So every wait here has a limit, and events name the versions that are incomplete
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
 import sys
 import time
 import weakref
@@ -52,11 +54,30 @@ def at_exit(end: Callable[[], None]) -> None:
     _open.add(weakref.WeakMethod(end, _open.discard))
 
 
+_exit_status: list[int] = []
+"""Statuses with which checkpointers that were closed at exit want the process to end."""
+
+
+def end_now(end: Callable[[], None]) -> None:
+    """Call a function that closes a checkpointer, in a handler at exit: where Python would ignore a
+    SystemExit, the process ends with its status when all are closed."""
+    try:
+        end()
+    except SystemExit as error:
+        _exit_status.append(int(error.code or 0))
+
+
 @atexit.register  # at import: so it runs after all handlers that close checkpointers
 def _end_all() -> None:
     for method in list(_open):
         if (end := method()) is not None:
-            end()
+            end_now(end)
+    if any(_exit_status):
+        logging.shutdown()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(max(_exit_status))
 
 
 class WaitProgress:
@@ -85,7 +106,9 @@ class WaitProgress:
         self._reports.waiting(text, self._severity)
 
     def look(self) -> None:
-        """Show the progress; called every now and then."""
+        """Show the progress, and what hangs; called every now and then."""
+        for problem in self._agent.problems():
+            self._reports.on_agent_message(problem)
         what, done, total = self._state()
         if (what, total) != self._phase or done < self._done_bytes:
             self._phase, self._done_bytes = (what, total), 0
@@ -136,7 +159,8 @@ class Shutdown:
         granted = halting.seconds_to_wait()
         self.granted_seconds = seconds if granted is None else min(seconds, granted)
         """Longest wait for the node's disk; shorter if the allocation ends soon."""
-        self.last_call = time.monotonic() + self.granted_seconds
+        self._began = time.monotonic()
+        self.last_call = self._began + self.granted_seconds
         """End of that wait, by `time.monotonic()`."""
 
     def disk_has_all(self, wait: Callable[[float], bool]) -> bool:
@@ -144,7 +168,8 @@ class Shutdown:
         an event for each of them and returns False. `wait` is `Checkpointer.wait`."""
         self.disk_answers = done = wait(max(self.last_call - time.monotonic(), 0.0))
         for id_ in () if done else self._agent.committing():
-            why = f"{self._config.directory} has not stored it in {self.granted_seconds:.0f} s"
+            waited = time.monotonic() - self._began
+            why = f"{self._config.directory} has not stored it in {waited:.0f} s"
             self._reports.not_committed_later(id_, f"{why}, and the job ends; {self._successor()}")
         self._reports.say()
         return done
@@ -186,4 +211,4 @@ class Shutdown:
         return f"the node's agent (process {self._agent.pid}) continues as long as it runs"
 
 
-__all__ = ["Shutdown", "WaitProgress", "at_exit", "script_failed"]
+__all__ = ["Shutdown", "WaitProgress", "at_exit", "end_now", "script_failed"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Iterable
 
-from tierckpt._text import directory_of
+from tierckpt._text import directory_of, is_url
 from tierckpt._units import bytes_of, seconds_of
 from tierckpt.errors import ConfigError
 
@@ -25,6 +26,16 @@ def place(text: str) -> str:
             "checkpoints in shared memory are found by its path: give that path"
         )
     return path
+
+
+def check_places(paths: Iterable[str]) -> None:
+    """Raise ConfigError for a directory that does not exist, and whose job has nothing in memory,
+    before a command imports torch, which takes seconds."""
+    from tierckpt.offline.survey import survey
+
+    for path in paths:
+        if not (is_url(path) or os.path.isdir(path)):
+            survey(path)
 
 
 def nbytes(text: str) -> int:

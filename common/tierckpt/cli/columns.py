@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+UNLIMITED = 1000
+"""Width of an output that is no terminal: its reader is a program, and no line is broken."""
+
+
 def print_columns(lines: Sequence[Sequence[str]], left: Collection[str], console: Console) -> None:
     """Print `lines`, the titles first, then the rows. Columns with a title in `left` are aligned to
     the left, all others to the right."""

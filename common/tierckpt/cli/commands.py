@@ -60,9 +60,14 @@ GROUPS = {
             "reports.verification",
             "compare every byte of checkpoints with its checksum",
         ),
-        Command("diff", "reports.diff", "compare two versions tensor by tensor, or draw many"),
+        Command("diff", "reports.diff", "compare two versions tensor by tensor"),
+        Command(
+            "report",
+            "reports.report",
+            "write one page with figures about a job: time, history, levels, traces",
+        ),
         Command("goodput", "reports.goodput", "account for the time of a job over all its runs"),
-        Command("trace", "reports.trace", "draw checkpoints and allreduces on one time axis"),
+        Command("trace", "reports.trace", "put checkpoints and allreduces on one time axis"),
     ),
     "control a job": (
         Command("halt", "control.halt", "ask a running job to checkpoint and stop"),
@@ -70,6 +75,7 @@ GROUPS = {
         Command("fork", "control.fork", "let a new job begin from a version of another one"),
         Command("pin", "control.pins", "keep a version: retention does not delete it"),
         Command("unpin", "control.pins", "end a pin: retention may delete the version again"),
+        Command("delete", "control.delete", "remove versions from all levels, after a question"),
         Command(
             "takeover", "control.takeover", "take a persistent_path away from a job that hangs"
         ),
@@ -103,6 +109,7 @@ GROUPS = {
             "show what this machine offers, with a cure for all that is missing",
         ),
         Command("health", "machine.health", "check whether this node can take checkpoints"),
+        Command("completion", "machine.completion", "print the completion of bash, zsh or fish"),
     ),
 }
 """Commands by purpose, in the order of `tierckpt --help`."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import NoReturn
 
+from tierckpt._text import near_names, question
 from tierckpt._version import __version__
 from tierckpt.errors import TierckptError
 
@@ -33,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parser_of(arguments).parse_args(arguments)
         from rich.console import Console
 
-        status = args.run(args, Console(highlight=False, markup=False))
+        from .columns import UNLIMITED
+
+        console = Console(highlight=False, markup=False)
+        if not console.is_terminal:  # COLUMNS is the terminal's width, whoever exports it
+            console.width = UNLIMITED
+        status = args.run(args, console)
         print(end="", flush=True)
     except BrokenPipeError:  # `| head`
         _discard_output()
@@ -45,6 +53,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status or 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors about a wrong name say which one may be meant."""
+
+    options: Sequence[str] = ()
+    """Options of the command that is given, for the parser of all commands, which reports
+    arguments that its command does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        names: Iterable[str] = ()
+        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)' ", message):
+            message = f"there is no command {wrong[1]!r}"
+            names = (command.name for command in COMMANDS)
+        elif wrong := re.match(r"unrecognized arguments: (-[^ =]+)", message):
+            names = self.options
+        hint = question(near_names(wrong[1], names, cutoff=0.6)).strip() if wrong else ""
+        if wrong and not hint:
+            hint = "--help lists all"
+        super().error("; ".join(filter(None, [message, hint])))
 
 
 def _accept_any_file_name() -> None:
@@ -65,13 +93,14 @@ def _discard_output() -> None:
 def parser_of(named: Container[str]) -> argparse.ArgumentParser:
     """The parser of all commands; only those in `named` have their arguments, as these need the
     command's module."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "tierckpt",
         usage="tierckpt [-h] [--version] COMMAND ...",
         description="Runs training scripts, and looks at the checkpoints of a job, while it runs "
         "and afterwards.",
         epilog="`tierckpt COMMAND --help` describes a command.",
     )
+    parser.set_defaults(whole_parser=whole_parser)
     parser.add_argument("--version", action="version", version=f"tierckpt {__version__}")
     commands = parser.add_subparsers(
         prog="tierckpt", metavar="COMMAND", required=True, help=argparse.SUPPRESS
@@ -81,6 +110,7 @@ def parser_of(named: Container[str]) -> argparse.ArgumentParser:
             added = commands.add_parser(command.name, help=command.help)
             if command.name in named:
                 command.add_arguments(added)
+                parser.options = [*added._option_string_actions]
         # argparse has one list for all subcommands: their lines go into groups of their own.
         lines = commands._choices_actions[-len(group) :]
         parser.add_argument_group(title)._group_actions.extend(lines)
@@ -88,5 +118,6 @@ def parser_of(named: Container[str]) -> argparse.ArgumentParser:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """The parser of all commands with all their arguments, for the page that lists them."""
+    """The parser of all commands with all their arguments, for the page that lists them, and for
+    the completion of shells."""
     return parser_of({command.name for command in COMMANDS})

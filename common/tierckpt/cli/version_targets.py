@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from .arguments import place, version_of
 
 USAGE = (
     "give two versions: `tierckpt diff PATH 100 200`, `tierckpt diff A@100 B@100`, or `tierckpt "
-    "diff A B` for the newest version of each; with --plot give one PATH, or PATH 100..200"
+    "diff A B` for the newest version of each"
 )
 
 
@@ -58,16 +57,3 @@ def targets_of(given: Sequence[str]) -> tuple[Target, Target]:
     if len(more) != 1:
         raise ConfigError(USAGE)
     return target_of(first), target_of(more[0])
-
-
-def range_of(given: Sequence[str]) -> tuple[str, int | None, int | None]:
-    """A path, and the first and last version to draw (None: not given). Raises ConfigError."""
-    path, *more = given
-    named = re.fullmatch(r"v?(\d*)\.\.v?(\d*)", more[0]) if len(more) == 1 else None
-    bounds = named.groups() if named is not None else more or ("", "")
-    numbers = [version_of(text) for text in bounds]
-    if len(bounds) != 2 or any(
-        text and number is None for text, number in zip(bounds, numbers, strict=True)
-    ):
-        raise ConfigError(f"--plot draws the versions of one path: {USAGE}")
-    return place_of(path), numbers[0], numbers[1]

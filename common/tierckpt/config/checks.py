@@ -21,6 +21,7 @@ def check(config: Config) -> None:
     at_least("rollback_to", config.rollback_to, 0)
     one_of("when_busy", config.when_busy, ("skip", "wait"))
     one_of("on_drift", config.on_drift, ("warn", "stop"))
+    one_of("data_witness", config.data_witness, ("error", "warn", "off"))
     at_least("replica_check_steps", config.replica_check_steps, 0)
     one_of("release", config.release, ("auto", "backward", "forward"))
     one_of("agent", config.agent, ("process", "inline"))
@@ -33,6 +34,7 @@ def check(config: Config) -> None:
     within("halt_grace_seconds", config.halt_grace_seconds, 0, YEAR_SECONDS)
     within("halt_seconds_left", config.halt_seconds_left, 0, YEAR_SECONDS)
     within("halt_exit_status", config.halt_exit_status, 0, 255)
+    within("incomplete_exit_status", config.incomplete_exit_status, 0, 255)
     one_of("health", config.health, ("off", "warn", "refuse"))
     within("health_seconds", config.health_seconds, 0.1, DAY_SECONDS)
     if config.slots:

@@ -62,6 +62,10 @@ class Config:
     on_drift: str = "warn"
     """If replicas differ: `warn` with an event, and mark versions as suspect; or `stop`, with a
     ReplicaError on all ranks."""
+    data_witness: str = "error"
+    """If a resumed loader gives another newest batch than before the restart: `error`, a
+    RestoreError on all ranks before the first step; `warn`, with an event; `off`: do not
+    compare."""
     halt_signals: str = "SIGTERM,SIGUSR1"
     """Signals that cause a last checkpoint and the end; empty: none."""
     halt_notices: str = ""
@@ -86,11 +90,16 @@ class Config:
     its node or its allocation end. Some schedulers start a job again only after another status than
     0. A `tierckpt halt` always ends such a script with 0. In Lightning and Transformers a status
     other than 0 ends the process in place of `fit()` or `train()` returning; else they return."""
+    incomplete_exit_status: int = 0
+    """If the last version of a training that has finished is missing on a level: end the process
+    with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
+    an error reports it, and the script goes on."""
     health: str = "off"
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start."""
     health_seconds: float = 20.0
-    """A directory that does not answer within this time is not well."""
+    """A directory that does not answer within this time is not well. A start goes on without such a
+    persistent level, and without such places for events and traces."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
     run_records: bool = True
@@ -101,9 +110,9 @@ class Config:
     """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
     every boundary."""
     export: str = ""
-    """Exporters of metrics, separated by commas: `prometheus 9400`, `prometheus FILE.prom`,
-    `opentelemetry URL`, `tensorboard FOLDER`, `wandb`, `mlflow` (see `tierckpt.exporters`); empty:
-    none."""
+    """Exporters of metrics, separated by commas: `prometheus 9400` (on this machine alone),
+    `prometheus *:9400` (also to others), `prometheus FILE.prom`, `opentelemetry URL`, `tensorboard
+    FOLDER`, `wandb`, `mlflow` (see `tierckpt.exporters`); empty: none."""
     trace_dir: str = ""
     """Write a timeline to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
     trace_steps: int = 50

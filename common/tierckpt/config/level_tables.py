@@ -31,9 +31,11 @@ class LocalConfig:
     """The local level: shard files on a node-local file system."""
 
     every_steps: Steps = 0
-    """As for memory."""
+    """Take a version to the local level every N optimizer steps; 0: not by steps; `auto`: as often
+    as `overhead_budget` allows."""
     every_seconds: float = 60.0
-    """The default is once a minute: this bounds the loss, however long a step is."""
+    """Take one also after this time, which bounds the loss, however long a step is; 0: not by
+    time."""
     keep_last: int = 2
     """Number of newest complete versions to keep (at least 1)."""
     keep_every: int = 0
@@ -104,7 +106,7 @@ class PersistentConfig:
     """Also keep a version every so many steps: each multiple, or the next version if a multiple
     was not taken; 0: none."""
     keep_best: int = 0
-    """As for local."""
+    """Also keep this number of best versions, as `local_keep_best` does; 0: none."""
     bytes_per_second: float = 0.0
     """Limit of each node's rate; 0: no limit."""
     nodes_at_once: int = 0
@@ -116,7 +118,7 @@ class PersistentConfig:
     drop_superseded: bool = False
     """Give up a flush when a newer version is waiting for it, at most twice in a row."""
     codecs: str = ""
-    """As for local; the local level's codecs are undone first."""
+    """Codecs of this level, as `local_codecs`, which are undone first; empty: none."""
     storage_options: str = field(default="", repr=False)
     """Options for the store's client besides the path: endpoint, keys, region. A
     directory takes `direct` and `shared_writes`. Given as a table (a mapping) or as JSON; kept as

@@ -52,6 +52,7 @@ def load_config(
     if config_file is not None:
         flat.update(_from_file(Path(config_file).expanduser()))
     for name, text in environment.items():
+        _refuse_another_prefix(name)
         if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in NOT_SETTINGS:
             key = name.removeprefix(PREFIX).lower()
             flat[key] = _convert(key, text, f"the environment variable {name}")
@@ -59,6 +60,18 @@ def load_config(
         if value is not None:
             flat[key] = _convert(key, value, GIVEN)
     return _build(flat)
+
+
+def _refuse_another_prefix(variable: str) -> None:
+    """Raise ConfigError for a variable that is a setting's but for the prefix."""
+    prefix, _, name = variable.partition("_")
+    known = name.lower() in known_settings() and f"{prefix}_" != PREFIX
+    if known and near_names(f"{prefix.upper()}_", [PREFIX], cutoff=0.8):
+        meant = question([PREFIX + name.upper()])
+        raise ConfigError(
+            f"the environment variable {variable} has no effect: {meant}"
+            "Rename it, or unset it if it is another program's"
+        )
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -99,7 +112,8 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _convert(key: str, value: Any, source: str) -> Any:
     kind = known_settings().get(key)
     if kind is None:
-        candidates = [*known_settings(), *(ARGUMENTS if source == GIVEN else ())]
+        others = ARGUMENTS if source == GIVEN else map(str.lower, NOT_SETTINGS)
+        candidates = [*known_settings(), *others]
         hint = question([repr(near) for near in near_names(key, candidates)])
         raise ConfigError(
             f"unknown setting {key!r} in {source}; {hint}docs/settings.md lists all settings, as "

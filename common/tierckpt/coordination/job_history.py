@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tierckpt import _garbage
@@ -70,8 +70,11 @@ class JobHistory:
         former_nodes: FormerNodes | None = None,
         directory_is_new: bool = False,
         directory_is_another: bool = False,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`directory_is_new`: this start made it. `directory_is_another`: see `NodeResources`."""
+        """`directory_is_new`: this start made it. `directory_is_another`: see `NodeResources`.
+        `on_wait` is called when a place does not answer."""
+        self._on_wait = on_wait
         self.lineage: Lineage = ()
         """Lineage of this run; empty before the run has started."""
         self.name = ""
@@ -138,7 +141,10 @@ class JobHistory:
         `error_barrier`, if that is given. Collective."""
         shared = self._config.persistent if self._group.rank == 0 else None
         try:
-            own = take_inventory(self._job, self._store, self._host, shared)
+            patience = self._config.health_seconds
+            own = take_inventory(
+                self._job, self._store, self._host, shared, patience, self._on_wait
+            )
         except Exception as error:  # the other ranks wait for this one
             own = nothing_seen(self._host, error)
         with _garbage.paused():  # an object for every copy of every rank

@@ -24,9 +24,9 @@ from tierckpt.agent.protocol import (
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import Config
 from tierckpt.core.ledger import DONE
-from tierckpt.core.levels import LOCAL, MEMORY, PEER, PERSISTENT, Level, place_of
+from tierckpt.core.levels import LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT, Level, place_of
 from tierckpt.core.tuning.autotune import Change
-from tierckpt.events import EventLog
+from tierckpt.events import EventLog, JobEnd
 from tierckpt.format.ids import VersionId
 
 from .agreement import Agreement
@@ -62,7 +62,7 @@ class Reports:
     def emit(self, name: str, **values: Any) -> None:
         """Emit an event, and call the callback of its name if there is one. Failures of one cause
         are shown at a decreasing rate."""
-        if name == "failed":
+        if name == "failed" or (name == "notice" and values["severity"] >= logging.WARNING):
             values = self._repeats.failed(values)
         elif name in ("sealed", "committed"):
             self._succeeded(values["level"])
@@ -77,6 +77,25 @@ class Reports:
     def notice_of_all(self, text: str, severity: int = logging.WARNING) -> None:
         """Emit a notice that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
         self.notice(text, logging.DEBUG if self._log.rank else severity)
+
+    def ended(self, end: JobEnd, halted: bool) -> None:
+        """Report what the end of the job has left, which all ranks know. Of a job that was
+        `halted`, less is expected."""
+        shown = logging.INFO
+        if end.missing:
+            shown = logging.WARNING if halted else logging.ERROR
+        text = _end_in_words(end, self._config)
+        self.emit("ended", message=text, severity=logging.DEBUG if self._log.rank else shown)
+
+    def failed_after(self, version: int) -> None:
+        """Report what an error that ends the training has left, as far as this rank knows."""
+        there = []
+        for level, newest in self.newest_by_level().items():
+            has = "no version" if newest is None else f"v{newest}"
+            there.append(f"{place_of(Level[level.upper()], self._config)} has {has}")
+        known = f"as far as this rank knows by now, {', '.join(there)}"
+        text = f"an error ends the training after v{version}; {known}"
+        self.emit("ended", message=text, severity=logging.INFO)
 
     def waiting(self, text: str, severity: int = logging.INFO) -> None:
         """Report that the end of the job, or a call of `wait`, takes long."""
@@ -116,7 +135,7 @@ class Reports:
             level=level,
             message=why,
             reason="busy",
-            behind_since=self._newest(level),
+            behind_since=self.newest(level),
             severity=logging.DEBUG if again else first,
         )
 
@@ -125,7 +144,7 @@ class Reports:
         self._pass_over(PERSISTENT, version, why)
 
     def _pass_over(self, level: Level, version: int, why: str) -> None:
-        newest = self._newest(level)
+        newest = self.newest(level)
         what = {"version": version, "level": level, "message": why, "behind_since": newest}
         self.emit("skipped", **what, reason="superseded", severity=logging.INFO)
 
@@ -209,7 +228,7 @@ class Reports:
             "version": version,
             "level": level,
             "message": why,
-            "behind_since": self._newest(level),
+            "behind_since": self.newest(level),
             "severity": logging.ERROR,
         }
 
@@ -217,25 +236,36 @@ class Reports:
         if failures := self._repeats.succeeded(level):
             self.notice(f"{level} level: it has versions again, after {failures}", logging.WARNING)
 
-    def _newest(self, level: Level) -> int | None:
+    def restart(self, persistent: VersionId | None) -> None:
+        """A run begins, and that is the newest version that the persistent level has."""
+        self._persistent = persistent
+
+    def newest(self, level: Level) -> int | None:
         """Return the number of the newest version that a level is known to have."""
         safe = self._agreement.ledgers[level].safe
         id_ = self._persistent if level == PERSISTENT else safe
         return id_.version if id_ is not None else None
 
+    def newest_by_level(self) -> dict[str, int | None]:
+        """Return `newest` of each level of the job, by its name."""
+        return {level.value: self.newest(level) for level in LEDGERS if self._config.uses(level)}
+
 
 class _Repeats:
-    """Failures that repeat: the first of a cause are shown, then the 10th, the 100th, ..."""
+    """Failures and warnings that repeat: the first of a cause are shown, then the 10th, the 100th,
+    ..."""
 
     def __init__(self) -> None:
-        self._counts: dict[Level, Counter[str]] = {}
+        self._counts: dict[Level | None, Counter[str]] = {}
+        """By level; None: notices."""
         self._successes: Counter[Level] = Counter()
         """The number since the last failure."""
 
     def failed(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the event, at DEBUG if they need not be shown again."""
-        level, text = values["level"], values["message"]
-        self._successes[level] = 0
+        level, text = values.get("level"), values["message"]
+        if level is not None:
+            self._successes[level] = 0
         if values["severity"] == logging.DEBUG:
             return values
         counts = self._counts.setdefault(level, Counter())
@@ -246,7 +276,8 @@ class _Repeats:
             return values
         if count > FIRST_SHOWN and str(count).strip("0") != "1":
             return values | {"severity": logging.DEBUG}
-        return values | {"message": f"{text} ({REPEATED.format(count=count)})"}
+        what = "warning" if level is None else "failure"
+        return values | {"message": f"{text} ({REPEATED.format(what=what, count=count)})"}
 
     def succeeded(self, level: Level) -> str:
         """Count a success. Returns the number of failures in words if this success ends a row of
@@ -261,13 +292,31 @@ class _Repeats:
         return f"{counts.total()} failures" if most > FIRST_SHOWN else ""
 
 
+def _end_in_words(end: JobEnd, config: Config) -> str:
+    if not end.newest:
+        return f"v{end.version} is stored nowhere: the job uses memory alone, which its end frees"
+    places = {level: place_of(Level[level.upper()], config) for level in end.newest}
+    there = [place for level, place in places.items() if level not in end.missing]
+    if not end.missing:
+        return f"the job ends: v{end.version} is stored in {' and '.join(there)}"
+    lacking = []
+    for level in end.missing:
+        newest = end.newest[level]
+        has = "no version" if newest is None else f"only v{newest}"
+        lacking.append(f"{places[level]} has {has}")
+    there = [places[at] for at, newest in end.newest.items() if (newest or 0) >= end.version]
+    text = f"the job ends, and v{end.version} is missing: {', and '.join(lacking)}"
+    kept = f"It is stored in {' and '.join(there)}: keep that for the next run"
+    return f"{text}. {kept if there else 'It is stored nowhere'}"
+
+
 MOST_UNDER_WAY = 8
 """Limit of versions between the failure on a rank and the result of the vote."""
 DIGITS = re.compile(r"\d+")
 """Numbers differ between failures of one cause: a version, a temporary file, a process."""
 FIRST_SHOWN = 3
 """The number of failures of one cause that are all shown."""
-REPEATED = "failure {count} of this kind; from now on only the 10th, the 100th, ... are shown"
+REPEATED = "{what} {count} of this kind; from now on only the 10th, the 100th, ... are shown"
 LONGEST_PERIOD = 100
 """Failures in memory with a longer period are new ones: a script that breaks each tenth version."""
 

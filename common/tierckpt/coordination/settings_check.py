@@ -6,11 +6,12 @@ The check also collects the job's topology: its ranks, nodes and failure domains
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,9 @@ from tierckpt.agent.environment import environment_fingerprint
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from tierckpt.errors import ConfigError, TierckptError, UnsupportedStateError
+from tierckpt.events import EventLog
 from tierckpt.group import Group, Node
-from tierckpt.storage.files import file_lock
+from tierckpt.storage.files import answers, file_lock
 from tierckpt.storage.local.launch import Launch, launch_of, smallest
 from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 
@@ -87,6 +89,7 @@ def agree_on_settings(
 
     def load() -> _RankSettings:
         config = redirected(load_config(arguments, config_file=config_file))
+        config = _answering(config, group.rank)
         launch = launch_of(os.environ, in_use=_is_in_use(config))
         compared = tuple(_compared(config))
         loaded.append((config, launch, compared))
@@ -108,6 +111,34 @@ def agree_on_settings(
     starters = smallest(starter for each in gathered for starter in each.starters)
     token = gathered[0].token
     return config, JobTopology(hosts, names, domains, environment, token, launch, starters)
+
+
+def _answering(config: Config, rank: int) -> Config:
+    """Return once the job's directory answers: nothing can be done without it. Return the settings
+    without folders of events and traces that do not answer within `health_seconds`."""
+    answers.ask_by_threads(config.agent == "inline")
+    limit = config.health_seconds
+    places = [config.directory, config.events_dir, config.trace_dir]
+    if not answers.silent(places, min(answers.SAY_SECONDS, limit)):
+        return config
+
+    def say(text: str, severity: int = logging.WARNING) -> None:
+        EventLog(rank).emit("notice", message=text, severity=severity)
+
+    waits = answers.silent(places, 0.0)
+    for place in waits:
+        say(f"{place} does not answer: the start waits for it")
+    hang = answers.silent(waits, limit)
+    for place in {config.events_dir, config.trace_dir}.intersection(hang):
+        say(f"no events or traces are written to {place}, which does not answer", logging.ERROR)
+    while answers.silent([config.directory], limit := 2 * limit):
+        say(f"{config.directory} still does not answer: the start waits for it")
+    events, trace = config.events_dir, config.trace_dir
+    return replace(
+        config,
+        events_dir="" if events in hang else events,
+        trace_dir="" if trace in hang else trace,
+    )
 
 
 def refused(error: TierckptError, group: Group) -> TierckptError:

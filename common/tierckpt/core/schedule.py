@@ -129,7 +129,7 @@ def _held(due: Collection[Level], busy: Collection[Level]) -> dict[Level, str]:
     for level in INTERVALS:
         way = (MEMORY, level.source or level, level)
         if level in due and (busy_ones := [each for each in way if each in busy]):
-            held[level] = busy_ones[0].facts.busy
+            held[level] = busy_ones[-1].facts.busy
     return held
 
 

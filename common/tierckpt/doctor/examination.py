@@ -34,7 +34,13 @@ SECTIONS: dict[str, tuple[Check, ...]] = {
     ),
     "Places": (places.local, places.persistent),
     "Network": (network.interface, network.infiniband),
-    "Settings": (settings.variables, settings.configuration, settings.notices, settings.agents),
+    "Settings": (
+        settings.variables,
+        settings.configuration,
+        settings.iterations,
+        settings.notices,
+        settings.agents,
+    ),
 }
 
 

@@ -10,11 +10,15 @@ from pathlib import Path
 
 from tierckpt import __version__
 from tierckpt._children import package_root_of
+from tierckpt._event_files import event_files
 from tierckpt._text import counted, near_names, some
 from tierckpt.agent.address import AgentFiles
 from tierckpt.config import NOT_SETTINGS, PREFIX, Config, known_settings, load_config
 from tierckpt.errors import ConfigError
+from tierckpt.exporters.prometheus import LOOPBACK, PrometheusPort
+from tierckpt.exporters.setting import exporters_of
 from tierckpt.halt.preemption import service_of
+from tierckpt.halt.signals import too_long
 from tierckpt.storage.files import file_lock
 from tierckpt.storage.memory.job_directory import JobDirectory, jobs_at
 
@@ -71,6 +75,18 @@ def configuration(subject: Subject) -> Iterator[Finding]:
         text = f"without persistent_path no effect: {', '.join(config.idle)}"
         yield warning("settings", text, "set TIERCKPT_PERSISTENT_PATH")
     yield good("settings", f"valid; levels: {', '.join(_levels(config))}")
+    for port in exporters_of(config.export):
+        if isinstance(port, PrometheusPort):
+            yield _who_reads(port)
+
+
+def _who_reads(port: PrometheusPort) -> Finding:
+    at = f"{port.address}:{port.port}"
+    if port.address == LOOPBACK:
+        others = f"export = 'prometheus *:{port.port}' opens it to others"
+        return good("export", f"Prometheus reads {at} on this machine alone; {others}")
+    text = f"everybody who reaches {at} reads the metrics, without a password"
+    return warning("export", text, "let a firewall or a network policy admit Prometheus alone")
 
 
 def _levels(config: Config) -> list[str]:
@@ -114,6 +130,27 @@ def notices(subject: Subject) -> Iterator[Finding]:
     else:
         text = f"{name} takes this machine away ({notice.action})"
         yield cross("notices", text, "start jobs on another machine")
+
+
+def iterations(subject: Subject) -> Iterator[Finding]:
+    """Whether two iterations fit into a signal's grace period, by the job's own records."""
+    from tierckpt.goodput.records import read
+    from tierckpt.goodput.spans import usual_step_seconds
+
+    folder, grace = subject.config.events_dir, subject.config.halt_grace_seconds
+    try:
+        runs, _ = read(event_files([Path(folder)])) if folder else ([], [])
+    except ConfigError:  # no job has written there yet
+        return
+    spans = [span for run in sorted(runs, key=lambda run: run.last) for span in run.spans]
+    known = [seconds for span in spans if (seconds := usual_step_seconds(span)) is not None]
+    if not known:
+        return
+    if text := too_long(known[-1], grace):
+        what, cure = text.split(". ", 1)
+        yield warning("iterations", what, cure)
+    else:
+        yield good("iterations", f"{known[-1]:.3g} s: two fit into halt_grace_seconds ({grace:g})")
 
 
 # --- agents --------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from tierckpt._text import in_words
-from tierckpt.errors import FormatError
+from tierckpt.format.checksummed_json import misfit
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ParityKey
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest
@@ -99,7 +98,7 @@ class ParityManifest:
             made = ParityManifest(**{f.name: values[f.name] for f in fields(ParityManifest)})
             made._check()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FormatError(f"not a parity manifest: {in_words(error)}") from error
+            raise misfit(values, "parity manifest", error) from error
         return made
 
     def _check(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierckpt.callbacks import Job
 from tierckpt.errors import ConfigError
-from tierckpt.events import Event
+from tierckpt.events import Event, logger
 
 from .exporter import Exporter, Ranks, require
 from .metrics import Sample
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from .prometheus_collector import Collector
+
+
+LOOPBACK, ALL = "127.0.0.1", "0.0.0.0"
 
 
 class PrometheusRegistry(Exporter):
@@ -78,17 +81,17 @@ class PrometheusPort(_OwnRegistry):
 
     Args:
         port: the port of each node's first rank. With `ranks="all"` the next ones follow.
-        address: the address to listen on; default: all of the node.
+        address: the node's address to listen on; default: its loopback, which no other machine
+            reaches. The port has no password: `0.0.0.0` (all addresses) opens it to everybody.
         ranks: the ranks that export; by default the first one of each node.
     """
 
-    def __init__(
-        self, port: int = 9400, address: str = "0.0.0.0", *, ranks: Ranks = "node"
-    ) -> None:
+    def __init__(self, port: int = 9400, address: str = LOOPBACK, *, ranks: Ranks = "node") -> None:
         super().__init__(ranks=ranks)
         if not 0 <= port <= 65535:
             raise ConfigError(f"the exporter's port is {port}; it must be from 0 to 65535")
-        self._first_port, self._address = port, address
+        self._first_port, self.address = port, address
+        """The address, as given."""
         self.port = port
         """The port, once it is open; with 0 a free one is chosen."""
         self._server: Any = None
@@ -106,14 +109,16 @@ class PrometheusPort(_OwnRegistry):
 
         assert self._registry is not None
         try:
-            server, _ = start_http_server(self.port, self._address, self._registry)
+            server, _ = start_http_server(self.port, self.address, self._registry)
         except OSError as error:
             what = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "address"
-            text = f"port {self.port} of {self._address}: {error.strerror}; choose another {what}"
+            text = f"port {self.port} of {self.address}: {error.strerror}; choose another {what}"
             raise OSError(text) from error
         self.port = server.server_port
         self._server = server
         _servers.add(server)
+        whom = " (this machine alone)" if self.address == LOOPBACK else ""
+        logger.info("%s: metrics are at %s:%d%s", self, self.address, self.port, whom)
         return True
 
     def end(self) -> None:
@@ -222,4 +227,4 @@ class PrometheusFile(_OwnRegistry):
 SUFFIX, TEMPORARY = ".prom", ".tmp"
 DEFAULT_NAME = "tierckpt-{job_id}.prom"
 
-__all__ = ["PrometheusFile", "PrometheusPort", "PrometheusRegistry"]
+__all__ = ["ALL", "LOOPBACK", "PrometheusFile", "PrometheusPort", "PrometheusRegistry"]

@@ -53,11 +53,12 @@ def _misfit(text: str) -> str:
 
 
 def _prometheus(where: str) -> Exporter:
-    from .prometheus import PrometheusFile, PrometheusPort
+    from .prometheus import ALL, LOOPBACK, PrometheusFile, PrometheusPort
 
     address, _, port = where.rpartition(":")
     if port.isdigit() and "/" not in address:
-        return PrometheusPort(int(port), address.strip("[]") or "0.0.0.0")
+        address = ALL if address == "*" else address.strip("[]") or LOOPBACK
+        return PrometheusPort(int(port), address)
     return PrometheusFile(where)
 
 

@@ -17,7 +17,7 @@ from tierckpt.config import AUTO, AUTOMATIC, Config
 from tierckpt.coordination.ballots.vote_exchange import Cast
 from tierckpt.coordination.peer_setup import redundancy_groups
 from tierckpt.coordination.settings_check import agree_on_settings
-from tierckpt.core.halt_conditions import NO_HALT, HaltVote
+from tierckpt.core.halt_conditions import NO_HALT, HaltVote, Reason
 from tierckpt.core.votes import Vote
 from tierckpt.errors import ConfigError
 from tierckpt.events import Callback, check_receiver
@@ -114,6 +114,8 @@ class FilesJob(JobParts):
     def shut_down(self, remove: bool, abandoned: bool = False) -> None:
         """Release everything; `remove` also frees the versions in memory. Not collective."""
         self.levels.run_notes.end(self.halt.reason.text(), abandoned, self.version)
+        if self.version and not abandoned and self.halt.reason is Reason.NONE:
+            self.resources.finished = self.version
         self.halt.close()
         self.levels.drift.wait()
         self.folders.close()

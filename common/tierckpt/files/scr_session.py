@@ -36,8 +36,8 @@ class ScrSession:
     def __init__(self, settings: ScrSettings, group: Group) -> None:
         self._settings, self._group = settings, group
         self.files = Files(group=group, when_busy="wait", **settings.of_files)
-        if settings.notice:
-            self._note(settings.notice)
+        for text in settings.notices:
+            self._note(text)
         self._phase = Phase.IDLE
         self._restored: Mapping[str, str] = {}
         self._calls = 0

@@ -2,18 +2,19 @@
 
 The names and their meaning are those of SCR's user guide, "Configure a job". A name that would
 change where or how data is stored, and has no counterpart here, is refused in words; names about
-SCR's own commands, logs and buffers have no effect.
+SCR's own commands, logs and buffers have no effect, and a notice says so.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from string import Template
 from typing import Any
 
+from tierckpt._text import near_names, question
 from tierckpt.core.retention import KEEP_ALL
 from tierckpt.errors import ConfigError
 
@@ -34,6 +35,25 @@ KNOWN = {
     "SCR_CURRENT": "",
 }
 """Settings with an effect, and SCR's defaults."""
+NO_EFFECT = {
+    f"SCR_{name}"
+    for name in (
+        *("ENABLE", "GLOBAL_RESTART", "FETCH", "FETCH_WIDTH", "FETCH_BYPASS", "DISTRIBUTE"),
+        *("CACHE_PURGE", "CACHE_BYPASS", "PREFIX_PURGE", "PRESERVE_DIRECTORIES", "USE_CONTAINERS"),
+        *("HALT_EXIT", "HALT_ENABLED", "GROUP", "HOP_DISTANCE", "CONTAINER_SIZE"),
+        *("FLUSH_ON_RESTART", "FLUSH_WIDTH", "FLUSH_TYPE", "FLUSH_POSTSTAGE", "FLUSH_ASYNC"),
+        *("FLUSH_ASYNC_BW", "FLUSH_ASYNC_PERCENT", "FLUSH_ASYNC_USLEEP"),
+        *("CRC_ON_COPY", "CRC_ON_DELETE", "CRC_ON_FLUSH", "MPI_BUF_SIZE", "FILE_BUF_SIZE"),
+        *("DEBUG", "LOG_ENABLE", "LOG_TXT_ENABLE", "LOG_SYSLOG_ENABLE", "LOG_SYSLOG_PREFIX"),
+        *("LOG_SYSLOG_FACILITY", "LOG_SYSLOG_LEVEL", "LOG_DB_ENABLE", "LOG_DB_DEBUG"),
+        *("LOG_DB_HOST", "LOG_DB_NAME", "LOG_DB_USER", "LOG_DB_PASS"),
+        *("RUNS", "MIN_NODES", "EXCLUDE_NODES", "WATCHDOG", "WATCHDOG_TIMEOUT"),
+        *("WATCHDOG_TIMEOUT_PFS", "CNTL_BASE", "JOB_ID", "JOB_NAME", "USER_NAME", "CLUSTER_NAME"),
+    )
+}
+"""SCR's other settings. Some of their values are refused."""
+OF_THE_FILE = "SCR_CONF_FILE"
+"""The variable with the name of the user's file."""
 AFRESH = "to start without the checkpoints of earlier runs, give another SCR_PREFIX"
 REFUSED = {
     ("SCR_ENABLE", "0"): "leave out the calls of scr instead",
@@ -63,7 +83,7 @@ class ScrSettings:
     """Name of the checkpoint to restart from; empty: the newest."""
     of_files: dict[str, Any]
     """Settings of `Files`."""
-    notice: str = ""
+    notices: tuple[str, ...] = ()
     """What of the settings this job cannot have, in words."""
 
     @property
@@ -125,8 +145,23 @@ def scr_settings(found: Mapping[str, str], nodes: int) -> ScrSettings:
         number["SCR_CHECKPOINT_OVERHEAD"],
         found["SCR_CURRENT"],
         of_files,
-        _too_few(found["SCR_COPY_TYPE"], number, nodes),
+        tuple(_without_effect(found, _too_few(found["SCR_COPY_TYPE"], number, nodes))),
     )
+
+
+def _without_effect(found: Mapping[str, str], too_few: str) -> Iterator[str]:
+    """Sentences about the settings that this job cannot have."""
+    if too_few:
+        yield too_few
+    known = {*KNOWN, *NO_EFFECT, OF_THE_FILE}
+    for name in sorted(found.keys() - known):
+        hint = question(near_names(name, sorted(known), cutoff=0.75))
+        yield "; ".join(
+            filter(None, [f"{name} is no setting of SCR, and has no effect", hint.strip()])
+        )
+    if without := sorted(found.keys() & NO_EFFECT):
+        verb = "have" if without[1:] else "has"
+        yield f"{', '.join(without)} {verb} no effect in tierckpt.scr (docs/files.md)"
 
 
 def _redundancy(scheme: str, number: Mapping[str, float], nodes: int) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import xxhash
 
-from tierckpt.errors import CorruptShardError
+from tierckpt._text import in_words
+from tierckpt.errors import CorruptShardError, FormatError
 
 from .ids import FORMAT_MAJOR, FORMAT_MINOR, check_version
 
@@ -26,6 +27,22 @@ def check_head(values: Mapping[str, Any], kind: str, what: str) -> None:
     if values["format"] != f"tierckpt-{kind}":
         raise ValueError(f"format is {values['format']!r}")
     check_version(values["format_version"], what)
+
+
+def misfit(values: object, what: str, error: Exception) -> FormatError:
+    """The error for intact bytes that cannot be read as `what`, because of `error`: `values`, if
+    they are a record at all, lack a field or have another one, perhaps since their format has
+    another version."""
+    written = values.get("format_version") if isinstance(values, Mapping) else None
+    ours = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
+    why = f"it has no {error}" if isinstance(error, KeyError) else in_words(error)
+    if written in (None, ours):
+        return FormatError(f"not a {what}: {why}")
+    return FormatError(
+        f"this {what} has format version {written}, and {why}, so this tierckpt, which reads "
+        f"{ours}, cannot use it. Export it with the tierckpt that wrote it (`tierckpt export "
+        "PATH out.pt`), and import that here (`tierckpt import out.pt NEW_PATH`)"
+    )
 
 
 def with_check(text: bytes) -> bytes:

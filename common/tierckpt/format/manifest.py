@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 import xxhash
 
-from tierckpt._text import in_words
-from tierckpt.errors import FormatError
-
 from . import checksummed_json
 from .encoding import Encoding
 from .facts import VersionFacts
@@ -80,7 +77,7 @@ class Manifest:
         Raises CorruptShardError when the checksum does not match, FormatError when the bytes are
         intact but are no manifest, or one of a newer major version.
         """
-        text = checksummed_json.checked(data, "manifest")
+        text, values = checksummed_json.checked(data, "manifest"), None
         try:
             values = json.loads(text)
             checksummed_json.check_head(values, "manifest", "manifest")
@@ -96,7 +93,7 @@ class Manifest:
                 encoding=None if encoding is None else Encoding.of_json(encoding),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"not a manifest: {in_words(error)}") from error
+            raise checksummed_json.misfit(values, "manifest", error) from error
 
 
 def digest(data: memoryview | bytes) -> bytes:

@@ -13,8 +13,20 @@ from typing import Any
 
 from .ids import VersionId
 
-FACTS = ("host", "user", "launcher", "command", "git", "best")
+FACTS = (
+    "host",
+    "user",
+    "launcher",
+    "command",
+    "git",
+    "best",
+    "events",
+    "traces",
+    "persistent",
+)
 """Facts that are one text each."""
+TRAINING_END = "the training's end"
+"""The reason of an end that nobody asked for: the training has made its last step."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,12 @@ class RunRecord:
     """The commit of the repository that contains the script."""
     best: str = ""
     """The setting `best`: whether the lowest or the highest metric is the best."""
+    events: str = ""
+    """The setting `events_dir`, absolute, for commands that read events."""
+    traces: str = ""
+    """The setting `trace_dir`, absolute."""
+    persistent: str = ""
+    """Directory or URL of the job's persistent level; empty: it has none."""
     software: Mapping[str, str] = field(default_factory=dict)
     """Versions by name: of Python, tierckpt, torch, and frameworks in use."""
 
@@ -109,4 +127,4 @@ class RunEnd:
         )
 
 
-__all__ = ["RunEnd", "RunRecord"]
+__all__ = ["TRAINING_END", "RunEnd", "RunRecord"]

@@ -24,6 +24,9 @@ from .piece_table import METADATA, decode_table, encode_table, metadata_of, runs
 RANK_STATE = "rank_state"
 """Name of the entry that holds the rank's own small state, an encoded tree (see `tree`)."""
 
+MODEL = "model/"
+"""Prefix of parameters' entries."""
+
 _JSON = json.JSONEncoder(separators=(",", ":"))
 _SAFETENSORS_DTYPE = {
     "bool": "BOOL",
@@ -60,6 +63,9 @@ class ShardHeader:
     """Optimizer classes and the members of their param groups."""
     tied: dict[str, str] = field(default_factory=dict)
     """Additional names of parameters and buffers, with the name that each is stored under."""
+    trained: dict[str, int] = field(default_factory=dict)
+    """By the names of parameters with a piece here: 1 if it required a gradient, plus 2 if it did
+    when the job attached."""
 
     @property
     def tree_offset(self) -> int:
@@ -72,8 +78,10 @@ def encode_header(
     rank_state_bytes: int,
     structure: Mapping[str, object],
     tied: Mapping[str, str] = MappingProxyType({}),
+    trained: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[bytes, int]:
     """Return the header for `layout` with room for `rank_state_bytes`, and the data's length.
+    `trained`: see `ShardHeader`; empty if that is unknown.
 
     Both are multiples of PAGE_BYTES: safetensors pads its header with spaces, and the room for
     the rank state fills the rest of the data's last page.
@@ -92,6 +100,7 @@ def encode_header(
         "blocks": _JSON.encode(runs(blocks)),
         "structure": _JSON.encode(structure),
         **({"tied": _JSON.encode(tied)} if tied else {}),
+        **({"trained": _JSON.encode(_flags(layout.pieces, trained))} if trained else {}),
     }
     entries = [*_entries(layout.pieces), f"{_quoted(RANK_STATE)}:{_JSON.encode(rank_state)}"]
     text = f"{METADATA}{_JSON.encode(metadata)},{','.join(entries)}}}".encode()
@@ -120,9 +129,19 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         structure = json.loads(metadata["structure"])
         tied = dict(json.loads(metadata.get("tied", "{}")))
         blocks = tuple(unrun(json.loads(metadata["blocks"])))
+        flags = unrun(json.loads(metadata.get("trained", "[]")))
+        trained = dict(zip(_parameters(pieces), flags, strict=False))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise FormatError(f"not a shard header: {in_words(error)}") from error
-    return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied)
+    return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied, trained)
+
+
+def _flags(pieces: Iterable[Piece], trained: Mapping[str, int]) -> list[Any]:
+    return runs(trained[name] for name in _parameters(pieces))
+
+
+def _parameters(pieces: Iterable[Piece]) -> Iterator[str]:
+    return (piece.spec.name for piece in pieces if piece.spec.name.startswith(MODEL))
 
 
 def _entries(pieces: Iterable[Piece]) -> Iterator[str]:

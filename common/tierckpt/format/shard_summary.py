@@ -36,6 +36,8 @@ class ShardSummary:
     """Sum over its striped pieces: elements times the tensor's `_weight`."""
     structure: dict[str, Any] | None
     """Structure of the optimizers; in shard 0's summary only."""
+    trained: Mapping[str, int] = field(default_factory=dict)
+    """See `ShardHeader.trained`, of the parameters among `begun`."""
 
     @staticmethod
     def of(shard: int, header: ShardHeader) -> ShardSummary:
@@ -47,6 +49,7 @@ class ShardSummary:
             tuple(piece.spec for piece in striped if piece.start == 0),
             sum((p.stop - p.start) * _weight(p.spec.name) for p in striped),
             None if shard else header.structure,
+            {p.spec.name: header.trained[p.spec.name] for p in striped if _begins(p, header)},
         )
 
     @property
@@ -64,6 +67,8 @@ class RankState:
     """Encoded tree, see `tree`, without the files at its end."""
     specs: tuple[TensorSpec, ...]
     """Specs of per-rank tensors."""
+    trained: Mapping[str, int] = field(default_factory=dict)
+    """As in `ShardSummary`, of the per-rank parameters."""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Files at the end of the tree: the range of each in the shard, by name."""
 
@@ -78,7 +83,8 @@ class RankState:
         specs = tuple(p.spec for p in header.pieces if p.placement is PER_RANK)
         at = header.tree_offset
         there = {name: (at + low, at + high) for name, (low, high) in files.items()}
-        return RankState(manifest, tree, specs, there)
+        trained = {s.name: header.trained[s.name] for s in specs if s.name in header.trained}
+        return RankState(manifest, tree, specs, trained, there)
 
 
 @dataclass
@@ -96,6 +102,12 @@ class VersionSummary:
     def __post_init__(self) -> None:
         """Collect the striped tensors of all shards."""
         self.specs = {spec.name: spec for each in self.outlines for spec in each.begun}
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """See `ShardHeader.trained`; empty for versions without that."""
+        found = {name: flag for each in self.outlines for name, flag in each.trained.items()}
+        return {**found, **self.own.trained}
 
     @property
     def structure(self) -> dict[str, Any]:
@@ -117,6 +129,10 @@ class VersionSummary:
         """
         there = sum(each.evidence for each in self.outlines)
         return there == sum(s.numel * _weight(name) for name, s in self.specs.items())
+
+
+def _begins(piece: Piece, header: ShardHeader) -> bool:
+    return piece.start == 0 and piece.spec.name in header.trained
 
 
 def _replicated(header: ShardHeader) -> Iterator[Piece]:

@@ -14,9 +14,6 @@ from typing import Any
 
 import xxhash
 
-from tierckpt._text import in_words
-from tierckpt.errors import FormatError
-
 from . import checksummed_json
 from .facts import VersionFacts
 from .version_names import VersionName
@@ -37,11 +34,12 @@ def unseal(kind: str, data: bytes) -> dict[str, Any]:
     but of another kind or of a newer major version.
     """
     text = checksummed_json.checked(data.rstrip(b"\0"), f"{kind} record")
+    values: dict[str, Any] = {}
     try:
-        values: dict[str, Any] = json.loads(text)
+        values = json.loads(text)
         checksummed_json.check_head(values, kind, f"{kind} record")
     except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"not a {kind} record: {in_words(error)}") from error
+        raise checksummed_json.misfit(values, f"{kind} record", error) from error
     return values
 
 
@@ -90,10 +88,11 @@ def encode_shards(kind: str, records: Iterable[ShardRecord]) -> bytes:
 
 def decode_shards(kind: str, data: bytes) -> dict[int, ShardRecord]:
     """Read a record that `encode_shards` made, by shard number. Raises as `unseal`."""
+    values = unseal(kind, data)
     try:
-        found = [ShardRecord.from_row(row) for row in unseal(kind, data)["shards"]]
+        found = [ShardRecord.from_row(row) for row in values["shards"]]
     except (KeyError, ValueError, TypeError) as error:
-        raise FormatError(f"not a {kind} record: {in_words(error)}") from error
+        raise checksummed_json.misfit(values, f"{kind} record", error) from error
     return {r.shard: r for r in found}
 
 
@@ -150,7 +149,7 @@ class VersionManifest:
                 created_seconds=None if created is None else float(created),
             )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise FormatError(f"not a version record: {in_words(error)}") from error
+            raise checksummed_json.misfit(values, "version record", error) from error
 
 
 def _name(stem: str) -> VersionName:

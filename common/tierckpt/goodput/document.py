@@ -1,4 +1,4 @@
-"""The account as a document for JSON. docs/goodput.md has its schema."""
+"""The account as a document for JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,31 @@ from .categories import CATEGORIES, NOT_RUNNING
 
 
 def document(job: Account, program_goodput: float | None) -> dict[str, Any]:
-    """The whole account. Seconds are floats; times are Unix seconds; shares are from 0 to 1."""
+    """The whole account. Times are Unix seconds, shares are from 0 to 1.
+
+    - `elapsed_seconds`: the sum of all categories; `not_running_seconds`: time that is not counted
+    - `goodput`, `scheduling_goodput`, `runtime_goodput`, `program_goodput`: shares; the last one is
+      null without its options
+    - `categories`: for each name `title`, `google` (the term there), `seconds`, `share` of the
+      elapsed time, and `count`, the number of runs that have it
+    - `made_steps`, `lost_steps` (made again), `unseen_steps` (the most that may be missing in both)
+    - `failures`: runs that ended without `closed`, and that another run followed
+    - `uncertain_seconds`: sum of the times within which the failures are known
+    - `notes`: sentences
+    - `runs`: a list, with these fields and some of those above:
+
+      - `number`, `begin`, `end`: from 1; the start of its processes, and its last sign of life or
+        its failure
+      - `world`, `clock_rank`: number of ranks; the rank whose clock counts
+      - `from_version`, `to_version`: restored and last version
+      - `ending`, `reason`: `closed`, `failed` or `open` (the last run, without an end so far); the
+        reason of a clean end
+      - `slowest_rank`, `slowest_stall_seconds`, `fastest_stall_seconds`: the longest and the
+        shortest stalls of a rank
+      - `last_to_attach`, `wait_seconds`: the rank for which all waited at the start; how long
+        `clock_rank` waited
+      - `seconds`: by category, those of the restart before the run included
+    """
     seconds, counts, elapsed = job.seconds, job.counts, job.elapsed_seconds
     return {
         "elapsed_seconds": elapsed,

@@ -24,6 +24,7 @@ from tierckpt.core.halt_conditions import NEVER_SECONDS, HaltRequest, HaltVote, 
 from tierckpt.core.votes import Vote
 from tierckpt.errors import FormatError
 from tierckpt.group import Node
+from tierckpt.storage.files import answers
 
 from . import request_file
 from .preemption import PreemptionWatcher
@@ -43,6 +44,8 @@ NOTICE_SECONDS = 120.0
 Longer if `halt_seconds_left` is; a notice that comes earlier is kept until then."""
 GRACE_SPARE_SECONDS = 10.0
 """Time of a signal's grace period left for the processes to end."""
+STALL_SPARE_SECONDS = 5.0
+"""More of it that is left by waits for places that hang."""
 
 Notice = Callable[[str, int], None]
 """Takes text and severity."""
@@ -83,7 +86,8 @@ class HaltController:
         self._watcher = RequestWatcher(watched_directories(config, rank, node))
         notices = config.halt_notices if node.first == rank else ""
         self._preemption = PreemptionWatcher(notices, environment)
-        self._signals = Signals(parse_signals(config.halt_signals), config.halt_patience_seconds)
+        waits = config.halt_patience_seconds, config.halt_grace_seconds
+        self._signals = Signals(parse_signals(config.halt_signals), *waits)
         for number, why in self._signals.unhandled.items():
             notice(f"{number.name} will not cause a last checkpoint: {why}", logging.INFO)
 
@@ -207,6 +211,11 @@ class HaltController:
             granted = max(0.0, self._granted_until(notified) - time.time())
         return math.inf if granted is None else granted
 
+    def has_to_end(self) -> bool:
+        """True if a signal came, or the like, and its time is nearly over: nothing that hangs is
+        waited for any more."""
+        return self.seconds_for_others() <= STALL_SPARE_SECONDS
+
     def _end(self) -> float | None:
         """Unix time of the end of the allocation, or of a node in it; None if unknown."""
         left = self._preempted_at - time.monotonic()
@@ -291,10 +300,16 @@ class RequestWatcher(Watcher):
         found: dict[str, HaltRequest] = {}
         problems = []
         for directory in self._directories:
+            if answers.silent([directory], LOOK_SECONDS):  # the level's own report says so
+                continue
             try:
                 request = request_file.read(directory)
+            except OSError as error:
+                text = f"{directory} cannot be read: {error}. Until it can, no halt request there"
+                problems.append(f"{text} is seen")
+                continue
             except Exception as error:  # any other error would end the thread
-                why = in_words(error, OSError, FormatError)
+                why = in_words(error, FormatError)
                 problems.append(f"a halt request in {directory} is ignored: {why}")
                 continue
             if request is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -52,9 +53,15 @@ class Signals:
     `close()` restores the previous handlers.
     """
 
-    def __init__(self, wanted: Iterable[signal.Signals], patience_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        wanted: Iterable[signal.Signals],
+        patience_seconds: float = 10.0,
+        grace_seconds: float = math.inf,
+    ) -> None:
         """`patience_seconds`: a process that received SIGTERM may be without a boundary for this
-        time, or for twice its longest iteration if that is more."""
+        time, or for twice its longest iteration if that is more. `grace_seconds`: time from a
+        signal until its sender ends the process."""
         self.received: signal.Signals | None = None
         """The first signal that arrived."""
         self.unhandled: dict[signal.Signals, str] = {}
@@ -65,7 +72,8 @@ class Signals:
         self._pid = os.getpid()
         self._boundary_seconds = 0.0
         """The time of the last boundary; 0 before the first."""
-        self._longest_seconds = 0.0
+        self._longest_seconds = self._last_seconds = 0.0
+        self._grace_seconds = grace_seconds
         self._disarmed = self._over = False
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
@@ -92,7 +100,7 @@ class Signals:
         """Record that an iteration has ended."""
         now = time.monotonic()
         if self._boundary_seconds:
-            passed = now - self._boundary_seconds
+            passed = self._last_seconds = now - self._boundary_seconds
             self._longest_seconds = max(self._longest_seconds, passed)
         self._boundary_seconds = now
 
@@ -196,13 +204,17 @@ class Signals:
 
     def _watch(self, read_fd: int) -> None:
         """Sleep until SIGTERM arrives; then end the process if it passes no boundary in time."""
-        since = 0.0
+        since, said = 0.0, False
         while True:
             wait = max(self._deadline(since) - time.monotonic(), 0.05) if since else None
             if select.select([read_fd], [], [], wait)[0]:
                 numbers = os.read(read_fd, 64)
                 if END in numbers:
                     return
+                if not (said or self._disarmed) and not self._previous.keys().isdisjoint(numbers):
+                    said = True
+                    if text := too_long(self._last_seconds, self._grace_seconds):
+                        logger.warning("this process received a signal; %s", text)
                 if signal.SIGTERM in numbers and signal.SIGTERM in self._previous and not since:
                     since = time.monotonic()
             if since and not self._disarmed and time.monotonic() > self._deadline(since):
@@ -228,6 +240,20 @@ class Signals:
         )
         # Only the main thread can restore handlers, and it hangs.
         os._exit(128 + number)
+
+
+def too_long(iteration_seconds: float, grace_seconds: float) -> str:
+    """The consequence if two iterations do not fit into a signal's grace period, with the remedy;
+    empty if they do."""
+    if 2 * iteration_seconds <= grace_seconds:
+        return ""
+    return (
+        f"an iteration takes {iteration_seconds:.3g} s, and a last checkpoint comes up to two "
+        f"iterations after a signal: it may not be complete within halt_grace_seconds "
+        f"({grace_seconds:g} s), and then a restart takes an older version. Send the signal "
+        "earlier (Slurm: --signal=TERM@SECONDS), or set halt_grace_seconds and the sender's own "
+        "limit to more (torchrun: TORCH_ELASTIC_SHUTDOWN_TIMEOUT)"
+    )
 
 
 def _deliver(number: signal.Signals, handler: Any) -> None:

@@ -10,7 +10,8 @@ starts with the next epoch. The changes since the last boundary decide between t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,17 +24,33 @@ from tierckpt.state.training_state import TrainingState
 
 Place = ResumableLoader[Any] | Position
 """The objects that know the loop's position in the data."""
+HELD = (
+    "the loop took {count} batches before its first step, and one before each later one. If it "
+    "prefetches, a restart loses what it holds at a boundary, and trains on other batches: {cure}"
+)
+ONE_HELD = "give ResumableLoader(loader, ahead=1)"
+MORE_HELD = "let it hold one at most, with ResumableLoader(loader, ahead=1), and workers load more"
 KINDS = (ResumableLoader, Position)
 
 
 class EpochEnds:
     """The epoch ends of one checkpointer's loaders and samplers. Training thread."""
 
-    def __init__(self, state: TrainingState) -> None:
-        """Does not own `state`."""
-        self._state = state
+    def __init__(self, state: TrainingState, say: Callable[[str, int], None]) -> None:
+        """Does not own `state`. `say` takes text and severity."""
+        self._state, self._say = state, say
+        self._held_is_said = False
         self._at_end: dict[int, tuple[int, Any]] = {}
         """By `id()` of a place, at the last boundary of an epoch: its number, and `_mark`."""
+        for place in self._places():
+            if isinstance(place, ResumableLoader):
+                place.has_boundaries = True
+
+    def in_forward(self) -> None:
+        """Record a boundary in the forward pass of the next iteration."""
+        for place in self._places():
+            if isinstance(place, ResumableLoader):
+                place.met_boundary()
 
     def passed(self) -> None:
         """Record the end of an iteration: its batch was trained on."""
@@ -43,6 +60,10 @@ class EpochEnds:
             place.passed()
             if place.at_end and self._at_end.get(id(place), (-1,))[0] != place.epoch:
                 self._at_end[id(place)] = place.epoch, self._mark()
+            if isinstance(place, ResumableLoader) and place.held and not self._held_is_said:
+                self._held_is_said = True
+                cure = ONE_HELD if place.held == 1 else MORE_HELD
+                self._say(HELD.format(count=place.held + 1, cure=cure), logging.WARNING)
 
     @contextlib.contextmanager
     def between(self, trained: bool) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tierckpt.state.optimizers.counters import Counters
+from tierckpt.state.counters import Counters
 from tierckpt.state.optimizers.nested import inside
 from tierckpt.state.training_state import TrainingState
 
@@ -50,6 +50,7 @@ class Hooks:
         self.unsaved = Unsaved(state, self._unregistered.found, line, say)
         given, steppers = state.given.values(), state.steppers
         with contextlib.ExitStack() as undo:
+            undo.callback(self.unsaved.close)
             undo.callback(iterations.unwatch)
             iterations.watch(model, steppers)
             within = [inner for each in given for _, inner in inside(each)]

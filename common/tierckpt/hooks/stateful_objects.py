@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
@@ -23,6 +24,13 @@ SCHEDULES = re.compile(r"(?i:sched|anneal|plateau|warmup)|LR$|LR[A-Z]")
 """Classes of schedulers outside torch (timm's, Megatron's, a user's)."""
 AVERAGES = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
 """Classes of averages outside torch."""
+TRAINERS = {
+    "lightning": "Trainer",
+    "pytorch_lightning": "Trainer",
+    "transformers": "Trainer",
+    "accelerate": "Accelerator",
+}
+"""Classes that run a training or hold all of its objects, by package."""
 OWN = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
 
 
@@ -36,6 +44,8 @@ class Found:
     """Loaders that store and load their position (torchdata's)."""
     plain_loaders: list[Any] = field(default_factory=list)
     """Loaders that do not."""
+    trainers: list[Any] = field(default_factory=list)
+    """Objects of frameworks that run a training, now or earlier."""
 
     def with_persistent_workers(self) -> list[Any]:
         """Loaders with workers that go on from epoch to epoch."""
@@ -62,7 +72,9 @@ def _list_for(kind: type, found: Found) -> list[Any] | None:
     if issubclass(kind, AveragedModel):
         return found.averages
     if not all(callable(getattr(kind, n, None)) for n in ("state_dict", "load_state_dict")):
-        return found.plain_loaders if issubclass(kind, DataLoader) else None
+        if issubclass(kind, DataLoader):
+            return found.plain_loaders
+        return found.trainers if package_of(kind) else None
     if issubclass(kind, LRScheduler):
         return found.schedulers
     if issubclass(kind, DataLoader):
@@ -74,6 +86,15 @@ def _list_for(kind: type, found: Found) -> list[Any] | None:
         return None
     schedules = callable(getattr(kind, "step", None)) and any(map(SCHEDULES.search, names))
     return found.schedulers if schedules else None
+
+
+def package_of(kind: type) -> str:
+    """The package of `TRAINERS` that the class is of, or a class that it derives from; or empty."""
+    for base in kind.__mro__:
+        package = str(base.__module__).partition(".")[0]
+        if TRAINERS.get(package) == base.__name__:
+            return package
+    return ""
 
 
 # --- schedulers ----------------------------------------------------------------------------------
@@ -137,6 +158,33 @@ def averages_any(averages: Any, model: torch.nn.Module) -> bool:
     return any(found in shapes for found in map(_shapes, held) if found)
 
 
+SHOWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules outside the model with its class and shapes, whose parameters no optimizer steps:
+    averages that a loop makes by itself, targets, references."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    mine, shapes = {id(each) for each in model.modules()}, _shapes(inner)
+    every = gc.get_objects()
+    alike = [e for e in every if type(e) is type(inner) and id(e) not in mine]
+    alike = [each for each in alike if shapes and _shapes(each) == shapes]
+    optimizers = [e for e in every if alike and issubclass(type(e), torch.optim.Optimizer)]
+    groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
+    stepped = {id(param) for group in groups for param in group["params"]}
+    return [e for e in alike if not any(id(param) in stepped for param in e.parameters())]
+
+
+def sample_of(module: torch.nn.Module) -> list[Any]:
+    """A few values of its first parameters."""
+    return [first_values(each) for each in [*module.parameters()][:8]]
+
+
+def first_values(tensor: torch.Tensor) -> list[Any]:
+    """A few values, to compare; none of a type that Python has no numbers for."""
+    return tensor.detach().flatten()[:4].tolist() if tensor.dtype in SHOWN else []
+
+
 def _shapes(value: Any) -> list[torch.Size]:
     if isinstance(value, torch.nn.Module):
         return [param.shape for param in value.parameters()]
@@ -170,10 +218,14 @@ def draws_seeds_again(loader: Any) -> bool:
 __all__ = [
     "Found",
     "averages_any",
+    "copies_of",
     "draws_seeds_again",
+    "first_values",
     "is_stored",
     "look",
     "outermost",
+    "package_of",
+    "sample_of",
     "steps_any",
     "trained_on",
 ]

@@ -14,6 +14,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from tierckpt.state.optimizers.nested import inside
 from tierckpt.state.training_state import TrainingState, optimizer_class
 
 from . import stateful_objects
-from .object_reach import reached
+from .object_reach import reached, vars_of
 
 MOST_FRAMES = 24
 """Limit of frames between a scaler and the optimizer's step that it calls: wrappers and hooks."""
@@ -34,12 +35,17 @@ MARKS = ("_wrapped_by_lr_sched", "_with_counter")
 versions."""
 MOST_LOOKS = 8
 """Limit of searches: some optimizers may keep changing the keys of their groups."""
+COMPARED = 3
+"""Boundaries at which copies of the model are compared."""
 OFTEN, SELDOM = 64, 16
 """So many boundaries look for the marks of a new scheduler; then one in so many does."""
 EXTRA, PER_RANK = "extra=", "extra_per_rank="
 
 Say = Callable[[str, int], None]
 _Ref = Callable[[], Any]
+
+_earlier: list[_Ref] = []
+"""Averages and loaders of trainings that this process has ended."""
 
 
 class Unsaved:
@@ -60,11 +66,21 @@ class Unsaved:
         self._scalers: list[_Ref] = []
         self._looks = self._boundaries = 0
         self._marks: list[Any] = []
+        self._copies: list[tuple[_Ref, list[Any]]] = []
+        """Copies of the model, with samples of their values at the first boundaries."""
         self._reported: list[_Ref] = []
+        self._known: list[_Ref] = []
+        """Averages and loaders of this training, given or not."""
         self.texts: list[str] = []
         """The warnings so far."""
         self.schedulers = 0
         """Number of schedulers found, given or not."""
+
+    def close(self) -> None:
+        """Leave the objects of this training out of the searches of later ones in the process."""
+        weak = [each for each in self._known if isinstance(each, weakref.ref)]
+        _earlier[:] = [*(each for each in _earlier if each() is not None), *weak]
+        self._known = []
 
     def step_begins(self) -> None:
         """A step of any optimizer starts; called inside the step."""
@@ -88,6 +104,8 @@ class Unsaved:
         try:
             if self._is_due(speaks):
                 self._look()
+            elif self._copies:
+                self._compare_copies()
         except Exception as error:  # the search reads other libraries' objects
             self._looks = MOST_LOOKS
             text = f"the search for unsaved objects failed: {in_words(error)}"
@@ -106,7 +124,15 @@ class Unsaved:
         return speaks
 
     def _look(self) -> None:
-        missing = self._missing()
+        found = stateful_objects.look()
+        if by_hand := self._by_hand(found.trainers):
+            self._warn(by_hand)
+            self._looks = MOST_LOOKS
+            return
+        missing = self._missing(found)
+        if self._looks == 1 and EXTRA in self._line:
+            self._look_for_copies(found.averages)
+        del found
         if missing:
             gc.collect()  # objects kept alive only by a cycle are not in use
         for ref, name, text in missing:
@@ -115,13 +141,45 @@ class Unsaved:
         if not self.schedulers:
             self._say_of_hidden()
 
+    def _look_for_copies(self, averages: list[Any]) -> None:
+        copies = stateful_objects.copies_of(self._state.model)
+        stored = reached([*self._given(), *averages], copies)
+        lost = [each for each in copies if id(each) not in stored and not _has(_earlier, each)]
+        self._copies = [(_ref(each), [stateful_objects.sample_of(each)]) for each in lost]
+
+    def _compare_copies(self) -> None:
+        """Report copies that change with every step: averages of the weights."""
+        for ref, samples in self._copies:
+            if (each := ref()) is not None:
+                samples.append(stateful_objects.sample_of(each))
+                if len(samples) == COMPARED and all(a != b for a, b in pairwise(samples)):
+                    self._report(each, "averages", OF_MEAN)
+        self._copies = [pair for pair in self._copies if len(pair[1]) < COMPARED and pair[0]()]
+
     def _given(self) -> list[Any]:
         every = (*self._state.extra.values(), *self._state.extra_per_rank.values())
         return [each for each in every if not isinstance(each, PlainValues)]
 
-    def _missing(self) -> list[tuple[_Ref, str, str]]:
+    def _by_hand(self, trainers: list[Any]) -> str:
+        """A warning if a framework runs this training, and no integration was used; or empty."""
+        if not trainers or reached(self._given(), trainers):
+            return ""
+        frame: Any = sys._getframe(2)  # a look at `_look`'s own would keep all that it has found
+        running = set()
+        while frame is not None:
+            running.add(id(frame.f_locals.get("self")))
+            frame = frame.f_back
+        stepped = [*self._ours()]
+        for each in trainers:
+            held = [getattr(it, "optimizer", it) for it in vars_of(each).get("_optimizers", ())]
+            if id(each) in running or any(it is mine for it in held for mine in stepped):
+                package = stateful_objects.package_of(type(each))
+                name = stateful_objects.TRAINERS[package]
+                return BY_HAND.format(package=package, name=name, line=LINES[package])
+        return ""
+
+    def _missing(self, found: stateful_objects.Found) -> list[tuple[_Ref, str, str]]:
         """Objects that were not given: a reference, a name, and a description of each."""
-        found = stateful_objects.look()
         ours = [*self._ours()]
         schedulers = [each for each in found.schedulers if stateful_objects.steps_any(each, ours)]
         self.schedulers = len(schedulers)
@@ -149,7 +207,18 @@ class Unsaved:
         lasting = found.with_persistent_workers()[:1]
         missing += [(_ref(each), "loader", PERSISTENT) for each in lasting]
         missing += [(_ref(each), "loader", SEEDS) for each in seeded[:1]]
-        return [each for each in missing if not _has(self._reported, each[0]())]
+        self._known = [*map(_ref, (*averages, *loaders, *lasting))]
+        missing = [each for each in missing if not _has((*self._reported, *_earlier), each[0]())]
+        others = self._of_others(found.trainers, [ref() for ref, *_ in missing])
+        return [each for each in missing if id(each[0]()) not in others]
+
+    def _of_others(self, trainers: list[Any], objects: list[Any]) -> set[int]:
+        """`id()`s of the objects that only other Trainers than this training's refer to."""
+        mine = reached(self._given(), trainers) if objects else ()
+        if not mine:  # no Trainer's training, or one that the checkpointer does not know
+            return set()
+        ours = reached([each for each in trainers if id(each) in mine], objects)
+        return reached([each for each in trainers if id(each) not in mine], objects) - ours
 
     def _ours(self) -> Iterator[Any]:
         """Optimizers whose steps change the model."""
@@ -198,6 +267,20 @@ class Unsaved:
         self._say(text, logging.WARNING)
 
 
+LIGHTNING = "Trainer(callbacks=[tierckpt.lightning.TierCheckpoint(path=...)])"
+LINES = {
+    "lightning": LIGHTNING,
+    "pytorch_lightning": LIGHTNING,
+    "transformers": "tierckpt.transformers.TierTrainer(..., tierckpt={'path': ...}).train()",
+    "accelerate": "ckpt = tierckpt.accelerate.attach(accelerator, path=...), and loop over "
+    "ckpt.resume(loader)",
+}
+"""The lines of the integrations, by the framework's package."""
+BY_HAND = (
+    "this training belongs to {package}'s {name}, and the checkpointer was attached by hand: "
+    "loops, counters, schedulers and the place in the data are in no checkpoint, so a resumed run "
+    "is not exact. Use the integration in its place: {line}"
+)
 SOME = "an optimizer that steps parameters of the model"
 NOTHING = "and no object given to the checkpointer stores it:"
 OF_SCHEDULER = (

@@ -27,8 +27,9 @@ class Pass:
 class Passes:
     """The passes over a loader, each begun by `begin(loader)`."""
 
-    def __init__(self, loader: Any, begin: Callable[[Any], Pass]) -> None:
-        self._loader, self._begin = loader, begin
+    def __init__(self, loader: Any, begin: Callable[[Any], Pass], evaluated: Any = None) -> None:
+        """`evaluated`: data of evaluations, whose generators are looked for as well."""
+        self._loader, self._begin, self._evaluated = loader, begin, evaluated
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from fractions import Fraction
 from typing import Any
 
 from tierckpt._text import counted
 from tierckpt.errors import RestoreError
-from tierckpt.resumable_loader import Batch, ResumableLoader, samplers_of
+from tierckpt.resumable_loader import (
+    Batch,
+    ResumableLoader,
+    facts_of,
+    generators_of,
+    samplers_of,
+)
+from tierckpt.state.extras import Generator
 
 OTHER_STEPS = (
     "v{version} was taken with {had} samples a step ({old}), and this job has {has} ({new}): the "
@@ -112,17 +119,52 @@ class StepSize:
 
 
 class PlaceOfAnyRanks(ResumableLoader[Batch]):
-    """A ResumableLoader that also takes the place of a job with another number of ranks; call
-    `convert` then. Exact if the ranks draw one order of the epoch together."""
+    """A ResumableLoader of a framework's passes that also takes the place of a job with another
+    number of ranks; call `convert` then. Exact if the ranks draw one order of the epoch
+    together."""
+
+    def __init__(
+        self,
+        passes: Iterable[Batch],
+        *,
+        of: Sequence[Any] = (),
+        ahead: int = 0,
+        generators: Iterable[Generator] = (),
+    ) -> None:
+        """`of`: the framework's loaders that `passes` iterates over."""
+        self._loaders = of
+        super().__init__(passes, ahead=ahead, generators=generators)
+        listed = [each for loader in of for each in generators_of(loader)]
+        self._listed = generators_of((), [*listed, *self._listed])
+
+    def _facts(self) -> dict[str, Any]:
+        each = [facts_of(loader) for loader in self._loaders]
+        samples = [facts["samples"] for facts in each if facts["samples"] is not None]
+        return {
+            "batch_size": None,  # may change with the accumulation, see `StepSize`
+            "length": self._length(),
+            "samples": sum(samples) if samples else None,
+            "sampler": ", ".join(facts["sampler"] for facts in each if facts["sampler"]) or None,
+        }
 
     def load_of_other_ranks(self, state: dict[str, Any], ranks: int) -> None:
         """Take the place of one of `ranks` ranks."""
         self.load_state_dict(state)
+        self._forget_batches()
 
-    def convert(self, factor: Fraction) -> None:
+    def load_generators(self, state: dict[str, Any]) -> None:
+        """Set the loaders' generators as they were when this place was saved."""
+        streams = self._streams()
+        streams.own = state["own"]
+        self._set(streams)
+
+    def convert(self, factor: Fraction, is_of_other_ranks: bool = False) -> None:
         """Count the batches of the restored epoch in batches of this rank: `factor` for each. A
         batch that the saved loop had taken and not trained on is loaded again."""
-        if self._resuming is None or factor == 1:
+        if self._resuming is None or (factor == 1 and not is_of_other_ranks):
+            return
+        self._forget_batches()
+        if factor == 1:
             return
         place = self._place
         trained = place.batches - bool(self._resuming["held"])
@@ -130,6 +172,12 @@ class PlaceOfAnyRanks(ResumableLoader[Batch]):
         with contextlib.suppress(TypeError):  # an iterable data set has no length
             place.batches = min(place.batches, len(self))
         self._resuming |= {"place": dict(vars(place)), "held": False, "earlier": None}
+
+    def _forget_batches(self) -> None:
+        """Other batches of the same order follow: nothing of the saved ones can be compared."""
+        if self._resuming is not None:
+            self._place.length = self._place.sampler = None
+            self._resuming |= {"place": dict(vars(self._place)), "witness": None}
 
 
 def order_batch_of(loader: Iterable[Any]) -> int:

@@ -18,7 +18,8 @@ class Target:
 
     def __init__(self, out: Path, force: bool, recognizes: Callable[[Path], bool]) -> None:
         """`force`: replace what is there; a folder only if it is empty, or if `recognizes` says
-        that it is a checkpoint. Raises ConfigError if something is there that stays."""
+        that it is a checkpoint. Raises ConfigError if something is there that stays, or if its
+        folder does not exist."""
         if os.path.lexists(out) and not force:
             raise ConfigError(f"{out} exists; --force replaces it")
         if out.is_dir() and any(out.iterdir()) and not recognizes(out):
@@ -26,6 +27,9 @@ class Target:
                 f"{out} is a folder with other things than a checkpoint of this format, and is not "
                 "replaced; give another name"
             )
+        if not out.parent.is_dir():
+            text = f"{out} cannot be written: the directory {out.parent} does not exist"
+            raise ConfigError(text)
         self._out = out = out if out.name else out.absolute()  # "."
         self._temp = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
 
@@ -42,9 +46,6 @@ class Target:
         except TierckptError:
             raise
         except Exception as error:  # torch and safetensors raise their own errors for a full disk
-            if not out.parent.is_dir():
-                text = f"{out} cannot be written: the directory {out.parent} does not exist"
-                raise ConfigError(text) from error
             raise ConfigError(f"{out} cannot be written: {error}") from error
         finally:
             _remove(temp)

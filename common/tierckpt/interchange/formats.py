@@ -90,10 +90,6 @@ NAMES = tuple(each.name for each in FORMATS)
 
 def format_of_source(path: Path, name: str | None) -> Format:
     """The format of a source: as named, or as recognized. Raises ConfigError."""
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist")
-    if path.is_file() and not path.stat().st_size:
-        raise ConfigError(f"{path} is empty")
     if name is not None:
         return _named(name)
     found = next((each for each in FORMATS if each.recognizes(path)), None)

@@ -24,8 +24,10 @@ from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.group import Group
 from tierckpt.snapshot.copier import Work
+from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.snapshot.memory_moves import guard
 from tierckpt.snapshot.staging import Staging, normal_mode
+from tierckpt.snapshot.tensor_memory import requires_grad
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState
 
@@ -68,6 +70,7 @@ MOST_INTERVALS = 3
 """Limit of the steps since the newest complete or protected version, in `local_journal_steps`."""
 STUCK = "no version became complete on all local disks since v{safe}"
 UNSOUND = "this boundary is no version"
+THAWED = "requires_grad of parameters was changed"
 
 
 class JournalRecorder(Journal):
@@ -100,6 +103,10 @@ class JournalRecorder(Journal):
         self._place: VersionId | None = None
         """The version or record that the next record follows; None while the journal is stopped."""
         self._segment: SegmentName | None = None
+        self._trained: list[bool] = []
+        """Whether each parameter required a gradient at `_place`, which no record changes."""
+        self._seen: tuple[CopyPlan, bytes] | None = None
+        """The plan, and its `trained`, for which that holds."""
         self._steps: list[Image] = []
         """Gradients of the steps since the last boundary."""
         self._gradients: dict[str, GradientImages] = {}
@@ -126,6 +133,7 @@ class JournalRecorder(Journal):
     def _follow(self, id_: VersionId, writer: int) -> None:
         anew = self._segment is None or self._segment.writer != writer
         self._place, self._begun = id_, self._begun or id_
+        self._trained, self._seen = self._trained_now(), None
         key = ShardKey(id_, self._group.rank, self._group.size)
         self._segment = SegmentName(key, writer)
         if anew:
@@ -133,6 +141,9 @@ class JournalRecorder(Journal):
             wrote = self._owner.wrote
             self._writer.remove(lambda n: wrote(n) and n.keeper == ITSELF and n.writer >= writer)
         self._copies.begin(self._segment, anew)
+
+    def _trained_now(self) -> list[bool]:
+        return [*map(requires_grad, self._state.walk().params)]
 
     def drain(self, timeout_seconds: float) -> bool:
         self.settle()
@@ -222,6 +233,10 @@ class JournalRecorder(Journal):
         assert self._place is not None
         assert self._segment is not None
         plan, node, arena = self._capture.stage(adapter)
+        if self._seen != (plan, plan.trained):  # another plan looks at other parameters
+            if self._trained_now() != self._trained:
+                raise UnjournaledError(THAWED)
+            self._seen = plan, plan.trained
         tree = tree_codec.EncodedTree(node, arena)
         small = self._small.make(plan, tree, self._writer.room)
         if self._digest is None or self._digest.plan is not plan:

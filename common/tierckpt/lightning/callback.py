@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Unpack
 
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.errors import TierckptError
-from tierckpt.settings import Arguments
+from tierckpt.settings import Arguments, with_settings
+from tierckpt.state.extras import Generator
 
 from .fit import Fit
 from .package import callback_base, for_every_package, searches
@@ -24,7 +26,13 @@ NO_FIT = (
     "strategies ddp_spawn and ddp_fork only the processes that Lightning starts have one"
 )
 
+NONE = (
+    "no checkpoints are taken: this is a fast_dev_run, a Tuner's search, or a copy of a Trainer "
+    "that was made during a fit"
+)
 
+
+@with_settings
 class TierCheckpoint(Callback):  # type: ignore[misc]
     """Takes checkpoints of a fit after each optimizer step, and restores the newest one when a fit
     starts, bit for bit, also in the middle of an epoch.
@@ -35,6 +43,8 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
 
     Args:
         monitor: name of a logged metric, for the setting `keep_best`; as in ModelCheckpoint.
+        generators: random generators that the training data draw from, if they are not found; as in
+            `tierckpt.ResumableLoader`.
         settings: the keyword arguments of `ddp_ckpt.Checkpointer`, except `boundary`.
 
     Errors of the settings, of a strategy that is not supported, and of a restore are raised when
@@ -46,10 +56,16 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
         made: TierCheckpoint = super().__new__(for_every_package(cls))
         return made
 
-    def __init__(self, *, monitor: str | None = None, **settings: Unpack[Arguments]) -> None:
+    def __init__(
+        self,
+        *,
+        monitor: str | None = None,
+        generators: Iterable[Generator] = (),
+        **settings: Unpack[Arguments],
+    ) -> None:
         super().__init__()
-        self._monitor, self._settings = monitor, settings
-        self._is_automatic = False
+        self._monitor, self._settings, self._generators = monitor, settings, [*generators]
+        self._is_automatic = self._is_copy = False
         self._fit: Fit | None = None
 
     @classmethod
@@ -81,10 +97,10 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
         if self._is_automatic and self is not (given or ours)[0]:
             return
         self._fit = None
-        if trainer.fast_dev_run or searches(trainer):
-            logger.info("no checkpoints are taken: this is a fast_dev_run, or a Tuner's search")
+        if trainer.fast_dev_run or searches(trainer) or self._is_copy:
+            logger.info(NONE)
             return
-        self._fit = Fit(trainer, self._monitor, self._settings)
+        self._fit = Fit(trainer, self._monitor, self._settings, self._generators)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take signals back from Lightning."""
@@ -97,8 +113,10 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
             self._fit.leave(exception)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the fit out, for launchers that pickle the Trainer."""
-        return {**vars(self), "_fit": None}
+        """Leave the fit out, for launchers that pickle the Trainer, and for copies: one that is
+        made during a fit takes no checkpoints, which would be the fit's own."""
+        is_amid = self._fit is not None and not self._fit.checkpointer.closed
+        return {**vars(self), "_fit": None, "_is_copy": self._is_copy or is_amid}
 
 
 __all__ = ["TierCheckpoint"]

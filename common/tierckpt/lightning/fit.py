@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import ddp_ckpt
+from tierckpt._text import some
 from tierckpt.errors import RestoreError
 from tierckpt.halt.signals import Signals
 from tierckpt.integrations.early_end import end_if_interrupted
@@ -15,6 +17,7 @@ from tierckpt.integrations.kept_gradients import KeptGradients
 from tierckpt.integrations.notices import Notices
 from tierckpt.settings import Arguments
 from tierckpt.state import rng
+from tierckpt.state.extras import Generator
 
 from . import hook_states
 from .loop_hooks import LoopHooks
@@ -34,6 +37,11 @@ IMPORTED = (
     "the file itself, fit(ckpt_path=...), and TierCheckpoint an empty path: the job goes on from "
     "the file, and takes its versions there (`tierckpt export` makes a .ckpt)"
 )
+LEFT_OUT = (
+    "on_train_epoch_start of {names} is not called in this epoch, which had begun before the "
+    "restart. If it makes more than a restart restores (the epoch's number of a data set, a list), "
+    "do that in on_train_start, too: every run calls it"
+)
 NOT_LOADED = (
     "ckpt_path {given!r} is not loaded: the job goes on from {version}. To begin with this file, "
     "use another path for TierCheckpoint, and no fork_from"
@@ -44,13 +52,19 @@ class Fit:
     """Belongs to the callback, from `on_fit_start` to the end of the training or an exception.
     Training thread."""
 
-    def __init__(self, trainer: Any, monitor: str | None, settings: Arguments) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        monitor: str | None,
+        settings: Arguments,
+        generators: Sequence[Generator],
+    ) -> None:
         """Attach and restore. Collective; raises the errors of `ddp_ckpt.Checkpointer`, of its
         `restore`, and of `package.check`."""
         self._say = Notices()
         check(trainer, self._say)
         self._trainer, self._loop, self._monitor = trainer, trainer.fit_loop, monitor
-        self._data = TrainingData(trainer)
+        self._data = TrainingData(trainer, generators)
         self._state = TrainerState(trainer, self._data)
         self.checkpointer = _attached(trainer, self._state, settings)
         self._say.attach(self.checkpointer)
@@ -66,7 +80,11 @@ class Fit:
             raise
 
     def _restore(self) -> None:
-        restored, trainer = self.checkpointer.restore(), self._trainer
+        trainer, finished = self._trainer, self.checkpointer._finished
+        # A further fit() of one Trainer goes on; it makes new optimizers.
+        finished.parts = trainer, trainer.lightning_module
+        finished.asked, finished.trains = bool(trainer.ckpt_path), True
+        restored = self.checkpointer.restore()
         if not restored.version:
             return
         if restored.imported:
@@ -86,6 +104,8 @@ class Fit:
         # A sanity check would move what was restored; the job has made it already.
         trainer.num_sanity_val_steps = 0
         amid_epoch = self._state.is_amid_epoch
+        if amid_epoch and (names := hook_states.owners(trainer, "on_train_epoch_start")):
+            self._say(LEFT_OUT.format(names=some(names)), logging.WARNING)
         self._data.waits = amid_epoch
         self._max_steps = self._loop.epoch_loop.max_steps
         if amid_epoch and self._max_steps != -1:
@@ -98,11 +118,15 @@ class Fit:
         self._loop.epoch_loop.max_steps = self._max_steps
         self._state.load_at_resumption()
         rng.load_rng(self._streams, self._trainer.strategy.root_device)
-        saved = self._state.loaded
-        if self._state.is_amid_epoch and saved is not None and saved["data"] is not None:
-            self._state.check_loaders()
-            self._data.set_epoch(self._loop.epoch_progress.current.processed)
-            self._data.resume(saved["data"], self._state.batches, self._state.factor)
+        state, saved = self._state, self._state.loaded
+        if saved is not None and saved["data"] is not None:
+            if state.is_amid_epoch:
+                state.check_loaders()
+                self._data.set_epoch(self._loop.epoch_progress.current.processed)
+                others = state.is_of_other_ranks
+                self._data.resume(saved["data"], state.batches, state.factor, others)
+            else:
+                self._data.begin_next(saved["data"])
         self._state.loaded = None
 
     def take_signals(self) -> None:
@@ -116,6 +140,7 @@ class Fit:
 
     def _batch_ended(self) -> None:
         trainer, epoch = self._trainer, self._loop.epoch_loop
+        self._state.trained()
         if trainer.global_step == self._steps or self.checkpointer.closed:
             return
         if self._gradients is not None and self._gradients.are_kept():
@@ -131,7 +156,7 @@ class Fit:
 
     def _stop(self) -> None:
         """End the training before any work at the end of the epoch, which would be stored."""
-        self.checkpointer.close()
+        self.checkpointer._close()
         self._trainer.should_stop = True
         self._loop.min_epochs, self._loop.epoch_loop.min_steps = 0, None
 
@@ -140,7 +165,7 @@ class Fit:
         self._detach()
         self.take_signals()
         if not self.checkpointer.closed:
-            self.checkpointer.close()
+            self.checkpointer._close()
         self._mend_handlers()
         requeue_if_announced(self._trainer, self.checkpointer)
         end_if_interrupted(self.checkpointer)

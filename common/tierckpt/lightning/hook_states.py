@@ -1,19 +1,31 @@
 """State that scripts store by Lightning's hooks: callbacks, datamodule, `on_save_checkpoint`.
 
-`on_save_checkpoint` receives a dict as Lightning makes it for a checkpoint file, and only keys that
-it adds are stored.
+`on_save_checkpoint` receives a dict as Lightning makes it for a checkpoint file. What hooks change
+in it is stored, and `on_load_checkpoint` receives such a dict with the same changes.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from tierckpt._text import in_words
+from tierckpt.errors import TierckptError
+
+from .package import package_of
 
 ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 """What ModelCheckpoint needs, to not save a step twice, and leaves out of `state_dict()`."""
 AVERAGE = "_average_model"
 """The averaged weights of a WeightAveraging (EMA) or StochasticWeightAveraging callback."""
+
+
+class HookError(TierckptError):
+    """A hook of the script raised an error; the text names both."""
 
 
 def averages(trainer: Any) -> dict[str, torch.nn.Module]:
@@ -26,25 +38,45 @@ def averages(trainer: Any) -> dict[str, torch.nn.Module]:
 
 
 def pack(trainer: Any) -> dict[str, Any]:
-    """The states of callbacks and datamodule, and the keys that hooks add to a checkpoint."""
-    callbacks = {}
+    """The states of callbacks and datamodule, and what hooks change in a checkpoint. Raises
+    HookError for an error of one of them."""
+    states, packed = {}, {}
     for callback in trainer.callbacks:
-        state = {k: v for k, v in callback.state_dict().items() if k != "average_model_state"}
+        state = _called(callback, "state_dict")
+        state = {k: v for k, v in state.items() if k != "average_model_state"}
         own = {name: getattr(callback, name) for name in ATTRIBUTES if hasattr(callback, name)}
         if state or own:
-            callbacks[callback.state_key] = {"state": state, "own": own}
-    data = trainer.datamodule
-    return {
-        "callbacks": callbacks,
-        "datamodule": {} if data is None else data.state_dict(),
-        "hooks": _added_by_hooks(trainer, "on_save_checkpoint"),
-    }
+            states[callback.state_key] = state
+            packed[str(callback.state_key)] = {"state": state, "own": own}  # some give a type
+    data = {} if trainer.datamodule is None else _called(trainer.datamodule, "state_dict")
+    changes = {}
+    if hooks := _hooks(trainer, "on_save_checkpoint"):
+        file = _file(trainer, states, data)
+        before = {k: dict(v) if isinstance(v, dict) else v for k, v in file.items()}
+        for hook in hooks:
+            hook(file)
+        changes = _changes(before, file)
+    return {"callbacks": packed, "datamodule": data, **changes}
 
 
 def load(trainer: Any, packed: dict[str, Any]) -> None:
-    """Give the states to callbacks, datamodule and hooks."""
+    """Give the states to hooks, datamodule and callbacks, in Lightning's order."""
+    if not packed:
+        return
+    callbacks, data = packed["callbacks"], packed["datamodule"]
+    if hooks := _hooks(trainer, "on_load_checkpoint"):
+        keys = {str(callback.state_key): callback.state_key for callback in trainer.callbacks}
+        states = {keys.get(key, key): saved["state"] for key, saved in callbacks.items()}
+        file = _file(trainer, states, data)
+        weights = file["state_dict"].items()
+        file["state_dict"] = {name: value.to("cpu", copy=True) for name, value in weights}
+        _change(file, packed)
+        for hook in hooks:
+            hook(file)
+    if data:
+        trainer.datamodule.load_state_dict(data)
     for callback in trainer.callbacks:
-        saved = packed["callbacks"].get(callback.state_key)
+        saved = callbacks.get(str(callback.state_key))
         if saved is None:
             continue
         if saved["state"]:
@@ -53,10 +85,6 @@ def load(trainer: Any, packed: dict[str, Any]) -> None:
                 saved["state"].setdefault("average_model_state", average.state_dict())
             callback.load_state_dict(saved["state"])
         vars(callback).update(saved["own"])
-    if packed["datamodule"]:
-        trainer.datamodule.load_state_dict(packed["datamodule"])
-    if packed["hooks"]:
-        _added_by_hooks(trainer, "on_load_checkpoint", packed["hooks"])
 
 
 def resume_averaging(trainer: Any) -> None:
@@ -75,38 +103,96 @@ def resume_averaging(trainer: Any) -> None:
         group.update(kept)
 
 
-def _added_by_hooks(trainer: Any, hook: str, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Call the hook of callbacks and module with a checkpoint; returns what they added to it."""
+def owners(trainer: Any, hook: str) -> list[str]:
+    """Class names of the callbacks and the module with a hook of the script's own."""
+    every = (*trainer.callbacks, trainer.lightning_module)
+    return [type(each).__name__ for each in every if _has(each, hook)]
+
+
+def _hooks(trainer: Any, name: str) -> list[Callable[[dict[str, Any]], None]]:
+    """The script's hooks that change a checkpoint, in Lightning's order."""
     module = trainer.lightning_module
-    callbacks = [
-        each for each in trainer.callbacks if _has(each, hook) and not hasattr(each, AVERAGE)
+    found: list[Callable[[dict[str, Any]], None]] = [
+        partial(_called, callback, name, trainer, module)
+        for callback in trainer.callbacks
+        if _has(callback, name) and not hasattr(callback, AVERAGE)
     ]
-    if not callbacks and not _has(module, hook):
-        return {}
-    checkpoint = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "state_dict": module.state_dict(),
-        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
-        "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
-        "optimizer_states": [each.state_dict() for each in trainer.optimizers],
-        "lr_schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
-        **(given or {}),
-    }
-    before = set(checkpoint)
-    for callback in callbacks:
-        getattr(callback, hook)(trainer, module, checkpoint)
-    if _has(module, hook):
-        getattr(module, hook)(checkpoint)
-    return {key: value for key, value in checkpoint.items() if key not in before}
+    if _has(module, name):
+        found.insert(
+            0 if name == "on_load_checkpoint" else len(found), partial(_called, module, name)
+        )
+    return found
 
 
 def _has(owner: Any, hook: str) -> bool:
-    """Whether a class of the script's overrides one of Lightning's empty hooks."""
+    """Whether the object, or a class of the script's, overrides one of Lightning's empty hooks."""
+    if hook in vars(owner):
+        return True
     for base in type(owner).__mro__:
         if hook in vars(base):
             return not base.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
     return False
 
 
-__all__ = ["averages", "load", "pack"]
+def _called(owner: Any, name: str, *args: Any) -> Any:
+    try:
+        return getattr(owner, name)(*args)
+    except Exception as error:
+        raise HookError(f"{type(owner).__name__}.{name}() raised {in_words(error)}") from error
+
+
+def _file(trainer: Any, callbacks: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as Lightning's `dump_checkpoint` makes it, before hooks."""
+    connector, module = trainer._checkpoint_connector, trainer.lightning_module
+    precision = trainer.precision_plugin
+    file = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": importlib.import_module(package_of(trainer)).__version__,
+        "state_dict": connector._get_lightning_module_state_dict(),
+        "loops": connector._get_loops_state_dict(),
+        "callbacks": callbacks,
+        "optimizer_states": [each.state_dict() for each in trainer.optimizers],
+        "lr_schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+    }
+    if state := precision.state_dict():
+        file[type(precision).__qualname__] = state
+    for owner in (module, trainer.datamodule):
+        if owner is not None and owner.hparams:
+            if hasattr(owner, "_hparams_name"):
+                file[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
+            file[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+    if data:
+        file[type(trainer.datamodule).__qualname__] = data
+    return file
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What hooks have changed: `hooks` has new values, `gone` the keys that are removed, `inside`
+    the changes of each dict among the values. The callbacks' own states are stored anyway."""
+    new, inside = {}, {}
+    for key, value in after.items():
+        known = before.get(key)
+        if key in before and (value is known or key == "callbacks"):
+            continue
+        if isinstance(value, dict) and isinstance(known, dict):
+            if any((changes := _changes(known, value)).values()):
+                inside[key] = changes
+        else:
+            new[key] = value
+    gone = [key for key in before if key not in after]
+    return {"hooks": new, "gone": gone, "inside": inside}
+
+
+def _change(file: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Repeat `_changes`. Older versions have `hooks` only."""
+    file.update(changes["hooks"])
+    for key in changes.get("gone", ()):
+        file.pop(key, None)
+    for key, inner in changes.get("inside", {}).items():
+        if key in file:
+            file[key] = {**file[key]}
+            _change(file[key], inner)
+
+
+__all__ = ["HookError", "averages", "load", "owners", "pack"]

@@ -5,9 +5,25 @@ Methods of one Trainer's loops are replaced by ones that call them, until `close
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
+
+
+class Replaced:
+    """Takes the place of a method on one object. In a copy of the object (`copy.deepcopy(trainer)`
+    or a pickle in a fit) it is the plain method."""
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._owner, self._name, self._call = owner, name, call
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what takes the place."""
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles: the owner's copy exists then, without its attributes."""
+        return getattr, (self._owner, self._name)
 
 
 class LoopHooks:
@@ -59,7 +75,6 @@ class LoopHooks:
     def _then(self, owner: Any, name: str, call: Callable[[], None]) -> None:
         method = getattr(owner, name)
 
-        @functools.wraps(method)
         def both(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
             call()
@@ -68,7 +83,7 @@ class LoopHooks:
         self._replace(owner, name, both)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        setattr(owner, name, method)
+        Replaced(owner, name, method)
         self._replaced.append((owner, name))
 
     def _give_back(self, owner: Any, name: str) -> None:
@@ -77,4 +92,4 @@ class LoopHooks:
             self._replaced.remove((owner, name))
 
 
-__all__ = ["LoopHooks"]
+__all__ = ["LoopHooks", "Replaced"]

@@ -20,6 +20,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 LIGHTNING = Framework(*_tested_versions.LIGHTNING)
 PRIVATE = (
     "fit_loop.epoch_loop.batch_progress.total",
+    "fit_loop.epoch_loop.val_loop._combined_loader",
     "fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader",
     "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch",
     "fit_loop.epoch_loop._batches_that_stepped",
@@ -49,9 +50,9 @@ OWN_FETCHING = (
     "know how many of them it trained on. Let it take `batch`, or remove TierCheckpoint"
 )
 CHANGES = {
-    "BaseFinetuning": "it adds parameters to the optimizer in the middle of the training, and a "
-    "restart would begin without them. Give all parameters to the optimizer, and freeze some with "
-    "requires_grad",
+    "ModelPruning": "it gives parameters other names (weight_orig) in the middle of the training, "
+    "and a restart would begin with the former ones. Prune the model before fit(), with "
+    "torch.nn.utils.prune: the masks are buffers, and part of every version",
     "LearningRateFinder": "it would search again after each restart. Search once, with "
     "Tuner(trainer).lr_find(model)",
     "BatchSizeFinder": "it would search again after each restart. Search once, with "

@@ -7,6 +7,7 @@ work of a batch, so that a resumed loop does all of the next one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from fractions import Fraction
@@ -14,8 +15,12 @@ from typing import Any
 
 from tierckpt.errors import RestoreError
 from tierckpt.integrations.other_ranks import StepSize
+from tierckpt.state import tree_codec
+from tierckpt.state.extras import Generator
+from tierckpt.state.witness import Comparison
 
 from . import hook_states, logged_results, metric_states
+from .hook_states import HookError
 from .training_data import TrainingData
 
 CONNECTOR = (
@@ -73,6 +78,27 @@ class TrainerState:
         """Another number of ranks took the restored version."""
         self._batch = 0
         """The batch size that goes with the restored place; 0: any."""
+        self._has_trained = False
+        self._scripts: dict[str, Any] = {}
+        """The restored states of the script's hooks, until a batch was trained on."""
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """See `DataWitness`; likewise:"""
+        return self._data.comparison
+
+    @property
+    def witnesses(self) -> bool:
+        """Whether batches get fingerprints."""
+        return self._data.witnesses
+
+    @witnesses.setter
+    def witnesses(self, witnesses: bool) -> None:
+        self._data.witnesses = witnesses
+
+    def draws_from(self, named: dict[str, Generator]) -> None:
+        """As in `ResumableLoader`."""
+        self._data.named = named
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values and tensors; shares its tensors."""
@@ -84,6 +110,7 @@ class TrainerState:
             "validation": {
                 "seen": dict(epoch.val_loop._seen_batches_per_dataloader),
                 "has_run": epoch.val_loop._has_run,
+                "is_set_up": epoch.val_loop._combined_loader is not None,
                 "reloaded": _whole(epoch.val_loop._last_val_dl_reload_epoch),
             },
             "broadcasts_buffers": getattr(trainer.strategy.model, DDP_FLAG, True),
@@ -97,12 +124,22 @@ class TrainerState:
                 for each in trainer.lr_scheduler_configs
             ],
             "precision": {} if scaler_of(trainer) else trainer.precision_plugin.state_dict(),
-            "scripts": hook_states.pack(trainer),
+            "scripts": hook_states.pack(trainer) if self._has_trained else self._scripts,
             "connector": {name: getattr(connector, name) for name in CONNECTOR},
             "results": logged_results.pack(epoch._results),
             "metrics": metric_states.pack(trainer.lightning_module),
             "data": self._data.state_dict(),
         }
+
+    def trained(self) -> None:
+        """Note that a batch was trained on: hooks of the script may be called from now on, as by
+        Lightning's first save. Raises UnsupportedStateError, at the first call, if a version cannot
+        store their state. Their own errors are those of every version."""
+        if self._has_trained:
+            return
+        self._has_trained = True
+        with contextlib.suppress(HookError):
+            tree_codec.pack(hook_states.pack(self._trainer), "hooks", tree_codec.Arena().keep)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state for `load_at_start` and `load_at_resumption`."""
@@ -179,14 +216,15 @@ class TrainerState:
                 config.scheduler.load_state_dict(state)
         if saved["precision"]:
             trainer.precision_plugin.load_state_dict(saved["precision"])
-        hook_states.load(trainer, saved["scripts"])
+        self._scripts = saved["scripts"]
+        hook_states.load(trainer, self._scripts)
 
     def load_at_resumption(self) -> None:
         """Set the rest, which the start of a fit resets: before the first batch."""
         if self.loaded is None:
             return
         trainer, epoch, saved = self._trainer, self._loop.epoch_loop, self.loaded
-        if saved["validation"]["has_run"]:
+        if saved["validation"]["has_run"] or saved["validation"].get("is_set_up"):
             trainer.validating = True
             epoch.val_loop.setup_data()
             trainer.training = True

@@ -15,10 +15,19 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tierckpt.integrations.other_ranks import PlaceOfAnyRanks, order_batch_of
-from tierckpt.resumable_loader import generators_of, samplers_of
+from tierckpt.resumable_loader import samplers_of
 from tierckpt.state.extras import Generator
+from tierckpt.state.witness import Comparison, Fingerprint, Ways
 
+from .loop_hooks import Replaced
 from .package import part
+
+WAYS = Ways(
+    give="TierCheckpoint(generators=[...])",
+    set_epoch="call it in on_train_start, too, with trainer.current_epoch",
+    count="set its count in on_train_start from trainer.current_epoch",
+    begin="begin a new job at another path",
+)
 
 
 class LoaderFacts(NamedTuple):
@@ -36,15 +45,19 @@ class LoaderFacts(NamedTuple):
 class TrainingData:
     """The training loaders of one Trainer. Training thread."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, generators: Sequence[Generator]) -> None:
         """Adopt the loaders that the fit loop requests from now on."""
+        self._given = generators
+        self.witnesses, self.named = True, dict[str, Generator]()
+        """Whether batches get fingerprints, and the generators of `extra` and `extra_per_rank`;
+        both are set by the checkpointer."""
         self._loop, self._package = trainer.fit_loop, part(trainer, "utilities.combined_loader")
         self._source = self._loop._data_source
         self._request = self._source.dataloader
         self.waits = False
         """True until a resumed pass can begin: Lightning makes an iterator, of which it knows only
         the length then, before it sets the samplers' epoch."""
-        self._source.dataloader = self._adopted
+        Replaced(self._source, "dataloader", self._adopted)
         self._known: list[Any] = []
         """The loaders of `_facts`."""
         self._facts = LoaderFacts()
@@ -55,8 +68,28 @@ class TrainingData:
 
     def state_dict(self) -> dict[str, Any] | None:
         """The place in the data; None if the loop has no iterator yet."""
-        data = getattr(self._loop._combined_loader, "resumable", None)
-        return None if data is None else data.state_dict()
+        data = self._resumable
+        if data is None:
+            return None
+        self._look_at_evaluation(data)
+        return data.state_dict()
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Of the newest batch; None if the loop has no iterator yet."""
+        return getattr(self._resumable, "comparison", None)
+
+    @property
+    def _resumable(self) -> PlaceOfAnyRanks[Any] | None:
+        return getattr(self._loop._combined_loader, "resumable", None)
+
+    def _look_at_evaluation(self, data: PlaceOfAnyRanks[Any]) -> None:
+        """Find the generators of the loaders of validations, which Lightning makes later."""
+        validation = self._loop.epoch_loop.val_loop._combined_loader
+        loaders = list(getattr(validation, "flattened", ()))
+        if loaders != data.loader.evaluated:  # type: ignore[attr-defined]
+            data.loader.evaluated = loaders  # type: ignore[attr-defined]
+            data.draws_from(self.named)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of all samplers, as Lightning does."""
@@ -73,18 +106,26 @@ class TrainingData:
             self._known, self._facts = loaders, _facts_of(loaders)
         return self._facts
 
-    def resume(self, state: dict[str, Any], taken: int, factor: Fraction) -> None:
+    def resume(
+        self, state: dict[str, Any], taken: int, factor: Fraction, is_of_other_ranks: bool
+    ) -> None:
         """Begin the pass at the saved place. The global generators must be as the restore has set
         them, and are so afterwards. `taken`: batches of the epoch that were trained on; `factor`:
         as in `PlaceOfAnyRanks.convert`."""
         self.waits = False
-        fetcher, combined = self._loop._data_fetcher, self._loop._combined_loader
-        data = combined.made_resumable()
+        fetcher, data = self._loop._data_fetcher, self._loop._combined_loader.made_resumable()
+        self._look_at_evaluation(data)
         data.load_state_dict(state)
-        data.convert(factor)
+        data.convert(factor, is_of_other_ranks)
         data.restored()
         iter(fetcher)
         fetcher.fetched += taken
+
+    def begin_next(self, state: dict[str, Any]) -> None:
+        """Set the generators of the loaders, which begin an epoch."""
+        data = self._loop._combined_loader.made_resumable()
+        self._look_at_evaluation(data)
+        data.load_generators(state)
 
     def _adopted(self) -> Any:
         """The loaders that the script gives, combined as Lightning does it."""
@@ -94,7 +135,22 @@ class TrainingData:
         if not hasattr(combined, "made_resumable"):
             combined.__class__ = _resumable(type(combined))
         combined.waits, combined.resumable = lambda: self.waits, None
+        combined.made = self._made
         return combined
+
+    def _made(self, passes: _Passes, ahead: int) -> PlaceOfAnyRanks[Any]:
+        made = _Place(passes, of=passes.loaders, ahead=ahead, generators=self._given)
+        made.witnesses = self.witnesses
+        made.draws_from(self.named)
+        return made
+
+
+class _Place(PlaceOfAnyRanks[Any]):
+    ways = WAYS
+
+    def _fingerprint(self, batch: Any) -> Fingerprint:
+        """Of the batch alone: a CombinedLoader adds its number, and that of its loader."""
+        return super()._fingerprint(batch[0])
 
 
 def _facts_of(loaders: Sequence[Any]) -> LoaderFacts:
@@ -123,6 +179,7 @@ def _made_resumable(kind: Any) -> type:
         """Iterates through `resumable`, a `ResumableLoader` around the base's iteration."""
 
         waits: Callable[[], bool]
+        made: Callable[[_Passes, int], PlaceOfAnyRanks[Any]]
         resumable: PlaceOfAnyRanks[Any] | None
         _unread: list[Any] | None = None
 
@@ -137,14 +194,19 @@ def _made_resumable(kind: Any) -> type:
         def __next__(self) -> Any:
             return next(self._batches)
 
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Make a copy, with a copy of the Trainer, one of the base's."""
+            own = ("waits", "made", "resumable", "_batches", "_unread")
+            state = {name: value for name, value in vars(self).items() if name not in own}
+            return object.__new__, (kind,), state
+
         def made_resumable(self) -> PlaceOfAnyRanks[Any]:
             """The object that knows the place."""
             if self.resumable is None:
-                found = [each for loader in self.flattened for each in _generators_of(loader)]
                 # Lightning fetches one batch ahead where it knows no length.
                 ahead = 0 if self._know_length() else 1
                 passes = _Passes(self, super().__iter__, super().__next__)
-                self.resumable = PlaceOfAnyRanks(passes, ahead=ahead, generators=found)
+                self.resumable = self.made(passes, ahead)
             return self.resumable
 
         def _know_length(self) -> bool:
@@ -169,14 +231,6 @@ def _made_resumable(kind: Any) -> type:
     return ResumableCombinedLoader
 
 
-def _generators_of(loader: Any) -> Sequence[Generator]:
-    """Also those of samplers that Lightning has wrapped to distribute what they draw."""
-    wrapped = [getattr(each, "dataset", None) for each in samplers_of(loader)]
-    inner = [getattr(each, "_sampler", None) for each in wrapped]
-    more = [getattr(each, "generator", None) for each in inner]
-    return generators_of(loader, [each for each in more if isinstance(each, Generator)])
-
-
 class _Unread:
     """Has the length of a loader, if it has one, and no batches."""
 
@@ -197,6 +251,9 @@ class _Passes:
         self, combined: Any, begin: Callable[[], Any], following: Callable[[], Any]
     ) -> None:
         self._combined, self._begin, self._next = combined, begin, following
+        self.loaders = combined.flattened
+        self.evaluated: list[Any] = []
+        """Generators are looked for in these loaders, and in those of validations."""
 
     def __len__(self) -> int:
         return len(self._combined)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt._version import __version__
+from tierckpt.format.run_record import TRAINING_END
 from tierckpt.storage.local.claim_file import user_name
 from tierckpt.storage.local.launch import launch_of
 
@@ -71,7 +72,7 @@ def end_reason(asked: str, abandoned: bool) -> tuple[str, bool]:
         return f"sys.exit({code})", code != 0
     if error is not None:
         return type(error).__name__, True
-    return asked or ("no last version" if abandoned else "the training's end"), False
+    return asked or ("no last version" if abandoned else TRAINING_END), False
 
 
 def git_commit(folder: Path) -> str:

@@ -131,7 +131,22 @@ class JobNode:
         return [self.path, *(path for job in forks for path in job.every_path())]
 
     def as_json(self) -> dict[str, Any]:
-        """The history for other programs. The runs are one list: `began` names a run's parent."""
+        """The history for other programs. Times are Unix times. (Of a folder with several jobs the
+        command prints `path`, and `jobs`, a list of these.)
+
+        - `path`: as given, or a fork's own; `problems`: what could not be read, as text
+        - `origin`: null, or the version of another job that it began from: the keys of `fork.json`
+        - `runs`: a flat list, oldest first: `generation`, `run_id` (distinguishes runs that left no
+          version, and share their generation with the next one), `began` (null, or generation and
+          version in the list's earlier runs), `running`, `newest` (number of its newest known
+          version), `end` (null, or `ended_seconds`, `reason`, `rank`, `failed`, `version`),
+          `versions`, `forks`, and the keys of its record, if there is one
+        - `versions` of a run: `version`, `levels`, `iteration`, `metric`, `created_seconds`, and
+          `complete`, `next` (a restart takes it), `given_up`, `best`, `pinned`, `held_for`,
+          `suspect`
+        - `forks` of a run: `from` (generation and version), `path`, `host`, `since_seconds`,
+          `held`, and `job`: null, or an object like this one
+        """
         return {
             "path": self.path,
             "origin": self.origin.to_json() if self.origin else None,

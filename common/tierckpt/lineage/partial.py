@@ -47,6 +47,7 @@ class PartLoader(Loader):
         chosen = _ChosenParts(self, self._live, self._live_specs, self._selection, self.report)
         self.specs, self.own_specs = chosen.specs, chosen.own_specs
         self.structure, self.saved = chosen.structure, chosen.saved
+        self._trained = {}  # this job decides what it trains
         self._names, self._params = chosen.names, chosen.params
         return None
 
@@ -106,7 +107,7 @@ class _ChosenParts:
         self.params: dict[str, TensorSpec] = {}
         """By live parameter, those of the source that fit it, wanted or not."""
         saved = loader.saved
-        gone = {"rng", "imported", "began", "adapter", FILES}
+        gone = {"rng", "imported", "began", "adapter", "options", "switches", FILES}
         kept = {key: value for key, value in saved.items() if key not in gone}
         emptied = ("groups", "odd", "remainders", "extra", "extra_per_rank")
         self.saved = {**kept, **{key: {} for key in emptied}, "shared": []}

@@ -16,6 +16,7 @@ from tierckpt.core.levels import LOCAL, PERSISTENT
 from tierckpt.format.ids import VersionId
 from tierckpt.format.run_record import RunEnd, RunRecord
 from tierckpt.group import Group
+from tierckpt.storage.files import answers
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 from tierckpt.storage.run_records import RunRecords
 
@@ -64,6 +65,9 @@ class RunNotes:
             ranks=self._ranks,
             nodes=self._nodes,
             best=self._config.best,
+            events=_whole(self._config.events_dir),
+            traces=_whole(self._config.trace_dir),
+            persistent=self._config.persistent.path if self._config.uses(PERSISTENT) else "",
             **facts_here(self._config.node),
         )
         self._begin(None, self._config.uses(LOCAL) and self._is_first, self._far)
@@ -110,9 +114,11 @@ class RunNotes:
             each.join()
         try:
             if local:
+                answers.ensure(self._config.directory, CLOSE_SECONDS)
                 _add(RunRecords(self._config.directory), record, end)
             if far:
                 place, few = self._config.persistent, RetryPolicy(tries=3)
+                answers.ensure(place.path, CLOSE_SECONDS)
                 made = PersistentStore(place.path, retry=few, **place.options())
                 with contextlib.closing(made) as store:
                     store.create()

@@ -164,20 +164,6 @@ def _numbers(a: StoredTensor, b: StoredTensor) -> Numbers:
     return sums.numbers()
 
 
-def norm_of(tensor: StoredTensor) -> float | None:
-    """The Euclidean norm of the finite elements, in float64; None if they are no numbers with a
-    point, or if there are none. Raises CorruptShardError, OSError."""
-    dtype, squares, seen = tree_codec.dtype_of(tensor.spec.dtype), 0.0, 0
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return None
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    for low in range(0, tensor.spec.numel, CHUNK_ELEMENTS):
-        values = _wide(tensor.read(low, min(low + CHUNK_ELEMENTS, tensor.spec.numel)), dtype, wide)
-        size = values[torch.isfinite(values)].abs()
-        squares, seen = squares + float(size.dot(size)), seen + size.numel()
-    return math.sqrt(squares) if seen else None
-
-
 def _row_major(tensor: StoredTensor) -> np.ndarray:
     target = tree_codec.empty(tensor.spec, "cpu")
     if tensor.spec.numel:

@@ -12,11 +12,15 @@ from tierckpt.core.copies import Location, Problem
 from tierckpt.core.fork import source_of
 from tierckpt.errors import ConfigError
 from tierckpt.format.ids import VersionId
+from tierckpt.storage.files import answers
+from tierckpt.storage.files.mounts import mounts_in
 from tierckpt.storage.forks import is_kept
+from tierckpt.storage.local.directory_claim import memory_folders
 from tierckpt.storage.local.sibling_nodes import NODE, named, parent_of, siblings_of
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import job_id_of
 from tierckpt.storage.persistent import PersistentStore
+from tierckpt.storage.run_records import FOLDER as RUNS
 
 FOREIGN = "lost+found"
 """A file system's own folder, which most users cannot read."""
@@ -28,7 +32,8 @@ class MissingPathError(ConfigError):
 
 def folders_of(path: str, unseen: list[Problem]) -> list[Path]:
     """The directories that a path means: itself, and those in it that are a node's; in a folder
-    that is no job's own place also those that are a persistent level. Adds unreadable ones to
+    that is no job's own place also those that are a persistent level, or may have a job in memory
+    alone. Adds unreadable ones to
     `unseen`. Raises MissingPathError if the path does not exist."""
     if NODE in path:
         return _named_after_nodes(path, unseen)
@@ -39,7 +44,11 @@ def folders_of(path: str, unseen: list[Problem]) -> list[Path]:
                 f"{path} is not a directory; give a job's path or its persistent_path"
                 + _without_version(path)
             )
-        inside = sorted(each for each in folder.iterdir() if not _is_no_job(each))
+        hanging = [Path(each) for each in answers.silent(mounts_in(path), answers.PATIENCE_SECONDS)]
+        for each in hanging:
+            _add(each, answers.NoAnswerError(str(each), answers.PATIENCE_SECONDS), unseen)
+        there = (each for each in folder.iterdir() if each.absolute() not in hanging)
+        inside = sorted(each for each in there if not _is_no_job(each))
     except OSError as error:
         _add(folder, error, unseen)
         return []
@@ -49,8 +58,11 @@ def folders_of(path: str, unseen: list[Problem]) -> list[Path]:
 
 def _is_place(folder: Path, unseen: list[Problem], is_inside_a_job: bool) -> bool:
     """Whether a directory has versions of the local level, or, outside of a job's own place, of
-    the persistent one. Inside a job's path, another persistent level may be another job's."""
-    return _has_shards(folder, unseen) or (not is_inside_a_job and _has_versions(folder))
+    the persistent one, or was a job's `path`, which may have versions in memory alone. Inside a
+    job's path, these may be another job's."""
+    if _has_shards(folder, unseen):
+        return True
+    return not is_inside_a_job and (_has_versions(folder) or _was_a_path(folder))
 
 
 def folders_with_jobs(path: str, most: int) -> list[str]:
@@ -61,6 +73,8 @@ def folders_with_jobs(path: str, most: int) -> list[str]:
         for each in sorted(Path(path).iterdir()):
             if len(found) == most:
                 break
+            if answers.is_silent(str(each.absolute())):
+                continue
             with suppress(OSError, MissingPathError):
                 if not _is_no_job(each) and each.is_dir() and folders_of(str(each), [])[1:]:
                     found.append(str(each))
@@ -138,6 +152,10 @@ def _has_versions(folder: Path) -> bool:
     with suppress(OSError):  # reported for the shards
         return folder.is_dir() and bool(PersistentStore(str(folder)).versions())
     return False
+
+
+def _was_a_path(folder: Path) -> bool:
+    return os.path.isdir(folder / RUNS) or any(map(Path.is_dir, memory_folders(folder)))
 
 
 def _add(folder: Path, error: OSError, unseen: list[Problem]) -> None:

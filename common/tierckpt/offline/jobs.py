@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tierckpt._text import counted, is_url, some
 from tierckpt.core.fork import source_of
 from tierckpt.errors import ConfigError
+from tierckpt.storage.files import answers
 from tierckpt.storage.run_records import FOLDER as RUNS
 
 from .folders import folders_with_jobs
@@ -23,9 +24,9 @@ class _Job:
     """Places that belong together, by the names of jobs and runs in them."""
 
     names: set[str]
-    near: list[str] = field(default_factory=list)
+    near: set[str] = field(default_factory=set)
     """Directories of the local level, as they were given."""
-    far: list[str] = field(default_factory=list)
+    far: set[str] = field(default_factory=set)
     """Places of the persistent level. A job has several only if it was moved."""
 
 
@@ -40,7 +41,9 @@ def jobs_in(there: Survey) -> list[list[str]]:
     jobs = _together(own, there)
     near = [sorted(job.near) for job in jobs if job.near]
     far = [sorted(job.far) for job in jobs if job.far]
-    several = next((each for each in (near, far) if len(each) > 1), [])
+    several = [sorted(job.near or job.far) for job in jobs if job.near or job.far]
+    if len(near) < 2 and len(far) < 2:
+        several = []
     if not several and _clash(own):
         places = [place for job in jobs for place in (*job.near, *job.far)]
         several = [[each] for each in places or sorted({copy.facts.job for copy in own})]
@@ -57,14 +60,18 @@ def _together(own: Iterable[Copy], there: Survey) -> list[_Job]:
         job = found.get((level, place))
         if job is None:
             job = found[level, place] = _Job({f"run {name}" for name in there.runs.get(place, ())})
-            job.near += [given.get(place, place)] * (level == "local")
-            job.far += [place] * (level == "persistent")
+            job.near |= {given.get(place, place)} if level == "local" else set()
+            job.near |= set(there.claims.get(place, ())) if level == "memory" else set()
+            job.far |= {place} if level == "persistent" else set()
         job.names |= {f"job {copy.facts.job}", f"run {copy.facts.run_id}"}
+    for name in there.living - there.elsewhere:  # one without a version, too
+        job = found.setdefault(("memory", name), _Job({f"job {name}"}))
+        job.near |= set(there.claims.get(name, ()))
     joined = list[_Job]()
     for job in found.values():
         for same in [each for each in joined if each.names & job.names]:
             joined.remove(same)
-            job = _Job(same.names | job.names, same.near + job.near, same.far + job.far)
+            job = _Job(same.names | job.names, same.near | job.near, same.far | job.far)
         joined.append(job)
     return joined
 
@@ -136,7 +143,8 @@ def hint_of(path: str, there: Survey) -> str:
 def hints_of(paths: Where | Sequence[Where], there: Survey) -> str:
     """The hints of all these paths, if the survey found nothing at any of them."""
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    hints = [] if there.copies else [hint_of(os.fspath(each), there) for each in given]
+    known = [each for each in given if not answers.is_silent(os.fspath(each))]
+    hints = [] if there.copies else [hint_of(os.fspath(each), there) for each in known]
     return "; ".join(filter(None, hints))
 
 

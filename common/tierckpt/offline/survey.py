@@ -28,6 +28,7 @@ from tierckpt.core.rollback import Rollback, RollbackRequest, merged, pending
 from tierckpt.errors import CorruptShardError, FormatError, PersistentError
 from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
+from tierckpt.storage.files import answers
 from tierckpt.storage.forks import ForkMarks, OriginFile
 from tierckpt.storage.inventory import (
     look_at_local,
@@ -38,7 +39,7 @@ from tierckpt.storage.inventory import (
 )
 from tierckpt.storage.local.directory_claim import memory_folders
 from tierckpt.storage.local.pins import LocalPins
-from tierckpt.storage.local.sibling_nodes import NODE
+from tierckpt.storage.local.sibling_nodes import NODE, parent_of
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, is_default_id, job_id_of
 from tierckpt.storage.notes import Place
@@ -94,6 +95,8 @@ class Survey:
     """Folders of other nodes with newer versions, and how to include them, in words."""
     directories: list[Path] = field(default_factory=list)
     """Directories that were searched for files of the local level."""
+    claims: dict[str, list[str]] = field(default_factory=dict)
+    """Those of each job that may be in this machine's memory, by their claims and paths."""
     jobs: list[JobDirectory] = field(default_factory=list)
     """Folders of the jobs in this machine's memory that exist."""
     elsewhere: set[str] = field(default_factory=set)
@@ -174,7 +177,7 @@ class Survey:
 
 
 def _whole(place: str) -> str:
-    return place if is_url(place) else os.path.realpath(place)
+    return place if is_url(place) or answers.is_silent(place) else os.path.realpath(place)
 
 
 def _parted(why: str) -> tuple[str, str]:
@@ -204,12 +207,22 @@ def survey(paths: Where | Sequence[Where], config: Config | None = None) -> Surv
     Raises MissingPathError if a path does not exist and its job has nothing in memory."""
     config = load_config() if config is None else config
     there = Survey(open_store=functools.partial(_open_store, config.persistent))
-    jobs, own, claimed = set[str](), set[str](), set[Path]()
+    jobs, own, roots = set[str](), set[str](), {JobDirectory.at(config.shm_dir, "").root}
     missing: dict[str, MissingPathError] = {}
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    for path in dict.fromkeys(map(directory_of, given)):
+    places = [*dict.fromkeys(map(directory_of, given))]
+    roots_of = {path: str(parent_of(path)) if NODE in path else path for path in places}
+    silent = answers.silent(roots_of.values(), answers.PATIENCE_SECONDS)
+    for path in places:
         if is_url(path):
             _look_at_shared(config.persistent.at(path), there)
+            continue
+        if (hanging := roots_of[path]) in silent:  # what is in memory is seen nevertheless
+            error = answers.NoAnswerError(hanging, answers.PATIENCE_SECONDS)
+            where = Location("local", socket.gethostname(), hanging)
+            there.unseen.append(Problem.of(where, error))
+            jobs |= {config.job_id or job_id_of(path)}
+            own |= {config.job_id or job_id_of(path)}
             continue
         jobs |= {job_id_of(path), config.job_id} - {""}
         own |= {config.job_id} if config.job_id else _ids_of(path, config.node)
@@ -225,10 +238,14 @@ def survey(paths: Where | Sequence[Where], config: Config | None = None) -> Surv
         for folder in folders:
             _look_at_disk(folder, there)
             _look_at_shared(config.persistent.at(str(folder)), there)
-        claimed |= set[Path]().union(*map(memory_folders, folders))
-    jobs |= _jobs_named(there) | {folder.name.partition("@")[0] for folder in claimed}
+            own |= set() if config.job_id else _ids_of(str(folder), config.node)
+            memories = memory_folders(folder)
+            roots |= {memory.parent for memory in memories}
+            names = {memory.name.partition("@")[0] for memory in memories}
+            for job in names | {config.job_id or job_id_of(folder)}:
+                there.claims.setdefault(job, []).append(str(folder))
+    jobs |= {*_jobs_named(there), *there.claims}
     there.elsewhere = {job for job in jobs - own if config.job_id or is_default_id(job)}
-    roots = {JobDirectory.at(config.shm_dir, "").root, *(folder.parent for folder in claimed)}
     _look_at_memory(roots, jobs, there)
     in_memory = {job_of(each.place) for each in there.found}
     for job, no_directory in missing.items():
@@ -269,8 +286,13 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
 
 def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
     rollbacks = there.requests, there.rollbacks
-    read = look_at_persistent(config, there.found, there.problems, there.unseen, *rollbacks)
+    patience = answers.PATIENCE_SECONDS
+    read = look_at_persistent(
+        config, there.found, there.problems, there.unseen, *rollbacks, patience
+    )
     there.manifests |= {(config.path, name): manifest for name, manifest in read.items()}
+    if answers.is_silent(config.path):
+        return
     with suppress(Exception), closing(there.open_store(config.path)) as store:
         pins = [name.id for name in PersistentPins(store).pinned()]
         there.pinned |= {("persistent", id_.generation, id_.version) for id_ in pins}

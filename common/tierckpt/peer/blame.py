@@ -13,9 +13,8 @@ from .party import Party
 from .transport import Host, Transport
 from .wire import Link
 
-ASK_SECONDS = 2.0
-"""Time for a silent peer to say which members it waits for, or for its last message to arrive; less
-when the limit is small: the members that wait for the hanging one must give up first."""
+LAST_WORDS_SECONDS = 2.0
+"""Limit for the last message of a member that gave up to arrive."""
 SHOWN_NAMES = 8
 NO_ANSWER = "it does not answer"
 
@@ -26,7 +25,6 @@ class Blame:
     def __init__(self, transport: Transport, host: Host, party: Party) -> None:
         """`host`: this member's exchange."""
         self._transport, self._host, self._party = transport, host, party
-        self._ask_seconds = min(ASK_SECONDS, transport.limits.stall_seconds / 4)
         self._replies: dict[int, str] = {}
         """The last answers, in words, by member."""
 
@@ -60,7 +58,7 @@ class Blame:
         text = f"{label} is not protected: {error}"
         if isinstance(error, RefusedError):  # carries the peer's reason already
             return type(error)(text, member)
-        if link is not None and (words := _last_words(link, self._ask_seconds)):
+        if link is not None and (words := _last_words(link)):
             text += f"; it gave up: {words}"
         elif member in self._replies:
             text += f"; {self._replies[member]}"
@@ -79,14 +77,14 @@ class Blame:
 
     def _ask(self, member: int) -> tuple[list[str], str] | None:
         """Which members it waits for, and why it gave up; None when it does not answer."""
-        address = self._party.addresses[member]
-        return self._transport.why(address, self._host, member, self._ask_seconds)
+        transport, address = self._transport, self._party.addresses[member]
+        return transport.why(address, self._host, member, transport.limits.ask_seconds)
 
 
-def _last_words(link: Link, seconds: float) -> str:
+def _last_words(link: Link) -> str:
     """The reason that the other side sent before it closed; empty if it sent none."""
     try:
-        return str(link.receive(seconds).get("why", ""))
+        return str(link.receive(LAST_WORDS_SECONDS).get("why", ""))
     except PeerError:
         return ""
 

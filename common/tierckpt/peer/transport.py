@@ -4,10 +4,17 @@ Threads and blocking calls: one thread accepts, and every incoming connection ha
 The number of connections is the number of fellow members of the agent's ranks, whatever the size of
 the job. A connection carries these requests, one after the other:
 
-    join       a member enters an exchange here, and its messages follow (see `exchange`)
-    list       the inventory of this node; `manifest` and `fetch` read one shard (`read_server`)
-    why        which members an exchange here waits for, or why it failed: asked before a silent
-               peer is blamed
+    {"op": "join", "tag", "series", "version", "generation", "member", "to", "attempt"} + manifest
+        `member` enters the exchange `tag` with member `to`. Answer: {"op": "joined", "attempt"} +
+        manifest, once that member has started the exchange as well, or {"op": "refused" or
+        "failed", "why"}. Then {"op": "data", "at": [member, 1 if parity, segment, offset in it],
+        "digest"} + bytes (a window; xxh3_64, little endian, hexadecimal), and {"op": "end"}: all
+        data was sent, and the shard was sealed all the time; or {"op": "failed", "why"}
+    {"op": "fetch", "stem", "offset", "length"}    answer: {"op": "bytes"} + bytes, or {"error"}
+    {"op": "manifest", "stem"}    answer: {"op": "manifest"} + manifest, or {"error"}
+    {"op": "list"}                the inventory of this node (see `read_server`)
+    {"op": "why", "tag", "to"}    answer: {"waits_for": [names]}: asked before a silent peer is
+        blamed
 """
 
 from __future__ import annotations
@@ -46,6 +53,9 @@ class Limits:
     again_seconds: float = 10.0
     """Limit to reach an agent that the previous exchange could not reach. Once the agent is
     reached, its trainer has `join_seconds`, as any other."""
+    ask_seconds: float = 2.0
+    """Limit for a silent member to say which members it waits for. Far below `stall_seconds`: the
+    members that wait for the hanging one must give up first."""
 
 
 class Host(Protocol):
@@ -163,7 +173,7 @@ class Transport:
                 link.close()
         link = self._hold(reach(address, seconds))
         try:
-            greet(link, self._secret)
+            greet(link, self._secret, min(seconds, HELLO_SECONDS))
         except BaseException:
             self.drop(link)
             raise

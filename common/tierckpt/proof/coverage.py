@@ -128,7 +128,8 @@ class _Epochs:
         after = [version for version in self.ends if version >= compared]
         if before and after:
             return request
-        last, passes = self.seen[-1] if self.seen else (0, {})
+        # A short script has ended: the newest pass is over.
+        last, passes = next((each for each in reversed(self.seen) if each[1]), (0, {}))
         number = max(passes, key=lambda each: passes[each][::-1], default=0)
         length, yielded = passes.get(number, (0, 0))
         if not length:

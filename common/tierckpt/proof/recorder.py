@@ -65,6 +65,9 @@ class Recorder(Callbacks):
         identity = {"rank": self._rank, "ranks": self._ranks, "pid": os.getpid()}
         self._writer.line("attached", **identity, path=path_of(place), place=place, memory=memory)
         self._unsaved: tuple[int, int] = (0, 0)
+        self._witness: tuple[int, str] | None = None
+        if checkpointer._data_witness.mode == "error":
+            checkpointer._data_witness.mode = "warn"  # the steps after it show the effect
         loader_passes.watch()
         checkpointer._halt.ask(HaltRequest(after_version=order.until))
 
@@ -110,6 +113,9 @@ class Recorder(Callbacks):
         if (seen := (len(unsaved.texts), unsaved.schedulers)) != self._unsaved:
             self._unsaved = seen
             self._writer.line("unsaved", texts=unsaved.texts, schedulers=unsaved.schedulers)
+        if (witness := self._checkpointer._data_witness.result) is not self._witness:
+            self._witness = witness
+            self._writer.line("witness", result=witness)
         if not self._armed or version < (self._order.kill_at or 0):
             return
         safe = self._checkpointer._agreement.memory.safe

@@ -80,6 +80,9 @@ class RankRun:
     passes: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     """By version, the passes over data loaders in progress at its boundary: by number, batches (0:
     unknown) and batches yielded."""
+    witness: tuple[int, str] | None = None
+    """The newest batches that all ranks compared after its restore, and what differs; None: its
+    restore compared nothing."""
     unsaved: list[str] = field(default_factory=list)
     """Notices about objects that are in no checkpoint; see `hooks.unsaved_objects`."""
     schedulers: int = 0
@@ -184,6 +187,8 @@ def _add(run: RankRun, values: Mapping[str, Any]) -> None:
         run.passes[values["version"]] = {n: (size, done) for n, size, done in values["passes"]}
     elif values["kind"] == "unsaved":
         run.unsaved, run.schedulers = values["texts"], values["schedulers"]
+    elif values["kind"] == "witness":
+        run.witness = (values["result"][0], values["result"][1])
     elif values["kind"] == "journal":
         run.repeated, run.unrepeated = values["records"], values["why"]
     else:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierckpt.coordination.proof_order import PROGRESS, VARIABLE, ProofOrder
@@ -53,6 +53,9 @@ class Run:
     log_begins: int = 0
     """Position in the log of the newest launch's output. Earlier launches were killed, and say
     so."""
+    may_end_early: bool = False
+    """A script that ends by itself before the last version has done its part: `order` then has the
+    last one that it made."""
     records: dict[str, Record] = field(default_factory=dict)
 
     @property
@@ -72,6 +75,9 @@ class Run:
                 # With several checkpointers, the first one to reach the version ends the script.
                 if any(record.reached(self.order.until) for record in self.records.values()):
                     break
+                if self.may_end_early and status == 0 and self.records and self._last:
+                    self.order = replace(self.order, until=self._last)
+                    break
                 if was_killed or not self.order.mark.exists():
                     raise ProveError(self._why(status))
                 if self.launches >= MOST_LAUNCHES:
@@ -86,6 +92,12 @@ class Run:
                 f"{self.name}: no rank was killed, as no version was complete on all ranks before "
                 f"the last one. Give more steps (--kill-after, --steps); see {self.log}"
             )
+
+    @property
+    def _last(self) -> int:
+        """The last version that all ranks of some checkpointer have."""
+        runs = [record.last_runs() for record in self.records.values()]
+        return max(min((run.last for run in ranks), default=0) for ranks in runs)
 
     def _launch(self) -> int:
         self.launches += 1

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tierckpt._text import some
+from tierckpt._text import counted, some
 from tierckpt.offline.entry_names import in_order, part_of
 
 from .records import RankRun, State
@@ -33,6 +33,8 @@ class Departure:
     """Number of all names."""
     objects: frozenset[str] = frozenset()
     """All objects in `extra` and `extra_per_rank`, whether they differ or not."""
+    has_loader: bool = False
+    """A `ResumableLoader` is among them."""
 
 
 class IncomparableError(Exception):
@@ -99,6 +101,7 @@ def _at(version: int, one: Mapping[int, State], other: Mapping[int, State]) -> D
         values,
         len(count),
         frozenset(objects),
+        any(name.endswith(LOADER_PLACE) for name in count),
     )
 
 
@@ -166,6 +169,15 @@ def cause(found: Departure) -> str:
             "given, the step used other data: put tierckpt.ResumableLoader around the loader, and "
             f"give it as extra_per_rank. Or {COUNTS}"
         )
+    if trained and found.has_loader:
+        return (
+            "All random streams are equal, and the loader was resumed: the step drew from a "
+            "generator of the script's own (random.Random(), numpy.random.default_rng(), "
+            "torch.Generator()), which is in no checkpoint, or averages, scales or counts with an "
+            "object that was not given. docs/loops.md (What else has a state) has the line for "
+            "each. Or the loop does not start at data.epoch, takes its batches from another loader "
+            "than data, or computes with a count of its own (data.start)"
+        )
     if trained:
         return (
             "All random streams are equal, and yet the step differs: it used other data. The loop "
@@ -205,6 +217,20 @@ def journal_problem(runs: Collection[RankRun]) -> str:
     return "" if all(run.repeated for run in runs) else NO_RECORDS
 
 
+def witness_of(runs: Collection[RankRun]) -> tuple[str, str]:
+    """What the witness of the data found after the restarts of these runs: a sentence, and the
+    difference, empty if there is none."""
+    told = [run.witness for run in runs if run.witness is not None and run.restored]
+    batches = sum(batches for batches, _ in told)
+    if other := next((text for _, text in told if text), ""):
+        return f"witness: {other}", other
+    if not batches:
+        return UNWITNESSED, ""
+    which = f"{counted(batches, 'newest batch', 'newest batches')}"
+    restarts = counted(sum(batches > 0 for batches, _ in told), "restart")
+    return f"witness: after {restarts}, {which} came once more, and did not differ", ""
+
+
 def _of_streams(streams: Collection[str]) -> str:
     texts = {
         "torch": "a DataLoader draws from torch's as its epoch starts (with "
@@ -229,6 +255,8 @@ def object_of(name: str) -> str:
     return "/".join(name.split("/")[:2])
 
 
+LOADER_PLACE = "/place/batches"
+"""The end of the name of a value that each `ResumableLoader` stores."""
 LOADER = "extra_per_rank/loader0"
 """The first loader that `tierckpt.accelerate` resumes."""
 NOT_RESUMED_LOADER = (
@@ -240,6 +268,10 @@ COUNTS = (
     "the loop counts batches, from 0 after a restart in the middle of an epoch, and computes with "
     "the count (a rate, the decay of an average): for i, batch in enumerate(data, data.start), "
     "with data = tierckpt.ResumableLoader(loader)"
+)
+UNWITNESSED = (
+    "not witnessed: no loader gave its newest batch once more after a restart, to be compared "
+    "with the batch before it (tierckpt.ResumableLoader does)"
 )
 NOT_DETERMINISTIC = (
     "The script itself is not deterministic: two runs without a kill differ, so a resumed run "
@@ -270,4 +302,5 @@ __all__ = [
     "description",
     "journal_problem",
     "object_of",
+    "witness_of",
 ]

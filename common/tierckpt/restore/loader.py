@@ -14,7 +14,7 @@ from tierckpt.errors import SAME_STATE, StateTornError
 from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
-from tierckpt.state import tree_codec
+from tierckpt.state import switches, tree_codec
 from tierckpt.state.custom_values import foreign_values
 from tierckpt.state.extras import PLAIN_VALUES, PlainValues, load_extra, load_of_other_ranks
 from tierckpt.state.modules.changing_buffers import ChangedBuffers
@@ -58,6 +58,7 @@ class Loader:
         self.specs = contents.specs
         self.own_specs = {spec.name: spec for spec in contents.own.specs}
         self._missing = contents.missing
+        self._trained = contents.trained
         self._filler = PieceWriter(self._place_of)
         self._shard_of: dict[str, int] = {}
         """The shard from which each per-rank value is loaded."""
@@ -69,6 +70,8 @@ class Loader:
         self._imported = self._map_imported()
         files = (self.saved.get(FILES) or {}) if self.shards == size else {}
         self._files = FileWindows(contents.own.files, files.get("contents", {}))
+        self._added: dict[str, list[list[str]]] = {}
+        """See `_added_to`."""
         self._fitting: dict[str, bool] = {}
         """See `_param_fits`."""
         self._devices: dict[tuple[str, str], torch.device] = {}
@@ -140,6 +143,9 @@ class Loader:
                 found.append(f"optimizer {label!r} is only in the {where}")
                 continue
             old, new = self.structure[label], live[label]
+            if (added := self._added_to(label, old, new)) is not None:
+                self._added[label] = added
+                continue
             if old["class"] != new["class"]:
                 found.append(f"{label} was a {old['class']}, now it is a {new['class']}")
             if len(old["groups"]) != len(new["groups"]):
@@ -156,6 +162,24 @@ class Loader:
                         + ("parameters in another order" if not gone and not come else "")
                     )
         return found
+
+    def _added_to(
+        self, label: str, old: dict[str, Any], new: dict[str, Any]
+    ) -> list[list[str]] | None:
+        """Parameters of the model that the training added to an optimizer's groups, or as new
+        groups, after its begin: the same is done here. None if there are other differences."""
+        then, now = old["groups"], new["groups"]
+        now = [*now, *[[]] * (len(then) - len(now))]
+        added = [a[len(b) :] for a, b in zip(then, now, strict=False)]
+        grown = len(then) == len(now) and all(
+            a[: len(b)] == b for a, b in zip(then, now, strict=True)
+        )
+        names = [name for each in added for name in each]
+        if not names or not grown or old["class"] != new["class"] or self._imported is not None:
+            return None
+        if not isinstance(self.state.optimizers[label], torch.optim.Optimizer):
+            return None
+        return added if all(f"model/{name}" in self._live for name in names) else None
 
     def _extra_differences(self) -> list[str]:
         """Differences of the user's objects. Plain values may exist on one side only: otherwise a
@@ -300,6 +324,8 @@ class Loader:
         for name in self._live.keys() & self._targets.keys():
             if not (live := self._live[name]).is_inference():
                 increment_version(live)  # a graph that was made before the restore is void
+        self._set_trained()
+        self._add_to_groups()
         if self._imported is not None:
             self._imported.copy(self._targets)
             self.notices += [] if self.rank else self._imported.notices
@@ -325,10 +351,43 @@ class Loader:
                     with _naming(obj, f"{which}[{name!r}]"):
                         load_extra(obj, saved[which][name])
         self._finish_modules(saved["extra"].get(MODULE_STATES))
+        found = self.state.options.load(saved.get("options", {}))
+        cuda = self.state.cuda_device() is not None
+        found += switches.differing(saved.get("switches", {}), cuda)
+        self.notices += [] if self.rank else found
         self.notices += self._left_values()
         self._finish_files()
         if self.shards != self.size:
             self._finish_per_rank(saved["extra_per_rank"], FILES in saved)
+
+    def _set_trained(self) -> None:
+        """Freeze and thaw parameters, as the training had done since its begin. For the others,
+        the script decides."""
+        for name, flags in self._trained.items():
+            if (live := self._live.get(name)) is None:
+                continue
+            then, at_begin = bool(flags & 1), bool(flags & 2)
+            wanted = then if then != at_begin else self.state.trained_first.get(name, then)
+            if live.requires_grad != wanted:
+                live.requires_grad_(wanted)
+
+    def _add_to_groups(self) -> None:
+        for label, added in self._added.items():
+            optimizer = self.state.optimizers[label]
+            named = any("param_names" in group for group in optimizer.param_groups)
+            for number, names in enumerate(added):
+                params = [self._live[f"model/{name}"] for name in names]
+                if number >= len(optimizer.param_groups):
+                    pairs = [*zip(names, params, strict=True)]
+                    optimizer.add_param_group({"params": pairs if named else params})
+                    continue
+                group = optimizer.param_groups[number]
+                if (
+                    params and group["params"][-1] is not params[-1]
+                ):  # else a list of two optimizers
+                    group["params"] += params
+                    if named:
+                        group["param_names"] += names
 
     def _finish_files(self) -> None:
         """Take the checkpoint's routed files in place of all earlier ones."""

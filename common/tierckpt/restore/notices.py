@@ -92,7 +92,7 @@ class RestoreNotices:
     ) -> None:
         """Report that this run went back, and the versions that it gave up."""
         wanted, numbers = record.version, dict.fromkeys(f"v{id_.version}" for id_ in newer)
-        them = f"{some([*numbers], MOST_SAID)} of earlier runs" if newer else "no newer version"
+        them = f"{some([*numbers], MOST_SAID)} of earlier runs" if newer else "a newer version"
         kept = (
             ". They can be read and exported until retention removes them, when newer versions of "
             "this run are complete; `tierckpt pin` keeps one"

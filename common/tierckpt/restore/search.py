@@ -25,6 +25,7 @@ from tierckpt.core.rollback import RollbackRequest, nearest
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.restored import Restored
+from tierckpt.storage.files import answers
 from tierckpt.storage.persistent import PersistentStore
 
 from .candidates import Candidates, RankFailures
@@ -64,7 +65,7 @@ class VersionSearch:
         self._config, self._history, self._reports = config, history, reports
         self._error_barrier = error_barrier
         self._begin_seconds = begin_seconds
-        self._version: int | None = None
+        self.version: int | None = None
         """The version that was asked for."""
         self._requests: tuple[RollbackRequest, ...] = ()
         """Requests to go back, which this restore carries out."""
@@ -97,7 +98,10 @@ class VersionSearch:
 
     def _open_store(self, place: Location) -> FarStore:
         agent = self._history.open_agent(place)
-        return agent or PersistentStore(place.where, **self._config.persistent.options())
+        if agent is not None:
+            return agent
+        answers.ensure(place.where, self._config.health_seconds)
+        return PersistentStore(place.where, **self._config.persistent.options())
 
     def find(self, version: int | None, live_version: int) -> VerifiedVersion | None:
         """Plan, read and verify the newest sound version, or `version`; the caller closes it.
@@ -113,7 +117,7 @@ class VersionSearch:
             with self._error_barrier, _garbage.paused():
                 if version is None and (requests := self._history.rollback_requests()):
                     self._requests, version = requests, requests[0].version
-                self._version = version
+                self.version = version
                 found = self._find(on_failure)
                 id_ = found.plan.id if found else None
                 if version is None:
@@ -132,11 +136,6 @@ class VersionSearch:
             on_failure.pop_all()
         return found
 
-    @property
-    def takes_newest(self) -> bool:
-        """True if `find` looked for the newest version, and passed over none. After `find`."""
-        return self._version is None and not self.passed_over
-
     def exclude(self, id_: VersionId) -> None:
         """Take this version out of the search, because the caller could not use it. If no other is
         left, `find` returns None. The same on all ranks."""
@@ -146,7 +145,7 @@ class VersionSearch:
         """The version to restore; `on_failure` closes it."""
         try:
             self._judge_inventory()
-            if self._version is None and self._config.on_drift == "stop" and self._history.suspects:
+            if self.version is None and self._config.on_drift == "stop" and self._history.suspects:
                 found = self._find_sound(on_failure, self._history.suspects.keys())
                 if found is not None:
                     self.passed_over = self._history.newer_suspects(found.plan.id)
@@ -158,7 +157,7 @@ class VersionSearch:
     def _find_sound(
         self, on_failure: contextlib.ExitStack, avoid: Collection[VersionId] = ()
     ) -> VerifiedVersion | None:
-        steps = self._context, self._candidates, self._version
+        steps = self._context, self._candidates, self.version
         avoid = {*self._excluded, *avoid}
         found = find(*steps, avoid, self._still_found)
         if found is not None:
@@ -184,7 +183,7 @@ class VersionSearch:
     def went_back(self, found: VerifiedVersion) -> bool:
         """True if an older version than the newest one was chosen: asked for, or because newer ones
         are suspect, or were given up by a rollback. The same on all ranks."""
-        chosen = self._version is not None or self.passed_over or self._is_past_rollback(found)
+        chosen = self.version is not None or self.passed_over or self._is_past_rollback(found)
         return bool(chosen) and bool(self._newer_than(found.plan.id))
 
     def settle_rollback(self, found: VerifiedVersion) -> None:
@@ -198,7 +197,7 @@ class VersionSearch:
             self._notices.rolled_back(record, self._requests[0], self._newer_than(found.plan.id))
             return
         keep_record(*places)
-        if self._version is None and self._config.rollback_to:
+        if self.version is None and self._config.rollback_to:
             self._notices.rolled_back_before(found.plan.id)
 
     def _newer_than(self, id_: VersionId) -> list[VersionId]:
@@ -237,7 +236,7 @@ class VersionSearch:
             if text not in self._reported:
                 self._reported.add(text)
                 self._notices.of_all(text, logging.INFO)
-        if self._history.newer and self._version is None:
+        if self._history.newer and self.version is None:
             newer = some(self._history.newer, between="; ")
             raise RestoreError(
                 f"a newer tierckpt wrote here: {newer}. Nothing was changed, and no older "
@@ -294,7 +293,7 @@ class VersionSearch:
         """Start from the beginning, unless a version was expected, or may exist where a rank could
         not look."""
         unseen = some([*self._history.unseen, *self._history.nameless], between="; ")
-        if (version := self._version) is not None:
+        if (version := self.version) is not None:
             hidden = f"; some locations could not be read: {unseen}" if unseen else ""
             text = f"no complete, sound v{version} was found on any level{hidden}"
             if self._requests:

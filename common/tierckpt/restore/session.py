@@ -94,7 +94,7 @@ class RestoreSession(VersionSearch):
         manifest, result = loaded.manifest, loaded.result
         id_ = manifest.id
         result.suspect = history.suspects.get(id_, result.suspect)
-        asked = self._version is not None
+        asked = self.version is not None
         if result.suspect:
             self._notices.suspicion(id_, result.suspect, asked)
         if manifest.facts.job not in (history.job, ""):  # imported to a persistent_path: any job's

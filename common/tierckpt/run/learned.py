@@ -22,6 +22,12 @@ FORMAT = 1
 _OURS = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
 
 
+def folder() -> Path:
+    """The user's folder for all runs."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "tierckpt" / "run"
+
+
 @dataclass(frozen=True)
 class Learned:
     """The content of a file."""
@@ -40,8 +46,7 @@ class LearnedFile:
         key = program if is_module else os.path.realpath(program)
         text = "\n".join((key, os.getcwd() if is_module else "", sys.prefix, sys.version))
         name = hashlib.sha256(os.fsencode(text)).hexdigest()[:24]
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self.path = Path(cache) / "tierckpt" / "run" / f"{name}.json"
+        self.path = folder() / f"{name}.json"
 
     def read(self) -> Learned:
         """The content; empty if there is no file of this format."""

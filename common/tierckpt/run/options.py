@@ -31,6 +31,7 @@ class Options:
     standby: bool = False
     """This process is a spare: it waits for the rank of a lost node."""
     times: str = ""
+    verbose: bool = False
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -38,8 +39,8 @@ def parse(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser("tierckpt run", usage=USAGE, description=DESCRIPTION)
     add(parser)
     found = parser.parse_args(arguments)
-    words = found.module or found.command
-    if not words or (found.module and found.command):
+    words = found.command[1:] if found.command[:1] == ["--"] else found.command
+    if not words:
         parser.error("a script, or -m and a module, is missing")
     if found.max_restarts < 0:
         parser.error("--max-restarts must be 0 or more")
@@ -47,17 +48,18 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error("--rendezvous must be HOST:PORT")
     if found.standby and not found.rendezvous:
         parser.error("--standby needs --rendezvous HOST:PORT, as given to the job's own ranks")
-    if not found.module and _is_interpreter(words[0]):
+    if not found.is_module and _is_interpreter(words[0]):
         parser.error(f"leave out {words[0]}: tierckpt run is given the script itself")
     return Options(
         words[0],
-        bool(found.module),
+        found.is_module,
         tuple(words[1:]),
         found.max_restarts,
         tuple(filter(None, found.preload.split(","))),
         found.rendezvous,
         found.standby,
         found.times,
+        found.verbose,
     )
 
 
@@ -73,11 +75,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rendezvous", default="", metavar="HOST:PORT", help=text)
     text = "be a spare: import, wait at --rendezvous, and take the rank of a node that is lost"
     parser.add_argument("--standby", action="store_true", help=text)
+    text = "print the parts of each restart's time, too"
+    parser.add_argument("-v", "--verbose", action="store_true", help=text)
     text = "append the times of each restart to this file, as JSON lines"
     parser.add_argument("--times", default="", metavar="FILE", help=text)
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module"
-    )
+    text = "run a module, named in place of the script, as python -m does"
+    parser.add_argument("-m", dest="is_module", action="store_true", help=text)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

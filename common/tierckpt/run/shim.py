@@ -251,7 +251,7 @@ class Shim:
     def _reported(self) -> None:
         assert self._script is not None
         for name, at in self._script.read():
-            if self._times.note(name, at):
+            if self._times.note(name, at) and self._options.verbose:
                 say(self._times.text(self._attempt))
 
     def _script_ended(self) -> None:

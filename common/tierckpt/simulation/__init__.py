@@ -3,9 +3,22 @@
 `scenario` is the description of a job, `scenario_file` reads it from TOML, `examples` has some to
 start from, `units` times and sizes. `costs` computes durations from bandwidths, `intervals` chooses
 intervals, `redundancy` has the groups of nodes that protect each other. `course` is one course of
-the job, `replicas` simulates several, and gives means with confidence intervals. `report` and
-`picture` are their forms as JSON and as a picture.
+the job, `replicas` simulates several, and gives means with confidence intervals. `report` is
+their form as JSON.
 
 Failures are events of one superposed process, however many ranks there are. No step and no version
 is an event: at a failure, the versions that exist are computed. docs/simulate.md has the model.
+
+An undisturbed job has made v steps, of s seconds each, and their stalls at the position
+P(v) = v s + sum over levels of c floor(v / n), where a level takes multiples of n and a version of
+it stalls the training for c. A failure at position x finds, on a level with latency L, the largest
+multiple v of n with P(v) + L <= x; lost work is x - P(v). A flush is late by the time for which the
+store was slow or out. An agent completes its writes after its processes were killed. No interval is
+shorter than a write; a note says so.
+
+Losses beyond the redundancy, to first order: nodes are lost r times a second each, and each leaves
+its groups exposed for w seconds. With F ordered sets of m + 1 nodes that no group survives,
+versions are lost F r^(m+1) w^m times a second: F is two for each node with `partner` in groups of
+more than two, g - 1 with `xor` in groups of g. If failures hit restarts, too, a recovery of R takes
+M (exp(R / M) - 1) on average with a failure every M.
 """

@@ -7,7 +7,7 @@ with the same failures meet the same ones, and their difference is less noisy th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import NormalDist, fmean, stdev
@@ -111,16 +111,50 @@ class Study:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about intervals and spares that the user should change."""
+        """Sentences about intervals, failures and spares that the user should change."""
+        notes = [*self.plan.notes, *self._beyond_the_run(), *self._too_frequent()]
         nodes, waits = self.scenario.nodes, self.phase_shares.get("nodes")
-        if waits is None or waits.mean < WAITING_SHARE or math.isinf(nodes.spares):
-            return self.plan.notes
-        text = (
-            f"for {100 * waits.mean:.0f} % of the time the job waits for nodes, with "
-            f"{counted(int(nodes.spares), 'spare')} (repair: {time_text(nodes.repair_seconds)}); "
-            "raise spares in [nodes]"
-        )
-        return (*self.plan.notes, text)
+        if waits and waits.mean >= WAITING_SHARE and not math.isinf(nodes.spares):
+            notes.append(
+                f"for {100 * waits.mean:.0f} % of the time the job waits for nodes, with "
+                f"{counted(int(nodes.spares), 'spare')} (repair: "
+                f"{time_text(nodes.repair_seconds)}); raise spares in [nodes]"
+            )
+        return (*notes,)
+
+    def _beyond_the_run(self) -> Iterator[str]:
+        """A step, or a level's first version, that the run ends before."""
+        job = self.scenario.job
+        run = min(job.length_seconds, job.work_seconds)
+        if job.step_seconds > run:
+            yield (
+                f"a step of {time_text(job.step_seconds)} is longer than the run of "
+                f"{time_text(run)}; check the unit of step in [job], or give a longer length"
+            )
+            return
+        for rung in self.plan.schedule.rungs:
+            every = rung.every_steps * self.plan.schedule.pace_seconds
+            if run < every and self.plan.rates[rung.name]:
+                yield (
+                    f"{rung.name}: the first version would come after {time_text(every)}, and the "
+                    f"run ends after {time_text(run)}, so this level takes none; give a shorter "
+                    "interval, or a longer length"
+                )
+
+    def _too_frequent(self) -> Iterator[str]:
+        """Failures that come more often than the job can restart."""
+        parts, rates = self.scenario.restart, kind_rates(self.scenario.job, self.scenario.failures)
+        constant, rate = self.scenario.constant, math.fsum(rates.values())
+        starts = [parts.start_seconds, parts.warm_start_seconds]
+        restart = parts.notice_seconds + min(each for each in starts if each is not None)
+        if constant is not None:
+            restart = constant.recovery_seconds
+        if rate and 1 / rate < restart:
+            yield (
+                f"a failure comes every {time_text(1 / rate)} on average, and a restart takes "
+                f"{time_text(restart)} or more, so the job hardly trains; check the units in "
+                "[failures] and [restart]"
+            )
 
     def versions(self, outcome: Outcome) -> dict[str, float]:
         """Versions taken by level, those of lost work included."""

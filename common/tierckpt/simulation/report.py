@@ -1,4 +1,4 @@
-"""The result of a simulation as a document for JSON. docs/simulate.md has its schema."""
+"""The result of a simulation as a document for JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,20 @@ DAY_SECONDS = 86400.0
 
 
 def document(study: Study) -> dict[str, Any]:
-    """All results. Seconds, bytes, and shares from 0 to 1; infinite and unknown values are null."""
+    """All results. Infinite and unknown values are null; an estimate has `mean` and `error`.
+
+    - `simulated`: true; `scenario`: all values, in seconds and bytes; `notes`: sentences
+    - `goodput`, `wall_seconds`, `useful_seconds`, `failures`, `beyond_redundancy`: estimates
+    - `work_done`: the work was done in all replicas
+    - `failures_by_kind`, `mean_seconds_between_failures`, `store_outages`: means
+    - `phases`: an estimate of the share of each use of time
+    - `sources`: for each level that restarts read, `restarts`, `load_seconds`, `lost_seconds`
+    - `levels`: for each level `every_steps`, `every_seconds`, `best_seconds`, `stall_seconds`,
+      `failures_per_second` that need it, `latency_seconds`, `restore_seconds`, `versions`,
+      `written_bytes_per_day`, `network_bytes_per_day`, `restart_bytes`, `files_per_version`,
+      `files_per_day`
+    - `expected_beyond_redundancy`: by the formula
+    """
     outcomes = study.outcomes
     walls = [outcome.wall_seconds for outcome in outcomes]
     failures = [float(sum(outcome.failures.values())) for outcome in outcomes]

@@ -208,7 +208,7 @@ def _convert(kind: type, name: str, value: object, where: str) -> object:
         if name == "at_seconds":
             return _times(value)
         if name.endswith("_seconds"):
-            return _every(value) if name == "every_seconds" else seconds_of(value)
+            return _every(value) if name == "every_seconds" else _time(value)
         if name.endswith("_bytes"):
             return bytes_of(value)
     except ConfigError as error:
@@ -224,10 +224,18 @@ def _convert(kind: type, name: str, value: object, where: str) -> object:
     return value
 
 
+def _time(value: object) -> float:
+    """A time with its unit, without which 200 could be milliseconds or seconds."""
+    seconds = seconds_of(value)
+    if seconds and math.isfinite(seconds) and not str(value).strip()[-1].isalpha():
+        raise ConfigError(f"{value!r} has no unit; write for example '{value}s' or '{value}ms'")
+    return seconds
+
+
 def _times(value: object) -> tuple[float, ...]:
     if not isinstance(value, list):
         raise ConfigError(f"{value!r} is not a list of times; write for example ['90m', '3h']")
-    found = tuple(seconds_of(each) for each in value)
+    found = tuple(_time(each) for each in value)
     if found and not 0 <= min(found) <= max(found) < math.inf:
         raise ConfigError(f"{value!r} has a time that is negative or infinite")
     return found
@@ -235,6 +243,6 @@ def _times(value: object) -> tuple[float, ...]:
 
 def _every(value: object) -> float:
     try:
-        return seconds_of(value)
+        return _time(value)
     except ConfigError as error:
         raise ConfigError(f"{error}, or one of {', '.join(POLICIES)}") from None

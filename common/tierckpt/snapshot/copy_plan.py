@@ -24,7 +24,7 @@ from tierckpt.format.layout import (
     TensorSpec,
     plan_layout,
 )
-from tierckpt.format.shard_file import encode_header
+from tierckpt.format.shard_file import MODEL, encode_header
 from tierckpt.state import tree_codec
 from tierckpt.state.modules import changing_buffers
 from tierckpt.state.names import named_buffers
@@ -33,14 +33,15 @@ from tierckpt.storage.memory.slots import Slot
 
 from .copy_engine import Table
 from .plan_check import Kinds, PlanCheck, addresses, is_small, same_objects
-from .tensor_memory import KindsOfTensors, kinds_of
+from .tensor_memory import KindsOfTensors, kinds_of, requires_grad
 
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
 
 
 HEADERS = 4
-"""Limit of cached headers, one for each length of the rank's tree."""
+"""Limit of cached headers, one for each length of the rank's tree, and for each set of trained
+parameters."""
 
 
 def _growth_bytes(rank_state_bytes: int) -> int:
@@ -89,7 +90,13 @@ class CopyPlan:
         copied = [(n, t) for n, t, _ in entries if everything or n in pieces]
         self._copied = [n for n, _ in copied]
         self._check = PlanCheck(state, walk, [t for _, t in copied])
-        self._headers: dict[int, tuple[bytes, int]] = {}
+        state.options.look(self._check.touched)
+        self._own_params = [(n, t) for n, t in own if n.startswith(MODEL)]
+        self._trained_first = state.trained_first
+        self.trained = self._trained_now()
+        """1 for each tensor that is copied and requires a gradient, else 0; as of the last call of
+        `fits`."""
+        self._headers: dict[tuple[int, bytes], tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
         self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
         self._params = [(n, id(p)) for n, _, p in entries]
@@ -143,7 +150,27 @@ class CopyPlan:
         """True while all tensors are the same objects, and those that this rank copies are at the
         same addresses, with the same kinds, as when the plan was made. `whole`: also compare the
         lengths of those that it does not copy."""
-        return self._check.holds(state, whole) and self._buffers_fit(state)
+        if not (self._check.holds(state, whole) and self._buffers_fit(state)):
+            return False
+        self.trained = self._trained_now()
+        if touched := self._check.touched:
+            state.options.look(touched)
+        return True
+
+    def _trained_now(self) -> bytes:
+        if not self._own_params:
+            return self._check.trained
+        return self._check.trained + bytes(requires_grad(t) for _, t in self._own_params)
+
+    def trained_parameters(self) -> dict[str, int]:
+        """Of each parameter that this rank stores a part of, `ShardHeader.trained`; as of the last
+        call of `fits`."""
+        names = [*self._copied, *(name for name, _ in self._own_params)]
+        flags = zip(names, self.trained, strict=True)
+        first = self._trained_first
+        return {
+            name: flag + 2 * first.get(name, flag) for name, flag in flags if name.startswith(MODEL)
+        }
 
     def _buffers_fit(self, state: TrainingState) -> bool:
         """Accept buffers that were replaced by others of the same names and kinds."""
@@ -192,21 +219,24 @@ class CopyPlan:
     def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
         """The shard's header and the length of its data, with some room for the tree to grow."""
         growth_bytes = _growth_bytes(rank_state_bytes)
-        for room in self._headers:
-            if rank_state_bytes <= room <= rank_state_bytes + 4 * growth_bytes:
-                return self._headers[room]
+        trained = self.trained
+        for room, flags in self._headers:
+            fits = rank_state_bytes <= room <= rank_state_bytes + 4 * growth_bytes
+            if fits and flags == trained:
+                return self._headers[room, flags]
         if len(self._headers) == HEADERS:
             del self._headers[next(iter(self._headers))]
         room = rank_state_bytes + growth_bytes
-        self._headers[room] = self._encode_header(room)
-        return self._headers[room]
+        self._headers[room, trained] = self._encode_header(room)
+        return self._headers[room, trained]
 
     def encoded_header(self, room_bytes: int) -> bytes:
         """A new header, not cached, for a shard with `room_bytes` for the tree."""
         return self._encode_header(room_bytes)[0]
 
     def _encode_header(self, room_bytes: int) -> tuple[bytes, int]:
-        return encode_header(self.layout, room_bytes, self.structure, self._tied)
+        trained = self.trained_parameters()
+        return encode_header(self.layout, room_bytes, self.structure, self._tied, trained)
 
     def source(self, block: int) -> tuple[list[torch.Tensor], list[int]]:
         """The bytes of a block, in order, and their lengths."""

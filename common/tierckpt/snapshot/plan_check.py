@@ -22,7 +22,7 @@ import torch
 
 from tierckpt.state.training_state import TrainingState, Walk
 
-from .tensor_memory import TensorRecords, records_of, tags_of
+from .tensor_memory import TensorRecords, records_of, requires_grad, tags_of
 
 FEW = 128
 """In a state of at most this many tensors every rank looks into all, see `is_small`."""
@@ -45,7 +45,7 @@ class PlanCheck:
         self._has_odd = bool(walk.odd)
         # With odd state, the optimizers' values need another check.
         settled = len(state.module_containers()) if self._has_odd else len(self._containers)
-        self._dicts = _Dicts(self._containers, settled)
+        self._dicts = _Dicts(self._containers, settled, state.options.attributes)
         self._groups, self._members = state.group_sizes(), state.group_members()
         self._tensors = walk.tensors
         self._state_keys = [key for *_, key in walk.state]
@@ -87,6 +87,18 @@ class PlanCheck:
         self.baseline = found
         return True
 
+    @property
+    def touched(self) -> Iterable[int]:
+        """Numbers of the modules whose attributes may have changed between the last two calls of
+        `holds`."""
+        return self._dicts.touched
+
+    @property
+    def trained(self) -> bytes:
+        """1 for each tensor that is copied and requires a gradient, else 0; as of the last call of
+        `holds`. The same object while nothing has changed."""
+        return self._copied.trained
+
     def _odd_holds(self, state: TrainingState) -> bool:
         """Compare odd state: numbers are new objects at every step, and lists hold tensors."""
         walk = state.walk()
@@ -112,17 +124,29 @@ class _Dicts:
     """The dicts that hold the tensors. Only those with another tag are compared, if this Python has
     tags."""
 
-    def __init__(self, held: list[dict[Any, Any]], settled: int) -> None:
-        """The values of the dicts from number `settled` on may change."""
+    touched: Iterable[int]
+    """Numbers of the `watched` dicts that may have changed, as of the last call of `stand`."""
+
+    def __init__(
+        self,
+        held: list[dict[Any, Any]],
+        settled: int,
+        watched: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """The values of the dicts from number `settled` on may change; those of `watched` are only
+        looked for."""
         self._contents = [
             _Contents(held[low : low + CHUNK], settled - low) for low in range(0, len(held), CHUNK)
         ]
-        self._tags = tags_of(held)
+        self._count, self.touched = len(held), range(len(watched))
+        self._tags = tags_of([*held, *watched])
 
     def stand(self) -> bool:
         if self._tags is None:
             return all(contents.stand() for contents in self._contents)
-        numbers = {number // CHUNK for number in self._tags.changed()}
+        changed = self._tags.changed()
+        self.touched = [number - self._count for number in changed if number >= self._count]
+        numbers = {number // CHUNK for number in changed if number < self._count}
         if not all(self._contents[number].stand() for number in numbers):
             return False
         self._tags.accept()
@@ -165,6 +189,10 @@ class _ByMemory:
     ) -> None:
         self._tensors, self._aliases, self._records = tensors, aliases, records
 
+    @property
+    def trained(self) -> bytes:
+        return self._records.trained
+
     def stand(self) -> bytes | None:
         """The version counters, if all tensors are as they were."""
         if self._records.look() is not None and not self._stand_by_methods():
@@ -194,10 +222,14 @@ class _ByMethods:
     def __init__(self, tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> None:
         chunks = range(0, len(tensors), CHUNK)
         self._parts = [_Part(tensors[low : low + CHUNK]) for low in chunks]
+        self._tensors = tensors
         self._aliases, self._addresses = aliases, addresses(aliases)
+        self.trained = bytes(map(requires_grad, tensors))
 
     def stand(self) -> bytes | None:
         """The version counters, if all tensors are as they were."""
+        if (trained := bytes(map(requires_grad, self._tensors))) != self.trained:
+            self.trained = trained
         found = []
         for part in self._parts:
             found.append(part.counters())

@@ -25,6 +25,7 @@ from tierckpt.state import tree_codec
 from tierckpt.state.extras import Generator, PlainValues
 from tierckpt.state.rng import pack_rng
 from tierckpt.state.routed_files import FILES
+from tierckpt.state.switches import Switches
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
 
@@ -71,6 +72,7 @@ class Staging:
         """Plan of the last snapshot; None before the first one and after a restore."""
         self.lane: CudaLane | None = None
         self._state, self._group, self._pool, self._desk = state, group, pool, desk
+        self._switches = Switches()
         self._whole_boundaries = 0
         """Boundaries that look at all tensors."""
         self._apart = False
@@ -173,6 +175,9 @@ class Staging:
             "extra": {**state.pack_extra(state.extra, arena), **modules},
             "adapter": self._adapter_node(adapter),
         }
+        node["switches"] = self._switches.packed(plan.device.type == "cuda")
+        if (options := state.options.packed()).node:
+            node["options"] = options
         if state.routed.kept:
             node[FILES] = state.routed.pack(arena)
         if plan.began:

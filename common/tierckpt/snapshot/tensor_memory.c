@@ -11,7 +11,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define INTERFACE 1
+#define INTERFACE 2
 
 /* Tensors whose memory is asked for ahead: some 100 ns of work, which a miss of the caches takes. */
 #define AHEAD 16
@@ -24,6 +24,8 @@ typedef struct {
     uint64_t nbytes;
     uint64_t counter; /* to which `tensor` refers; 0: none */
     uint64_t kind;    /* number of the shape, strides and type, in `kinds` */
+    uint64_t meta;    /* where autograd's part was, to fetch it ahead; 0: none */
+    uint64_t trained; /* whether it requires a gradient */
 } record;
 
 typedef struct {
@@ -32,6 +34,8 @@ typedef struct {
     uint64_t kind_in_tensor, kind_bytes;
     uint64_t data_in_storage, nbytes_in_storage;
     uint64_t value_in_counter; /* 32 bits */
+    uint64_t meta_in_tensor;   /* 0 there: no gradient is required */
+    uint64_t flag_in_meta, flag_bit;
 } offsets;
 
 static uint64_t word(uint64_t address) {
@@ -53,6 +57,12 @@ static void read_counter(const offsets *at, const record *r, uint32_t *counter) 
         memcpy(counter, (const void *)(uintptr_t)(r->counter + at->value_in_counter), sizeof *counter);
 }
 
+static uint64_t trained(const offsets *at, uint64_t tensor) {
+    uint64_t meta = word(tensor + at->meta_in_tensor);
+    const uint8_t *flag = (const uint8_t *)(uintptr_t)(meta + at->flag_in_meta);
+    return meta && (*flag & at->flag_bit) != 0;
+}
+
 PUBLIC uint32_t tierckpt_tensor_memory_interface(void) { return INTERFACE; }
 
 /* Number of the first tensor that is not as in its record, else `count`; reads all counters before
@@ -70,13 +80,14 @@ PUBLIC uint64_t tierckpt_first_changed(const offsets *at, const record *records,
             fetch(next->storage + at->data_in_storage);
             fetch(next->storage + at->nbytes_in_storage);
             fetch(next->counter + at->value_in_counter);
+            fetch(next->meta + at->flag_in_meta);
         }
         if (word(r->object + at->tensor_in_object) != r->tensor ||
             word(r->tensor + at->storage_in_tensor) != r->storage ||
             word(r->tensor + at->counter_in_tensor) != r->counter ||
             memcmp((const void *)(uintptr_t)(r->tensor + at->kind_in_tensor),
                    kinds + r->kind * at->kind_bytes, at->kind_bytes) != 0 ||
-            !same_storage(at, r))
+            !same_storage(at, r) || trained(at, r->tensor) != r->trained)
             return i;
         read_counter(at, r, &counters[i]);
     }

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 
 from . import copy_engine
 
-INTERFACE = 1
+INTERFACE = 2
 """Number in the C file."""
 
 _MOST_DIMENSIONS = 5
@@ -39,6 +40,8 @@ class Record(NamedTuple):
     nbytes: Any
     counter: Any
     kind: Any
+    meta: Any
+    trained: Any
 
 
 class Offsets(NamedTuple):
@@ -52,6 +55,9 @@ class Offsets(NamedTuple):
     data_in_storage: int
     nbytes_in_storage: int
     value_in_counter: int
+    meta_in_tensor: int
+    flag_in_meta: int
+    flag_bit: int
 
 
 class Library:
@@ -82,8 +88,8 @@ class Library:
 
 
 class TensorRecords:
-    """The memory of some tensors at one time: their storages, shapes, strides, types, and version
-    counters. Keeps the tensors."""
+    """The memory of some tensors at one time: their storages, shapes, strides, types, whether they
+    require a gradient, and version counters. Keeps the tensors."""
 
     def __init__(self, library: Library, at: Offsets, tensors: Sequence[torch.Tensor]) -> None:
         """Raises ValueError if torch keeps the shape of one in other memory."""
@@ -100,7 +106,11 @@ class TensorRecords:
             raise ValueError("a tensor has too many dimensions")
         data = words(storages + np.uint64(at.data_in_storage))
         nbytes = words(storages + np.uint64(at.nbytes_in_storage))
-        columns = Record(objects, impls, storages, data, nbytes, counters, kinds)
+        metas = words(impls + np.uint64(at.meta_in_tensor))
+        self.trained = bytes(map(requires_grad, self._tensors))
+        """1 for each tensor that requires a gradient, else 0."""
+        flags = np.frombuffer(self.trained, np.uint8).astype(np.uint64)
+        columns = Record(objects, impls, storages, data, nbytes, counters, kinds, metas, flags)
         self._records = np.stack(columns, axis=1)
         self._counters = np.zeros(len(tensors), np.uint32)
 
@@ -249,6 +259,7 @@ def _offsets() -> Offsets | None:
     kind = _changed_words(storage) | _keys(one, max(storage, counter))
     data, nbytes = _storage_fields()
     value = _value_in_counter(one, counter)
+    meta, flag, bit = _flag()
     if min(kind) <= max(storage, counter):
         return None
     low, high = min(kind), max(kind) + 1
@@ -261,6 +272,9 @@ def _offsets() -> Offsets | None:
         data_in_storage=8 * data,
         nbytes_in_storage=8 * nbytes,
         value_in_counter=value,
+        meta_in_tensor=8 * meta,
+        flag_in_meta=flag,
+        flag_bit=bit,
     )
 
 
@@ -320,9 +334,32 @@ def _value_in_counter(tensor: torch.Tensor, counter: int) -> int:
     return _only(found)
 
 
+def _flag() -> tuple[int, int, int]:
+    """The word of a tensor that refers to autograd's part of it; the byte there, and the bit in it,
+    that says whether the tensor requires a gradient."""
+    found, bits = [], []
+    for _ in range(3):
+        tensor = torch.zeros(3, 5)
+        before = _impl(tensor)
+        after = _impl(tensor.requires_grad_())
+        pairs = zip(before, after, strict=False)
+        found.append({i for i, (a, b) in enumerate(pairs) if a == 0 and b > 4096})
+        with_it = np.array(_memory(after[_only(found)]), np.uint64).view(np.uint8)
+        tensor.requires_grad_(False)
+        without = np.array(_memory(after[_only(found)]), np.uint64).view(np.uint8)
+        changed = with_it ^ without
+        bits.append({(int(i), int(changed[i] & with_it[i])) for i in np.flatnonzero(changed)})
+    (byte, bit) = next(iter(set.intersection(*bits)))
+    if len(bits[0]) != 1 or bit.bit_count() != 1:
+        raise ValueError("more than one bit changes")
+    return _only(found), byte, bit
+
+
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     tensor.data = data
 
+
+requires_grad = attrgetter("requires_grad")
 
 KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "transposed": lambda t: t.t_(),
@@ -352,12 +389,17 @@ MOVES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 SAME: dict[str, Callable[[torch.Tensor], Any]] = {
     "values": lambda t: t.data.add_(1),
-    "requires_grad": lambda t: t.requires_grad_(),
     "gradient": lambda t: setattr(t, "grad", torch.zeros(4, 4)),
     "attribute": lambda t: setattr(t, "mine", 1),
     "view": lambda t: t.detach(),
 }
 """No changes in this sense."""
+
+FLAGS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "trained": lambda t: t.requires_grad_(not t.requires_grad),
+    "attribute": lambda t: setattr(t, "requires_grad", not t.requires_grad),
+}
+"""Changes of whether a tensor requires a gradient."""
 
 
 def _proved(library: Library, at: Offsets) -> bool:
@@ -376,11 +418,12 @@ def _proved(library: Library, at: Offsets) -> bool:
     def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    changes = (*KINDS.values(), *MOVES.values())
+    changes = (*KINDS.values(), *MOVES.values(), *FLAGS.values())
     return (
         not any(stays(change, plain) for change in changes)
         and all(stays(change, plain) for change in SAME.values())
         and not stays(MOVES["new data"], torch.nn.Parameter)
+        and not any(stays(change, torch.nn.Parameter) for change in FLAGS.values())
         and all(_differ(library, at, *pair()) for pair in OTHERS)
         and _counts(library, at)
     )
@@ -513,4 +556,12 @@ CHANGES: Iterable[Callable[[dict[Any, Any]], object]] = (
 """All ways to change a dict with one list at the key 0."""
 
 
-__all__ = ["TensorRecords", "find", "find_tag", "kinds_of", "records_of", "tags_of"]
+__all__ = [
+    "TensorRecords",
+    "find",
+    "find_tag",
+    "kinds_of",
+    "records_of",
+    "requires_grad",
+    "tags_of",
+]

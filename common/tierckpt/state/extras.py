@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from tierckpt.errors import UnsupportedStateError
 
 from . import tree_codec
+from .generator_memory import load_numpy, load_python, numpy_state, python_state
 from .names import named_modules
 
 EXTRA_STATES = "modules' extra state"
@@ -19,7 +21,7 @@ EXTRA_STATES = "modules' extra state"
 PLAIN_VALUES = "attributes"
 """Name of `PlainValues` among them. Only elastic jobs have it: a checkpoint with it can be restored
 without it, and vice versa; see `Loader`."""
-Generator = torch.Generator | np.random.Generator
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, A
 
 def check_extra(argument: str, name: str, obj: Any) -> None:
     """Raise UnsupportedStateError when `obj` has no way to save and load its state."""
-    if isinstance(obj, Generator):
+    if is_generator(obj):
         return
     if not (
         callable(getattr(obj, "state_dict", None))
@@ -57,17 +59,29 @@ def is_place(obj: Any) -> bool:
     return bool(getattr(type(obj), "is_place", False)) or isinstance(obj, DataLoader | Sampler)
 
 
+def is_generator(obj: Any) -> bool:
+    """Whether it is a random generator with a state that can be stored. Classes derived from
+    Python's and numpy's old one may have another state, or none (`SystemRandom`)."""
+    if isinstance(obj, random.Random | np.random.RandomState):
+        return type(obj) in (random.Random, np.random.RandomState)
+    return isinstance(obj, Generator)
+
+
 def generator_state(obj: Generator) -> dict[str, Any]:
     """The generator's state, for `load_extra`."""
     if isinstance(obj, torch.Generator):
         return {"generator": obj.get_state()}
+    if isinstance(obj, random.Random):
+        return {"python": python_state(obj)}
+    if isinstance(obj, np.random.RandomState):
+        return {"numpy": numpy_state(obj)}
     return {"bit_generator": obj.bit_generator.state}
 
 
 def pack_extra(name: str, obj: Any, arena: tree_codec.Arena) -> Any:
     """The object's state for `load_extra`, with its tensors in `arena`."""
     path = f"extra[{name!r}]"
-    if isinstance(obj, Generator):
+    if is_generator(obj):
         return tree_codec.pack(generator_state(obj), path, arena.keep)
     if isinstance(obj, torch.amp.GradScaler):
         return _pack_scaler(obj, arena)
@@ -94,12 +108,16 @@ def _pack_scaler(scaler: torch.amp.GradScaler, arena: tree_codec.Arena) -> Any:
 
 def load_extra(obj: Any, value: Any) -> None:
     """Load the state that `pack_extra` saved into `obj`."""
-    if isinstance(obj, torch.Generator):
-        obj.set_state(value["generator"])
-    elif isinstance(obj, np.random.Generator):
-        obj.bit_generator.state = value["bit_generator"]
-    else:
+    if not is_generator(obj):
         obj.load_state_dict(value)
+    elif isinstance(obj, torch.Generator):
+        obj.set_state(value["generator"])
+    elif isinstance(obj, random.Random):
+        load_python(value["python"], obj)
+    elif isinstance(obj, np.random.RandomState):
+        load_numpy(value["numpy"], obj)
+    else:
+        obj.bit_generator.state = value["bit_generator"]
 
 
 def load_of_other_ranks(obj: Any, value: Any, ranks: int) -> bool:
@@ -172,6 +190,7 @@ __all__ = [
     "PlainValues",
     "check_extra",
     "generator_state",
+    "is_generator",
     "is_place",
     "load_extra",
     "named_objects",

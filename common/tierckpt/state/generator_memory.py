@@ -48,8 +48,9 @@ def numpy_state(own: np.random.RandomState | None = None) -> bytes:
     at, bits, kind = _place_in_numpy(), generator._bit_generator, type(generator)
     if type(bits) is not np.random.MT19937:
         raise UnsupportedStateError(
-            f"numpy's global generator is a {type(bits).__name__}; let it be an MT19937, and use "
-            "np.random.Generator(...) for another one"
+            f"numpy's {'global generator' if own is None else 'RandomState'} is a "
+            f"{type(bits).__name__}; let it be an MT19937, and use np.random.Generator(...) for "
+            "another one"
         )
     if at is None or kind is not np.random.RandomState:
         return _told_by_numpy(generator)
@@ -57,6 +58,20 @@ def numpy_state(own: np.random.RandomState | None = None) -> bytes:
         words = ctypes.string_at(bits.ctypes.state_address, _WORDS_BYTES)
         kept, _, deviate = _KEPT.unpack(ctypes.string_at(id(generator) + at, 16))
     return words + _REST.pack(kept, deviate)
+
+
+def load_python(state: bytes, own: random.Random | None = None) -> None:
+    """Set a generator, the process-wide one by default."""
+    place, *words, has_kept, kept = PYTHON.unpack(state)
+    value = (3, (*words, place), kept if has_kept else None)
+    (random.setstate if own is None else own.setstate)(value)
+
+
+def load_numpy(state: bytes, own: np.random.RandomState | None = None) -> None:
+    """Set a generator, the process-wide one by default."""
+    keys, *rest = NUMPY.unpack(state)
+    value = ("MT19937", np.frombuffer(keys, dtype=np.uint32), *rest)
+    (np.random.set_state if own is None else own.set_state)(value)
 
 
 def _told_by_python(generator: random.Random) -> bytes:
@@ -110,4 +125,4 @@ def _only(found: set[int]) -> int | None:
     return None if place < 0 else place
 
 
-__all__ = ["NUMPY", "PYTHON", "numpy_state", "python_state"]
+__all__ = ["load_numpy", "load_python", "numpy_state", "python_state"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .generator_memory import NUMPY, PYTHON, numpy_state, python_state
+from .generator_memory import load_numpy, load_python, numpy_state, python_state
 
 
 def pack_rng(device: torch.device | None = None) -> dict[str, Any]:
@@ -42,10 +42,8 @@ def _devices(first: torch.device | None) -> list[int]:
 
 def load_rng(value: dict[str, Any], device: torch.device | None = None) -> list[str]:
     """Set the generators; returns problems in words (fewer CUDA devices than saved)."""
-    place, *words, has_kept, kept = PYTHON.unpack(value["python"])
-    random.setstate((3, (*words, place), kept if has_kept else None))
-    keys, *rest = NUMPY.unpack(value["numpy"])
-    np.random.set_state(("MT19937", np.frombuffer(keys, dtype=np.uint32), *rest))
+    load_python(value["python"])
+    load_numpy(value["numpy"])
     torch.set_rng_state(_tensor_of(value["torch"]))
     problems = []
     devices = _devices(device) if value["cuda"] and torch.cuda.is_available() else []

@@ -32,6 +32,7 @@ from tierckpt.state.optimizers.optimizer_tree import GROUP_KEYS_NOT_STORED, Opti
 from . import tree_codec
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
 from .modules import changing_buffers
+from .modules.options import Options
 from .names import named_buffers, named_parameters, other_names, unwrap
 from .placement import Placements
 from .routed_files import RoutedState
@@ -111,6 +112,8 @@ class TrainingState:
         self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
         self.routed = RoutedState()
         """Files that the program keeps beside the state."""
+        self.notes: list[str] = []
+        """Warnings for the user, found when the state was checked."""
         self.torn = False
         """True when a restore began to change the state and did not complete."""
         self.looks = 0
@@ -130,6 +133,7 @@ class TrainingState:
         self._looked_up: tuple[list[Any], list[Any]] = [], []
         """The result of `_contents` when the modules were looked up."""
         self._orphans: list[str] = []
+        self._renamed: list[str] = []
         self.first_options = {
             label: {*GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
             for label, optimizer in self.optimizers.items()
@@ -137,6 +141,11 @@ class TrainingState:
         """Keys that param groups had at the start. Others belong to the version that has them."""
         self.first_buffers = changing_buffers.kinds_of(self.model)
         """See `changing_buffers`."""
+        self.trained_first = {
+            f"model/{n}": p.requires_grad for n, p in named_parameters(self.model)
+        }
+        """Whether each parameter required a gradient at the start."""
+        self.options = Options(self.model)
         self.refresh_names()
 
     def refresh_names(self, whole: bool = True) -> None:
@@ -150,6 +159,7 @@ class TrainingState:
             self._attributes = list(map(vars, self._modules))
             self._buffer_sizes = []
             self._find_extra_states()
+            self.options.look_up()
             self._of_model = {id(p): n for n, p in named_parameters(self.model)}
             self._looked_up = self._contents()
         self._names = dict(self._of_model)
@@ -159,6 +169,7 @@ class TrainingState:
                     self._names.setdefault(id(param), f"{label}.group{g}.param{i}")
         here, held = self._of_model, self._names
         self._orphans += [n for i, n in before.items() if i in held and i not in here]
+        self._renamed += [f"{n} (now {here[i]})" for i, n in before.items() if here.get(i, n) != n]
 
     def _contents(self) -> tuple[list[Any], list[Any]]:
         """The modules' dicts of parameters and children, with their values; their sizes and
@@ -181,6 +192,11 @@ class TrainingState:
         """Former names of parameters that left the model while an optimizer still steps them; each
         is returned once."""
         found, self._orphans = self._orphans, []
+        return found
+
+    def new_renamed(self) -> list[str]:
+        """Parameters that the model has under another name now; each is returned once."""
+        found, self._renamed = self._renamed, []
         return found
 
     def _find_extra_states(self) -> None:

@@ -163,6 +163,11 @@ def with_entries(value: Any, tensors: dict[str, Any]) -> Any:
     return map_entries(value, lambda entry: tensors.pop(entry.key))
 
 
+def is_empty(node: Any) -> bool:
+    """Whether a packed value is an empty container."""
+    return node == {} or (type(node) is dict and TAG in node and node.get("v") == [])
+
+
 class Packed:
     """A node of a packed tree that stays for many versions, with its JSON, which is made once. The
     node must not change. Any thread."""

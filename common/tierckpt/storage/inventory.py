@@ -22,6 +22,7 @@ from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 
+from .files import answers
 from .persistent import PersistentStore, VersionManifest, VersionName
 from .rollbacks import RollbackFiles
 from .suspects import SuspectMarks, persistent_suspects
@@ -31,11 +32,18 @@ MANIFESTS_AT_ONCE = 8
 
 
 def take_inventory(
-    job: JobDirectory, store: LocalStore, host: str, persistent: PersistentConfig | None = None
+    job: JobDirectory,
+    store: LocalStore,
+    host: str,
+    persistent: PersistentConfig | None = None,
+    patience_seconds: float = answers.PATIENCE_SECONDS,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Inventory:
     """Inventory of memory and disk of this machine, and of the persistent level if it is given (it
     is enough that one rank reads that). Reads manifests only. Any failure is reported in `unseen`
-    and raises nothing, because the other ranks wait for this rank's inventory."""
+    and raises nothing, because the other ranks wait for this rank's inventory.
+
+    The persistent level has `patience_seconds` to answer; `say` is called when that takes long."""
     found: list[Found] = []
     problems: list[Problem] = []
     unseen: list[Problem] = []
@@ -60,7 +68,9 @@ def take_inventory(
     look_at_rollbacks(RollbackFiles(store.directory), disk, *more)
     if persistent is not None and persistent.path:
         with _noting_errors(Location("persistent", EVERYWHERE, persistent.path), unseen):
-            look_at_persistent(persistent, found, problems, unseen, requests, rollbacks)
+            rollback = requests, rollbacks
+            look = patience_seconds, say
+            look_at_persistent(persistent, found, problems, unseen, *rollback, *look)
     there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
     return Inventory(
         tuple(found),
@@ -196,15 +206,24 @@ def look_at_persistent(
     unseen: list[Problem],
     requests: list[RollbackRequest],
     rollbacks: list[Rollback],
+    patience_seconds: float = answers.PATIENCE_SECONDS,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[VersionName, VersionManifest]:
     """Add the versions of the persistent level, and its requests and records of rollbacks. A
-    manifest there means that all shards exist. Returns the manifests."""
+    manifest there means that all shards exist. Returns the manifests. For the last two arguments
+    see `take_inventory`."""
     place = Location("persistent", EVERYWHERE, persistent.path)
     manifests: dict[VersionName, VersionManifest] = {}
+    try:
+        answers.ensure(persistent.path, patience_seconds, say)
+    except answers.NoAnswerError as error:
+        unseen.append(Problem.of(place, error))
+        return manifests
     if (store := _open_persistent(persistent, place, unseen)) is None:
         return manifests
     try:
-        suspects = persistent_suspects(store)
+        look = partial(persistent_suspects, store)
+        suspects = answers.within(persistent.path, patience_seconds, look, say)
         look_at_rollbacks(RollbackFiles(store), place, requests, rollbacks, problems, unseen)
         for name, read in _manifests_of(store, store.versions()):
             keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))

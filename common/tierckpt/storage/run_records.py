@@ -73,6 +73,15 @@ class RunRecords:
         stems = (name.removesuffix(SUFFIX) for name in self._notes.names(FOLDER))
         return {stem.partition(".")[2] for stem in stems if not stem.endswith(".end")}
 
+    def end_of(self, run_id: str) -> RunEnd | None:
+        """The end of one run, if it has been noted. Raises the errors of a record that cannot be
+        read, too."""
+        for name in self._notes.names(FOLDER):
+            if name.endswith(f".{run_id}{END_SUFFIX}"):
+                values = self._notes.read(f"{FOLDER}/{name}", END_KIND)
+                return RunEnd.from_json(values) if values else None
+        return None
+
     def all(self) -> FoundRuns:
         """All records at the place."""
         found = FoundRuns()

@@ -2,5 +2,6 @@
 
 `recorder` writes. `spans` is the common form. `chrome_trace` reads and writes files.
 `tierckpt_traces` and `horovod_timeline` interpret them; the latter also measures how well the
-clocks agree. `summary` computes, `plot` draws.
+clocks agree. `summary` computes, and `step` selects one step for
+`tierckpt report`.
 """

@@ -31,6 +31,7 @@ Kinds of entries (their `cat`):
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -43,6 +44,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from tierckpt._appender import Appender
 from tierckpt._text import in_words
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class Trace:
         steps: number of boundaries to record from now on.
         name_of: the name of a parameter.
         notice: called with a sentence when the recording ends early.
+        by_child: a child writes the file, see `Appender`.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Trace:
         steps: int,
         name_of: Callable[[torch.Tensor], str],
         notice: Callable[[str], object],
+        by_child: bool = False,
     ) -> None:
         self.rank = rank
         self._path = path
@@ -99,7 +103,7 @@ class Trace:
         """Reductions with an end that is not recorded yet."""
         self._update_begin: float | None = None
         self._epoch_us = time.time_ns() / 1e3 - 1e6 * time.perf_counter()
-        self._file: BinaryIO | None = _open(path)
+        self._file: Appender | None = Appender(_open(path), by_child)
         self._begin()
 
     # --- any thread ----------------------------------------------------------------------------
@@ -242,9 +246,12 @@ class Trace:
     def close(self) -> None:
         """Write the queue and close the file; later records are dropped."""
         self._flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._notice(f"{self._path} lacks its end: {in_words(error)}")
         self._queue.clear()
         self._reducing.clear()
         self._layers = (None, [])  # a plan keeps every tensor of the state alive
@@ -296,13 +303,13 @@ class Trace:
             while self._queue:  # other threads append to it at the same time
                 lines.append(self._queue.popleft()())
             data = "".join(lines).encode()
-            if self._file.write(data) != len(data):
-                raise OSError("not everything could be written")
-            if self._file.tell() > MOST_BYTES:
+            self._file.write(data)
+            if self._file.nbytes > MOST_BYTES:
                 raise OSError(f"the file is longer than {MOST_BYTES} bytes")
         except Exception as error:
             file, self._file = self._file, None
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
             self._queue.clear()
             self._notice(f"{self._path} is not continued: {in_words(error)}")
 
@@ -319,7 +326,7 @@ def open_trace(
 
     path = Path(config.trace_dir) / f"trace-r{rank:05d}.json"
     try:
-        trace = Trace(path, rank, config.trace_steps, name_of, notice)
+        trace = Trace(path, rank, config.trace_steps, name_of, notice, config.agent != "inline")
     except (OSError, ValueError) as error:
         notice(f"no trace is recorded to {path}: {error}; check the setting trace_dir")
         return None

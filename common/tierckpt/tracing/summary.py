@@ -52,6 +52,19 @@ class SizeBucket:
     moving: Stats
     """The part after the negotiation, if there is one."""
 
+    @property
+    def size(self) -> str:
+        """The sizes, such as `256 KiB to 1 MiB`."""
+        return f"{_size_text(self.above_bytes)} to {_size_text(self.upto_bytes)}"
+
+
+def _size_text(nbytes: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes} {unit}"
+        nbytes //= 1024
+    return f"{nbytes} GiB"
+
 
 @dataclass(frozen=True)
 class Hidden:

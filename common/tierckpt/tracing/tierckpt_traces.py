@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 from tierckpt._text import in_words
 
 from .chrome_trace import read_entries
+from .horovod_timeline import Names, agreement, read_horovod
 from .recorder import ROW_NAMES
-from .spans import Span, TimelineError
+from .spans import Span, Timeline, TimelineError
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,56 @@ class Recorded:
     reductions: Mapping[str, tuple[str, ...]] | None
     """Names of the reductions in Horovod's timeline, and the parameters of each, from the newest
     run that has the name. Empty: it has none of them; None: unknown."""
+
+
+def load(ours: Sequence[Path], horovod: Path | None) -> Timeline:
+    """All files on one time axis, with notes on how well they fit. Raises TimelineError."""
+    timeline = Timeline()
+    writer: dict[int, Path] = {}
+    recorded_names: list[Names] = []
+    for path in ours:
+        recorded = read_trace(path)
+        rank = recorded.spans[0].rank
+        if rank in writer:
+            raise TimelineError(
+                f"{writer[rank]} and {path} are both of rank {rank}; give the files of one job"
+            )
+        writer[rank] = path
+        timeline.add(recorded.spans)
+        recorded_names += [] if recorded.reductions is None else [recorded.reductions]
+    if horovod is not None:
+        if recorded_names and not any(recorded_names):
+            raise TimelineError(
+                f"{horovod} has no reductions of these ranks: Horovod's rank 0 writes only those "
+                "of its own process set, and a job of one process has none"
+            )
+        _add_horovod(
+            timeline,
+            horovod,
+            {n: layers for names in recorded_names for n, layers in names.items()},
+        )
+    return timeline
+
+
+def _add_horovod(timeline: Timeline, path: Path, reductions: Names) -> None:
+    """Add the part of Horovod's timeline that the traces cover: they may cover a part of the
+    run."""
+    ours = timeline.of()
+    begin, end = min(s.begin_us for s in ours), max(s.end_us for s in ours)
+    spans = read_horovod(path, reductions)
+    found = [s for s in spans if s.begin_us >= begin and s.end_us <= end]
+    if not found:
+        raise TimelineError(
+            f"{path} has no allreduce from the time that the traces cover; give files of one run"
+        )
+    timeline.add(found)
+    fit = agreement(timeline)
+    timeline.notes.append(f"Horovod: {fit.text()}")
+    if not fit.plausible:
+        timeline.notes.append(
+            f"Warning: {path} and the traces contradict each other: they are from different runs, "
+            "or a clock was set during the run"
+        )
 
 
 def read_trace(path: Path) -> Recorded:

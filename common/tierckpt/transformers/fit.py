@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import ddp_ckpt
 from tierckpt.errors import RestoreError
 from tierckpt.integrations.notices import Notices
 from tierckpt.settings import Arguments
+from tierckpt.state.extras import Generator
 
 from .framework import MARK, check, skipping
 from .training_data import TrainingData
@@ -28,14 +29,21 @@ NOT_LOADED = (
 )
 
 
+class TrainerArguments(Arguments, total=False):
+    """The argument `tierckpt` of a Trainer."""
+
+    generators: Iterable[Generator]
+
+
 class Fit:
     """Belongs to the Trainer, from the start of `train()` to the next. Training thread."""
 
-    def __init__(self, trainer: Any, first_epoch: int) -> None:
-        """`first_epoch`: where the Trainer would start. Raises the errors of `framework.check`."""
+    def __init__(self, trainer: Any, first_epoch: int, asks: bool) -> None:
+        """`first_epoch`: where the Trainer would start. `asks`: it is to resume. Raises the errors
+        of `framework.check`."""
         self._say = Notices()
         check(trainer, self._say)
-        self._trainer = trainer
+        self._trainer, self._asks = trainer, asks
         self._version = 0
         """The restored version."""
         self.first_epoch = first_epoch
@@ -45,11 +53,13 @@ class Fit:
         """The training ends early, and its last version is taken."""
         self._metric: float | None = None
 
-    def begin(self, model: Any, loader: Any, settings: Arguments) -> TrainingData:
+    def begin(self, model: Any, loader: Any, settings: TrainerArguments) -> TrainingData:
         """Attach and restore; returns the loader for the Trainer's loop. Collective; raises the
         errors of `ddp_ckpt.Checkpointer` and of its `restore`."""
         trainer = self._trainer
-        self._data, self._state = TrainingData(loader), TrainingState(trainer, loader)
+        generators = settings.get("generators", ())
+        self._data = TrainingData(loader, trainer.eval_dataset, generators)
+        self._state = TrainingState(trainer, loader)
         self._steps = trainer.state.global_step
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self._swaps_weights = callable(getattr(optimizer, "train", None))
@@ -58,8 +68,9 @@ class Fit:
         self._restore()
         return self._data
 
-    def _arguments(self, settings: Arguments) -> Arguments:
+    def _arguments(self, given: TrainerArguments) -> Arguments:
         trainer = self._trainer
+        settings = cast(Arguments, {k: value for k, value in given.items() if k != "generators"})
         extra: dict[str, Any] = {**(settings.get("extra") or {})}
         extra["scheduler"] = trainer.lr_scheduler
         if scaler := getattr(trainer.accelerator, "scaler", None):
@@ -69,6 +80,9 @@ class Fit:
         return {**settings, "boundary": "explicit", "extra": extra, "extra_per_rank": per_rank}
 
     def _restore(self) -> None:
+        finished = self.checkpointer._finished
+        finished.parts = (self,)  # a further train() of a Trainer begins again
+        finished.asked, finished.trains = self._asks, True
         restored = self.checkpointer.restore()
         self._version = version = restored.version
         if not version:
@@ -149,7 +163,7 @@ class Fit:
         control = trainer.control
         if self.checkpointer.should_exit():
             # Before any work at the end of the epoch, which would be stored.
-            self.checkpointer.close()
+            self.checkpointer._close()
             self.interrupted = control.should_training_stop = True
             return
         ends = self._data.resumable.at_end or control.should_training_stop
@@ -161,7 +175,7 @@ class Fit:
         """Close after the training. Collective."""
         self._load_late()
         if not self.checkpointer.closed:
-            self.checkpointer.close()
+            self.checkpointer._close()
 
     def leave(self, error: BaseException) -> None:
         """Let go after an exception: versions stay for a restart. Not collective."""
@@ -169,4 +183,4 @@ class Fit:
             self.checkpointer.__exit__(type(error), error, None)
 
 
-__all__ = ["Fit"]
+__all__ = ["Fit", "TrainerArguments"]

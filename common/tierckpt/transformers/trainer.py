@@ -11,9 +11,8 @@ import transformers
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.errors import TierckptError
 from tierckpt.integrations.early_end import end_if_interrupted
-from tierckpt.settings import Arguments
 
-from .fit import Fit
+from .fit import Fit, TrainerArguments
 from .framework import MARK
 
 logger = logging.getLogger("tierckpt")
@@ -29,16 +28,17 @@ class TierTrainerMixin:
     data and the random generators. The Trainer's own checkpoints work beside it.
 
     Args:
-        tierckpt: the keyword arguments of `ddp_ckpt.Checkpointer`, except `boundary`. Default: the
-            settings of the environment (`TIERCKPT_PATH`).
+        tierckpt: the keyword arguments of `ddp_ckpt.Checkpointer`, except `boundary`, and
+            `generators` as in `tierckpt.ResumableLoader`. Default: the settings of the environment
+            (`TIERCKPT_PATH`).
         args, kwargs: the arguments of the Trainer.
 
     `train()` raises, before the first step, the errors of the settings, of a job that is not
     supported, and of a restore.
     """
 
-    def __init__(self, *args: Any, tierckpt: Arguments | None = None, **kwargs: Any) -> None:
-        self._tier_settings: Arguments = {**(tierckpt or {})}
+    def __init__(self, *args: Any, tierckpt: TrainerArguments | None = None, **kwargs: Any) -> None:
+        self._tier_settings: TrainerArguments = {**(tierckpt or {})}
         self._tier_fit: Fit | None = None
         super().__init__(*args, **kwargs)
 
@@ -51,6 +51,7 @@ class TierTrainerMixin:
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._tier_fit = None
+        self._tier_asks = kwargs.get("resume_from_checkpoint") is not None
         try:
             result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
@@ -72,7 +73,7 @@ class TierTrainerMixin:
         if self.state.is_hyper_param_search:  # type: ignore[attr-defined]
             logger.info("no checkpoints are taken: this is a trial of a hyperparameter search")
             return epochs, batches
-        self._tier_fit = Fit(self, epochs)
+        self._tier_fit = Fit(self, epochs, self._tier_asks)
         return _FirstEpoch(self._tier_fit), batches
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ loader fetches one batch ahead, in the same call that yields the one before.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accelerate import skip_first_batches
@@ -16,18 +16,29 @@ from accelerate.data_loader import DataLoaderShard
 
 from tierckpt.integrations.loader_passes import Pass, Passes
 from tierckpt.integrations.other_ranks import PlaceOfAnyRanks
-from tierckpt.resumable_loader import generators_of, samplers_of
+from tierckpt.resumable_loader import samplers_of
+from tierckpt.state.extras import Generator
+from tierckpt.state.witness import Ways
+
+WAYS = Ways(
+    give="tierckpt={'generators': [...]}",
+    set_epoch="call it in on_epoch_begin of a callback, with state.epoch",
+    count="set its count from state.epoch in on_epoch_begin of a callback",
+    begin="begin a new job at another path",
+)
 
 
 class TrainingData:
     """Takes the loader's place in the Trainer's loop. Training thread."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, evaluated: Any, generators: Iterable[Generator]) -> None:
+        """`evaluated`: the data sets of evaluations."""
         self.loader = loader
         self.resumable = PlaceOfAnyRanks[Any](
-            Passes(loader, _Pass), generators=[*generators_of(loader)]
+            Passes(loader, _Pass, evaluated), of=[loader], generators=generators
         )
         """The place; an object for `extra_per_rank`."""
+        self.resumable.ways = WAYS
         self._skip = 0
         self.is_over = False
         """True: the next pass has no batches."""

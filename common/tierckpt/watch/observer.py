@@ -16,6 +16,7 @@ from tierckpt.config import load_config
 from tierckpt.offline.catalog import Row, rows_of
 from tierckpt.offline.jobs import hints_of, refuse_several_jobs
 from tierckpt.offline.survey import survey
+from tierckpt.storage.files import answers
 from tierckpt.storage.local.claim_file import Claim, claims_in
 from tierckpt.storage.memory.job_directory import JobDirectory
 
@@ -125,14 +126,19 @@ class Observer:
         machine's) is left out."""
         named = dict.fromkeys(claim.persistent for claim, _ in claims if claim.persistent)
         known = {*map(_real, (*self._paths, *self._found_paths))}
-        return [p for p in named if _real(p) not in known and (is_url(p) or os.path.isdir(p))]
+        answers.silent(named, answers.PATIENCE_SECONDS)
+        return [
+            p
+            for p in named
+            if _real(p) not in known and (is_url(p) or answers.is_silent(p) or os.path.isdir(p))
+        ]
 
     def _places(self, seen: Seen) -> list[PlaceView]:
         """The given places that are persistent ones, and those with versions."""
         with_versions = {f.place.where for f in seen.there.found if f.place.level == "persistent"}
         found = []
         for url in dict.fromkeys([*self._paths, *self._found_paths, *sorted(with_versions)]):
-            if not (is_url(url) or Path(url).is_dir()):
+            if answers.is_silent(url) or not (is_url(url) or Path(url).is_dir()):
                 continue
             try:
                 place = look_at(url, seen.there.open_store(url))
@@ -149,7 +155,13 @@ class Observer:
         named = [claim.events for claim, _ in seen.claims if claim.events]
         folders = (self._events_dir, *named, self._config.events_dir)
         seen.event_folders = [*dict.fromkeys(filter(None, folders))]
-        for folder in dict.fromkeys((*seen.event_folders, *self._paths)):
+        folders = tuple(dict.fromkeys((*seen.event_folders, *self._paths)))
+        for folder in answers.silent(folders, answers.PATIENCE_SECONDS):
+            if folder in seen.event_folders:
+                seen.problems.append(str(answers.NoAnswerError(folder, answers.PATIENCE_SECONDS)))
+        for folder in folders:
+            if answers.is_silent(folder):
+                continue
             self._tails = self._known_tails.setdefault(folder, EventTails(Path(folder)))
             try:
                 if (events := self._tails.look()) is not None:
@@ -165,7 +177,7 @@ class Observer:
 
 
 def _real(place: str) -> str:
-    return place if is_url(place) else os.path.realpath(place)
+    return place if is_url(place) or answers.is_silent(place) else os.path.realpath(place)
 
 
 def _claims(directories: Sequence[Path]) -> list[tuple[Claim, bool]]:

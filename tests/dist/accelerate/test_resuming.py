@@ -14,6 +14,7 @@ from tests.support.frameworks.killed_job import (
     goes_back_once,
     goes_on_exactly,
     goes_on_with_the_same_samples,
+    refuses_other_data,
 )
 from tierckpt._tested_versions import numbers
 
@@ -62,6 +63,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"data": "stream", "loading": {"dispatch_batches": False}},
     ),
     "weighted sampler": (["backward:1:4", "backward:1:10"], {"data": "weighted"}),
+    "own generators": (["backward:1:3", "backward:1:10"], {"data": "own generators"}),
     "two loaders": (["backward:1:4", "backward:1:10"], {"data": "two"}),
     "last batches dropped": (["epoch end:0:6"], {"data": "drop last"}),
     "epochs that are cut": (["backward:1:6", "epoch end:1:10"], {"batches": 5}),
@@ -83,6 +85,11 @@ def test_a_killed_job_goes_on_exactly(
     if name == "stateful loader with workers":
         skip_without_stateful_workers()
     goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario))
+
+
+def test_other_data_after_a_restart_are_refused(make_job: MakeJob) -> None:
+    why = "on ranks 0, 1 of 2: its data after the restore"
+    refuses_other_data(make_job(), "backward:1:8", "numbered", why)
 
 
 def test_a_fork_by_the_environment_goes_on_exactly(

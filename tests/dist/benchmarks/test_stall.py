@@ -50,7 +50,7 @@ def test_a_run_that_was_ended_continues_with_the_missing_rounds(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [path]
 
     with start(tmp_path, f"{line} --resume {path}") as second:
-        assert second.communicate()[0].count("ours, to memory") == 1
+        assert second.communicate()[0].count("Tierckpt, to memory") == 1
     assert second.returncode == 0
     complete = results(path)
     assert "partial" not in complete
@@ -97,6 +97,6 @@ def test_horovods_table(tmp_path: Path) -> None:
     for title in (
         "torch.save on rank 0",
         "hvd.elastic.TorchState.commit",
-        "ours, TorchState.commit",
+        "Tierckpt, TorchState.commit",
     ):
         assert title in output

@@ -17,12 +17,11 @@ STEPS = 5
 class Interrupted:
     """State that takes some time, so that Ctrl-C interrupts it on one rank."""
 
-    def __init__(self, at: int) -> None:
-        self.left = at
+    is_due = False
 
     def state_dict(self) -> dict[str, int]:
-        self.left -= 1
-        if self.left == 0:
+        if self.is_due:
+            self.is_due = False
             raise KeyboardInterrupt
         return {}
 
@@ -39,10 +38,11 @@ def cut(place: Place, behind: int, end: str, inside: bool) -> dict[str, Any]:
 
     job = make(1)
     attached = attach(job, place, local_every_steps=1, local_every_seconds=0, when_busy="wait")
-    slow = Interrupted(STEPS if inside and rank() == behind else -1)
+    slow = Interrupted()
     attached.ckpt.register("slow", slow, per_rank=True)
     for iteration in range(STEPS):
         job.iterate(iteration)
+        slow.is_due = inside and rank() == behind and iteration == STEPS - 1
         if inside or iteration < STEPS - 1 or rank() != behind:
             with contextlib.suppress(KeyboardInterrupt):
                 attached.ckpt.step()
@@ -53,7 +53,7 @@ def cut(place: Place, behind: int, end: str, inside: bool) -> dict[str, Any]:
         attached.ckpt.abandon()
     again = make(2)
     ckpt = attach(again, place).ckpt
-    ckpt.register("slow", Interrupted(-1), per_rank=True)
+    ckpt.register("slow", Interrupted(), per_rank=True)
     restored = ckpt.restore()
     same = again.digest() == job.digest()
     ckpt.abandon()

@@ -46,10 +46,10 @@ def with_a_stopped_agent(when_busy: str, place: Place) -> tuple[Any, ...]:
     waited = []
     wait = attached.ckpt._agent.wait
 
-    def wait_and_wake(*args: Any) -> bool:
+    def wait_and_wake(*args: Any, **more: Any) -> bool:
         waited.append(attached.ckpt.version)
         os.kill(pid, signal.SIGCONT)
-        return wait(*args)
+        return wait(*args, **more)
 
     attached.ckpt._agent.wait = wait_and_wake  # type: ignore[method-assign]
     if rank() == 1:

@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -207,16 +208,22 @@ def start_on_spot_machines(
 def test_a_job_on_spot_machines_ends_in_time_and_goes_on(
     job: RestartJob, undisturbed: list[Curve], shm_dir: Path
 ) -> None:
-    """The service is bad at first, and is asked every 5 s. The next run has other machines with the
-    old disks, but not their memory."""
-    with serving(lambda *request: (503, "")) as server:
-        ranks = start_on_spot_machines(job, server.endpoint, step_seconds=0.15)
-        job.wait_for(lambda: job.step() >= 2, "the first steps")
-        server.reply = cloud = Aws()
-        end = cloud.announce(110)
+    """The service is bad until the job has made steps, and is asked every 5 s. The next run has
+    other machines with the old disks, but not their memory."""
+    cloud, ends = Aws(), list[float]()
+
+    def reply(*request: Any) -> tuple[int, str]:
+        if not ends:
+            if job.step() < 2:
+                return 503, ""
+            ends.append(cloud.announce(110))
+        return cloud(*request)
+
+    with serving(reply) as server:
+        ranks = start_on_spot_machines(job, server.endpoint, step_seconds=0.3)
         for rank in ranks:
             rank.wait(120)
-        assert time.time() < end
+        assert time.time() < ends[0]
         # The latter is gloo's, now and then, after all work.
         assert {rank.returncode for rank in ranks} <= {HALTED, -signal.SIGABRT}
         assert [job.newest_life(rank)[-1] for rank in range(RANKS)] == [{"done": False}] * RANKS

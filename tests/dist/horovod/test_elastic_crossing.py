@@ -95,8 +95,9 @@ def plain_takes_up(place: Place) -> tuple[str, int, list[str]]:
     attached = attach(job, place, **SETTINGS)
     restored = attached.ckpt.restore()
     told = exact.digest(job.replicated())
+    said = [e.text() for e in attached.events if e.severity > 20]
     attached.ckpt.close()
-    return told, int(restored), [e.text() for e in attached.events if e.severity > 20]
+    return told, int(restored), said
 
 
 @pytest.mark.parametrize("kind", [GLOO, HOROVODRUN])

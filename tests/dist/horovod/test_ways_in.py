@@ -202,7 +202,7 @@ def run_script(folder: Path, shm: Path, name: str, steps: int) -> list[Any]:
     assert all(r.exists() for r in results), done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     shown = done.stdout + done.stderr
-    assert shown.count("tierckpt: [rank ") == 1, "what was restored, by rank 0"
+    assert shown.count("tierckpt: [rank ") == 2, "what was restored, and what is stored, by rank 0"
     assert ("tierckpt: [rank 0] restored v" in shown) != ("a fresh start" in shown)
     return [torch.load(r) for r in results]
 

@@ -129,20 +129,26 @@ def test_a_callback_of_the_script_goes_before_the_one_of_the_environment(
 def test_the_code_of_the_documentation_trains_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     page = (ROOT / "docs" / "lightning.md").read_text()
-    block, of_a_fork = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block, of_fabric, of_a_fork = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     compile(of_a_fork, "docs/lightning.md", "exec")
     before = """
 import torch, lightning.pytorch.demos.boring_classes as demos
 model = demos.BoringModel()
 loader = torch.utils.data.DataLoader(demos.RandomDataset(32, 64), batch_size=8)
 """
-    after = "\nprint('steps', trainer.global_step, int(trainer.callbacks[0].checkpointer.restored))"
+    after = """
+print('steps', trainer.global_step, int(trainer.callbacks[0].checkpointer.restored))
+model = torch.nn.Linear(32, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+    end = "\nprint('of fabric', data.epoch, int(ckpt.restored))"
     for start in (0, 24):
         done = subprocess.run(
-            [PYTHON, "-c", before + block + after],
+            [PYTHON, "-c", before + block + after + of_fabric + end],
             cwd=tmp_path,
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
         assert f"steps 24 {start}" in done.stdout
+        assert f"of fabric 2 {start}" in done.stdout

@@ -16,6 +16,7 @@ from tests.support.frameworks.killed_job import (
     goes_on_after_an_error,
     goes_on_exactly,
     goes_on_with_the_same_samples,
+    refuses_other_data,
 )
 
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -59,6 +60,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "LoRA": (["backward:1:8"], {"model": "LoRA"}),
     "two loaders": (["backward:1:8", "validation:0:16"], {"data": "two"}),
+    "own generators": (["backward:1:3", "backward:0:8"], {"data": "own generators"}),
     "early stopping": (["epoch end:1:6"], {"callbacks": ("stopping",)}),
     "a limit of steps": (
         ["backward:0:8", "epoch end:1:15"],
@@ -70,6 +72,11 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "one rank": (["backward:0:14"], {"ranks": 1}),
     "pytorch_lightning": (["backward:1:8"], {"package": "pytorch_lightning"}),
+    "fabric": (["backward:1:2", "backward:0:9", "epoch end:1:12"], {"model": "fabric"}),
+    "fabric on one rank": (
+        ["backward:0:8", "epoch end:0:12", "backward:0:15"],
+        {"model": "fabric", "ranks": 1, "data": "numbered"},
+    ),
 }
 
 
@@ -81,6 +88,12 @@ def test_a_killed_job_goes_on_exactly(
     if "ema" in scenario.get("callbacks", ()) and version("lightning") < "2.6":
         pytest.skip("this Lightning has no averaging of weights at every step")
     goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="start")
+
+
+@pytest.mark.parametrize("model", ["plain", "fabric"])
+def test_other_data_after_a_restart_are_refused(model: str, make_job: MakeJob) -> None:
+    why = "on ranks 0, 1 of 2: its data after the restore"
+    refuses_other_data(make_job(model=model), "backward:1:8", "numbered", why)
 
 
 def test_a_fork_by_the_environment_goes_on_exactly(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.net_nodes import NodeProcess, narrowed, network_fixture
-from tests.support.peer_shards import Members, nothing_of
+from tests.support.peer_shards import PATIENCE_SECONDS, Members, nothing_of
 from tierckpt.erasure.codes import Code
 from tierckpt.testing.network import Network
 
@@ -44,7 +44,7 @@ def nodes() -> Iterator[list[NodeProcess]]:
 
 def start(network: Network, folder: Path, number: int, stall: float, rule: str = "") -> NodeProcess:
     plan = {"lengths": LENGTHS, "k": CODE.k, "m": CODE.m}
-    plan |= {"join_seconds": 60.0, "stall_seconds": stall}
+    plan |= {"join_seconds": PATIENCE_SECONDS, "stall_seconds": stall}
     told = [str(folder), json.dumps(plan), str(number), network.address(number)]
     return NodeProcess(network, number, ["tests.support.peer_processes", *told], rule, folder)
 
@@ -84,13 +84,13 @@ def name_of(address: list[Any]) -> str:
 def test_a_node_that_is_cut_off_is_named_and_comes_back(
     network: Network, folder: Path, nodes: list[NodeProcess]
 ) -> None:
-    addresses = begin_and_stop(network, folder, nodes, stall=4.0)
+    addresses = begin_and_stop(network, folder, nodes, stall=1.0)
     network.cut(VICTIM)
     nodes[VICTIM].go_on()
     errors = [node.heard() for node in nodes]
     for number in (0, 2):
         assert name_of(addresses[VICTIM]) in errors[number], errors
-    assert "for 4 s" in errors[VICTIM]
+    assert any(name_of(addresses[number]) in errors[VICTIM] for number in (0, 2)), errors
     assert nothing_of(folder, 1)
     network.mend(VICTIM)
     protect(folder, nodes, 2, addresses)
@@ -100,7 +100,7 @@ def test_a_node_that_loses_power_is_named_and_a_spare_takes_its_place(
     network: Network, folder: Path, nodes: list[NodeProcess]
 ) -> None:
     """No kernel closes its connections, as it would for a killed process."""
-    addresses = begin_and_stop(network, folder, nodes, stall=4.0)
+    addresses = begin_and_stop(network, folder, nodes, stall=1.0)
     network.cut(VICTIM)
     nodes[VICTIM].kill()
     for number in (0, 2):
@@ -108,7 +108,7 @@ def test_a_node_that_loses_power_is_named_and_a_spare_takes_its_place(
         assert name_of(addresses[VICTIM]) in error, error
     assert Members(folder, CODE, LENGTHS).parities(1) == {}
     network.mend(VICTIM)
-    nodes[VICTIM] = start(network, folder, VICTIM, stall=20.0)
+    nodes[VICTIM] = start(network, folder, VICTIM, stall=PATIENCE_SECONDS)
     spare = nodes[VICTIM].heard()
     assert spare != addresses[VICTIM]
     addresses[VICTIM] = spare
@@ -118,7 +118,7 @@ def test_a_node_that_loses_power_is_named_and_a_spare_takes_its_place(
 def test_a_node_that_is_slow_makes_it_late_and_nothing_else(
     network: Network, folder: Path, nodes: list[NodeProcess]
 ) -> None:
-    begin_and_stop(network, folder, nodes, stall=20.0)
+    begin_and_stop(network, folder, nodes, stall=PATIENCE_SECONDS)
     with narrowed(network, VICTIM, SLOW_BYTES_PER_SECOND):
         nodes[VICTIM].go_on()
         assert [node.heard() for node in nodes] == [None] * 3

@@ -81,7 +81,7 @@ def test_a_kill_in_every_phase(tmp_path: Path) -> None:
 def test_a_member_that_stops_is_named_after_the_limit(at: str, tmp_path: Path) -> None:
     """SIGSTOP: the kernel still takes connections and bytes for it, but no process reads them."""
     rule = f"stop@peer:op={at.replace(':', ',')},version=1"
-    (fared,) = run(tmp_path, [rule], stall_seconds=4.0)
+    (fared,) = run(tmp_path, [rule], stall_seconds=1.0)
     where = f"rank {RANK} (127.0.0.1:{fared['ports'][VICTIM]})"
     for survivor in (0, 2, 3):
         assert where in fared["v1"][survivor], fared["v1"]

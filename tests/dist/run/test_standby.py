@@ -30,7 +30,11 @@ def start(job: RestartJob, tmp_path: Path) -> Start:
     meeting, store = map(str, free_ports(2))
 
     def started(
-        node: str, rank: int | None = None, ranks: int = 2, script: str = "train.py"
+        node: str,
+        rank: int | None = None,
+        ranks: int = 2,
+        script: str = "train.py",
+        cache: str = "cache",
     ) -> subprocess.Popen[bytes]:
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks)} if rank is not None else {}
         command = [PYTHON, "-m", "tierckpt.run", "--rendezvous", f"127.0.0.1:{meeting}"]
@@ -42,7 +46,7 @@ def start(job: RestartJob, tmp_path: Path) -> Start:
                 "TIERCKPT_NODE": node,
                 "TIERCKPT_PATH": str(job.disks / node),
                 "TIERCKPT_PEER_REDUNDANCY": "xor",
-                "XDG_CACHE_HOME": str(tmp_path / "cache"),
+                "XDG_CACHE_HOME": str(tmp_path / cache),
                 "WARM_PYTHON_RANK": str(rank or 0),
                 **place,
             },
@@ -109,11 +113,15 @@ def test_all_ranks_of_a_node_are_replaced_together(job: RestartJob, start: Start
     job.lost_nothing()
 
 
-def test_a_spare_of_another_program_is_refused(job: RestartJob, start: Start) -> None:
+def test_a_spare_of_another_program_or_user_is_refused(job: RestartJob, start: Start) -> None:
+    """The other user has another key."""
     start("a", 0), start("b", 1)
-    spare = start("c", script="other.py")
+    spare, stranger = start("c", script="other.py"), start("d", cache="theirs")
     assert spare.wait(60) == 2
     assert "runs another program: this spare ends" in log(job)
+    assert stranger.wait(60) == 1
+    assert "a process at 127.0.0.1 was refused: it does not know the key of this job" in log(job)
+    assert "rank 0's shim refuses this process" in log(job)
 
 
 def test_a_waiting_spare_ends_by_a_signal(job: RestartJob, start: Start) -> None:

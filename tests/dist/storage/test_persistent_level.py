@@ -44,6 +44,7 @@ def train_and_close(place: Place, shared: str, more: dict[str, Any]) -> dict[str
         "flushed": attached.versions("committed", "persistent"),
         "failed": [e.message for e in attached.events if e.name == "failed"],
         "local": attached.versions("committed", "local"),
+        "events": [e.text() for e in attached.events],
     }
 
 
@@ -179,7 +180,8 @@ def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
     before = ranks(3).run(on_two_nodes, place, shared, more)
     assert [told["failed"] for told in before] == [[]] * 3
     found = PersistentStore(shared).versions()
-    assert [name.id.version for name in found] == [8, STEPS]
+    events = [each["events"] for each in before]
+    assert [name.id.version for name in found] == [8, STEPS], events
     for name in found:
         there = (tmp_path / "shared" / name.stem).rglob("*.shards")
         assert sorted(path.name for path in there if path.is_file()) == files

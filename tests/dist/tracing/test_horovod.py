@@ -13,10 +13,10 @@ from tests.dist.tracing.test_trace import PARAMETERS, STEPS, check_order
 from tests.support.horovod_here import horovod_missing
 from tests.support.training import Net
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.cli.reports.trace import load
 from tierckpt.tracing.horovod_timeline import agreement
-from tierckpt.tracing.plot import TREE_ROW, row_names, step_of
+from tierckpt.tracing.step import TREE_ROW, row_names, step_of
 from tierckpt.tracing.summary import summarize
+from tierckpt.tracing.tierckpt_traces import load
 
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 

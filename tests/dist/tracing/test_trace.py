@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.training import Place, attach, make_job, only_layers_release, train
-from tierckpt.cli.reports.trace import load
 from tierckpt.tracing.spans import Span, Timeline
-from tierckpt.tracing.summary import summarize
+from tierckpt.tracing.summary import size_buckets, summarize
+from tierckpt.tracing.tierckpt_traces import load
 
 STEPS = 6
 PARAMETERS = 5 * 2
@@ -81,6 +86,32 @@ def test_a_ddp_job_is_recorded(ranks: Any, tmp_path: Path, shm_dir: Path) -> Non
         (seal,) = of(timeline, rank, 3, "seal")
         assert write.begin_us == seal.end_us
         assert write.nbytes > 0
+    check_report(timeline, tmp_path)
+
+
+def check_report(timeline: Timeline, folder: Path) -> None:
+    """The page has the figures of the trace, and counts each rank's allreduces by size."""
+    pytest.importorskip("matplotlib")
+    command = [
+        sys.executable,
+        "-m",
+        "tierckpt",
+        "report",
+        str(folder),
+        "-o",
+        str(folder / "a.html"),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    text = (folder / "a.html").read_text()
+    for title in ("Time of an allreduce by its size: mean, shortest and longest", "A step of"):
+        assert f'<svg role="img" aria-label="{title}' in text
+    row = r'<tr><td class="number">(\d)</td><td>([^<]+)</td><td class="number">(\d+)<'
+    counted = {(int(rank), size): int(count) for rank, size, count in re.findall(row, text)}
+    assert counted == {
+        (rank, bucket.size): bucket.latency.count
+        for rank in timeline.ranks()
+        for bucket in size_buckets(timeline.of("allreduce", rank=rank))
+    }
 
 
 def test_a_second_run_appends_to_the_same_file(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:

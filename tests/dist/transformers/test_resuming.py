@@ -16,6 +16,7 @@ from tests.support.frameworks.killed_job import (
     goes_on_after_an_error,
     goes_on_exactly,
     goes_on_with_the_same_samples,
+    refuses_other_data,
 )
 
 BEST = {
@@ -55,6 +56,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
             }
         },
     ),
+    "own generators": (["backward:1:3", "backward:0:10"], {"data": "own generators"}),
     "early stopping": (
         ["evaluation:0:8", "epoch end:1:12"],
         {"arguments": {**BEST, "save_strategy": "best"}, "patience": 2},
@@ -105,6 +107,11 @@ def test_a_killed_job_goes_on_exactly(
 ) -> None:
     kills, scenario = CASES[name]
     goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="begin")
+
+
+def test_other_data_after_a_restart_are_refused(make_job: MakeJob) -> None:
+    why = "on ranks 0, 1 of 2: its data after the restore"
+    refuses_other_data(make_job(), "backward:1:8", "numbered", why)
 
 
 def test_a_fork_by_the_environment_goes_on_exactly(

@@ -101,7 +101,9 @@ def test_a_dead_disk_does_not_keep_the_job_from_ending(
     behind = [(v, text) for name, v, level, text in told if (name, level) == ("failed", "local")]
     assert STEPS in [v for v, _ in behind]
     assert all(f"{path} has not stored it in " in text for _, text in behind)
-    assert f"v{STEPS} is not durable" in told[-1][3]
+    assert f"v{STEPS} is not durable" in told[-2][3]
+    assert told[-1][0] == "ended"
+    assert f"v{STEPS} is missing" in told[-1][3]
     with TinyJob(path, seed=99, **settings) as job:
         assert job.restore() == STEPS
         assert job.checkpointer.restored.levels == {"memory": 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tests.support.warm_python.servers import PYTHON
 from tierckpt import PinError, RestoreError, TierckptError
 from tierckpt.checkpointer.adapter import PlainAdapter
+from tierckpt.events import JobEnd
 from tierckpt.storage.memory.slot_pool import NoSlotError
 from tierckpt.testing import TinyJob
 
@@ -407,6 +409,7 @@ def test_a_collective_call_is_refused_in_an_event_callback(
 ASKS_AT_THE_LAST_STEP = """
 import sys
 from tierckpt.checkpointer.adapter import PlainAdapter
+from tierckpt.events import JobEnd
 from tierckpt.testing import TinyJob
 
 path, shm_dir, steps, fails = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
@@ -456,3 +459,76 @@ def test_a_script_that_only_forgets_to_close_is_warned(
     assert ended.returncode == int(fails), ended.stderr
     assert ("the script ends without ckpt.close()" in ended.stderr) != fails
     assert in_shm(shm_dir)
+
+
+# --- the last word -------------------------------------------------------------------------------
+
+OVER = """
+import sys
+from tierckpt.checkpointer.script_mode import close_at_exit
+from tierckpt.testing import TinyJob
+job = TinyJob(sys.argv[1], shm_dir=sys.argv[2], agent="inline", incomplete_exit_status=9,
+    persistent_path=sys.argv[3], persistent_every_steps=1)
+if sys.argv[4] == "exit":
+    close_at_exit(lambda: job.checkpointer)
+job.run(5)
+if sys.argv[4] == "close":
+    job.checkpointer.close()
+    print("not reached")
+"""
+
+
+def test_the_end_names_each_level_and_what_is_missing_there(
+    path: Path, settings: Any, tmp_path: Path
+) -> None:
+    """The place of the last level is a file: its failures are not shown any more by then."""
+    store = tmp_path / "store"
+    far = {"persistent_path": str(store), "persistent_every_steps": 1}
+    with TinyJob(path, **settings, **far) as job:
+        job.run(STEPS)
+    assert job.checkpointer.end == job.checkpointer.close()
+    assert job.checkpointer.end == JobEnd(STEPS, {"local": STEPS, "persistent": STEPS})
+    (event,) = job.heard("ended")
+    assert event.message == f"the job ends: v{STEPS} is stored in {path} and {store}"
+    shutil.rmtree(store)
+    store.touch()
+    with TinyJob(path, **settings, **far) as job:
+        job.restore()
+        last = job.run(STEPS + 5).checkpointer.version
+    end = job.checkpointer.end
+    assert end == JobEnd(last, {"local": last, "persistent": None}, ("persistent",))
+    assert not end.complete
+    (event,) = job.heard("ended")
+    assert event.severity == logging.ERROR
+    assert f"v{last} is missing: {store} has no version. It is stored in {path}" in event.message
+    store.unlink()
+    with TinyJob(path, **settings, **far) as job:
+        assert job.restore() == last
+        state = job.fingerprint()
+    assert job.checkpointer.end == JobEnd(last, {"local": last, "persistent": last})
+    shutil.rmtree(path)
+    with TinyJob(path, **settings, **far) as job:
+        assert job.restore() == last
+        assert job.fingerprint() == state
+
+
+def test_an_error_says_what_it_leaves(path: Path, settings: Any) -> None:
+    job = TinyJob(path, **settings).run(STEPS)
+    job.settle()
+    job.run(STEPS + 2)  # a version's result is known two boundaries later
+    job.__exit__(ValueError, ValueError(), None)
+    (event,) = job.heard("ended")
+    assert f"an error ends the training after v{STEPS + 2}; " in event.message
+    assert f"memory has v{STEPS}, {path} has v{STEPS}" in event.message
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize("how", ["close", "exit"])
+def test_a_setting_makes_an_incomplete_end_an_exit_status(
+    how: str, path: Path, tmp_path: Path, shm_dir: Path
+) -> None:
+    (store := tmp_path / "store").touch()
+    command = [PYTHON, "-c", OVER, str(path), str(shm_dir), str(store), how]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (9, ""), ended.stderr
+    assert f"v5 is missing: {store} has no version" in ended.stderr

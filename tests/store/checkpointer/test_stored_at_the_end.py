@@ -474,3 +474,16 @@ def test_more_epochs_follow_as_if_nothing_had_happened(
         assert second.losses == undisturbed[kind][steps:], every
         assert second.schedule.last_epoch == 4
     assert differences(*paths) == []
+
+
+def test_the_newest_version_of_each_level_is_known(tmp_path: Path) -> None:
+    far = {"persistent_path": str(tmp_path / "far"), "persistent_every_steps": 100}
+    with TinyJob(tmp_path / "ckpts", local_every_steps=2, **far) as job:
+        assert job.checkpointer.newest == {"memory": None, "local": None, "persistent": None}
+        job.run(STEPS)
+        known = job.checkpointer.newest
+        assert known["memory"] in range(1, STEPS + 1)
+        assert known["persistent"] is None
+        job.checkpointer.save(now=True)
+        assert job.checkpointer.newest == {"memory": STEPS, "local": STEPS, "persistent": None}
+    assert job.checkpointer.newest == {"local": STEPS, "persistent": STEPS}

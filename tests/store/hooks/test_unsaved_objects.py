@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -329,6 +330,31 @@ class ShadowEMA:
         self.shadow_params = state["shadow_params"]
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_copy_of_the_model_that_the_loop_averages(given: bool, settings: dict[str, Any]) -> None:
+    model, opt = build()
+    teacher, reference = (copy.deepcopy(model).requires_grad_(False) for _ in range(2))
+    other = copy.deepcopy(model)
+    others_opt = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def step() -> None:
+        opt.step()
+        other(torch.ones(2, 4)).sum().backward()
+        others_opt.step()
+        for mine, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 0.1)  # torch counts no change of it
+
+    if given:
+        settings["extra"] = {"teacher": teacher}
+    with attached(model, opt, **settings) as (ckpt, said):
+        for _ in range(3):
+            train(model, step, ckpt)
+    assert [text.partition("Give it, too: ")[2] for text in said] == (
+        [] if given else ["extra={'teacher': teacher}"]
+    )
+    assert reference is not teacher
+
+
 @pytest.mark.parametrize("kind", [AveragedModel, ShadowEMA])
 def test_averaged_weights(kind: Callable[[nn.Module], Any], settings: dict[str, Any]) -> None:
     model, opt = build()
@@ -425,3 +451,33 @@ def test_an_object_that_cannot_be_inspected_costs_no_checkpoint(
         "the search for unsaved objects failed: ZeroDivisionError" in event.message
         for event in events
     )
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate"])
+def test_a_checkpointer_by_hand_in_a_framework(package: str, settings: dict[str, Any]) -> None:
+    """Its integration is shown; no part of the training is, which it would store."""
+    model, opt = build()
+    name = stateful_objects.TRAINERS[package]
+    pace = lr.StepLR(opt, 3)
+
+    def steps(self: Any, ckpt: tierckpt.Checkpointer) -> None:
+        train(model, opt.step, ckpt)
+
+    base = type(name, (), {"__module__": f"{package}.it", "train": steps})
+    framework = type("Own", (base,), {})()
+    if package == "accelerate":
+        framework._optimizers = [SimpleNamespace(optimizer=opt)]
+    with attached(model, opt, **settings) as (ckpt, said):
+        framework.train(ckpt) if package == "transformers" else steps(None, ckpt)
+    (text,) = said
+    assert text.startswith(f"this training belongs to {package}'s {name}, and the checkpointer was")
+    assert (
+        f"the integration in its place: {'ckpt = ' * (name != 'Trainer')}tierckpt.{package}."
+        in text
+    )
+    settings["path"] = settings["path"].with_name("d")
+    with attached(model, opt, **settings) as (ckpt, said):  # a loop that is not theirs
+        framework._optimizers = []
+        train(model, opt.step, ckpt)
+    assert [each.split()[0] for each in said] == ["StepLR"]
+    assert pace

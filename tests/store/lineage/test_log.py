@@ -1,9 +1,8 @@
-"""`tierckpt log`: the tree for terminals, for programs, and as a picture."""
+"""`tierckpt log`: the tree for terminals and for programs."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 
 from tierckpt.cli.main import main
-from tierckpt.cli.reports.history_text import Branch
 from tierckpt.cli.reports.log import LINES, PLAIN_LINES, _drawn
 from tierckpt.format.ids import VersionId
 from tierckpt.format.run_record import RunEnd, RunRecord
 from tierckpt.lineage.annotations import command_hash
+from tierckpt.lineage.branches import Branch
 from tierckpt.storage.run_records import RunRecords
 from tierckpt.testing.tiny_job import TinyJob
 
@@ -232,15 +231,6 @@ def test_in_a_narrow_terminal_and_without_unicode_it_stays_a_tree() -> None:
         "|   `-- seven",
         "`-- eight",
     ]
-
-
-def test_a_picture(history: Path) -> None:
-    pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "tierckpt", "log", str(history / "a"), "--json", "--plot"]
-    # In a process of its own: matplotlib keeps fonts open for as long as there is one.
-    done = subprocess.run([*command, str(history / "tree.png")], check=True, capture_output=True)
-    assert json.loads(done.stdout)["runs"]
-    assert (history / "tree.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_runs_without_records_come_from_lineages(

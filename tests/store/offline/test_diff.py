@@ -1,12 +1,10 @@
-"""`tierckpt diff`: two stored versions compared, and a picture of many."""
+"""`tierckpt diff`: two stored versions compared."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,16 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-import tierckpt
 from tests.store.offline.test_offline import flip_byte
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.cli.main import main
-from tierckpt.cli.version_targets import Target, range_of, targets_of
-from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.cli.version_targets import Target, targets_of
+from tierckpt.errors import ConfigError
 from tierckpt.format.shard_file import decode_header
 from tierckpt.offline.difference import Difference, compare
-from tierckpt.offline.series.choice import Choice
-from tierckpt.offline.series.evolution import evolution, layer_norms, versions_at
 from tierckpt.offline.stored_version import open_version
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import Slot
@@ -365,75 +360,3 @@ def test_versions_are_named_as_people_do(tmp_path: Path) -> None:
     for wrong in (["a"], ["a", "b", "c"], ["a@1", "2"], ["a@1", "2", "3"], ["a", "1", "2", "3"]):
         with pytest.raises(ConfigError):
             targets_of(wrong)
-    assert range_of(["a"]) == ("a", None, None)
-    assert range_of(["a", "v5..v9"]) == range_of(["a", "v5", "v9"]) == ("a", 5, 9)
-    assert range_of(["a", "5..9"]) == ("a", 5, 9)
-    assert range_of(["a", "5.."]) == ("a", 5, None)
-    assert range_of(["a", "5", "9"]) == ("a", 5, 9)
-    with pytest.raises(ConfigError, match="one path"):
-        range_of(["a", "b"])
-
-
-# --- the picture ---------------------------------------------------------------------------------
-
-
-def test_a_picture_of_all_versions(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
-    out = tmp_path / "weights.png"
-    # In a process of its own: matplotlib keeps fonts open for as long as there is one.
-    command = [sys.executable, "-m", "tierckpt", "diff", str(path), "--plot", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"{out}: v1, v2, v3\n"), done.stderr
-    assert out.read_bytes().startswith(b"\x89PNG")
-    told = evolution(str(path))
-    (change,) = (each for each in found(path, path, 2, 3) if each.name == "model/0.weight")
-    assert change.numbers is not None
-    assert told.changes[1]["model/0.weight"] == change.numbers.norm
-    weight = tierckpt.load(path).model["0.weight"]
-    assert told.weights[2]["model/0.weight"] == pytest.approx(float(weight.double().norm()))
-    assert all(name.startswith("model/") for each in told.weights for name in each)
-    with pytest.raises(
-        ConfigError, match=r"two versions, but there is v3 for first=3, and others \(v1, v2\)"
-    ):
-        versions_at(str(path), Choice(first=3))
-
-
-def test_a_version_without_a_sound_copy_is_left_out_of_a_picture(tmp_path: Path) -> None:
-    path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
-    sound = evolution(str(path))
-    (data,) = path.glob("v0000000002.*.safetensors")
-    for at in range(5000, data.stat().st_size, 500):
-        flip_byte(data, at)
-    told = evolution(str(path))
-    assert told.versions == [1, 3]
-    assert told.weights == [sound.weights[0], sound.weights[2]]
-    assert "v2 shard 0 of 1" in " ".join(told.gaps)
-    with pytest.raises(RestoreError, match=r"fewer than two .* can be read: .*v2 shard 0 of 1"):
-        evolution(str(path), choice=Choice(first=2))
-
-
-def test_a_picture_of_chosen_tensors_and_versions(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
-    names = ["0.*", "optimizer/0.*/exp_avg"]
-    told = evolution(str(path), names, Choice(first=2))
-    wanted = [f"{name}{key}" for name in ("0.bias", "0.weight") for key in ("", "/exp_avg")]
-    assert {*told.weights[0]} == {
-        f"optimizer/{name}" if "/" in name else f"model/{name}" for name in wanted
-    }
-    assert {*told.by_layer().changes[0]} == {"0", "optimizer/0/exp_avg"}
-    with pytest.raises(ConfigError, match=r"v1 has no numbers named nothing, but .*0.weight"):
-        evolution(str(path), names="nothing")
-    assert main(["diff", str(path), "1", "2", "--every", "2"]) == 2
-    out = tmp_path / "chosen.png"
-    command = ["diff", str(path), "--plot", str(out), "--names", "0.*", "--every", "3"]
-    assert main(command) == 2, "one version is a multiple of 3"
-    assert not out.exists()
-
-
-def test_layers_are_rows() -> None:
-    norms = {"model/a.0.weight": 3.0, "model/a.0.bias": 4.0, "model/b.weight": 1.0, "model/c": 2.0}
-    assert layer_norms(norms) == {"a.0": 5.0, "b": 1.0, "c": 2.0}
-    many = {f"model/blocks.{i}.{j}.weight": 1.0 for i in range(20) for j in range(4)}
-    assert layer_norms(many) == {f"blocks.{i}": 2.0 for i in range(20)}

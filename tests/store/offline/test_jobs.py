@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 import tierckpt
+from tests.support.forgotten_ends import Forgotten
+from tierckpt.checkpointer import finished
 from tierckpt.cli.main import main
 from tierckpt.errors import ConfigError
 from tierckpt.offline.catalog import rows_of
 from tierckpt.offline.survey import survey
+from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.testing.tiny_job import TinyJob
 
 
@@ -28,8 +31,10 @@ def two_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two jobs with different numbers of restarts, of which retention has left one run each: no
     run of the one has the number of a run of the other."""
     folder = tmp_path_factory.mktemp("jobs")
-    for steps in (1, 2, 3):
-        trained(folder / "a", steps)
+    with pytest.MonkeyPatch.context() as patch:  # a fixture of a module precedes that of a test
+        patch.setattr(finished, "_ends", Forgotten())
+        for steps in (1, 2, 3):
+            trained(folder / "a", steps)
     trained(folder / "b", 4)
     return folder
 
@@ -50,7 +55,7 @@ def test_the_folder_above_two_jobs_is_no_job(
     out = str(tmp_path / "out.safetensors")
     read_all = (
         ["watch"],
-        ["log", "--plot", out],
+        ["report", "-o", out],
         ["export", out],
         ["fork", out],
         ["list", "--files"],
@@ -97,6 +102,30 @@ def test_a_folder_of_persistent_paths_is_one_of_jobs_and_so_is_the_folder_above_
         assert below in "".join(capsys.readouterr()), command
     assert main(["list", str(tmp_path / "job a")]) == 0
     assert "persistent" not in capsys.readouterr().out, "a job's path is its own"
+
+
+def test_jobs_in_memory_alone_are_in_the_list_of_a_folder(
+    above: Path,
+    shm_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One has made no version yet. The folder is given relative to the working directory."""
+    monkeypatch.setenv("TIERCKPT_SHM_DIR", str(shm_dir))
+    for name, steps in (("mem", 3), ("new", 0)):
+        with TinyJob(above / name, local_every_steps=1000) as job:
+            job.restore()
+            job.run(steps)
+            job.checkpointer.abandon()
+    monkeypatch.setattr(JobDirectory, "trains", lambda self: True)
+    monkeypatch.chdir(above)
+    capsys.readouterr()
+    assert main(["list", "--json", "."]) == 0
+    listed = json.loads(capsys.readouterr().out)["jobs"]
+    assert [job["places"] for job in listed] == [["a"], ["b"], ["mem"], ["new"]]
+    assert [len(job["versions"]) > 0 for job in listed] == [True, True, True, False]
+    assert main(["list", "."]) == 0
+    assert re.search(r"mem +2 .* v3 from memory .*running", capsys.readouterr().out)
 
 
 def test_pins_reach_all_nodes_of_one_job_that_are_visible(

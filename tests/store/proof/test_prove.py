@@ -13,6 +13,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -66,7 +67,8 @@ def run_script(arguments: list[str], environment: dict[str, str], log: str, fold
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_SHM_DIR", str(shm_dir))
-    monkeypatch.setattr(runs.subprocess, "Popen", Forked)
+    played = types.SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    monkeypatch.setattr(runs, "subprocess", played)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "HOROVOD_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -84,6 +86,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "exact: killed with SIGKILL at step 5, resumed from " in out
     assert "to 9 are bit for bit as in the run that was not killed (1 rank, 11 tensors" in out
+    assert "not witnessed: no loader gave its newest batch once more" in out
     assert not (tmp_path / "ckpts").exists()
     assert [*shm_dir.rglob("r0*")] == []
     # `tierckpt diff` can compare the last versions.
@@ -99,6 +102,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
         ("position", "All random streams are equal, and yet the step differs"),
         ("schedule", "Only options of an optimizer (a learning rate) differ"),
         ("counts", "the loop counts batches, from 0 after a restart in the middle of an epoch"),
+        ("draws", "other augmentation: the samples have the same indices, and the batch differs"),
         ("python", "The random stream of python is at another place"),
         ("urandom", "not deterministic: step "),
         ("afresh", "not exact: The restarted job started from scratch"),
@@ -163,6 +167,18 @@ def test_untested_parts_are_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert f"for an epoch to end before the kill and one after it: {how}\n" in out
     assert "options/optimizer[0]/lr (0.03" in out
     assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
+
+
+def test_epochs_are_chosen_in_a_script_that_ends_before_the_default_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A short one has 24 steps, and its first epoch ends after the 16th; another has one epoch."""
+    assert prove("--epochs", "--steps", 30, kind="epochs", steps=24) == 0
+    out = capsys.readouterr().out
+    assert "the kill and one after it: --kill-after 19 --steps 5\n" in out
+    assert "steps 19 to 24 are bit for bit" in out or "steps 18 to 24 are bit for bit" in out
+    assert prove("--epochs", "--dir", "other", kind="epochs", steps=8) == 2
+    assert "the script ended by itself at version 8, and an epoch" in capsys.readouterr().err
 
 
 def test_from_a_version_of_the_job_which_is_not_touched(

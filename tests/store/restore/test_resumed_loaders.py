@@ -10,9 +10,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tierckpt
+from tierckpt.testing import TinyJob
 from tierckpt.testing.tiny_job import BATCH, CLASSES, IN_FEATURES, seed_everything, tiny_model
 
 LENGTH, EPOCHS = 5 * BATCH, 3
+LOOP = tierckpt.LoopState(best=0.0)
 
 
 class Script:
@@ -64,6 +66,83 @@ class Script:
             pass
 
 
+@pytest.mark.parametrize("mode", ["error", "warn", "off"])
+def test_a_loader_that_resumes_after_the_first_step_speaks_for_itself(
+    mode: str, path: Path, settings: Any
+) -> None:
+    """As a second loader does, which the loop takes a batch from now and then."""
+    said: list[str] = []
+    for life in (0, 1):
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.arange(4.0)
+        one = tierckpt.ResumableLoader[Any](DataLoader(data))  # type: ignore[arg-type]
+        two = tierckpt.ResumableLoader[Any](DataLoader(data + life))  # type: ignore[arg-type]
+        given: dict[str, Any] = {"extra_per_rank": {"one": one, "two": two}, **settings}
+        given |= {"on_event": lambda event: said.append(event.message), "data_witness": mode}
+        ckpt = tierckpt.Checkpointer(model, optimizer, path=path, agent="inline", **given)
+        version = ckpt.restore().version
+        assert (version > 0) == bool(life)
+        first, second = iter(one), None if life else iter(two)
+        for _ in range(2):
+            next(first), next(second or iter(()), None)
+            model(torch.randn(BATCH, IN_FEATURES)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+        if life and mode == "error":
+            with pytest.raises(tierckpt.RestoreError, match=rf"two on rank 0 .* of v{version} are"):
+                iter(two)
+        elif life:
+            assert len(list(two)) == 2
+        ckpt.abandon()
+    assert len([text for text in said if text.startswith("two on rank 0")]) == (mode == "warn")
+
+
+@pytest.mark.parametrize(("added", "told"), [(0.0, False), (1e-8, False), (1.0, True)])
+def test_weights_that_are_loaded_after_the_restore_are_named(
+    added: float, told: bool, path: Path, settings: Any
+) -> None:
+    """The script's line for pretrained weights, in the wrong place."""
+    said: list[str] = []
+    given = {"agent": "inline", "on_event": lambda event: said.append(event.message), **settings}
+    for life in (0, 1):
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ckpt = tierckpt.Checkpointer(model, optimizer, path=path, **given)
+        assert (ckpt.restore().version > 0) == bool(life)
+        weights = {name: each + added for name, each in model.state_dict().items()}
+        model.load_state_dict(weights)
+        for _ in range(3):
+            model(torch.randn(BATCH, IN_FEATURES)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+        ckpt.abandon()
+    named = [text for text in said if "other values before the first step than restore()" in text]
+    assert len(named) == told
+
+
+def test_a_place_without_batches_is_named_as_unwitnessed(path: Path, settings: Any) -> None:
+    said: list[str] = []
+    for steps in (2, 1):
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = tierckpt.ResumableSampler(range(LENGTH), batch_size=BATCH, rank=0, ranks=1)
+        given: dict[str, Any] = {"extra": {"position": sampler.position, "loop": LOOP}}
+        given |= {"on_event": lambda event: said.append(event.message), **settings}
+        ckpt = tierckpt.Checkpointer(model, optimizer, path=path, agent="inline", **given)
+        ckpt.restore()
+        for _ in range(steps):
+            model(torch.randn(BATCH, IN_FEATURES)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+        assert [
+            text.partition(" cannot give a batch again")[0]
+            for text in said
+            if "a batch again" in text
+        ] == ["position"] * (steps == 1)
+        ckpt.abandon()
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # restored, then stepped
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("killed_after", [3, 5, 6])
@@ -85,3 +164,18 @@ def test_losses_continue_as_if_nothing_had_happened(
     assert second.losses == undisturbed.losses[killed_after:]
     assert second.schedule.last_epoch == undisturbed.schedule.last_epoch
     second.ckpt.close()
+
+
+def test_weights_that_are_written_after_the_restore_are_named(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    settings = {"shm_dir": str(shm_dir), "agent": "inline"}
+    for overwritten in (None, False, True):
+        with TinyJob(tmp_path / "c", **settings) as job:
+            start = int(job.restore())
+            if overwritten:
+                with torch.no_grad():
+                    next(job.model.parameters()).fill_(1.0)
+            job.run(start + 2)
+        said = [e.message for e in job.events if "had other values before the first" in e.message]
+        assert len(said) == bool(overwritten)

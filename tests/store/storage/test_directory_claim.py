@@ -33,7 +33,7 @@ from tierckpt.storage.local.launch import (
     process_mark,
     smallest,
 )
-from tierckpt.storage.memory.job_directory import JobBusyError
+from tierckpt.storage.memory.job_directory import JobBusyError, JobFinishedError
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"
@@ -503,6 +503,20 @@ def test_a_second_job_is_refused_until_the_first_one_has_ended(
         assert len(marks(path)) == 1
         job.run(3)
     assert marks(path) == []
+
+
+def test_a_launcher_whose_job_was_refused_does_not_start_it_again(
+    tmp_path: Path, mine: Any, living: Any
+) -> None:
+    """It would find the path free, and go on from the end of another training."""
+    launcher = {"starters": ("this start", "torchrun")}
+    refused = mine(token="22cc", **launcher)
+    refused.leave_refused(60)
+    for token in ("33dd", "44ee"):
+        with pytest.raises(JobFinishedError, match="finished at v60"):
+            mine(token=token, starters=("another start", "torchrun")).stake()
+    assert mine(token="55ff", starters=("another torchrun",)).stake() == ""
+    assert marks(tmp_path) == [".claim.55ff.0"]
 
 
 def test_of_a_process_that_has_a_rank_of_the_job_yet_nothing_is_proved(

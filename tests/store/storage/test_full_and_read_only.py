@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.tmpfs import read_only
+from tierckpt._event_files import decode, lines_of
 from tierckpt.errors import ConfigError
 from tierckpt.testing import TinyJob, injected
 
@@ -216,11 +216,11 @@ def test_a_full_disk_under_the_events_costs_their_file_and_not_the_end_of_the_jo
         assert job.fingerprint() == course[4 * STEPS]
     said = [e for e in job.heard("notice") if "no more events are written" in e.message]
     assert [e.severity for e in said] == [logging.ERROR]
-    versions = [json.loads(line)["version"] for line in file.read_text().splitlines()]
-    assert max(versions) >= STEPS - 1
-    assert file.read_text().endswith("\n"), "the next run begins a line"
+    events = list(filter(None, map(decode, lines_of(file))))
+    assert max(event["version"] for event in events) >= STEPS - 1
     (small_tmpfs / "filler").unlink()
     with TinyJob(tmp_path / "c", events_dir=str(small_tmpfs), **settings) as job:
         assert job.restore() == 4 * STEPS
-    names = [json.loads(line)["name"] for line in file.read_text().splitlines()]
-    assert "restored" in names
+    lines = [*map(decode, lines_of(file))]
+    assert lines.count(None) <= 1, "the disk may take half of the last line"
+    assert "restored" in [event["name"] for event in lines if event]

@@ -21,6 +21,8 @@ from tierckpt.config import Config
 from tierckpt.format.ids import PAGE_BYTES, VersionId
 from tierckpt.group import Node
 from tierckpt.storage.files.file_lock import lock_shared, unlock
+from tierckpt.storage.health import Room
+from tierckpt.storage.memory import slot_pool
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
@@ -203,6 +205,99 @@ def test_room_is_promised_only_when_there_is_some(turns: list[tuple[str, bool]])
     finally:
         pool.close(remove=True)
         pool.job.remove()
+
+
+# --- an agent reads a slot for long --------------------------------------------------------------
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot that is read is read for long."""
+    monkeypatch.setattr(slot_pool, "LATE_SECONDS", -1.0)
+
+
+@pytest.mark.usefixtures("late")
+def test_versions_go_on_in_one_more_slot_until_the_reader_is_done(
+    pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_pool, "KEPT_SECONDS", 0.0)
+    read = fill(pool, 1).name
+    fill(pool, 2)
+    for version in range(3, 9):
+        assert pool.has_room([v(version - 1)], {read})
+        slot = pool.choose({v(version - 1)}, {read}, SEAL_BYTES, IMAGE_BYTES)
+        assert slot.name != read
+        slot.seal(manifest(version).encode())
+        pool.filled(slot, v(version))
+        assert pool.find(v(version - 1)) is not None
+    assert pool.find(v(1)) is not None
+    assert len(pool.job.segments()) == 3
+    for version in (9, 10, 11):
+        fill(pool, version, {v(version - 1)})  # the reader is done
+    assert len(pool.job.segments()) == 2, "memory is given back"
+    assert pool.find(v(10)) is not None
+
+
+@pytest.mark.usefixtures("late")
+def test_a_successor_finds_the_version_in_the_one_more_slot_and_keeps_it(pool: SlotPool) -> None:
+    read = fill(pool, 1).name
+    fill(pool, 2)
+    slot = pool.choose({v(2)}, {read}, SEAL_BYTES, IMAGE_BYTES)
+    slot.seal(manifest(3).encode())
+    pool.filled(slot, v(3))
+    pool.close(remove=False)
+    pool.adopt()
+    assert pool.find(v(3)) is not None
+    for version in (4, 5):
+        fill(pool, version, {v(version - 1)})
+        assert pool.find(v(version - 1)) is not None
+    assert len(pool.job.segments()) == 3, "no version of this run is complete yet, as far as known"
+    pool.drop_adopted()
+    for version in (6, 7, 8):
+        fill(pool, version, {v(version - 1)})
+    assert len(pool.job.segments()) == 2
+
+
+@pytest.mark.usefixtures("late")
+def test_without_memory_for_one_more_the_slot_is_taken_away_and_later_the_next_time(
+    pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later, because a slow disk would never complete a version otherwise."""
+    monkeypatch.setattr(slot_pool, "memory_room", lambda: Room(0, "here"))
+    read = fill(pool, 1)
+    fill(pool, 2)
+    patience = pool._taken_seconds
+    with pytest.raises(NoSlotError):
+        pool.choose({v(2)}, {read.name}, SEAL_BYTES, IMAGE_BYTES)
+    assert not pool.has_room([v(2)], {read.name})
+    pool._read_since[0] -= patience
+    assert pool.has_room([v(2)], {read.name})
+    assert "is given up" in pool.outlook
+    sealed = read.manifest_bytes()
+    assert pool.choose({v(2)}, {read.name}, SEAL_BYTES, IMAGE_BYTES) is read
+    assert read.manifest_bytes() != sealed, "its reader sees that before it commits"
+    pool.filled(read, v(3))
+    pool.filled(pool.choose({v(3)}, {read.name}, SEAL_BYTES, IMAGE_BYTES), v(4))
+    assert pool.choose({v(4)}, {read.name}, SEAL_BYTES, IMAGE_BYTES) is read, "still ours"
+    pool.filled(read, v(5))
+    assert pool.has_room([v(5)], set()), "the reader has given up"
+    pool.has_room([v(5)], {read.name})
+    pool._read_since[0] -= patience
+    assert not pool.has_room([v(4)], {read.name}), "twice the patience"
+
+
+@pytest.mark.usefixtures("late")
+def test_private_memory_is_not_taken_from_a_reader(
+    pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the reader's copy would survive this process."""
+    read = fill(pool, 1)
+    fill(pool, 2)
+    pool.volatile = True
+    monkeypatch.setattr(slot_pool, "memory_room", lambda: Room(0, "here"))
+    monkeypatch.setattr(slot_pool, "TAKEN_SECONDS", 0.0)
+    assert not pool.has_room([v(2)], {read.name})
+    assert "no version is taken" in pool.outlook
 
 
 # --- shared memory is too small ------------------------------------------------------------------

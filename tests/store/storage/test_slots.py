@@ -241,7 +241,7 @@ def test_a_directory_among_the_files_of_dead_ranks_and_jobs_disturbs_nobody(
     for each in (job, dead):
         (each.path / name).mkdir()
         each.slot_path(6, 0).touch()
-    assert job.remove_surplus(ranks=[0], slots=2)
+    assert job.remove_surplus(ranks=[0])
     assert job.remove_dead_jobs(linger_seconds=-1) == ["dead"]
     job.slot_path(6, 0).touch()
     job.remove_orphans()
@@ -506,9 +506,9 @@ HOLD = "fd = take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.
 
 
 def test_surplus_slots_are_those_that_no_rank_of_this_run_will_use(job: JobDirectory) -> None:
-    """Ranks 0 and 1 are here, with two slots each; none of them is alive now."""
+    """Ranks 0 and 1 are here; none of them is alive now. Their pools remove their own slots."""
     for rank, index in itertools.product(range(4), range(3)):
         Slot.create(job.slot_path(rank, index), "r", SEAL_BYTES, IMAGE_BYTES).close()
-    assert job.remove_surplus((0, 1), slots=2)
-    ours = [job.slot_path(rank, index) for rank in (0, 1) for index in (0, 1)]
+    assert job.remove_surplus((0, 1))
+    ours = [job.slot_path(rank, index) for rank in (0, 1) for index in range(3)]
     assert sorted(job.segments()) == ours

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from tests.support.accelerate.scenario import Scenario
+from tests.support.frameworks.own_generators import ARGUMENTS, Collate, Noisy
 from tests.support.frameworks.rank import Journal, be_forked, digest, random_state, with_lora
 from tests.support.frameworks.scenario import VARIABLE
 from tierckpt.accelerate import attach
@@ -61,6 +62,8 @@ def make_loader(scenario: Scenario) -> Any:
         weights = torch.arange(1.0, SAMPLES + 1)
         sampler = WeightedRandomSampler(weights, SAMPLES, generator=torch.Generator())
         return DataLoader(Samples(), sampler=sampler, **options)
+    if scenario.data == "own generators":
+        return DataLoader(Noisy(Samples()), shuffle=True, collate_fn=Collate(), **options)
     options["persistent_workers"] = scenario.data == "persistent"
     if scenario.data == "drop last":
         options["drop_last"] = True
@@ -175,11 +178,15 @@ def train(scenario: Scenario) -> Training:
     data, other = training.loader, training.other
     with contextlib.ExitStack() as stack:
         if scenario.settings is not None:
-            ckpt = stack.enter_context(attach(training.accelerator, **scenario.settings))
+            own: dict[str, Any] = {}
+            if scenario.data == "own generators":
+                own = {"extra_per_rank": ARGUMENTS["extra_per_rank"]}
+            ckpt = stack.enter_context(attach(training.accelerator, **scenario.settings, **own))
             if scenario.data == "two":
                 data, other = ckpt.resume(training.loader, training.other)
             else:
-                data = ckpt.resume(training.loader)
+                given = ARGUMENTS["generators"] if own else ()
+                data = ckpt.resume(training.loader, generators=given)
         for epoch in range(data.epoch if ckpt else 0, EPOCHS):
             if scenario.sets_epoch:
                 data.set_epoch(epoch)

@@ -93,6 +93,16 @@ def goes_on_with_the_same_samples(killed: Run, other: Run, whole: Run, steps_an_
         assert samples - filling == steps[step] - filling, f"step {step}"
 
 
+def refuses_other_data(job: Job, kill: str, data: str, why: str) -> None:
+    """Kill the job, and start it again with other data; assert that no rank makes a step."""
+    assert not job.start(kill).ended()
+    again = job.start(data=data)
+    assert job.fired(kill)
+    assert not again.of_kind("step", 0) + again.of_kind("step", 1), again.output()
+    assert "RestoreError: " in again.output()
+    assert why in again.output()
+
+
 def samples_of_steps(run: Run) -> dict[int, set[int]]:
     """The numbers of all ranks' samples, by the number of steps made before."""
     found: dict[int, set[int]] = {}
@@ -108,4 +118,5 @@ __all__ = [
     "goes_on_after_an_error",
     "goes_on_exactly",
     "goes_on_with_the_same_samples",
+    "refuses_other_data",
 ]

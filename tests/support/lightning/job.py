@@ -7,16 +7,21 @@ import importlib
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+import ddp_ckpt
+import tierckpt
+from tests.support.frameworks.own_generators import ARGUMENTS
 from tests.support.frameworks.rank import Journal, be_forked, digest, random_state
 from tests.support.frameworks.scenario import VARIABLE
-from tests.support.lightning.models import make_model
+from tests.support.lightning.models import loaders, make_model, net
 from tests.support.lightning.scenario import Scenario
 from tierckpt.lightning import TierCheckpoint
 
@@ -120,7 +125,8 @@ def make_callbacks(package: Any, scenario: Scenario, journal: Journal) -> list[A
                 )
             )
     if scenario.settings is not None:
-        made.append(TierCheckpoint(**scenario.settings))
+        own = ARGUMENTS if scenario.data == "own generators" else {}
+        made.append(TierCheckpoint(**scenario.settings, **own))
     return made
 
 
@@ -170,10 +176,52 @@ def fit(scenario: Scenario) -> Any:
     return trainer
 
 
+def fabric_loop(scenario: Scenario) -> None:
+    """A loop of Fabric's. Its loaders number their passes themselves."""
+    torch.set_num_threads(1)
+    fabric = Fabric(accelerator="cpu", devices=scenario.ranks)
+    fabric.launch()
+    fabric.seed_everything(7, verbose=False)
+    journal = Journal(scenario, fabric.global_rank)
+    model = net()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    loader = loaders(scenario.data, scenario.workers, fabric.global_rank, scenario.ranks)
+    data: Any = tierckpt.ResumableLoader(fabric.setup_dataloaders(loader))
+    ckpt, step = None, 0
+    with ExitStack() as stack:
+        if scenario.settings is not None:
+            made = ddp_ckpt.Checkpointer(
+                model, optimizer, extra_per_rank={"data": data}, **scenario.settings
+            )
+            ckpt = stack.enter_context(made)
+            step = int(ckpt.restore())
+        for epoch in range(data.epoch, 3):
+            for index, (x, y) in enumerate(data, data.start):
+                state = random_state()
+                journal.write("batch", index=index, samples=digest([x, y]), random=state)
+                optimizer.zero_grad()
+                fabric.backward(torch.nn.functional.cross_entropy(model(x), y))
+                journal.reach("backward", step)
+                optimizer.step()
+                step += 1
+                weights = digest(model.state_dict().values())
+                journal.write("step", number=step, weights=weights, random=random_state())
+                if ckpt is not None:
+                    ckpt.step()
+            journal.write("epoch end", number=epoch)
+            journal.reach("epoch end", step)
+    journal.write("done")
+
+
+def work(variables: Mapping[str, str]) -> Any:
+    scenario = Scenario.from_json(variables[VARIABLE])
+    return fabric_loop(scenario) if scenario.model == "fabric" else fit(scenario)
+
+
 def run(environment: Mapping[str, str]) -> None:
     """Be a rank that was forked; does not return."""
-    be_forked(lambda: fit(Scenario.from_json(environment[VARIABLE])))
+    be_forked(lambda: work(environment))
 
 
 if __name__ == "__main__":
-    fit(Scenario.from_json(os.environ[VARIABLE]))
+    work(os.environ)

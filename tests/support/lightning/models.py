@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from tests.support.frameworks.own_generators import Collate, Noisy
 from tests.support.frameworks.rank import with_lora
 
 WIDTH, CLASSES, SAMPLES = 8, 3, 48
@@ -66,6 +67,8 @@ def loaders(kind: str, workers: int, rank: int, ranks: int) -> Any:
     if kind == "numbered":
         sampler = DistributedSampler(Numbered(), ranks, rank, shuffle=True)
         return DataLoader(Numbered(), batch_size=4 * 2 // ranks, sampler=sampler)
+    if kind == "own generators":
+        return DataLoader(Noisy(Samples()), 4, shuffle=True, collate_fn=Collate())
     if kind == "larger batches":
         return DataLoader(Samples(), batch_size=8, shuffle=True)
     return DataLoader(
@@ -132,7 +135,8 @@ def make_model(base: Any, kind: str, workers: int, data: str) -> Any:
             return loaders(data, workers, self.global_rank, self.trainer.world_size)
 
         def val_dataloader(self) -> Any:
-            return DataLoader(Samples(), batch_size=8)
+            own = data == "own generators"
+            return DataLoader(Noisy(Samples()) if own else Samples(), batch_size=8)
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["notes"] = {"steps": self.trainer.global_step}

@@ -1,4 +1,4 @@
-"""Short diffs without line numbers, as docs/scripts.md shows them.
+"""Short diffs without line numbers, as in docs/scripts.md and examples/recipes.
 
     --- nanoGPT/train.py
      import torch
@@ -24,9 +24,13 @@ class NotFoundError(Exception):
 
 
 def blocks_of(page: Path) -> dict[str, str]:
-    """The diffs of a page, by the folder (the repository) that the first line names."""
+    """The diffs of a page, and of the files that it links, by the folder (the repository) that the
+    first line names."""
     found: dict[str, str] = {}
-    for text in re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL):
+    shown = page.read_text()
+    files = re.findall(r"\]\((\S+\.diff)\)", shown)
+    blocks = re.findall(r"```diff\n(.*?)```", shown, re.DOTALL)
+    for text in (*blocks, *((page.parent / name).read_text() for name in files)):
         repository = text.removeprefix("--- ").partition("/")[0]
         found[repository] = found.get(repository, "") + text
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -92,6 +93,8 @@ def add_extras() -> None:
         job = trained(mlp(), extra={"noise": generator})
         if isinstance(generator, torch.Generator):
             job.inputs = lambda: torch.randn(5, 6, generator=generator)
+        elif isinstance(generator, random.Random):
+            job.inputs = lambda: torch.tensor([[generator.gauss(0, 1) for _ in range(6)]])
         else:
             job.inputs = lambda: torch.from_numpy(generator.normal(size=(5, 6))).float()
         return job
@@ -114,6 +117,8 @@ def add_extras() -> None:
     seed = torch.initial_seed
     CASES.add("a torch generator", lambda: noisy(torch.Generator().manual_seed(seed())))
     CASES.add("a numpy generator", lambda: noisy(np.random.default_rng(seed())))
+    CASES.add("numpy's old generator", lambda: noisy(np.random.RandomState(seed() % 2**32)))
+    CASES.add("a generator of Python's", lambda: noisy(random.Random(seed())))
     for name in ("MT19937", "Philox", "SFC64"):
         kind = getattr(np.random, name)
         CASES.add(f"a numpy generator {name}", lambda k=kind: noisy(np.random.Generator(k(seed()))))

@@ -98,6 +98,10 @@ def extra_image(thing: Any) -> Any:
         return exact.tensor_image(thing.get_state())
     if isinstance(thing, np.random.Generator):
         return exact.image(thing.bit_generator.state)
+    if isinstance(thing, np.random.RandomState):
+        return repr(thing.get_state(legacy=False))
+    if isinstance(thing, random.Random):
+        return thing.getstate()
     return exact.image(thing.state_dict())
 
 

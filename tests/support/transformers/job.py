@@ -13,6 +13,7 @@ import transformers
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Seq2SeqTrainer, Trainer
 
+from tests.support.frameworks.own_generators import ARGUMENTS, Hidden
 from tests.support.frameworks.rank import Journal, be_forked, digest, random_state, with_lora
 from tests.support.frameworks.scenario import VARIABLE
 from tests.support.transformers.scenario import Scenario
@@ -56,9 +57,48 @@ class Numbered(Plain):
         return sample
 
 
+class Noisy(Sentences):
+    """Draws from generators: one of its own, and those that arguments of the checkpointer name."""
+
+    def __init__(self) -> None:
+        self.source = torch.Generator()
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        noise = torch.rand((), generator=self.source) + Hidden.noise()
+        sample["input_ids"][1] = int(noise * WORDS) % WORDS
+        return sample
+
+
+class Tokenizer:
+    """What the collator for masked words needs."""
+
+    mask_token, mask_token_id, pad_token_id = "m", 3, 0
+
+    def __len__(self) -> int:
+        return WORDS
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return 3
+
+    def get_special_tokens_mask(self, values: Any, **_: Any) -> list[int]:
+        return [0] * len(values)
+
+    def pad(self, examples: Any, **_: Any) -> Any:
+        return transformers.BatchEncoding(torch.utils.data.default_collate(examples))
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from (Sentences()[index] for index in range(SAMPLES))
+
+
+DATA: dict[str, Any] = {
+    "plain": Sentences,
+    "stream": Stream,
+    "numbered": Numbered,
+    "own generators": Noisy,
+}
 
 
 class Recorder(transformers.TrainerCallback):
@@ -118,8 +158,14 @@ def make_trainer(scenario: Scenario, arguments: Any, journal: Journal) -> Any:
     base = {"trainer": Trainer, "seq2seq": Seq2SeqTrainer}[scenario.kind]
     bases: tuple[Any, ...] = (Recorded, base)
     given: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     if scenario.settings is not None:
-        bases, given = (Recorded, TierTrainerMixin, base), {"tierckpt": scenario.settings}
+        own = ARGUMENTS if scenario.data == "own generators" else {}
+        bases = (Recorded, TierTrainerMixin, base)
+        given = {"tierckpt": {**scenario.settings, **own}}
+    if scenario.data == "own generators":
+        collator: Any = transformers.DataCollatorForLanguageModeling
+        given["data_collator"] = collator(Tokenizer(), mlm_probability=0.3, seed=7)
     callbacks: list[Any] = [Recorder(journal)]
     if scenario.patience:
         callbacks.append(transformers.EarlyStoppingCallback(scenario.patience, 10.0))
@@ -140,8 +186,8 @@ def make_trainer(scenario: Scenario, arguments: Any, journal: Journal) -> Any:
     trainer = type("Job", bases, {"journal": journal})(
         model,
         arguments,
-        train_dataset={"plain": Sentences, "stream": Stream, "numbered": Numbered}[scenario.data](),
-        eval_dataset=Plain(),
+        train_dataset=DATA[scenario.data](),
+        eval_dataset=Noisy() if scenario.data == "own generators" else Plain(),
         callbacks=callbacks,
         **given,
     )

@@ -24,6 +24,7 @@ class Accelerator:
         self._models, self._optimizers = [torch.nn.Linear(1, 1)], [object()]
         self._schedulers: list[Any] = []
         self._custom_objects: list[Any] = []
+        self._dataloaders: list[Any] = []
         self.step, self.scaler = 0, None
         self.gradient_state = SimpleNamespace(sync_gradients=True)
         self.project_configuration = SimpleNamespace(iteration=0)

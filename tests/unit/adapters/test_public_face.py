@@ -12,7 +12,7 @@ METHODS = {"step", "save", "restore", "wait", "complete", "pin", "unpin", "shoul
 METHODS |= {"close", "abandon", "close_or_abandon", "register", "add_callbacks"}
 METHODS |= {"files", "load_from"}
 ATTRIBUTES = {"exit_reason", "interrupted", "closed", "version", "iteration", "metric"}
-ATTRIBUTES |= {"restored_files"}
+ATTRIBUTES |= {"end", "newest", "restored_files"}
 
 
 def test_a_checkpointer_has_no_other_public_names() -> None:

@@ -97,6 +97,11 @@ def test_a_row_that_the_page_lacks_is_named(checked: Callable[..., Any]) -> None
     assert "no such text of b" in problem
 
 
+def test_a_row_that_no_file_has_is_refused(checked: Callable[..., Any]) -> None:
+    page = PAGE + "| b | 506 | 0.02 (-0.3 to 1,234.5) |\n| **c** | faster | - |\n"
+    assert checked(page).problems == ["page.md: no results file has the row | c | faster | - |"]
+
+
 def test_a_file_without_its_commit_is_refused(checked: Callable[..., Any]) -> None:
     page = PAGE + "| b | 506 | 0.02 (-0.3 to 1,234.5) |\n"
     assert checked(page, commit=None).problems == ["run.json does not name its commit"]

@@ -79,7 +79,7 @@ def test_the_targets_are_judged_rate_by_rate(modules: argparse.Namespace) -> Non
     assert [line.split(":")[0] for line in said] == titles
     assert "10 s (70.0 %, the next best 71.0 %)" in said[0]
     rows[0].useful_steps = 940
-    target = "ours, memory and local: 95 % at a failure every 60 s"
+    target = "Tierckpt, memory and local: 95 % at a failure every 60 s"
     assert f"MISSED: {target} (94.0 %)" in modules.report.verdicts(rows)
     assert f"not measured: {target} (--mtbf 60)" in modules.report.verdicts(rows[2:])
 
@@ -93,8 +93,8 @@ def test_the_shim_has_targets_of_its_own(modules: argparse.Namespace) -> None:
     ]
     said = modules.report.verdicts(rows)
     assert said[1:] == [
-        "met: ours, tierckpt run: 95 % at a failure every 10 s (96.0 %)",
-        "MISSED: ours, tierckpt run: 99.5 % at a failure every 60 s (99.4 %)",
+        "met: Tierckpt, tierckpt run: 95 % at a failure every 10 s (96.0 %)",
+        "MISSED: Tierckpt, tierckpt run: 99.5 % at a failure every 60 s (99.4 %)",
     ]
 
 
@@ -121,7 +121,7 @@ def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.N
         *["not measured"] * 2,
     ]
     assert "every 10 s: torch-save" in said[0]
-    assert said[3] == f"{noise} (ours, memory and local: 95 % at a failure every 60 s)"
+    assert said[3] == f"{noise} (Tierckpt, memory and local: 95 % at a failure every 60 s)"
     shown = modules.report.table(rows)
     assert shown.count(noise) == 2
     assert "111.0 %" not in shown

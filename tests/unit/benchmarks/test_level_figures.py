@@ -36,7 +36,7 @@ def row(modules: argparse.Namespace, *samples: Any, **changed: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("overall", "overlap"),
-    [(10.0, 1.0), (10.2, 0.95), (12.0, 0.5), (14.0, 0.0), (15.0, 0.0), (9.0, 1.0)],
+    [(10.0, 1.0), (10.2, 0.95), (12.0, 0.5), (14.0, 0.0), (15.0, -0.25), (9.0, 1.25)],
 )
 def test_overlap_is_the_work_that_adds_no_time(
     overall: float, overlap: float, modules: argparse.Namespace

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,29 +76,90 @@ def test_checkfreq_copies_once_and_reuses_the_memory(
     assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 
+def visit(total: float, cpu: float = 0.01, others: float = 0.0) -> dict[str, float]:
+    return {"total_overhead": total, "cpu_share": cpu, "others_cores": others}
+
+
+def tried(*visits: dict[str, float], every: int = 1, due: int = 6, taken: int = 6) -> Any:
+    row = {"every": every, "due": due, "taken": taken, "step_seconds": 1.0, "phases": {}}
+    return {**row, "visits": list(visits)}
+
+
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("row", "share", "verdict", "words"),
     [
-        ({}, 1),
-        ({"cost_seconds": 0.049}, 1),
-        ({"cost_seconds": 0.11}, 3),
-        ({"taken": 3}, 2),
+        (tried(*[visit(0.04)] * 3), 0.04, "met", "4.0 (4.0 to 4.0, 3 visits)"),
+        (tried(*[visit(-0.08, cpu=0.06)] * 3), 0.06, "missed", "6.0 (6.0 to 6.0, 3 visits)"),
+        (tried(*[visit(0.3, others=0.2)] * 3), 0.01, "not known", "~1.0 (others 0.2, 3 visits)"),
+        (tried(visit(0.01), visit(0.03)), 0.02, "so far within", "2.0 (1.0 to 3.0, too few: 2)"),
+        (tried(*[visit(0.01)] * 2, visit(0.9, others=1)), 0.01, "so far within", "too few: 2"),
+        (tried(*[visit(0.114, 0.2)] * 3, taken=2), 0.114, "missed", "took 2 of 6"),
     ],
-    ids=["free", "within the budget", "above the budget", "skipped"],
+    ids=["met", "CPU is more", "others work", "two visits", "two quiet ones", "skipped as for NT3"],
+)
+def test_one_rule_judges_every_cost(
+    benchmark_module: Load, row: Any, share: float, verdict: str, words: str
+) -> None:
+    cost = benchmark_module("lib.papers.rule").cost_of(row)
+    assert cost.share == pytest.approx(share)
+    assert cost.verdict(0.05) == verdict
+    assert words in cost.text
+
+
+@pytest.mark.parametrize(
+    ("tries", "expected"),
+    [
+        ([tried(visit(-0.01))], (1, True)),
+        ([tried(visit(0.11))], (3, False)),
+        ([tried(visit(0.02), taken=3)], (2, False)),
+        ([tried(visit(0.11)), tried(visit(0.5, cpu=0, others=1), every=3)], (3, False)),
+    ],
+    ids=["within the budget", "above it", "skipped", "the last try was not quiet"],
 )
 def test_the_fewest_iterations_within_the_budget(
-    benchmark_module: Load, changed: dict[str, Any], expected: int
+    benchmark_module: Load, tries: Any, expected: tuple[int, bool]
 ) -> None:
-    tried = {
-        "every": 1,
-        "step_seconds": 1.0,
-        "cost_seconds": -0.01,
-        "due": 6,
-        "taken": 6,
-        "phases": {},
-        **changed,
-    }
-    assert benchmark_module("lib.papers.lightcheck").iterations(tried, "ours-memory") == expected
+    found = benchmark_module("lib.papers.lightcheck").interval_of(tries, "ours-memory")
+    assert (found.iterations, found.measured) == expected
+
+
+def test_a_row_without_data_is_not_on_the_page(benchmark_module: Load) -> None:
+    """Without its rows a method is neither in a table nor in a verdict, and is said to be lacking;
+    a failed row counts as none."""
+    page, results, papers = (
+        benchmark_module(f"lib.papers.{name}") for name in ("page", "results", "registry")
+    )
+    for name, paper in papers.PAPERS.items():
+        document = results.read(results.path_of(name))
+        key = "scheme" if name == "dpu" else "method"
+        (gone, *_) = sorted({row[key] for row in document["rows"]})
+        failed = [
+            row | {"status": "failed"} if row[key] == gone else row for row in document["rows"]
+        ]
+        left = [row for row in document["rows"] if row[key] != gone]
+        shown = page.tables(name, failed)
+        assert [line for line in shown if not line.endswith(": failed")] == page.tables(name, left)
+        assert page.verdicts(name, failed) == page.verdicts(name, left)
+        lacking = {json.dumps(key) for key in page.missing_keys(name)}
+        for row in document["rows"]:
+            own = {part: row[part] for part in paper.key}
+            assert json.dumps(own) not in lacking
+
+
+def test_missing_packages_are_an_error_at_the_start(
+    benchmark_module: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A toy of all papers says what it leaves out."""
+    papers = benchmark_module("papers")
+    monkeypatch.setattr(papers.PAPERS["mlperf"].__class__, "missing", lambda self, _: ["no DLIO"])
+    monkeypatch.setattr(sys, "argv", ["papers.py", "mlperf"])
+    with pytest.raises(SystemExit) as ended:
+        papers.arguments()
+    assert ended.value.code == 2
+    assert "mlperf cannot be measured here: no DLIO" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["papers.py", "--toy"])
+    assert papers.arguments().chosen == {}
+    assert "mlperf is left out: no DLIO" in capsys.readouterr().err
 
 
 def test_models_have_the_published_sizes(benchmark_module: Load) -> None:

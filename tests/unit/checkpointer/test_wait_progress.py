@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tierckpt import events
-from tierckpt.agent.protocol import TaskStatus
+from tierckpt.agent.protocol import Problem, TaskStatus
 from tierckpt.checkpointer import shutdown
 from tierckpt.checkpointer.shutdown import WaitProgress
 from tierckpt.config import load_config
@@ -48,6 +48,9 @@ class Agent:
 
     def behind(self) -> list[Level]:
         return self.levels
+
+    def problems(self) -> list[Problem]:
+        return []
 
     def ask_progress(self) -> None:
         self.asked += 1

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from tierckpt.cli.columns import UNLIMITED
 from tierckpt.cli.commands import COMMANDS, GROUPS
+from tierckpt.cli.machine import doctor
 from tierckpt.cli.main import main
+from tierckpt.cli.reports import checkpoints
+from tierckpt.doctor.examination import Report, Section
+from tierckpt.doctor.finding import good, warning
 
 TAKE_A_PLACE = {
     "halt": ["--show"],
@@ -65,15 +72,39 @@ def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) ->
             assert f"\n  {command.name} " in f"\n{lines}"
 
 
-def test_help_of_any_command_needs_neither_torch_nor_numpy() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["lst"], "there is no command 'lst'; did you mean list?"),
+        (["xxxx"], "there is no command 'xxxx'; --help lists all"),
+        (["list", "--jsn", "."], "unrecognized arguments: --jsn; did you mean --json?"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(
+    wrong: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(wrong)
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_and_refusals_of_what_is_not_there_need_neither_torch_nor_numpy(
+    tmp_path: Path,
+) -> None:
     """The arguments are beside the functions that carry them out; their import would take a
     second."""
+    (tmp_path / "empty").touch()
+    wrong = ["import gone p", "import empty p", "export gone out.pt", "export . empty", "prove"]
+    wrong += ["export . gone/out.pt", "diff gone 1 2", "verify gone"]
     program = (
-        "import sys; from tierckpt.cli.main import whole_parser; whole_parser(); "
-        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+        "import sys; from tierckpt.cli.main import main, whole_parser; whole_parser(); "
+        f"print([main(each.split()) for each in {wrong}], "
+        "[m for m in ('torch', 'numpy') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "[1, 1, 1, 1, 2, 1, 2, 1] []", done.stderr
 
 
 @pytest.mark.parametrize("command", [each.name for each in COMMANDS])
@@ -145,6 +176,23 @@ def test_output_that_nobody_reads_ends_it_in_silence(tmp_path: Path) -> None:
     assert (status, told) == (1, "")
 
 
+def test_a_pipe_has_no_width_and_no_line_of_doctor_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    consoles: list[Console] = []
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(
+        checkpoints, "list_versions", lambda args, console: consoles.append(console)
+    )
+    assert main(["list", "."]) == 0
+    assert consoles[0].width == UNLIMITED
+    long = "word " * 60
+    findings = (good("torch", long), warning("clock", long, long))
+    doctor._print([Report("here", (Section("Machine", findings),))], consoles[0])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.count("word") for line in lines] == [0, 60, 60, 60, 0]
+
+
 def test_output_to_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         status, _, told = run("list", str(tmp_path), out=full.fileno())
@@ -165,3 +213,38 @@ def test_a_picture_s_place_that_is_no_directory_is_one_sentence(
     trace.write_text(json.dumps([begin]))
     assert main(["trace", "merge", str(trace / "out.json"), "--ours", str(trace)]) == 1
     assert capsys.readouterr().err.startswith(f"tierckpt: cannot write {trace}/out.json: ")
+
+
+COMPLETIONS = {
+    "tierckpt ver": {"verify"},
+    "tierckpt delete --v": {"--versions"},
+    "tierckpt list ck": {"ckpts"},
+}
+IN_SHELL = {
+    "bash": """source ./script
+COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+"$(complete -p tierckpt | grep -o '_[^ ]*')"; printf '%s\\n' "${{COMPREPLY[@]}}" """,
+    "zsh": "",
+    "fish": "source ./script; complete --do-complete '{words}'",
+}
+
+
+@pytest.mark.parametrize("shell", IN_SHELL)
+def test_a_shell_completes_commands_options_and_paths(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In zsh, completion needs a terminal: there the script is only parsed."""
+    pytest.importorskip("shtab", reason="shtab is not installed")
+    assert main(["completion", shell]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "ckpts").mkdir()
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    if shell == "zsh":
+        subprocess.run([shell, "-n", "script"], cwd=tmp_path, check=True)
+        return
+    for words, expected in COMPLETIONS.items():
+        program = IN_SHELL[shell].format(words=words)
+        done = subprocess.run([shell, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+        found = {line.split("\t")[0].rstrip("/") for line in done.stdout.splitlines()}
+        assert (found, done.stderr) == (expected, "")

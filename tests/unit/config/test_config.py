@@ -28,6 +28,7 @@ NAME = {str: "text", int: 7, float: 2.5, bool: True}
 """A valid value of each type, for settings that take any."""
 CHOICES = {
     "on_drift": "stop",
+    "data_witness": "warn",
     "when_busy": "wait",
     "release": "forward",
     "boundary": "explicit",
@@ -131,6 +132,13 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
 def test_variables_that_are_not_settings_are_let_be() -> None:
     environment = {f"TIERCKPT_{name}": "" for name in NOT_SETTINGS} | {"PATH": "/bin"}
     assert load_config({}, environment) == load_config({}, {})
+
+
+@pytest.mark.parametrize("wrong", ["TIERCHKPT_PATH", "TIERCKP_PATH", "tierckpt_path"])
+def test_a_variable_with_a_misspelt_prefix_does_not_pass_in_silence(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{wrong} has no effect: did you mean TIERCKPT_PATH\?"):
+        load_config({}, {wrong: "/x"})
+    assert load_config({}, {"FRONTIER_PATH": "/x", "TIER_PATH": "/x"}) == load_config({}, {})
 
 
 def test_a_path_may_be_a_path(tmp_path: Path) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
 
-from tierckpt.agent.protocol import CommitFailed, Committed, Flushed, FlushFailed, ProtectFailed
+from tierckpt.agent.protocol import (
+    CommitFailed,
+    Committed,
+    Flushed,
+    FlushFailed,
+    Problem,
+    ProtectFailed,
+)
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import load_config
 from tierckpt.coordination import agreement as module
@@ -17,6 +25,7 @@ from tierckpt.coordination.reports import Reports
 from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.levels import INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT
 from tierckpt.core.votes import VOTE_WIDTH
+from tierckpt.events import JobEnd
 from tierckpt.format.ids import VersionId
 from tierckpt.group import SingleGroup
 
@@ -151,6 +160,19 @@ def test_failures_of_one_cause_are_shown_at_a_decreasing_rate(agreement: Agreeme
     assert log.events[-1]["severity"] == logging.ERROR, "another night"
 
 
+def test_a_warning_at_every_version_is_shown_at_a_decreasing_rate(agreement: Agreement) -> None:
+    """A disk that has turned read-only: no version can be retired, and none is lost by that."""
+    log = Log()
+    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
+    for version in range(1, 101):
+        reports.on_agent_message(Problem(f"cannot retire v{version} (0 of 2): read-only"))
+        reports.notice("once", logging.INFO)
+    shown = [each["message"] for each in log.events if each["severity"] > logging.INFO]
+    assert [re.findall(r"v(\d+)", each) for each in shown] == [["1"], ["2"], ["3"], ["10"], ["100"]]
+    assert "(warning 100 of this kind;" in shown[4]
+    assert len([each for each in log.events if each["severity"] == logging.INFO]) == 100
+
+
 def test_a_loss_at_every_step_is_shown_at_a_decreasing_rate_too(agreement: Agreement) -> None:
     """Forward passes that change weights: this rank fails, and then the vote says so once more."""
     log = Log()
@@ -166,3 +188,16 @@ def test_a_loss_at_every_step_is_shown_at_a_decreasing_rate_too(agreement: Agree
     told = [(e["version"], e["message"]) for e in failed if e["severity"] == logging.ERROR]
     assert [version for version, _ in told] == [1, 2, 3]
     assert all("weight" in text for _, text in told)
+
+
+@pytest.mark.parametrize(
+    ("memory", "text"), [(25, "It is stored in memory: keep"), (9, "nowhere"), (None, "nowhere")]
+)
+def test_the_last_word_names_the_places_that_have_the_version(
+    memory: int | None, text: str, agreement: Agreement
+) -> None:
+    log = Log()
+    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
+    reports.ended(JobEnd(25, {"memory": memory, "local": None}, ("local",)), halted=False)
+    assert "v25 is missing: /disk has no version. It is stored" in log.events[0]["message"]
+    assert text in log.events[0]["message"]

@@ -124,7 +124,9 @@ def test_a_place_that_is_not_mounted_is_not_an_empty_one(
     """No version was flushed yet, or all are on a file system that is not mounted here."""
     unseen: list[Problem] = []
     found: list[Found] = []
-    look_at_persistent(PersistentConfig(path=str(tmp_path / folder)), found, [], unseen, [], [])
+    look_at_persistent(
+        PersistentConfig(path=str(tmp_path / folder)), found, [], unseen, [], [], 5.0
+    )
     assert found == []
     assert [p.why for p in unseen] == (
         []
@@ -143,7 +145,7 @@ def test_a_store_whose_client_fails_is_reported_and_not_raised(
 
     monkeypatch.setattr("tierckpt.storage.inventory.PersistentStore.versions", fail)
     unseen: list[Problem] = []
-    look_at_persistent(PersistentConfig(path=str(tmp_path)), [], [], unseen, [], [])
+    look_at_persistent(PersistentConfig(path=str(tmp_path)), [], [], unseen, [], [], 5.0)
     assert [p.why for p in unseen] == ["KeyError: 'ticket'"]
 
 

@@ -17,6 +17,7 @@ from tierckpt.config import load_config
 from tierckpt.doctor import settings
 from tierckpt.doctor.finding import Finding, Mark, Subject
 from tierckpt.errors import ConfigError
+from tierckpt.events import EventLog
 
 
 def subject(**environment: str) -> Subject:
@@ -79,6 +80,22 @@ def test_places_are_examined_though_other_settings_are_invalid() -> None:
     assert (config.path, config.persistent.path) == ("/a", "/b")
     config = settings.valid_config({}, {**given, "TIERCKPT_CONFIG": "/no/such/file"})
     assert (config.path, config.persistent.path) == ("/a", "/b")
+
+
+@pytest.mark.parametrize(
+    ("export", "mark", "text"),
+    [
+        ("prometheus 9400", Mark.GOOD, "127.0.0.1:9400 on this machine alone"),
+        ("wandb, prometheus *:9400", Mark.WARNING, "everybody who reaches 0.0.0.0:9400 reads"),
+    ],
+)
+def test_who_can_read_the_metrics_is_said(
+    export: str, mark: Mark, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    *_, found = settings.configuration(subject(TIERCKPT_EXPORT=export))
+    assert found.mark is mark
+    assert text in found.text
 
 
 @pytest.mark.parametrize(
@@ -176,3 +193,24 @@ def test_the_agent_of_another_version_is_a_warning(tmp_path: Path, shm_dir: Path
     assert found.mark is Mark.WARNING
     assert f"runs Tierckpt 0.0.9 of {old}; here is {tierckpt.__version__}" in found.text
     assert "or: kill " in found.cure
+
+
+@pytest.mark.parametrize("step_seconds", [2, 40])
+def test_iterations_that_are_too_long_for_a_signal_are_a_warning(
+    step_seconds: int, tmp_path: Path
+) -> None:
+    config = load_config({"path": "/x", "events_dir": str(tmp_path)}, {})
+    assert [*settings.iterations(Subject(config))] == [], "no job has run"
+    log = EventLog(0, str(tmp_path))
+    names = ("import", "setup", "attach", "boundary", "barrier", "save")
+    facts = {"host": "here", "world": 1, "shim": False, "heartbeat_seconds": 5, "job": "job"}
+    for version, name in enumerate(["started", "attached", *["progress"] * 5], start=-1):
+        at = {"time_seconds": 1e9 + version * step_seconds}
+        at["monotonic_seconds"] = at["time_seconds"]
+        log.record(name, version=version, seconds=dict.fromkeys(names, 0.0), facts=facts, **at)
+    log.close()
+    (found,) = settings.iterations(Subject(config))
+    assert found.mark is (Mark.WARNING if step_seconds == 40 else Mark.GOOD)
+    assert f"{step_seconds} s" in found.text
+    if step_seconds == 40:
+        assert "set halt_grace_seconds" in found.cure

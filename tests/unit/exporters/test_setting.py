@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt import ConfigError, load_config
+from tierckpt.exporters.prometheus import PrometheusPort
 from tierckpt.exporters.setting import SHAPES, exporters_of
 
 
@@ -33,6 +34,15 @@ def test_it_names_exporters_with_an_argument() -> None:
         "PrometheusFile('/var/metrics/a.prom')",
     ]
     assert exporters_of("") == []
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_the_port_is_for_this_machine_alone_unless_an_address_is_given() -> None:
+    given = ["9400", "*:9400", "10.0.0.7:9400", "[::1]:9400"]
+    made = [exporters_of(f"prometheus {where}")[0] for where in given]
+    addresses = [each.address for each in made if isinstance(each, PrometheusPort)]
+    assert addresses == [PrometheusPort().address, "0.0.0.0", "10.0.0.7", "::1"]
+    assert PrometheusPort().address == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +108,7 @@ def test_no_library_is_imported_before_an_exporter_starts() -> None:
 
     program = """
 import sys
+from tierckpt.exporters.prometheus import PrometheusPort
 from tierckpt.exporters.setting import exporters_of
 names = ("torch", "numpy", "prometheus_client", "opentelemetry", "tensorboard", "wandb", "mlflow")
 from tierckpt.exporters import MLflow, OpenTelemetry, PrometheusFile, TensorBoard, WandB

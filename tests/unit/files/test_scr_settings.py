@@ -61,7 +61,18 @@ def test_redundancy_fits_the_nodes(given: dict[str, str], nodes: int, redundancy
     found = settings(given, {}, nodes)
     assert found.of_files["peer_redundancy"] == redundancy
     lost = redundancy == "none" and given.get("SCR_COPY_TYPE") != "SINGLE"
-    assert bool(found.notice) == lost
+    assert bool(found.notices) == lost
+
+
+def test_settings_without_effect_are_named_a_misspelt_one_with_the_nearest() -> None:
+    given = {"SCR_FLSUH": "1", "SCR_FOO": "1", "SCR_CRC_ON_COPY": "1", "SCR_DEBUG": "1"}
+    quiet = {"SCR_COPY_TYPE": "SINGLE", "SCR_CONF_FILE": "f", "SCR_CURRENT": ""}
+    assert settings(given | quiet, {}, 1).notices == (
+        "SCR_FLSUH is no setting of SCR, and has no effect; did you mean SCR_FLUSH?",
+        "SCR_FOO is no setting of SCR, and has no effect",
+        "SCR_CRC_ON_COPY, SCR_DEBUG have no effect in tierckpt.scr (docs/files.md)",
+    )
+    assert settings(quiet, {}, 1).notices == ()
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)

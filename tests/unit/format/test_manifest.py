@@ -14,6 +14,7 @@ from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.facts import ITERATION_COUNTS, VersionFacts
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
+from tierckpt.format.version_records import VersionManifest
 
 numbers = st.integers(0, 2**62)
 ids = st.builds(VersionId, numbers, numbers)
@@ -124,6 +125,20 @@ def test_a_newer_major_version_is_refused_with_the_remedy() -> None:
     newer = values_of(EXAMPLE) | {"format_version": "2.0"}
     with pytest.raises(FormatError, match=r"format version 2\.0.*reads up to 1\.x.*newer"):
         Manifest.decode(sign(newer))
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.9"])
+def test_one_of_another_minor_version_that_lacks_a_field_is_refused_with_the_remedy(
+    version: str,
+) -> None:
+    other = values_of(EXAMPLE) | {"format_version": version}
+    del other["iteration_counts"]
+    told = rf"format version {version}, and it has no 'iteration_counts'.*reads 1\.1.*export"
+    with pytest.raises(FormatError, match=told):
+        Manifest.decode(sign(other))
+    records = {"format": "tierckpt-version", "format_version": version}
+    with pytest.raises(FormatError, match=rf"version record has format version {version}"):
+        VersionManifest.decode(sign(records))
 
 
 def test_a_newer_minor_version_is_read() -> None:

@@ -348,6 +348,18 @@ def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) 
         watcher.close()
 
 
+def test_a_place_that_cannot_be_read_is_no_request(often: None, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    watcher = RequestWatcher([str(tmp_path / "file")])
+    try:
+        until(lambda: watcher.problems)
+        (problem,) = watcher.problems
+        assert problem.startswith(f"{tmp_path}/file cannot be read: ")
+        assert "ignored" not in problem
+    finally:
+        watcher.close()
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -425,8 +437,8 @@ def listen() -> Iterator[Callable[..., Signals]]:
     before = {s: signal.getsignal(s) for s in ours}
     made = []
 
-    def start(names: str) -> Signals:
-        made.append(Signals(parse_signals(names)))
+    def start(names: str, **more: float) -> Signals:
+        made.append(Signals(parse_signals(names), **more))
         made[-1].passed_boundary()
         return made[-1]
 
@@ -444,6 +456,19 @@ def test_a_signal_is_remembered_and_ends_nothing(listen: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert signals.received is signal.SIGTERM
+
+
+@pytest.mark.parametrize("grace_seconds", [1e-9, 1e9])
+def test_a_signal_that_leaves_no_time_for_two_iterations_says_so(
+    grace_seconds: float, listen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    signals = listen("SIGUSR1", grace_seconds=grace_seconds)
+    signals.passed_boundary()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    if grace_seconds < 1:
+        until(lambda: "set halt_grace_seconds and the sender's own limit to more" in caplog.text)
+    signals.close()
+    assert ("a last checkpoint comes up to two iterations" in caplog.text) == (grace_seconds < 1)
 
 
 def test_an_earlier_signal_handler_is_called_too(listen: Any) -> None:

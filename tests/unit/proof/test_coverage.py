@@ -96,6 +96,7 @@ def test_epochs_that_did_not_end(
         (passes_of(3, 15), Request(0, 6, 10)),
         (passes_of(4, 15), Request(0, 7, 10)),
         (passes_of(2, 15), ASKED),
+        ([*passes_of(6, 12), *[[]] * 3], Request(0, 9, 10)),
         (one_pass(15, 0), None),
         ([[]] * 15, None),
     ],

@@ -207,6 +207,13 @@ def test_the_usual_causes_are_named(names: tuple[str, ...], said: str) -> None:
     assert said in cause(Departure(3, names, (0,)))
 
 
+def test_if_a_loader_was_given_a_generator_of_the_script_is_the_first_cause() -> None:
+    names = ("model/weight",)
+    said = "the step drew from a generator of the script's own (random.Random()"
+    assert said in cause(Departure(3, names, (0,), has_loader=True)).partition("Or ")[0]
+    assert "it used other data" in cause(Departure(3, names, (0,))).partition("Or ")[0]
+
+
 def test_a_loader_of_accelerate_that_was_not_resumed_is_the_usual_cause() -> None:
     objects = frozenset(["extra/accelerator", "extra_per_rank/loader0"])
     for names in (("model/w",), ("model/w", "rng/torch")):

@@ -19,6 +19,11 @@ def test_a_module() -> None:
     assert (found.arguments, found.preload, found.times) == (("--times", "t"), ("a", "b.c"), "")
 
 
+@pytest.mark.parametrize("before", [["-m", "pkg.train"], ["train.py"], ["--", "train.py"]])
+def test_two_dashes_after_the_program_are_its_own_as_pythons(before: list[str]) -> None:
+    assert parse([*before, "--", "x", "--", "y"]).arguments == ("--", "x", "--", "y")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -26,6 +31,7 @@ def test_a_module() -> None:
         (["--max-restarts", "-1", "x.py"], "--max-restarts must be 0 or more"),
         (["--rendezvous", "host", "x.py"], "--rendezvous must be HOST:PORT"),
         (["--standby", "x.py"], "--standby needs --rendezvous HOST:PORT"),
+        (["-m"], "a script, or -m and a module, is missing"),
         (["python3.11", "train.py"], "leave out python3.11"),
         (["/usr/bin/python", "train.py"], "leave out /usr/bin/python"),
     ],

@@ -61,7 +61,10 @@ def test_later_values_win() -> None:
         ({"job": {"step": math.inf}}, "[job] step is infinite; give a time that ends"),
         ({"failures": {"store_out": "inf"}}, "[failures] store_out is infinite"),
         ({"levels": {"persistent": {"write": "inf"}}}, "[levels.persistent] write is infinite"),
-        ({"job": {"length": "inf", "work": 9}, "nodes": {"spares": 1, "repair": "inf"}}, "length"),
+        (
+            {"job": {"length": "inf", "work": "9s"}, "nodes": {"spares": 1, "repair": "inf"}},
+            "length",
+        ),
         ({"nodes": {"spares": 0.5}}, "[nodes] spares is 0.5; give a whole number"),
         ({"jobs": {}}, "there is an unknown key jobs; did you mean job?"),
         ({"levels": {"persistent": {"every_steps": 0, "every": 0}}}, "has no interval; give"),
@@ -87,9 +90,9 @@ def test_costs_that_follow_from_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[job\] has no step"):
         scenario_of({"levels": levels}, "job.toml")
     with pytest.raises(ConfigError, match=r"has no write and no restore, and .* no state"):
-        scenario_of({"job": {"step": 1}, "levels": levels}, "job.toml")
+        scenario_of({"job": {"step": "1s"}, "levels": levels}, "job.toml")
     known = {"persistent": {"every": "10m", "write": "9s", "restore": "1m"}}
-    assert scenario_of({"job": {"step": 1}, "levels": known}, "job.toml")
+    assert scenario_of({"job": {"step": "1s"}, "levels": known}, "job.toml")
 
 
 def test_a_job_without_levels_is_refused() -> None:

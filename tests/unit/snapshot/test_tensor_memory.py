@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tierckpt.snapshot import copy_engine, plan_check, tensor_memory
-from tierckpt.snapshot.tensor_memory import CHANGES, KINDS, MOVES, SAME
+from tierckpt.snapshot.tensor_memory import CHANGES, FLAGS, KINDS, MOVES, SAME
 from tierckpt.state import tree_codec
 
 WAYS = ["memory", "methods"]
@@ -67,6 +67,20 @@ def test_other_changes_are_none(way: str, change: str) -> None:
     view, _aliases = view_of(tensors)
     SAME[change](tensors[3])
     assert view.stand() is not None
+
+
+@pytest.mark.parametrize("change", FLAGS)
+@pytest.mark.parametrize("wrap", [torch.nn.Parameter, torch.Tensor.clone])
+def test_frozen_and_trained_tensors_are_told_apart(way: str, change: str, wrap: Any) -> None:
+    tensors = [wrap(torch.zeros(4, 4)) for _ in range(MANY)]
+    view, _aliases = view_of(tensors)
+    before = view.trained
+    assert view.stand() is not None
+    assert view.trained is before
+    for number in (3, 600):
+        FLAGS[change](tensors[number])
+        assert view.stand() is not None
+        assert view.trained == bytes(t.requires_grad for t in tensors)
 
 
 def test_version_counters_are_those_of_torch(way: str) -> None:

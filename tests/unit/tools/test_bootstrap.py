@@ -38,7 +38,11 @@ class Machine:
             return self.torch
         return self.pip if "import pip" in str(command[-1]) else "Python 3.11.2"
 
-    def pip_install(self, python: Path, *arguments: str) -> bool:
+    def uv_install(self, python: Path, *arguments: str) -> bool:
+        self.installed.append(["uv", *arguments])
+        return self.fails != "uv"
+
+    def pip_install(self, python: Path, *arguments: str, progress: bool = False) -> bool:
         if self.fails in arguments:
             return False
         if "--dry-run" in arguments:
@@ -61,6 +65,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(bootstrap, "output", made.output)
     monkeypatch.setattr(bootstrap, "pip_install", made.pip_install)
+    monkeypatch.setattr(bootstrap, "uv_install", made.uv_install)
     monkeypatch.setattr(bootstrap, "has_gpu", lambda: made.gpu)
     monkeypatch.delenv("TORCH_INSTALL_ARGS", raising=False)
     return made
@@ -258,14 +263,19 @@ def run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Run:
-    monkeypatch.setattr(sys, "argv", ["bootstrap.py", str(tmp_path / "venv")])
+    monkeypatch.setattr(sys, "argv", ["bootstrap.py", str(tmp_path / "venv"), "demo"])
     return bootstrap.main
 
 
-def test_torch_comes_before_packages_that_would_bring_another(run: Run, machine: Machine) -> None:
-    """The dev extra requires a torch: pip alone would take any."""
+@pytest.mark.parametrize("uv_works", [True, False])
+def test_torch_comes_before_packages_that_would_bring_another(
+    run: Run, machine: Machine, uv_works: bool
+) -> None:
+    """The extras require a torch: pip alone would take any. Where uv fails, pip goes on."""
+    machine.fails = None if uv_works else "uv"
     run()
-    assert machine.installed == [[TORCH], ["--editable", ".[dev]"]]
+    rest = ["--editable", ".[demo]"]
+    assert machine.installed == [[TORCH], ["uv", *rest], *([] if uv_works else [rest])]
 
 
 def test_without_a_gpu_it_stops_before_anything_could_require_torch(
@@ -286,7 +296,10 @@ def test_a_torch_that_cannot_be_used_in_the_end_is_an_error(
         run()
 
 
-def test_tools_that_cannot_be_installed_are_an_error(run: Run, machine: Machine) -> None:
-    machine.fails = ".[dev]"
-    with pytest.raises(SystemExit, match="the dev extra"):
+def test_tools_that_cannot_be_installed_are_an_error(
+    run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "uv_install", lambda *_: False)
+    machine.fails = ".[demo]"
+    with pytest.raises(SystemExit, match="the demo extra"):
         run()

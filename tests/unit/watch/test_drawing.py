@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -27,7 +28,7 @@ from tierckpt.watch.view import (
 )
 
 NOW = 1_800_000_000.0
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "watching.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "json.md"
 
 EVENTS = EventsView(
     "/shared/events",
@@ -185,32 +186,12 @@ def test_the_view_is_json_with_a_number_for_its_schema() -> None:
     assert values["job"]["restart"]["levels"] == ["memory"]
 
 
-def documented() -> set[str]:
-    """Every field in the tables of the documentation."""
-    section = PAGE.read_text().partition("### JSON of watch")[2].partition("\n## ")[0]
-    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
-    names = set[str]()
-    for _, first, *_ in rows:
-        owner, *rest = [each.strip(" `") for each in first.split(",")]
-        folder = owner.rpartition(".")[0]
-        names |= {owner, *(f"{folder}.{each}" if folder else each for each in rest)}
-    return names
+def kinds(kind: Any) -> set[str]:
+    """The names of the dataclass and of those in it."""
+    hints = [hint for each in get_type_hints(kind).values() for hint in (each, *get_args(each))]
+    return {kind.__name__}.union(*(kinds(hint) for hint in hints if is_dataclass(hint)))
 
 
-def there(kind: Any, prefix: str = "") -> set[str]:
-    """Every field of the dataclass and of those in it, `levels[].version`."""
-    names = set[str]()
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        name = prefix + field.name
-        names.add(name)
-        hint = hints[field.name]
-        inner = [each for each in (hint, *get_args(hint)) if is_dataclass(each)]
-        if inner:
-            several = "[]" if "tuple" in str(hint) else ""
-            names |= there(inner[0], f"{name}{several}.")
-    return names
-
-
-def test_the_schema_is_documented() -> None:
-    assert documented() == {"schema", *there(View)}
+def test_the_reference_has_every_class_of_the_schema() -> None:
+    found = re.findall(r"autoclass:: tierckpt\.watch\.view\.(\w+)\n", PAGE.read_text())
+    assert set(found) == kinds(View)

@@ -98,7 +98,7 @@ class Protected(OursDisk):
     """Each version to memory and to the node's disk, with parity on other nodes, and one of ten
     flushed to the shared file system, as SCR does."""
 
-    title = "ours, to local with XOR, every 10th flushed"
+    title = "Tierckpt, to local with XOR, every 10th flushed"
 
     def resume(self, job: Job, every: int) -> int:
         self._protected = False  # events come before the restart has ended

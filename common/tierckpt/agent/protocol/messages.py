@@ -24,7 +24,7 @@ from .settings import (
 )
 from .status import AgentStatus, TaskStatus
 
-PROTOCOL = 7
+PROTOCOL = 9
 """Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
 
 # --- from a trainer ------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class SessionSettings:
     """The codecs of the local level; see `codecs.pipeline`."""
     ranks: tuple[int, ...] = ()
     """The job's ranks on this node; the first one's session handles shards without a session."""
+    trace_dir: str = ""
+    """Where the agent records the cores in use (see `usage`); empty: nowhere."""
 
     @property
     def first(self) -> bool:

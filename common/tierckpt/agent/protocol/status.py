@@ -64,6 +64,8 @@ class AgentStatus:
     """Time since the flush under way last proceeded; 0.0: none is under way."""
     tasks: tuple[TaskStatus, ...]
     levels: tuple[LevelStatus, ...]
+    local_quiet_seconds: float = 0.0
+    """Time since the slowest order for the local level last proceeded; 0.0: none is under way."""
 
 
 __all__ = ["AgentStatus", "LevelStatus", "TaskStatus"]

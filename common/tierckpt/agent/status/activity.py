@@ -6,11 +6,15 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 from tierckpt.agent.protocol import AgentMessage, LevelStatus, NotStored, Stored, TaskStatus
 from tierckpt.core.levels import LOCAL, RANK
 from tierckpt.format.ids import VersionId
+
+Member = TypeVar("Member")
 
 
 class Task:
@@ -37,6 +41,21 @@ class Task:
         )
 
 
+class _Order:
+    """An order for the local level, in one thread; any may look at it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_native_id()
+        self._sign, self._moved_at = "", time.monotonic()
+
+    def quiet_seconds(self) -> float:
+        """Time since the first look that saw no progress of its thread."""
+        sign, now = _work_of(self._thread), time.monotonic()
+        if sign != self._sign:
+            self._sign, self._moved_at = sign, now
+        return now - self._moved_at
+
+
 class Activity:
     """The commits under way, and the results of all work by level. Any thread."""
 
@@ -44,19 +63,32 @@ class Activity:
         self._lock = threading.Lock()
         self._levels: dict[str, LevelStatus] = {}
         self._commits: set[Task] = set()
+        self._orders: set[_Order] = set()
 
-    @contextlib.contextmanager
-    def commit(self, id_: VersionId, shard: int, nbytes: int) -> Iterator[None]:
+    def order(self) -> AbstractContextManager[None]:
+        """An order for the local level, while this thread carries it out."""
+        return self._while_in(self._orders, _Order())
+
+    def local_quiet_seconds(self) -> float:
+        """Time since the slowest of them last proceeded."""
+        with self._lock:
+            return max((order.quiet_seconds() for order in self._orders), default=0.0)
+
+    def commit(self, id_: VersionId, shard: int, nbytes: int) -> AbstractContextManager[None]:
         """A commit to the local level, while it is under way."""
         task = Task(LOCAL, id_, shard)
         task.restart(nbytes)
+        return self._while_in(self._commits, task)
+
+    @contextlib.contextmanager
+    def _while_in(self, members: set[Member], member: Member) -> Iterator[None]:
         with self._lock:
-            self._commits.add(task)
+            members.add(member)
         try:
             yield
         finally:
             with self._lock:
-                self._commits.discard(task)
+                members.discard(member)
 
     def record(self, message: AgentMessage) -> None:
         """Count a result; any other message changes nothing."""
@@ -82,6 +114,18 @@ class Activity:
         for level, count in waiting.items():
             found[level] = replace(found.get(level, LevelStatus(level)), waiting=count)
         return sorted(found.values(), key=lambda each: RANK[each.level])
+
+
+def _work_of(thread: int) -> str:
+    """The bytes that a thread has read and written, and its time in Python and in codecs. The
+    kernel counts bytes as it gives them to the device, so also within one long call. Its own time
+    does not count: a thread that waits for a dead disk may wake up again and again."""
+    folder = f"/proc/self/task/{thread}"
+    try:
+        with open(f"{folder}/io") as counters, open(f"{folder}/stat") as stat:
+            return counters.read() + stat.read().rpartition(")")[2].split()[11]
+    except (OSError, IndexError):  # it has just ended, or the kernel does not count
+        return ""
 
 
 def _stored(before: LevelStatus, message: Stored) -> LevelStatus:

@@ -61,7 +61,9 @@ class JobParts:
             callbacks.add(exporter)
         undo.callback(callbacks.close)
         callbacks.attach(place_in_job(config, group, self.node))
-        self.log = EventLog(group.rank, config.events_dir or None, on_event, callbacks)
+        by_child = config.agent != "inline"
+        folder = config.events_dir or None
+        self.log = EventLog(group.rank, folder, on_event, callbacks, by_child)
         undo.callback(self.log.close)
 
     def enter(self, ballots: Ballots, slots: int, version: Callable[[], int]) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 from pathlib import Path
 
+from tierckpt import _milestones
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import gather_or_raise
 from tierckpt.coordination.reports import Reports
@@ -19,11 +20,17 @@ from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.errors import ConfigError
 from tierckpt.group import Group, Node
 from tierckpt.halt.controller import watched_directories
+from tierckpt.storage.files import answers
 from tierckpt.storage.forks import remove_fork_notes
 from tierckpt.storage.local.directory_claim import DirectoryClaim
 from tierckpt.storage.memory import image_file, job_directory
 from tierckpt.storage.memory.image_file import images_of
-from tierckpt.storage.memory.job_directory import JobBusyError, JobDirectory, rank_of
+from tierckpt.storage.memory.job_directory import (
+    JobBusyError,
+    JobDirectory,
+    JobFinishedError,
+    rank_of,
+)
 from tierckpt.storage.memory.slot_pool import SlotPool, too_small
 from tierckpt.storage.suspects import SuspectMarks
 
@@ -37,7 +44,8 @@ class NodeResources:
         """Take all of them: `slots` slots, existing ones included. Removes the memory of dead jobs.
 
         Collective. Raises, on all ranks, JobBusyError if another process has a rank's lock or
-        another job a directory, and ConfigError if a place cannot be used. Holds nothing then.
+        another job a directory, JobFinishedError if that one finishes meanwhile, and ConfigError if
+        a place cannot be used. Holds nothing then.
         """
         self._config, self._rank, self._reports = config, group.rank, reports
         exists = os.path.exists(config.directory)
@@ -47,12 +55,24 @@ class NodeResources:
         self._is_first = topology.node(group.rank).first == group.rank
         """True on the first rank of a node."""
         self._is_clear = False
-        self._claims: DirectoryClaim | None = None
-        with contextlib.ExitStack() as undo:
-            gather_or_raise(
-                group, lambda: self._take(slots, topology, undo), lambda ranks, theirs: theirs
-            )
-            undo.pop_all()
+        self._kept: list[str] = []
+        """Folders with a helper, see `answers.keep`."""
+        self.finished: int | None = None
+        """The version with which the training has ended by itself, once it has."""
+        self.job = job_directory.job_directory(config)
+        claims = self._is_first and config.uses("local")
+        self._claims = self._claim(topology) if claims else None
+        try:
+            with contextlib.ExitStack() as undo:
+                gather_or_raise(
+                    group, lambda: self._take(slots, topology, undo), lambda ranks, theirs: theirs
+                )
+                undo.pop_all()
+        except JobFinishedError as error:
+            _milestones.reached(_milestones.REFUSED)
+            if self._claims is not None:
+                self._claims.leave_refused(error.version)
+            raise
 
     def _take(self, slots: int, topology: JobTopology, undo: contextlib.ExitStack) -> None:
         """Take this rank's folder, lock and slots, and its node's directory. Raises JobBusyError or
@@ -64,15 +84,16 @@ class NodeResources:
                 f"rank {self._rank} cannot use its place in shared memory: {error}. Only this job "
                 f"writes to {self.job.path}: remove the file that is in the way there"
             ) from error
-        if taken := self._claim(topology, undo):
-            raise JobBusyError(taken)
+        if self._claims is not None:
+            undo.callback(self._claims.release)
+            if taken := self._claims.stake():
+                raise JobBusyError(taken)
 
     def _take_place(self, slots: int, node: Node, undo: contextlib.ExitStack) -> None:
         config, reports = self._config, self._reports
         taken = os.path.exists(config.directory) and not os.path.isdir(config.directory)
         if taken and config.uses("local"):
             raise ConfigError(f"path: {config.directory} is a file; name a directory")
-        self.job = job_directory.job_directory(config)
         try:
             self.job.create()
         except OSError as error:
@@ -85,12 +106,15 @@ class NodeResources:
             reports.notice(f"{text} {config.memory.linger_seconds:g} s", logging.INFO)
         local = os.path.realpath(config.directory) if config.uses("local") else ""
         self.directory_is_another = self.job.last_local(self._rank) not in (None, local)
+        self._kept = answers.keep(watched_directories(config, self._rank, node))
+        undo.callback(lambda: answers.drop(self._kept))
         severity = logging.WARNING if self._is_first else logging.DEBUG
         self._lock_fd = self.job.lock_rank(
             self._rank,
             on_wait=lambda text: reports.notice(text, severity),
             watches=watched_directories(config, self._rank, node),
             local=local,
+            goes_on_from=config.rollback_to,
         )
         undo.callback(self.job.remove_if_unused)
         undo.callback(self._unlock)
@@ -99,25 +123,21 @@ class NodeResources:
         undo.callback(lambda: self.pool.close(remove=False))
         self.pool.adopt()
 
-    def _claim(self, topology: JobTopology, undo: contextlib.ExitStack) -> str:
-        """Claim the directory, on the first rank of a node. Returns the reason why another job has
-        it, else an empty text."""
-        node = topology.node(self._rank)
-        if node.first != self._rank or not self._config.uses("local"):
-            return ""
-        self._claims = DirectoryClaim(
+    def _claim(self, topology: JobTopology) -> DirectoryClaim:
+        """Return the node's claim on its directory, which is not staked yet."""
+        return DirectoryClaim(
             self._config.directory,
             topology.token,
-            node.index,
+            topology.node(self._rank).index,
             self._reports.notice,
             topology.launch,
             self.job.path,
             topology.starters,
             self._config.persistent.path if self._config.uses("persistent") else "",
             self._config.events_dir,
+            self._config.rollback_to,
+            has_keeper=self._config.agent != "inline",
         )
-        undo.callback(self._claims.release)
-        return self._claims.stake()
 
     @property
     def left_elsewhere(self) -> set[Path]:
@@ -130,7 +150,7 @@ class NodeResources:
         `shard_bytes` lack."""
         if node.first != group.rank:
             return
-        count, in_place = len(self.pool.slots), self.pool.in_place is not None
+        count, in_place = self.pool.count, self.pool.in_place is not None
         if in_place:
             text = image_file.describe(self._config, count, shard_bytes)
             self._reports.notice(text, logging.INFO)
@@ -139,12 +159,13 @@ class NodeResources:
             self._reports.notice(lacking, logging.ERROR)
 
     def clear(self, node: Node) -> None:
-        """Remove slots of earlier runs that this run did not adopt (they had more slots, or more
+        """Remove slots of earlier runs that this run does not need (they had more slots, or more
         ranks on this node). Called when all ranks have a newer version; acts once in a run, on the
-        first rank of each node."""
+        first rank of each node for all other ranks' slots."""
         if not self._is_clear:
+            self.pool.drop_adopted()
             first = node.first == self._rank
-            self._is_clear = not first or self.job.remove_surplus(node.ranks, len(self.pool.slots))
+            self._is_clear = not first or self.job.remove_surplus(node.ranks)
 
     def leave(self, remove: bool) -> None:
         """Release all, when no thread uses a slot any more. `remove`: also remove the files."""
@@ -167,12 +188,14 @@ class NodeResources:
 
     def _release(self) -> None:
         if self._claims is not None:
-            self._claims.release()
+            self._claims.release(self.finished)
+        answers.drop(self._kept)
+        self._kept = []
 
     def _unlock(self, remove: bool = True) -> None:
         if remove:
             self.job.lock_path(self._rank).unlink(missing_ok=True)
-        self.job.unlock_rank(self._lock_fd)
+        self.job.unlock_rank(self._lock_fd, self.finished)
 
 
 def lacking_room(

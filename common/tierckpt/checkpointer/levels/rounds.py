@@ -90,7 +90,7 @@ class Rounds:
         for level, reason in decision.skipped:
             self._reports.skipped(level, reason, level in decision.again)
         if decision.wait:
-            self._agent.wait(None)
+            self._agent.wait(None, on_look=self._levels.tell_of_stalls)
             self._levels.collect()
             if len(self._agreement.memory.open) > 1:  # votes lag, and would not catch up
                 self._levels.slot_handoff.wait()

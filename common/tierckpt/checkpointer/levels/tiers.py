@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 
 from tierckpt import _garbage
@@ -26,7 +27,7 @@ from tierckpt.coordination.peer_setup import Groups, PeerSetup
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.slot_handoff import SlotHandoff
-from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PEER
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PEER, PERSISTENT
 from tierckpt.core.retention import Best
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group, Node
@@ -67,12 +68,20 @@ class Tiers:
         self.agent = agent_client(config, group, job, self._node, environment, may_start)
         with contextlib.ExitStack() as undo:
             undo.callback(self.agent.close)
+            self.agent.stall_watch.outlook = lambda: self.pool.outlook
             asks = config.uses("peer") and self._node.first == group.rank
             self.former_nodes = FormerNodes(self.agent, topology.hosts, asks)
             store = LocalStore(config.directory)
             directory = (resources.directory_is_new, resources.directory_is_another)
             self.history = JobHistory(
-                config, group, job, store, host, self.former_nodes, *directory
+                config,
+                group,
+                job,
+                store,
+                host,
+                self.former_nodes,
+                *directory,
+                lambda text: reports.notice(text, logging.WARNING),
             )
             self.run_notes = RunNotes(config, group, topology, reports)
             self.peers = PeerSetup(config, group, topology, self.agent, groups)
@@ -115,8 +124,14 @@ class Tiers:
 
     def collect(self) -> None:
         """Process the agent's messages."""
-        for message in self.agent.poll():
+        awaited = bool(self.agreement.local.open or self.agreement.persistent.open)
+        for message in self.agent.poll(awaited):
             self.reports.on_agent_message(message)
+
+    def tell_of_stalls(self) -> None:
+        """Report what hangs, during a wait for the agent."""
+        for problem in self.agent.problems():
+            self.reports.on_agent_message(problem)
 
     # --- a run begins, on all ranks -----------------------------------------------------------
 
@@ -162,6 +177,7 @@ class Tiers:
         }
         if PEER in result.levels:  # the rebuilt shards are on their way there (see `repair`)
             del ages_seconds[LOCAL]
+        self.reports.restart(newest[PERSISTENT])
         safe = {MEMORY: memory, LOCAL: newest[LOCAL], PEER: peer}
         self.agreement.restart(safe, self.history.incomplete(), ages_seconds)
         self.promotion.restart()
@@ -233,6 +249,7 @@ def agent_client(
             persistent=persistent,
             codecs=config.local.codecs,
             ranks=node.ranks,
+            trace_dir=os.path.abspath(config.trace_dir) if config.trace_dir else "",
         ),
         inline=config.agent == "inline",
         environment=environment,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING
 from tierckpt._text import counted, size_text
 from tierckpt.errors import ConfigError
 
-from ..arguments import PLACES, nbytes, number, place, version_number
+from ..arguments import PLACES, check_places, nbytes, number, place, version_number
 from ..journal_notes import steps_after
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tierckpt.interchange.formats import Format
     from tierckpt.interchange.importing import Imported
 
 
@@ -52,6 +54,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 def import_checkpoint(args: argparse.Namespace, console: Console) -> None:
     """Write a version from another tool's checkpoint, and report its parts."""
+    _check_source(args.source)
     from tierckpt.interchange.formats import Options, format_of_source
     from tierckpt.interchange.importing import import_state
 
@@ -73,6 +76,16 @@ def import_checkpoint(args: argparse.Namespace, console: Console) -> None:
     console.print(f"from {source}, {foreign.kind}", soft_wrap=True)
     for text in _report(made):
         console.print(f"  {text}", soft_wrap=True)
+
+
+def _check_source(source: Path) -> None:
+    """Raise ConfigError for a source without content, before the seconds that torch takes."""
+    if not source.exists():
+        raise ConfigError(f"{source} does not exist")
+    if not os.access(source, os.R_OK):
+        raise ConfigError(f"{source} cannot be read: its rights do not allow it")
+    if source.is_file() and not source.stat().st_size:
+        raise ConfigError(f"{source} is empty")
 
 
 def _report(made: Imported) -> Iterator[str]:
@@ -135,16 +148,18 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 def export_version(args: argparse.Namespace, console: Console) -> None:
     """Write one version for another tool. The target appears when it is complete."""
     from tierckpt.interchange.exporting import Target
-    from tierckpt.interchange.formats import Options, format_of_target
-    from tierckpt.offline.load import load_and_survey
-    from tierckpt.offline.unknown_classes import import_named
 
     out: Path = args.out
+    check_places(args.path)
     if args.format == "files":
         _export_files(args, console)
         return
-    kind = format_of_target(out, args.format)
-    target = Target(out, args.force, kind.recognizes)
+    target = Target(out, args.force, lambda at: _kind_of_target(args).recognizes(at))
+    from tierckpt.interchange.formats import Options
+    from tierckpt.offline.load import load_and_survey
+    from tierckpt.offline.unknown_classes import import_named
+
+    kind = _kind_of_target(args)
     import_named(args.modules)
     few = kind.model_only  # a format of models has no values of other classes
     saved, there = load_and_survey(args.path, args.version, model_only=few, as_parts=few)
@@ -168,6 +183,12 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
         raise ConfigError(
             f"not all places could be read: there may be a version after v{saved.version}"
         )
+
+
+def _kind_of_target(args: argparse.Namespace) -> Format:
+    from tierckpt.interchange.formats import format_of_target  # imports torch
+
+    return format_of_target(args.out, args.format)
 
 
 def _export_files(args: argparse.Namespace, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from tierckpt.doctor.settings import valid_config
 from tierckpt.run.job.launcher import place_of
 
 from ..arguments import add_json, place
+from ..columns import UNLIMITED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,6 +82,26 @@ def _as_json(report: Report) -> dict[str, object]:
 def _print(reports: Sequence[Report], console: Console) -> None:
     """The first report in full, and of the others what needs a cure."""
     signs = SIGNS if (console.encoding or "").lower().startswith("utf") else PLAIN_SIGNS
+    if console.width < UNLIMITED:
+        _print_table(reports, signs, console)
+    else:
+        for line in _lines(reports, signs):
+            console.print(line, soft_wrap=True)
+    console.print(_closing(reports), soft_wrap=True)
+
+
+def _lines(reports: Sequence[Report], signs: Mapping[str, str]) -> Iterator[str]:
+    """A line for each finding and each cure, for a program that reads them."""
+    width = max(len(finding.name) for report in reports for finding in report.findings)
+    for title, findings in _parts(reports):
+        yield f"  {title}"
+        for finding in findings:
+            yield f"{signs[finding.mark]} {finding.name:{width}} {finding.text}"
+            if finding.cure:
+                yield f"  {'':{width}} {signs[CURE]} {finding.cure}"
+
+
+def _print_table(reports: Sequence[Report], signs: Mapping[str, str], console: Console) -> None:
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -93,7 +114,6 @@ def _print(reports: Sequence[Report], console: Console) -> None:
             if finding.cure:
                 table.add_row("", "", Text(f"{signs[CURE]} {finding.cure}", style="cyan"))
     console.print(table)
-    console.print(_closing(reports), soft_wrap=True)
 
 
 def _parts(reports: Sequence[Report]) -> Iterator[tuple[str, list[Finding]]]:

@@ -63,8 +63,6 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, metavar="N", help="number of repetitions")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of all random numbers")
     add_json(parser)
-    text = "write a picture: a bar of time for each simulated job (needs matplotlib)"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=simulate)
 
 
@@ -89,12 +87,6 @@ def simulate(args: argparse.Namespace, console: Console) -> None:
     else:
         for name, study in studies.items():
             _print(study, name, console)
-    if args.plot is not None:
-        from tierckpt.simulation.picture import plot
-
-        plot({name or source: study for name, study in studies.items()}, args.plot)
-        if not args.json:
-            console.print(f"{args.plot}: the picture", soft_wrap=True)
 
 
 def _tree(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -163,23 +155,23 @@ def from_events(places: list[Path]) -> dict[str, Any]:
     job = account(*read_records(files))
     tree: dict[str, Any] = {"job": {"ranks": max(run.world for run in job.runs)}}
     if seen.step_seconds:
-        tree["job"]["step"] = seen.step_seconds
+        tree["job"]["step"] = f"{seen.step_seconds}s"
     tree["levels"] = {}
     for name, level in seen.levels.items():
         every = _usual_steps(events, name)
-        tree["levels"][name] = {"cost": level.cost_seconds, "every_steps": every}
+        tree["levels"][name] = {"cost": f"{level.cost_seconds}s", "every_steps": every}
         if level.latency_seconds:
-            tree["levels"][name]["write"] = level.latency_seconds
+            tree["levels"][name]["write"] = f"{level.latency_seconds}s"
     restarts = [run.seconds for run in job.runs if run.after_failure]
     if restarts:
         noticed = median(s["noticed"] + s["ended"] for s in restarts)
         parts = ("relaunch", "import", "setup", "rendezvous", "attach", "first_step")
         start = median(math.fsum(s[part] for part in parts) for s in restarts)
-        tree["restart"] = {"notice": noticed, "start": start}
-        tree["failures"] = {"job_every": job.elapsed_seconds / len(restarts)}
+        tree["restart"] = {"notice": f"{noticed}s", "start": f"{start}s"}
+        tree["failures"] = {"job_every": f"{job.elapsed_seconds / len(restarts)}s"}
         load = median(s["restore"] for s in restarts)
         for level in tree["levels"].values():
-            level["restore"] = load
+            level["restore"] = f"{load}s"
     return tree
 
 
@@ -274,6 +266,7 @@ def _conclusions(study: Study) -> list[str]:
         f"{failures.mean:.1f}{error} failures, one every {often}."
         if failures.mean
         else 'No failures: give their rates in [failures], such as node_every = "1y".',
+        *_losses(study),
     ]
     if not math.isinf(scenario.job.work_seconds) and not all(o.done for o in outcomes):
         undone = sum(not o.done for o in outcomes)
@@ -286,6 +279,20 @@ def _conclusions(study: Study) -> list[str]:
             f"(by the formula, of single nodes: {expected:.2g})."
         )
     return [*lines, *(f"Note: {note}" for note in study.notes)]
+
+
+def _losses(study: Study) -> list[str]:
+    """Where the rest of the time goes, as parts of that rest."""
+    shares = {name: share.mean for name, share in study.phase_shares.items()}
+    lost = math.fsum(share for name, share in shares.items() if name != "training")
+    if lost <= 0:
+        return []
+    own = {"checkpoints": "stalls of versions", "lost": "training made again"}
+    waits = lost - math.fsum(shares.get(name, 0.0) for name in own)
+    parts = [(waits, "waiting, while no rank trains: the notice, nodes, processes, the restore")]
+    parts += [(shares.get(name, 0.0), text) for name, text in own.items()]
+    listed = "; ".join(f"{100 * share / lost:.0f} % {text}" for share, text in parts)
+    return [f"Of the other {100 * lost:.2f} %: {listed}."]
 
 
 def _beside_each_other(studies: Mapping[str, Study]) -> list[tuple[str, ...]]:

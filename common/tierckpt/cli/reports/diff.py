@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import some
@@ -14,9 +13,9 @@ from tierckpt.errors import ConfigError
 from tierckpt.offline.survey import survey
 from tierckpt.restore.progress import Progress
 
-from ..arguments import PLACES, add_json, number
+from ..arguments import PLACES, add_json, check_places
 from ..columns import print_columns
-from ..version_targets import Target, range_of, targets_of
+from ..version_targets import Target, targets_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,46 +37,19 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
         "jobs (`tierckpt diff A@100 B@100`; without a number, the version that a restart takes): "
         "every tensor and every other value. Tensors with equal checksums are not read. The exit "
         "status is 0 if the versions are equal bit for bit, 1 if they differ, 2 after an error. "
-        "--plot draws how far each layer moves from version to version, and the norms of its "
-        "weights: `tierckpt diff PATH --plot FILE` for all versions, `PATH 100..200` for a range, "
-        f"--every, --names and --run for a choice. {PLACES}"
+        f"{PLACES}"
     )
     parser.add_argument("targets", nargs="+", metavar="PATH[@VERSION]|VERSION")
     add_json(parser)
     parser.add_argument("--all", action="store_true", help="show all lines, not just the first 20")
-    text = "write a picture that shows how far each layer moves from version to version"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
-    text = "draw only tensors with such names, as in a shell: 'layer4.*' for weights and buffers, "
-    text += (
-        "'optimizer/layer4.*/exp_avg' for the optimizer's; may be repeated (default: all weights)"
-    )
-    parser.add_argument("--names", action="append", metavar="PATTERN", help=text)
-    text = "draw only multiples of this; where one is missing, the next version"
-    parser.add_argument("--every", type=number, metavar="N", help=text)
-    text = "draw the versions of this run and of those that it came from, by its number in "
-    text += "`tierckpt log` (default: the newest run)"
-    parser.add_argument("--run", type=number, metavar="N", dest="run_number", help=text)
     parser.set_defaults(run=diff, error_status=2)
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
     """Run the command; returns 1 if the versions differ, else 0. Raises ConfigError and errors of
     reading."""
-    if args.plot is not None:
-        from tierckpt.offline.series import evolution
-        from tierckpt.offline.series.choice import Choice
-
-        path, first, last = range_of(args.targets)
-        choice = Choice(args.every, first, last, args.run_number)
-        drawn = evolution.draw(path, args.plot, args.names, choice)
-        versions = some([f"v{version}" for version in drawn.versions], 8)
-        console.print(f"{args.plot}: {versions}", soft_wrap=True)
-        for text in drawn.gaps[:MOST_GAPS]:
-            console.print(f"cannot be read: {text}", soft_wrap=True)
-        return 0
-    if not (args.names is args.every is args.run_number is None):
-        raise ConfigError("--names, --every and --run choose what --plot draws: add --plot FILE")
     targets = targets_of(args.targets)
+    check_places(target.path for target in targets)
     with ExitStack() as stack:
         bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
         a, b, found = _compared(targets, bar, stack)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt._text import counted
 from tierckpt.errors import ConfigError
 
 from ..arguments import add_json, duration
@@ -18,11 +16,7 @@ from ..columns import print_columns
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tierckpt.goodput.account import Account, RunAccount
-
-
-WORTH_SECONDS = 0.1
-"""A rank that others waited for a shorter time for is not named."""
+    from tierckpt.goodput.account import Account
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +37,6 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
     text = "peak operations per second of all ranks' accelerators, for the program goodput"
     parser.add_argument("--peak-flops", type=float, metavar="N", help=text)
     add_json(parser)
-    text = "write a picture: a bar for each run, and one of all shares (needs matplotlib)"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=goodput)
 
 
@@ -64,12 +56,6 @@ def goodput(args: argparse.Namespace, console: Console) -> None:
         print(json.dumps(document(job, program), indent=2))
     else:
         _print(job, program, args, console)
-    if args.plot is not None:
-        from tierckpt.goodput.plot import plot
-
-        plot(job, args.plot)
-        if not args.json:
-            console.print(f"{args.plot}: the picture", soft_wrap=True)
 
 
 def _program_goodput(job: Account, args: argparse.Namespace) -> float | None:
@@ -84,102 +70,17 @@ def _program_goodput(job: Account, args: argparse.Namespace) -> float | None:
 
 def _print(job: Account, program: float | None, args: argparse.Namespace, console: Console) -> None:
     from tierckpt.goodput.advice import advice
+    from tierckpt.goodput.tables import category_lines, conclusions, run_lines
 
-    print_columns(_category_lines(job), ("category", "ML Goodput Measurement"), console)
+    print_columns(category_lines(job), ("category", "ML Goodput Measurement"), console)
     console.print()
-    print_columns(_run_lines(job), ("began", "steps", "end"), console)
+    print_columns(run_lines(job), ("began", "steps", "end"), console)
     console.print()
-    for line in _conclusions(job, program):
+    unknown = "program unknown (give --step-flop and --peak-flops)"
+    known = f"program {100 * program:.1f} %" if program is not None else unknown
+    for line in conclusions(job, f"; {known}"):
         console.print(line, soft_wrap=True)
     for line in advice(job, shlex.join(map(str, args.events))):
         console.print(line, soft_wrap=True)
     for note in job.notes:
         console.print(f"Note: {note}", soft_wrap=True)
-
-
-def _category_lines(job: Account) -> list[tuple[str, ...]]:
-    from tierckpt.goodput.categories import CATEGORIES, NOT_RUNNING
-
-    seconds, counts, elapsed = job.seconds, job.counts, job.elapsed_seconds or 1.0
-    lines: list[tuple[str, ...]] = [
-        ("category", "seconds", "share", "runs", "ML Goodput Measurement")
-    ]
-    for name, category in CATEGORIES.items():
-        if seconds[name] > 0:
-            share = f"{100 * seconds[name] / elapsed:.1f} %"
-            row = (category.title, f"{seconds[name]:.2f}", share, str(counts[name]))
-            lines.append((*row, category.google))
-    lines.append(("elapsed", f"{elapsed:.2f}", "100.0 %", str(len(job.runs)), ""))
-    if seconds[NOT_RUNNING] > 0:
-        row = ("not running", f"{seconds[NOT_RUNNING]:.2f}", "", str(counts[NOT_RUNNING]))
-        lines.append((*row, "not counted"))
-    return lines
-
-
-def _run_lines(job: Account) -> list[tuple[str, ...]]:
-    lines = [("run", "began", "ranks", "seconds", "start", "steps", "lost", "stalls", "end")]
-    return [*lines, *(_run_line(one) for one in job.runs)]
-
-
-def _run_line(one: RunAccount) -> tuple[str, ...]:
-    from tierckpt.goodput.categories import RESTART
-
-    seconds = one.seconds
-    start = sum(seconds[name] for name in (*RESTART, "first_step"))
-    return (
-        str(one.number),
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.begin)),
-        str(one.world),
-        f"{one.end - one.begin:.1f}",
-        f"{start:.2f}",
-        f"{one.from_version} to {one.to_version}",
-        str(one.lost_steps),
-        f"{seconds['checkpoint']:.2f}",
-        _end_text(one),
-    )
-
-
-def _end_text(one: RunAccount) -> str:
-    from tierckpt.goodput.spans import Ending
-
-    if one.ending is Ending.CLOSED:
-        return f"closed: {one.reason}"
-    if one.ending is Ending.FAILED:
-        exact = one.uncertain_seconds
-        return f"failed (± {exact:.1f} s)" if exact else "failed"
-    return "no end yet"
-
-
-def _conclusions(job: Account, program: float | None) -> list[str]:
-    """Sentences below the tables."""
-    kept = job.made_steps - job.lost_steps
-    unknown = "program unknown (give --step-flop and --peak-flops)"
-    known = f"program {100 * program:.1f} %" if program is not None else unknown
-    unseen = ""
-    if job.unseen_steps:
-        unseen = f"; up to {job.unseen_steps} more may have been lost after the last records"
-    lines = [
-        f"Goodput {100 * job.goodput:.1f} %: scheduling {100 * job.scheduling_goodput:.1f} % x "
-        f"runtime {100 * job.runtime_goodput:.1f} %; {known}.",
-        f"{kept} of {job.made_steps} steps counted, and {job.lost_steps} were lost "
-        f"({counted(job.failures, 'failure')}){unseen}.",
-    ]
-    if job.uncertain_seconds:
-        lines.append(
-            f"The times of the failures are known to {job.uncertain_seconds:.1f} s in all: so much "
-            "of the restarts may be lost work."
-        )
-    slow = max(job.runs, key=lambda one: one.slowest_seconds)
-    if slow.slowest_seconds > slow.fastest_seconds:
-        lines.append(
-            f"Slowest checkpoints: rank {slow.slowest_rank} in run {slow.number}, "
-            f"{slow.slowest_seconds:.2f} s of stalls (the fastest rank: "
-            f"{slow.fastest_seconds:.2f} s)."
-        )
-    late = max(job.runs, key=lambda one: one.wait_seconds)
-    if late.wait_seconds >= WORTH_SECONDS:
-        lines.append(
-            f"Slowest start: rank {late.last_to_attach} in run {late.number}; rank "
-            f"{late.reference} waited {late.wait_seconds:.2f} s for it."
-        )
-    return lines

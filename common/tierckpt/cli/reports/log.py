@@ -6,13 +6,11 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt._text import counted
+from tierckpt.lineage.branches import Branch, branches_of, job_text
 
 from ..arguments import add_json, place
-from .history_text import Branch, branches_of, job_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,30 +39,20 @@ def add_log(parser: argparse.ArgumentParser) -> None:
     text = "show every version and every start, with all that is known of it"
     parser.add_argument("--all", action="store_true", help=text)
     add_json(parser)
-    text = "write a picture: a line for each run, from the version that it began with"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=log)
 
 
 def log(args: argparse.Namespace, console: Console) -> None:
     """Run the command. Raises MissingPathError if there is nothing at the path."""
-    from tierckpt.lineage.tree import tree_of, trees_of  # imports numpy
+    from tierckpt.lineage.tree import trees_of  # imports numpy
 
-    if args.plot is not None:
-        from tierckpt.lineage.picture import draw
-
-        jobs = [tree_of(args.path)]
-        text = f"{args.plot}: {counted(draw(jobs[0], args.plot), 'run')}"
-        if not args.json:
-            console.print(text, soft_wrap=True)
-    else:
-        jobs = trees_of(args.path)
+    jobs = trees_of(args.path)
     if args.json:
         several = {"path": args.path, "jobs": [job.as_json() for job in jobs]}
         print(json.dumps(several if jobs[1:] else jobs[0].as_json(), indent=1))
-    elif args.plot is None:
-        for job in jobs:
-            _print(job, console, args.all)
+        return
+    for job in jobs:
+        _print(job, console, args.all)
 
 
 def _print(job: JobNode, console: Console, every: bool) -> None:

@@ -1,4 +1,4 @@
-"""`tierckpt trace`: merge, summary, plot."""
+"""`tierckpt trace`: merge, summary."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tierckpt.tracing import chrome_trace
-from tierckpt.tracing.horovod_timeline import Names, agreement, read_horovod
 from tierckpt.tracing.spans import Timeline, TimelineError
 from tierckpt.tracing.summary import Hidden, SizeBucket, Stats, Summary, summarize
-from tierckpt.tracing.tierckpt_traces import read_trace
+from tierckpt.tracing.tierckpt_traces import load
 
 from ..arguments import version_number
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `tierckpt trace merge|summary|plot`."""
+    """Add the arguments of `tierckpt trace merge|summary`."""
     parser.description = (
         "Reads the traces that ranks wrote to trace_dir, and Horovod's timeline if there is one."
     )
@@ -38,71 +37,12 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     _add_inputs(summing)
     summing.set_defaults(run=summary)
 
-    plotting = actions.add_parser("plot", help="draw one step")
-    plotting.add_argument("out", type=Path, metavar="OUT.png")
-    text = "the step to draw; default: one of median duration"
-    plotting.add_argument("--version", type=version_number, metavar="V", help=text)
-    text = "ranks to draw; default: the first four"
-    plotting.add_argument("--ranks", type=int, nargs="+", default=(), metavar="R", help=text)
-    _add_inputs(plotting)
-    plotting.set_defaults(run=plot)
-
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
     text = "trace-r*.json of all ranks, from the folder in trace_dir"
     parser.add_argument("--ours", type=Path, nargs="+", required=True, metavar="FILE", help=text)
     text = "the file in HOROVOD_TIMELINE, of the same run"
     parser.add_argument("--horovod", type=Path, metavar="FILE", help=text)
-
-
-def load(ours: Sequence[Path], horovod: Path | None) -> Timeline:
-    """All files on one time axis, with notes on how well they fit. Raises TimelineError."""
-    timeline = Timeline()
-    writer: dict[int, Path] = {}
-    recorded_names: list[Names] = []
-    for path in ours:
-        recorded = read_trace(path)
-        rank = recorded.spans[0].rank
-        if rank in writer:
-            raise TimelineError(
-                f"{writer[rank]} and {path} are both of rank {rank}; give the files of one job"
-            )
-        writer[rank] = path
-        timeline.add(recorded.spans)
-        recorded_names += [] if recorded.reductions is None else [recorded.reductions]
-    if horovod is not None:
-        if recorded_names and not any(recorded_names):
-            raise TimelineError(
-                f"{horovod} has no reductions of these ranks: Horovod's rank 0 writes only those "
-                "of its own process set, and a job of one process has none"
-            )
-        _add_horovod(
-            timeline,
-            horovod,
-            {n: layers for names in recorded_names for n, layers in names.items()},
-        )
-    return timeline
-
-
-def _add_horovod(timeline: Timeline, path: Path, reductions: Names) -> None:
-    """Add the part of Horovod's timeline that the traces cover: they may cover a part of the
-    run."""
-    ours = timeline.of()
-    begin, end = min(s.begin_us for s in ours), max(s.end_us for s in ours)
-    spans = read_horovod(path, reductions)
-    found = [s for s in spans if s.begin_us >= begin and s.end_us <= end]
-    if not found:
-        raise TimelineError(
-            f"{path} has no allreduce from the time that the traces cover; give files of one run"
-        )
-    timeline.add(found)
-    fit = agreement(timeline)
-    timeline.notes.append(f"Horovod: {fit.text()}")
-    if not fit.plausible:
-        timeline.notes.append(
-            f"Warning: {path} and the traces contradict each other: they are from different runs, "
-            "or a clock was set during the run"
-        )
 
 
 def merge(args: argparse.Namespace, console: Console) -> None:
@@ -126,16 +66,6 @@ def summary(args: argparse.Namespace, console: Console) -> None:
     console.print(f"{found.ranks} rank(s), {found.steps} step(s) each")
     for table in tables(found):
         console.print(table)
-    _notes(timeline, console)
-
-
-def plot(args: argparse.Namespace, console: Console) -> None:
-    """`tierckpt trace plot OUT`."""
-    from tierckpt.tracing.plot import plot as draw
-
-    timeline = load(args.ours, args.horovod)
-    version = draw(timeline, args.out, args.version, args.ranks)
-    console.print(f"{args.out}: the step after v{version}", soft_wrap=True)
     _notes(timeline, console)
 
 
@@ -182,18 +112,9 @@ def _allreduces(buckets: Sequence[SizeBucket]) -> Table:
     columns = ("size", "count", "min ms", "avg ms", "max ms", "data moving, avg ms")
     table = _table("Allreduces, from launch to end", *columns)
     for b in buckets:
-        size = f"{_size(b.above_bytes)} to {_size(b.upto_bytes)}"
         count = str(b.latency.count)
-        table.add_row(size, count, *_cells(b.latency), f"{b.moving.avg_us / 1e3:.3f}")
+        table.add_row(b.size, count, *_cells(b.latency), f"{b.moving.avg_us / 1e3:.3f}")
     return table
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes} {unit}"
-        nbytes //= 1024
-    return f"{nbytes} GiB"
 
 
 def _durations(durations: dict[str, Stats]) -> Table:

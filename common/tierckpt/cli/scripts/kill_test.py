@@ -60,14 +60,14 @@ class Plan:
         folder."""
         return self.folder / "undisturbed" / KEPT_FOLDER
 
-    def first(self) -> Run:
-        """Carry out the undisturbed run."""
+    def first(self, may_end_early: bool) -> Run:
+        """Carry out the undisturbed run, see `Run.may_end_early`."""
         until = self.kill_at + self.steps
         order = ProofOrder(self.folder / "undisturbed", until, None if self.begin else KEPT)
         order.write()
         if self.begin:
             link_all(self.folder / SEED, order.folder / SEED)
-        run = self._carry_out(order)
+        run = self._carry_out(order, may_end_early)
         began = {each.restored or 0 for record in run.records.values() for each in record.firsts()}
         if began != {self.begin} and began != {0}:
             raise ProveError(
@@ -89,10 +89,11 @@ class Plan:
             link_all(self.seed, order.folder)
         return self._carry_out(order)
 
-    def _carry_out(self, order: ProofOrder) -> Run:
+    def _carry_out(self, order: ProofOrder, may_end_early: bool = False) -> Run:
         name = order.folder.name
         with Bar(name, self.begin, order.until, self.console) as bar:
             run = Run(f"the {name} run", order, self.command, self.patience_seconds, bar.step)
+            run.may_end_early = may_end_early
             run.carry_out()
         return run
 
@@ -100,10 +101,12 @@ class Plan:
 def judge(plan: Plan, epochs: bool) -> int:
     """Carry out the runs, and print the verdict; returns 0 if the script is exact, 1 if not. Raises
     ProveError if the test gave no result."""
-    calm = plan.first()
+    calm = plan.first(epochs)
     if epochs and (longer := _over_epochs(plan, calm)) is not plan:
         calm.order.folder.rename(plan.folder / "pace")
-        plan, calm = longer, longer.first()
+        plan = longer
+        calm = plan.first(epochs)
+        _refuse_short(calm, plan)
     if not plan.begin and version_in(plan.seed) is None:
         raise ProveError(f"{calm.name} kept no version to start from; see {calm.log}")
     killed = plan.again("killed", calm.order.until, kill=True)
@@ -124,11 +127,25 @@ def _over_epochs(plan: Plan, calm: Run) -> Plan:
     if not feasible:
         raise ProveError(f"--epochs: {calm.name} used no DataLoader of known length")
     longest = max(feasible, key=lambda each: each.kill_after + each.steps)
-    if longest == plan.request:
+    if longest == plan.request and calm.order.until == plan.kill_at + plan.steps:
         return plan
-    how = f"--kill-after {longest.kill_after} --steps {longest.steps}"
+    longer = replace(plan, kill_after=longest.kill_after, steps=longest.steps)
+    if (last := calm.order.until) < plan.kill_at + plan.steps:  # the whole of a short script
+        _refuse_short(calm, longer)
+        longer = replace(longer, steps=last - longer.kill_at)
+    how = f"--kill-after {longer.kill_after} --steps {longer.steps}"
     plan.console.print(f"for an epoch to end before the kill and one after it: {how}")
-    return replace(plan, kill_after=longest.kill_after, steps=longest.steps)
+    return longer
+
+
+def _refuse_short(calm: Run, plan: Plan) -> None:
+    """Raise ProveError if the script has ended before the kill of this plan."""
+    if (last := calm.order.until) <= plan.kill_at:
+        raise ProveError(
+            f"--epochs: the script ended by itself at version {last}, and an epoch has to end "
+            f"before the kill at {plan.kill_at}, with steps after it: let it train for more "
+            "epochs, or with fewer batches in each"
+        )
 
 
 class _Judge:
@@ -145,6 +162,8 @@ class _Judge:
         # If there are several checkpointers, one of them carries out the kill.
         at = max((run.killed or 0 for run in runs), default=0)
         self._at = at or 1 + min(run.last for run in self._first.values())
+        # Each rank wrote down what all of them had found.
+        self._witness = verdict.witness_of(killed.records[job].runs[min(self._whole)])
         if len(calm.records) > 1:
             self._say(f"{calm.records[job].path}:")
 
@@ -180,13 +199,13 @@ class _Judge:
             self._say(self._exact(how, after))
             first = self._whole[min(self._whole)]
             gaps = coverage.gaps(first, after, self._plan.request)
-            for text in (*gaps, *self._unsaved()):
+            for text in (self._witness[0], *gaps, *self._unsaved()):
                 self._say(text)
             return 0
         if self._differs_by_itself(found):
             result, why = "not deterministic", verdict.NOT_DETERMINISTIC
         else:
-            result, why = f"not exact, {how}", verdict.cause(found)
+            result, why = f"not exact, {how}", self._witness[1] or verdict.cause(found)
         names = verdict.description(found)
         self._say(f"{result}: step {found.version} is the first that differs, in {names}")
         self._say(why)

@@ -52,11 +52,11 @@ def add_prove(parser: argparse.ArgumentParser) -> None:
 def prove(args: argparse.Namespace, console: Console) -> int:
     """Run the test; returns 0 if the script is exact, 1 if not. Raises ProveError and ConfigError
     if the test gave no result."""
-    from .kill_test import KEPT, LEAST_BEFORE, Plan, judge  # imports torch
-
     command = tuple(args.command[1:] if args.command[:1] == ["--"] else args.command)
     if not command:
         raise ConfigError("give the command that starts the job: tierckpt prove -- torchrun ...")
+    from .kill_test import KEPT, LEAST_BEFORE, Plan, judge  # imports torch
+
     folder = _folder(args.dir)
     keep = True
     try:

@@ -1,1 +1,1 @@
-"""Many versions, one after the other: `tierckpt.history`, and pictures of how weights evolve."""
+"""Many versions, one after the other: `tierckpt.history`."""

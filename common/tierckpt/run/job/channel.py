@@ -22,6 +22,11 @@ class Connection:
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream, self._buffer = stream, b""
+        self.peer = "this machine"
+        """The host at the other end."""
+        if stream.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # gone already
+                self.peer = str(stream.getpeername()[0]).removeprefix("::ffff:")
         self.is_open = True
         stream.setblocking(False)
         if stream.family != socket.AF_UNIX:

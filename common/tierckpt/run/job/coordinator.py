@@ -10,6 +10,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tierckpt import _milestones
+
 OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which somebody outside of the job ends it; a failure is none of these."""
 
@@ -109,6 +111,8 @@ class Coordinator:
                 f"{cause}: a process that uses MPI cannot be started again under one mpirun, which "
                 "handles the failure. Gloo or NCCL in place of MPI can be restarted"
             )
+        if end.milestone == _milestones.REFUSED:
+            return self.leave(f"{cause}: it was refused at its start")
         place = (rank, end.status, end.milestone)
         same, self._last = place == self._last, None if end.passed_boundary else place
         if same and not end.passed_boundary:

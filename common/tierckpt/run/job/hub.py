@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import selectors
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from .attempts import Rendezvous, needs_own
 from .channel import Connection, Message
 from .coordinator import Coordinator, End, Finish, Leave, Order, Start
-from .meeting import Listener
+from .meeting import Listener, key_file, knows, proof
 from .spares import Spares
 
 
@@ -40,7 +41,10 @@ class Hub:
         self._max_restarts = max_restarts
         self._coordinator = Coordinator(size, max_restarts)
         self._members: dict[int, Connection] = {}
-        self._strangers: set[Connection] = set()
+        self._strangers: dict[Connection, str] = {}
+        """Connections that have not yet proved that they belong to the job, with the challenge."""
+        self._refused: set[str] = set()
+        """Addresses whose refusal was reported."""
         self._spares, self._program = Spares(), own["program"]
         self._slots, self._nodes = {0: own["slot"]}, {0: own["node"]}
         self._new: set[int] = set()
@@ -116,7 +120,8 @@ class Hub:
         stream = self._listener.accept()
         if stream is not None:
             connection = Connection(stream)
-            self._strangers.add(connection)
+            self._strangers[connection] = challenge = secrets.token_hex(16)
+            connection.send({"challenge": challenge})
             self._selector.register(
                 connection, selectors.EVENT_READ, lambda: self._greet(connection)
             )
@@ -127,7 +132,9 @@ class Hub:
         messages = connection.receive()
         if not messages and connection.is_open:
             return
-        self._strangers.discard(connection)
+        challenge = self._strangers.pop(connection, "")
+        if messages and connection.is_open and not self._admit(connection, challenge, messages[0]):
+            return
         if messages and connection.is_open and messages[0].get("standby"):
             self._welcome(messages[0], connection)
             return
@@ -142,12 +149,30 @@ class Hub:
             self.handle(rank, message)
         self.begin_if_complete()
 
+    def _admit(self, connection: Connection, challenge: str, hello: Message) -> bool:
+        """Whether the caller knows the secret of this job; if not, it is refused, and named."""
+        secret = self._listener.secret if self._listener is not None else ""
+        if knows(secret, challenge, hello):
+            answer = proof(secret, "hub", hello.get("challenge"), challenge)
+            connection.send({"proof": answer})
+            return True
+        why = "it does not know the key of this job"
+        lasting = self._listener is not None and self._listener.is_lasting
+        cure = f"copy {key_file()} of rank 0's machine to it" if lasting else "is it another job's?"
+        connection.send({"refused": f"{why}; {cure}"})
+        peer = connection.peer
+        if peer not in self._refused:
+            self._refused.add(peer)
+            say(f"a process at {peer} was refused: {why}. If it is one of yours: {cure}")
+        self._drop(connection)
+        return False
+
     def _rank_of(self, hello: dict[str, Any]) -> int | None:
         """The rank of a new connection; None if it is not of this job."""
         if self._listener is None or self._coordinator.attempt > 0:  # all were there
             return None
-        rank, size, secret = (hello.get(name) for name in ("rank", "size", "secret"))
-        if secret != self._listener.secret or size != self._size or rank in self._members:
+        rank, size = hello.get("rank"), hello.get("size")
+        if size != self._size or rank in self._members:
             return None
         return rank if isinstance(rank, int) and 0 < rank < self._size else None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import hmac
 import http.client
 import json
 import os
@@ -19,9 +20,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tierckpt.run import process
+from tierckpt.run.learned import folder
 from tierckpt.run.options import Options
 
 from .attempts import address_towards
@@ -32,6 +35,8 @@ Result = TypeVar("Result")
 PATIENCE_SECONDS = 300.0
 """As torch's stores wait for all ranks."""
 NAP_SECONDS = 0.05
+MOST_LINE_BYTES = 1 << 16
+"""Limit of a message of the handshake."""
 STORE, KV, PORT, NAME = "store", "kv", "port", "name"
 NOWHERE = (
     "the shims of this job cannot find each other, so failures are left to the launcher. Give "
@@ -51,6 +56,9 @@ class Meeting:
     """The name of the socket, or of the entry in the store."""
     is_lasting: bool = False
     """Rank 0's shim listens there as long as the job runs: spares may come at any time."""
+    launcher: Meeting | None = None
+    """The launcher's store, where ranks find the key of a lasting meeting. Spares have another
+    launcher, and find it in `key_file`."""
 
 
 def meeting_of(place: Place, rendezvous: str) -> Meeting | None:
@@ -58,7 +66,9 @@ def meeting_of(place: Place, rendezvous: str) -> Meeting | None:
     get = os.environ.get
     if rendezvous:
         host, _, port = rendezvous.rpartition(":")
-        return Meeting(PORT, host.strip("[]"), int(port), is_lasting=True)
+        store = meeting_of(place, "")
+        known = store if store is not None and store.kind in (STORE, KV) else None
+        return Meeting(PORT, host.strip("[]"), int(port), is_lasting=True, launcher=known)
     host, port = get("MASTER_ADDR", ""), get("MASTER_PORT", "0")
     if get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return Meeting(STORE, host, int(port), f"tierckpt/run/{_start(place)}")
@@ -82,12 +92,13 @@ class Listener:
     """Rank 0's end: accepts connections until all ranks are there."""
 
     def __init__(self, meeting: Meeting, size: int) -> None:
-        """Listen. Raises OSError if the address is taken."""
+        """Listen. Raises OSError if the address is taken, or a key cannot be made."""
         self._meeting, self.is_lasting = meeting, meeting.is_lasting
         published = meeting.kind in (STORE, KV)
-        self.secret = (
-            secrets.token_hex(16) if published else meeting.key if not _named(meeting) else ""
-        )
+        if meeting.is_lasting:
+            self.secret = _made_key()
+        else:
+            self.secret = secrets.token_hex(16) if published else _key_of(meeting)
         if _named(meeting):
             self.socket = socket.socket(socket.AF_UNIX)
             self.socket.bind(meeting.key)
@@ -103,13 +114,12 @@ class Listener:
 
     def publish(self, handlers: process.Handlers) -> int | None:
         """Write the address to the launcher's store, in a process of its own; returns its id."""
-        meeting = self._meeting
+        own, meeting = self._meeting, self._meeting.launcher or self._meeting
         if meeting.kind not in (STORE, KV):
             return None
-        port = self.socket.getsockname()[1]
-        host = (
-            meeting.host if meeting.kind == STORE else address_towards(meeting.host, meeting.port)
-        )
+        port, host = self.socket.getsockname()[1], own.host
+        if own.kind == KV:
+            host = address_towards(meeting.host, meeting.port)
         entry = json.dumps([host, port, self.secret])
         return process.fork_helper(handlers, lambda: _publish(meeting, entry))
 
@@ -127,6 +137,50 @@ class Listener:
     def close(self) -> None:
         """Free the address."""
         self.socket.close()
+
+
+def key_file() -> Path:
+    """The file with the user's key of meetings at `--rendezvous`, readable by the user alone."""
+    return folder() / "rendezvous.key"
+
+
+def _made_key() -> str:
+    """The key in `key_file`, which is made if there is none. Raises OSError."""
+    path = key_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        made = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(made, path)  # whole, or not there
+        finally:
+            made.unlink()
+    return path.read_text()
+
+
+def _key_of(meeting: Meeting) -> str:
+    """The key that a caller knows by itself."""
+    if not meeting.is_lasting:
+        return "" if _named(meeting) else meeting.key
+    try:
+        return key_file().read_text()
+    except OSError:
+        return ""  # refused, with the remedy
+
+
+def proof(secret: str, role: str, *parts: object) -> str:
+    """The proof that a caller, or rank 0, knows the secret: of the challenges of both, and of the
+    caller's hello."""
+    text = json.dumps([role, *parts], sort_keys=True)
+    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def knows(secret: str, challenge: str, hello: Message) -> bool:
+    """Whether the sender of this hello knows the secret."""
+    said = {name: value for name, value in hello.items() if name != "proof"}
+    expected = proof(secret, "caller", challenge, said)
+    return hmac.compare_digest(str(hello.get("proof")).encode(), expected.encode())
 
 
 def _named(meeting: Meeting) -> bool:
@@ -182,13 +236,40 @@ def connect(
 
     def work() -> None:
         ours.close()
-        stream, secret = _dial(meeting)
-        stream.sendall(json.dumps({**hello, "secret": secret}).encode() + b"\n")
+        usual = meeting if hello["standby"] else meeting.launcher or meeting
+        stream, secret = _dial(usual)
+        _greet(stream, secret, hello)
         socket.send_fds(theirs, [b"x"], [stream.fileno()])
 
     pid = process.fork_helper(handlers, work)
     theirs.close()
     return pid, ours
+
+
+def _greet(stream: socket.socket, secret: str, hello: Message) -> None:
+    """Prove to rank 0's shim, and have it prove, that both know the secret. Raises OSError."""
+    stream.settimeout(PATIENCE_SECONDS)
+    challenge, own = str(_line(stream).get("challenge")), secrets.token_hex(16)
+    said = {**hello, "challenge": own}
+    said["proof"] = proof(secret, "caller", challenge, said)
+    stream.sendall(json.dumps(said).encode() + b"\n")
+    answer = _line(stream)
+    if why := answer.get("refused"):
+        raise PermissionError(f"rank 0's shim refuses this process: {why}")
+    expected = proof(secret, "hub", own, challenge)
+    if not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()):
+        raise PermissionError("the process at rank 0's address does not know this job's key")
+
+
+def _line(stream: socket.socket) -> Message:
+    """The next message, and no byte after it."""
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        if not (more := stream.recv(1)) or len(data) > MOST_LINE_BYTES:
+            raise ConnectionError("rank 0's shim has closed the connection")
+        data += more
+    found = json.loads(data)
+    return found if isinstance(found, dict) else {}
 
 
 def received(answer: socket.socket) -> socket.socket | None:
@@ -202,12 +283,15 @@ def _dial(meeting: Meeting) -> tuple[socket.socket, str]:
     deadline = time.monotonic() + PATIENCE_SECONDS
     if meeting.kind == NAME:
         return _until(deadline, lambda: _dial_name(meeting.key)), ""
-    host, port, secret = meeting.host, meeting.port, meeting.key
+    host, port = meeting.host, meeting.port
     if meeting.kind == STORE:
         host, port, secret = json.loads(_store(meeting).get(meeting.key))
     elif meeting.kind == KV:
         host, port, secret = _until(deadline, lambda: _read_kv(meeting))
-    return _until(deadline, lambda: socket.create_connection((host, port), 10.0)), secret
+    else:
+        secret = ""
+    stream = _until(deadline, lambda: socket.create_connection((host, port), 10.0))
+    return stream, secret or _key_of(meeting)
 
 
 def _until(deadline: float, attempt: Callable[[], Result]) -> Result:
@@ -242,4 +326,7 @@ def _read_kv(meeting: Meeting) -> tuple[str, int, str]:
         return host, port, secret
 
 
-__all__ = ["NOWHERE", "Listener", "Meeting", "connect", "hello_of", "meeting_of", "received"]
+__all__ = [
+    *("NOWHERE", "Listener", "Meeting", "connect", "hello_of", "key_file", "knows", "meeting_of"),
+    *("proof", "received"),
+]

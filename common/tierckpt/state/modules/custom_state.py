@@ -6,7 +6,8 @@ Not thread-safe: for the training thread only.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -38,6 +39,12 @@ class Entries:
         named += [(f"buffer/{name}", b) for name, b in named_buffers(model)]
         self._tensors = dict(named)
         self.stored = {id(tensor): name for name, tensor in named}
+
+    def replaced(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Entries:
+        """The same entries with other tensors."""
+        found = copy.copy(self)
+        found._tensors = {name: change(tensor) for name, tensor in self._tensors.items()}
+        return found
 
     def resolved(self, value: Any, device: str = "") -> Any:
         """`value` with tensors in place of entries; its other tensors move to `device`, a kind."""

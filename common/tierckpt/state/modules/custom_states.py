@@ -29,6 +29,7 @@ from tierckpt.state import tree_codec
 from tierckpt.state.names import under_every_name
 
 from .custom_state import Entries, Place, is_inside, mapped
+from .dry_run import complaint
 from .kinds import loads, saves
 
 MODULE_STATES = "modules' own state"
@@ -36,6 +37,14 @@ MODULE_STATES = "modules' own state"
 
 LARGE_BYTES = 2**20
 """Values of modules are copied at the boundary: more bytes than this are reported."""
+
+LOADED_BY_TORCH = (
+    " torch calls load_state_dict() of the outermost module alone. In the class {kind} write, in "
+    "place of load_state_dict():\n"
+    "    def _load_from_state_dict(self, state_dict, prefix, *args):\n"
+    "        self.{key} = state_dict.pop(prefix + {key!r})\n"
+    "        super()._load_from_state_dict(state_dict, prefix, *args)"
+)
 
 _SAVE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 
@@ -195,6 +204,7 @@ class ModuleStates:
         """Raise UnsupportedStateError, with the module's name, for values that cannot be stored.
         Afterwards `notes` has warnings for the user about the others."""
         found = self.notes
+        self._try_to_load()
         for place in self._savers:
             kept = _Sizes()
             record = place.record()
@@ -221,6 +231,29 @@ class ModuleStates:
                     "will be refused unless the value is the same then. Override "
                     "_load_from_state_dict(), or register a load_state_dict pre-hook"
                 )
+
+    def _try_to_load(self) -> None:
+        """Raise UnsupportedStateError for a module that saves what it does not load."""
+        live, records = Entries(self._model), self.state_dict()
+        own = {p.name for p in self._savers if _values(records[p.name]["given"]) and self._takes(p)}
+        for place in self._to_be_loaded(records, live) if own else ():
+            inner = {n: r for n, r in records.items() if is_inside(n, place.name)}
+            if own.isdisjoint(inner) or not (said := complaint(self._model, place, inner, live)):
+                continue
+            raise UnsupportedStateError(
+                f"{said}. So it could not be restored from what its state_dict() returns."
+                f"{self._cure(inner)}"
+            )
+
+    def _cure(self, records: Mapping[str, Mapping[str, Any]]) -> str:
+        for place in self._savers:
+            overrides = type(place.module).load_state_dict is not torch.nn.Module.load_state_dict
+            if place.name and place.name in records and overrides:
+                first = _values(records[place.name]["given"])[0].rpartition(".")[2]
+                return LOADED_BY_TORCH.format(
+                    kind=type(place.module).__name__, prefix=place.name, key=first
+                )
+        return " Override _load_from_state_dict(), or register a load_state_dict pre-hook"
 
     def _takes(self, place: Place) -> bool:
         near = [each.name for each in self._loaders]

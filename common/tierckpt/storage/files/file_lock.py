@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import struct
+import subprocess
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ LOCK_FORMAT = "hhqqi4x"
 """The kernel's `struct flock`: type, whence, start, length, process."""
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors that say that another process has the lock."""
+
+KEEPER_SECONDS = 5.0
+"""How long `close` waits for the end of a process that had the file open."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class _Lock:
 
 _locks: dict[int, _Lock] = {}
 """By descriptor."""
+_keepers: dict[int, subprocess.Popen[bytes]] = {}
+"""Processes that have this one's files open, by the descriptor that keeps them alive."""
 _closing: list[_Lock] = []
 """Locks of files that are being closed: the kernel has them until then, and a new lock of the file
 would go with them."""
@@ -76,6 +82,37 @@ def lock_for_good(fd: int, path: Path) -> bool:
     return True
 
 
+def hand_over(fd: int) -> int:
+    """Let a small process have the file open in place of this one, until `close` of the descriptor
+    that is returned, or the end of this process. The kernel flushes a file that a process has open
+    when the process ends: on a file system that hangs not even SIGKILL would end it. Returns `fd`
+    where the lock is not of `lock_for_good`, which alone can be handed over, or no process can be
+    started."""
+    entry = _locks.get(fd)
+    if entry is None or not entry.for_good:
+        return fd
+    nowhere, (theirs, mine) = subprocess.DEVNULL, os.pipe()
+    try:
+        keeper = subprocess.Popen(
+            ["/bin/sh", "-c", "read -r _"],
+            stdin=theirs,
+            stdout=nowhere,
+            stderr=nowhere,
+            pass_fds=[fd],
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(mine)
+        return fd
+    finally:
+        os.close(theirs)
+    with _registry:
+        _keepers[mine], _locks[mine] = keeper, entry
+        del _locks[fd]
+    os.close(fd)
+    return mine
+
+
 def lock_shared(fd: int) -> None:
     """Share a lock with other readers, until `unlock`; waits for a writer's."""
     with _registry:
@@ -107,6 +144,9 @@ def close(fd: int) -> None:
             _closing.append(closing)
     try:
         os.close(fd)  # outside: it may take long on a network file system
+        if keeper := _keepers.pop(fd, None):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                keeper.wait(KEEPER_SECONDS)
     finally:
         if closing is not None:
             _closing.remove(closing)
@@ -228,6 +268,7 @@ def _give_up_in_child() -> None:
     _registry = threading.Lock()  # another thread may have had it
     for_good = [fd for fd, each in _locks.items() if each.for_good]
     _locks.clear()
+    _keepers.clear()
     _closing.clear()
     if for_good:
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -242,6 +283,7 @@ __all__ = [
     "any_held",
     "close",
     "free",
+    "hand_over",
     "held_here",
     "holder",
     "holder_of",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,18 +59,32 @@ def mount_of(path: str | os.PathLike[str], lines: Iterable[str] | None = None) -
     if lines is None:
         lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")
     path, best, found = Path(path), Path("/"), Mount()
+    for mount in _mounts(lines):
+        point = Path(mount.point)
+        # Of two mounts at the same point, the later one covers the earlier.
+        if (point == path or point in path.parents) and len(point.parts) >= len(best.parts):
+            best, found = point, mount
+    return found
+
+
+def mounts_in(path: str | os.PathLike[str]) -> list[str]:
+    """The places of mounts directly in a directory, whose name has no links."""
+    folder = os.path.abspath(path)
+    with open("/proc/self/mountinfo", errors="surrogateescape") as lines:
+        points = [mount.point for mount in _mounts(lines)]
+    return [point for point in points if point != folder and os.path.dirname(point) == folder]
+
+
+def _mounts(lines: Iterable[str]) -> Iterator[Mount]:
     for line in lines:
         before, _, after = line.partition(" - ")
         fields, rest = before.split(" "), after.split()
         if len(fields) < 6 or not rest:
             continue
         # Blanks, line feeds and backslashes are written in octal.
-        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]))
-        # Of two mounts at the same point, the later one covers the earlier.
-        if (point == path or point in path.parents) and len(point.parts) >= len(best.parts):
-            options = ",".join([fields[5], *rest[2:3]]).split(",")
-            best, found = point, Mount(str(point), rest[0], frozenset(options))
-    return found
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        options = ",".join([fields[5], *rest[2:3]]).split(",")
+        yield Mount(os.path.normpath(point), rest[0], frozenset(options))
 
 
 def locks_are_local(directory: str | os.PathLike[str]) -> str:
@@ -82,4 +96,4 @@ def locks_are_local(directory: str | os.PathLike[str]) -> str:
         return ""
 
 
-__all__ = ["LAYERS", "MEMORY", "SHARED", "Mount", "locks_are_local", "mount_of"]
+__all__ = ["LAYERS", "MEMORY", "SHARED", "Mount", "locks_are_local", "mount_of", "mounts_in"]

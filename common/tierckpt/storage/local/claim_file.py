@@ -46,6 +46,11 @@ class Claim:
     """The job's `persistent_path`, for commands that watch the job."""
     events: str = ""
     """The job's `events_dir`, absolute, for the same commands."""
+    finished: int | None = None
+    """The version with which the holder's training has ended by itself, for starts that wait."""
+    refused: bool = False
+    """The holder was refused, because the run with that end is another training: the starters of
+    this claim may not try again."""
 
     def encode(self) -> bytes:
         """The content as bytes."""

@@ -2,13 +2,17 @@
 
 On one machine, ranks of the same number exclude each other (`job_directory`). A directory that
 several machines see needs more: two jobs there would continue from each other's versions. So the
-first rank of each node creates a file in it and keeps the file locked for the whole run:
+first rank of each node creates a file in it and keeps the file locked for the whole run (through a
+small process, see `file_lock.hand_over`):
 
     .claim.<token>.<node>      the token is drawn at each attach; all ranks have the same one
 
 Then it reads the other claims. An unlocked claim with another token belongs to a dead run, and is
 removed. A locked one belongs to another job, or to a run of this job that is still ending: this job
-waits for it, and is refused if it stays. If two jobs start at once, each sees the other's claim,
+waits for it, and is refused if it stays, or if its training *finishes* meanwhile: a run of this job
+would die or be halted. A launcher may start a job again that was refused in that way, when the
+other one has gone: so the refused one leaves its claim, unlocked, and later starts of the same
+launcher find it. If two jobs start at once, each sees the other's claim,
 because both create their file before they look, and both are refused. (The mistake is then found at
 once.) A claim that cannot be opened counts as held. Of another user's claim only the lock is
 tested, with a lock that needs no write access.
@@ -34,8 +38,9 @@ from pathlib import Path
 
 from tierckpt._host import host_id
 from tierckpt._text import directory_of, is_url, some
-from tierckpt.storage.files import durable, file_lock
+from tierckpt.storage.files import answers, durable, file_lock
 from tierckpt.storage.files.mounts import locks_are_local
+from tierckpt.storage.memory.job_directory import JobFinishedError
 
 from .claim_file import (
     GONE,
@@ -48,13 +53,15 @@ from .claim_file import (
     unreadable,
     user_name,
 )
-from .launch import Launch
+from .launch import Launch, process_mark
 
 NEW_SUFFIX = ".new"
 HERE_SECONDS, ELSEWHERE_SECONDS = 15.0, 100.0
 """How long to wait for a claim held on this machine, whose kernel needs time to end a process, and
 for one held on another machine: NFS keeps the locks of a lost machine for 90 s."""
 NAP_SECONDS = 0.1
+RELEASE_SECONDS = 1.0
+"""At the end, a directory that does not answer within this time keeps its claim."""
 
 Notice = Callable[[str, int], None]
 """Called with a text and a severity."""
@@ -74,11 +81,14 @@ class DirectoryClaim:
         run_starters: Iterable[str] = (),
         persistent: str = "",
         events: str = "",
+        goes_on_from: int = 0,
+        has_keeper: bool = True,
     ) -> None:
         """`token` is the same in the whole job; `node` is the number of this node in it; `launch`
         is that of this process; `memory` is the folder of the job's slots, recorded for other runs;
         `run_starters` are the starters of all ranks; `persistent` and `events` are recorded, see
-        `Claim`."""
+        `Claim`; `goes_on_from`: see `stake`; `has_keeper`: a process of its own holds the claim
+        open, see `file_lock.hand_over`."""
         self._notice = notice
         self._directory, self._token = Path(directory), token
         self._path = self._directory / f"{PREFIX}{token}.{node}"
@@ -98,7 +108,12 @@ class DirectoryClaim:
             persistent if is_url(persistent) else _absolute(persistent),
             _absolute(events),
         )
+        self._goes_on_from, self._has_keeper = goes_on_from, has_keeper
         self._fd: int | None = None
+        self._awaited: set[Path] = set()
+        """Claims that were held when this process came."""
+        self._finished: int | None = None
+        """The version at which the training of such a claim has finished meanwhile."""
         self._local_locks = ""
         """Why locks of other machines cannot be seen; empty if they can."""
         self._unknown: dict[Path, Claim] = {}
@@ -108,8 +123,9 @@ class DirectoryClaim:
 
     def stake(self) -> str:
         """Claim the directory, after waiting for other claims to end. Returns "" or the reason for
-        a refusal; after a refusal the directory is not claimed. It is also unclaimed, with a
-        notice, if the claim cannot be written or locked."""
+        a refusal; after a refusal the directory is not claimed. Raises JobFinishedError if a run
+        that was waited for has finished at another version than `goes_on_from`. It is also
+        unclaimed, with a notice, if the claim cannot be written or locked."""
         try:
             return self._stake()
         except OSError as error:
@@ -130,8 +146,9 @@ class DirectoryClaim:
                 raise
             self._report_unclaimed(error)  # another holder can be seen all the same
         self._local_locks = locks_are_local(self._directory)
-        begin, reported = float("inf"), False
+        begin, looks = float("inf"), 0
         while others := self._others():
+            self._awaited |= others.keys()
             begin = min(
                 begin, time.monotonic()
             )  # reading the claims may take longer than the limit
@@ -140,8 +157,8 @@ class DirectoryClaim:
             if time.monotonic() - begin >= seconds:
                 self.release()
                 return self._refusal(path, claim)
-            if not reported:
-                reported = True
+            looks += 1
+            if looks == 2:  # not of a killed run, whose lock is gone a moment after it
                 text = f"{self._directory} is in use by {claim.text()}: waiting at most"
                 self._notice(f"{text} {seconds:.0f} s for its end", logging.WARNING)
             time.sleep(NAP_SECONDS)
@@ -158,13 +175,34 @@ class DirectoryClaim:
             logging.WARNING,
         )
 
-    def release(self) -> None:
-        """Free the directory: removes the claim."""
+    def release(self, finished: int | None = None) -> None:
+        """Free the directory: removes the claim. `finished`: the version with which the training
+        has ended by itself. If others wait for the claim, it stays, unlocked, and says so. A
+        directory that does not answer is freed by the end of the process."""
         fd, self._fd = self._fd, None
         if fd is not None:
+            if answers.silent([str(self._directory)], RELEASE_SECONDS):
+                return
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                if finished is None or not self._is_awaited():
+                    self._path.unlink()
+                else:
+                    self._path.write_bytes(replace(self._own, finished=finished).encode())
             file_lock.close(fd)
+
+    def _is_awaited(self) -> bool:
+        """True if there are claims of other runs."""
+        names = [name for name in os.listdir(self._directory) if name.startswith(PREFIX)]
+        return any(not name.startswith(f"{PREFIX}{self._token}.") for name in names)
+
+    def leave_refused(self, finished: int) -> None:
+        """After a refusal because a training has finished: leave an unlocked claim for later starts
+        of this launcher. Raises nothing."""
+        launchers = tuple(each for each in self._launch.starters if each != process_mark("self"))
+        if launchers:
+            left = replace(self._own, finished=finished, refused=True, starters=launchers)
+            with contextlib.suppress(OSError):
+                self._path.write_bytes(left.encode())
 
     def _make(self) -> None:
         """Create the claim. It is locked before it becomes visible, as unlocked claims may be
@@ -177,7 +215,7 @@ class DirectoryClaim:
                 os.pwrite(fd, self._own.encode(), 0)
                 if file_lock.lock_for_good(fd, self._path):
                     os.rename(new, self._path)
-                    self._fd = fd
+                    self._fd = file_lock.hand_over(fd) if self._has_keeper else fd
                     return
             except FileNotFoundError:  # another process took it for a dead run's
                 pass
@@ -196,6 +234,9 @@ class DirectoryClaim:
                 claim = self._look(self._directory / name)
                 if claim is not None:
                     found[self._directory / name] = claim
+        if self._finished is not None:
+            self.release()
+            raise JobFinishedError(str(self._directory), self._finished)
         ended = self._ended_runs(found)
         return {path: claim for path, claim in found.items() if _token_of(path) not in ended}
 
@@ -228,6 +269,8 @@ class DirectoryClaim:
                 content = os.pread(fd, MOST_BYTES, 0)
                 if self._may_be_held_elsewhere(path, content):
                     return None
+                if self._judge_end(path, content):
+                    return None  # it stays
                 self.found_memory |= memory_of(content)
                 with contextlib.suppress(OSError):  # another user's file stays
                     path.unlink(missing_ok=True)
@@ -237,6 +280,19 @@ class DirectoryClaim:
             return unreadable(path)
         finally:
             os.close(fd)
+
+    def _judge_end(self, path: Path, content: bytes) -> bool:
+        """True if the claim is of a training that was waited for and has finished, or shows that
+        this launcher's job was refused for that reason before: this job is refused."""
+        try:
+            claim = Claim.decode(content)
+        except (ValueError, TypeError):
+            return False
+        again = claim.refused and set(claim.starters) & set(self._launch.starters)
+        known = again or (path in self._awaited and not claim.refused)
+        if known and claim.finished not in (None, self._goes_on_from):
+            self._finished = claim.finished
+        return bool(again)
 
     def _may_be_held_elsewhere(self, path: Path, content: bytes) -> bool:
         """True if a machine whose locks are not visible here may hold the claim. It stays: its job

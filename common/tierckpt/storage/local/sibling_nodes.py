@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
+from tierckpt.storage.files import answers
+from tierckpt.storage.files.mounts import mounts_in
 
 from .claim_file import is_claimed
 from .store import LocalStore
@@ -61,7 +63,11 @@ def siblings_of(
         return []
     names: list[str] = []
     with contextlib.suppress(OSError):
-        names = sorted(os.listdir(parent_of(template)))
+        parent = parent_of(template)
+        hang = {
+            os.path.basename(p) for p in answers.silent(mounts_in(parent), answers.PATIENCE_SECONDS)
+        }
+        names = sorted({*os.listdir(parent)} - hang)
     others = [(node, path) for node, path in named(template, names) if node not in but]
     found = []
     for node, directory in others[:most]:

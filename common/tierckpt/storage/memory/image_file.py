@@ -74,7 +74,7 @@ class Mappings:
     """Mappings of files that slots gave up, kept for their reuse; not thread-safe.
 
     A few files rotate between slots, committed versions and retention. To map and unmap one changes
-    page tables, which takes nearly as long as a copy (docs/figures.md), in the trainer.
+    page tables, which takes nearly as long as a copy, in the trainer.
     """
 
     def __init__(self) -> None:

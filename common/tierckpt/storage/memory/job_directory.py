@@ -6,7 +6,9 @@ outlive a killed process, and its successor finds them by name:
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.<k>       a slot
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      locked by the running trainer of the rank; has
                                                      its process id, the directories of its halt
-                                                     requests, and the place of its local level
+                                                     requests, the place of its local level, and,
+                                                     once its training has ended by itself, the
+                                                     version at that end
     <shm_dir>/tierckpt-<uid>/<job>/seen.dead         since when other jobs have seen no process here
 
 Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
@@ -30,14 +32,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierckpt.config import Config
-from tierckpt.errors import CorruptShardError, FormatError, TierckptError
+from tierckpt.errors import ConfigError, CorruptShardError, FormatError, TierckptError
+from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.files import durable, file_lock
+from tierckpt.storage.files import answers, durable, file_lock
 from tierckpt.storage.files.durable import plain
 
 from . import abandoned
 from .image_file import LINK_SUFFIX, remove_link
 from .slots import read_seal, remove_segment, seal_of
+
+FINISHED = "finished"
+"""In a lock's last line: the version with which the training of its holder has ended by itself."""
+NAP_SECONDS = 0.05
+MOST_BYTES = 1 << 16
 
 
 class JobBusyError(TierckptError):
@@ -45,9 +53,27 @@ class JobBusyError(TierckptError):
     the local level's directory."""
 
 
+class JobFinishedError(JobBusyError, ConfigError):
+    """The run that this start has waited for has finished its training. A start waits for a run
+    that dies or is halted, to go on with the same job; this one is another experiment."""
+
+    def __init__(self, place: str, version: int) -> None:
+        self.place, self.version = place, version
+        super().__init__(
+            f"{place} belongs to another training, which ran when this one was started, and has "
+            f"finished at v{version} since: this one would take its end for its own. Give each "
+            "training a path of its own. If this one is to go on from that end: start it with "
+            f"rollback_to={version} (TIERCKPT_ROLLBACK_TO={version})"
+        )
+
+    def __reduce__(self) -> tuple[type[JobFinishedError], tuple[str, int]]:
+        """Support pickling between processes."""
+        return type(self), (self.place, self.version)
+
+
 def job_id_of(path: str | os.PathLike[str]) -> str:
     """The default job id: writers to the same place are the same job, now or after a restart."""
-    real = os.path.realpath(path)
+    real = os.path.abspath(path) if answers.is_silent(str(path)) else os.path.realpath(path)
     slug = re.sub(r"[^A-Za-z0-9_.]+", "_", os.path.basename(real)) or "root"
     return f"{slug[:40]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:12]}"
 
@@ -93,13 +119,16 @@ class JobDirectory:
         on_wait: Callable[[str], None] = lambda text: None,
         watches: Sequence[str] = (),
         local: str = "",
+        goes_on_from: int = 0,
     ) -> int:
         """Become the running trainer of `rank`; returns a descriptor for `unlock_rank`. `watches`:
         directories of this trainer's halt requests, see `watched`. `local`: see `last_local`.
 
         The kernel may need some time to tear down a killed predecessor, so this waits
-        `patience_seconds` before it raises JobBusyError; `on_wait` is called once. Raises OSError
-        if the lock is no plain file, or the folder cannot be made.
+        `patience_seconds` before it raises JobBusyError; `on_wait` is called once. Raises
+        JobFinishedError if the predecessor finishes meanwhile (`unlock_rank`), unless it does so at
+        the version `goes_on_from`, and OSError if the lock is no plain file, or the folder cannot
+        be made.
         """
         path = self.lock_path(rank)
         if file_lock.held_here(path):
@@ -128,7 +157,10 @@ class JobDirectory:
                 reported = True
                 text = f"rank {rank} of job {self.job!r} still runs on this machine (process"
                 on_wait(f"{text} {owner}): waiting at most {patience_seconds:g} s for its end")
-            time.sleep(0.05)
+            finished = _await(path, deadline)
+            if finished not in (None, goes_on_from):
+                raise JobFinishedError(local or f"job {self.job!r}", finished)
+            time.sleep(NAP_SECONDS)
         with contextlib.suppress(OSError):
             abandoned.forget(self.path)
         with contextlib.suppress(OSError):  # the lock is held in any case
@@ -136,8 +168,13 @@ class JobDirectory:
             os.pwrite(fd, "\n".join(lines).encode(), 0)
         return fd
 
-    def unlock_rank(self, fd: int) -> None:
-        """The inverse of `lock_rank`."""
+    def unlock_rank(self, fd: int, finished: int | None = None) -> None:
+        """The inverse of `lock_rank`. `finished`: the version with which the training has ended by
+        itself, for a start that waits for this rank."""
+        if finished is not None:
+            with contextlib.suppress(OSError):
+                os.lseek(fd, 0, os.SEEK_END)
+                os.write(fd, f"\n{json.dumps({FINISHED: finished})}".encode())
         file_lock.close(fd)
 
     def _busy(self, rank: int, owner: str) -> JobBusyError:
@@ -238,10 +275,9 @@ class JobDirectory:
                 durable.remove(path)
         self.remove_if_unused()
 
-    def remove_surplus(self, ranks: Collection[int], slots: int) -> bool:
-        """Delete segments that a run with these `ranks` on this machine, and this number of `slots`
-        for each, will never use: of other ranks, and with higher numbers. False when an agent still
-        reads one.
+    def remove_surplus(self, ranks: Collection[int]) -> bool:
+        """Delete segments that a run with these `ranks` on this machine will never use: of other
+        ranks. False when an agent still reads one.
 
         The slots of a rank in `ranks` stay even if its trainer has just ended: its successor needs
         them.
@@ -249,14 +285,25 @@ class JobDirectory:
         done = True
         with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
             for path in self.segments():
-                rank, index = rank_of(path.name), int(path.name.partition(".")[2])
-                if index < slots and (rank in ranks or self.has_trainer(rank)):
+                rank = rank_of(path.name)
+                if rank in ranks or self.has_trainer(rank):
                     continue
                 if _unlocked(path):
                     remove_segment(path)
                 else:
                     done = False
         return done
+
+    def remove_versions(self, ids: Collection[VersionId]) -> bool:
+        """Delete the sealed slots of these versions; False, with nothing deleted, while a process
+        of this job runs."""
+        with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
+            if self.alive():
+                return False
+            for path, manifest in self.sealed():
+                if manifest.id in ids:
+                    remove_segment(path)
+        return True
 
     def remove_orphans(self) -> None:
         """Delete segments and locks of ranks without a running trainer on this machine (the
@@ -309,6 +356,24 @@ def jobs_at(shm_dir: str | os.PathLike[str]) -> list[JobDirectory]:
 
 def _jobs_in(root: Path) -> list[JobDirectory]:
     return [JobDirectory(root, path.name) for path in _listdir(root) if path.is_dir()]
+
+
+def _await(path: Path, deadline: float) -> int | None:
+    """Wait until no other process has the lock, or the file has gone. Returns the version at which
+    its holder's training has finished meanwhile, if it has."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        # Held open: a trainer that ends removes the file. Closed before this process locks it.
+        fd = plain(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), path)
+        try:
+            while file_lock.held(fd):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(NAP_SECONDS)
+            last = os.pread(fd, MOST_BYTES, 0).rpartition(b"\n")[2]
+            return int(json.loads(last)[FINISHED])
+        finally:
+            os.close(fd)
+    return None
 
 
 def take_lock(path: Path) -> int | None:

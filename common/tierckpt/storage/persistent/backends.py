@@ -8,6 +8,7 @@ from typing import Any
 
 from tierckpt._text import directory_of, is_url
 from tierckpt.errors import ConfigError
+from tierckpt.storage.files import answers
 
 from . import object_stores
 from .backend import Backend
@@ -22,8 +23,12 @@ def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backen
     An entry point of the group `tierckpt.backends`, named as the URL's scheme, is called with the
     URL and `storage_options`; else the options go to the client (keys, endpoint): obstore for the
     URLs of object stores, fsspec for all others. Raises ConfigError if a package that is needed for
-    this kind of URL is not installed, or the entry point fails.
+    this kind of URL is not installed, or the entry point fails; `answers.NoAnswerError` for a
+    place that is known to hang.
     """
+    place = os.fspath(path) if is_url(path) else directory_of(path)
+    if answers.is_silent(place):
+        raise answers.NoAnswerError(place)
     if is_url(path):
         make_backend = _entry_point(os.fspath(path))
         if make_backend is not None:

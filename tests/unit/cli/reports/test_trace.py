@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tierckpt.cli import main
-from tierckpt.cli.reports.trace import load
-from tierckpt.tracing.plot import MOST_ROWS, TREE_ROW, row_names, step_of, typical_version
 from tierckpt.tracing.recorder import ALLREDUCE, COPIER, TRAINING, Trace
 from tierckpt.tracing.spans import Span, Timeline, TimelineError
+from tierckpt.tracing.step import MOST_ROWS, TREE_ROW, row_names, step_of, typical_version
+from tierckpt.tracing.tierckpt_traces import load
 
 US = 1e-6
 
@@ -76,46 +76,6 @@ def test_a_merge_is_one_file(
     events = json.loads(out.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
     assert "merged.json: 38 spans of 2 rank(s)" in capsys.readouterr().out
-
-
-def test_a_picture_is_made(traces: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "step.png"
-    # In a process of its own: matplotlib keeps fonts open for as long as there is one.
-    done = run("trace", "plot", str(out), "--ours", *traces)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert out.read_bytes().startswith(b"\x89PNG")
-    assert "the step after v2" in done.stdout  # the median of the three
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--version", "17"], "rank 0 recorded no copy of v17; it recorded v1 to v3"),
-        (["--ranks", "5"], "no version was copied by all of the ranks 5"),
-    ],
-)
-def test_a_picture_of_a_missing_trace(
-    options: list[str],
-    problem: str,
-    traces: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip("matplotlib")
-    command = ["trace", "plot", str(tmp_path / "x.png"), "--ours", *traces, *options]
-    assert main.main(command) == 1
-    assert problem in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
-
-
-def test_without_matplotlib_the_error_names_the_package(
-    traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert main.main(["trace", "plot", str(tmp_path / "x.png"), "--ours", *traces]) == 1
-    assert "pip install 'tierckpt[plot]'" in capsys.readouterr().err
 
 
 def test_bad_input_is_named(

@@ -55,6 +55,13 @@ def test_the_launcher_takes_over_after_the_last_attempt() -> None:
     assert job.ended(0, 2, KILLED) is None
 
 
+def test_a_start_that_is_refused_is_not_repeated() -> None:
+    """The next attempt would not be: the training that it waited for has gone."""
+    order = begun().ended(1, 1, End(1 << 8, "refused"))
+    assert isinstance(order, Leave)
+    assert "refused at its start" in order.text
+
+
 def test_the_same_failure_twice_before_a_boundary_is_not_repeated() -> None:
     job = begun(max_restarts=100)
     assert isinstance(job.ended(0, 1, FAILED), Start)
