@@ -168,9 +168,11 @@ class ResumableLoader(Generic[Batch]):
         """The same of the pass that was resumed, until its first boundary."""
         self._restored: _Streams | None = None
         """The generators as the restore set them, for the same time."""
-        self._trained: int | None = None
-        """Number of batches of the epoch that the loop had taken at its last boundary; None: it
-        reported no boundary."""
+        self._trained = 0
+        """Number of batches of the epoch that the loop had taken at its last boundary, or at its
+        last optimizer step if `_sees_steps`."""
+        self._sees_steps = False
+        """`stepped` is called."""
         self._was_used = False
         """The pass has met a boundary."""
         self._was_between = False
@@ -226,7 +228,7 @@ class ResumableLoader(Generic[Batch]):
             )
         if epoch != self._place.epoch:
             self._place, self._resuming, self._restored = _Place(epoch), None, None
-            self._trained = self._resumed = None
+            self._trained, self._resumed = 0, None
             self.comparison.waits = False
         elif self._resumed is not None and self._was_a_look:
             self._resume(self._resumed)
@@ -266,7 +268,8 @@ class ResumableLoader(Generic[Batch]):
             self._place = _Place(self._place.epoch + (not again))
         elif self._resuming is not None:
             self._set(self._now(self._resuming))
-        self._resuming = self._restored = self._trained = self._newest = self._resumed = None
+        self._resuming = self._restored = self._newest = self._resumed = None
+        self._trained = 0
         self.comparison.waits = False
         self._takes, self._was_between, self._was_used = [], False, False
         self._place.begun, self._first = True, self._streams()
@@ -353,6 +356,7 @@ class ResumableLoader(Generic[Batch]):
                 rest = itertools.chain([newest], rest)
         other += [] if (lost := self._set(now)) is None else [lost]
         self._resuming, self._resumed = None, state
+        self._trained = place.batches - bool(state["held"])
         self._takes, self._was_between, self._was_used = None, False, False
         self._conclude(other)
         return rest
@@ -502,12 +506,18 @@ class ResumableLoader(Generic[Batch]):
         """Record at a boundary that the taken batches were trained on (with `ahead`, all but one).
         Called by the checkpointer."""
         self.met_boundary()
-        self._trained = self._place.batches
+        if not self._sees_steps:
+            self._trained = self._place.batches
         if self._takes is not None and len(self._takes) < TAKES:
             self._takes.append(self._trained)
         if self._resuming is None:
             self._restored = None
         self.step_begins()
+
+    def stepped(self) -> None:
+        """Record at an optimizer step that the taken batches were trained on. Called by the
+        checkpointer where the boundary comes later, in a forward pass."""
+        self._trained, self._sees_steps = self._place.batches, True
 
     def met_boundary(self) -> None:
         """Note that there was a boundary, perhaps in the forward pass of the next iteration. Called
@@ -530,15 +540,17 @@ class ResumableLoader(Generic[Batch]):
         plain DataLoader).
 
         Later events do not change the result. `in_forward`: the boundary is the forward pass of the
-        next iteration, and its batch was already taken and drawn.
+        next iteration, and its batch was already taken and drawn (not for a version that is taken
+        between boundaries).
         """
         if self._resuming is not None:  # no pass has started since
             return dict(self._resuming)
         place, now = self._place, self._streams()
         if self.end_is_done or self._was_between:
             return self._next_epoch(now)
-        untrained = in_forward or self._ahead > 0 or self._is_one_too_far
-        then = now if in_forward else None
+        early = in_forward and not self.between
+        untrained = early or self._ahead > 0 or self._is_one_too_far
+        then = now if in_forward and untrained else None
         if self.between and place.ended:
             # the resumed loop does its work at the end of the epoch again from there
             then = self._before
@@ -561,8 +573,7 @@ class ResumableLoader(Generic[Batch]):
     @property
     def _is_one_too_far(self) -> bool:
         """The loop took a batch, and ended before it had trained on it."""
-        is_reported = self.between and self._trained is not None
-        return is_reported and self._place.batches > (self._trained or 0)
+        return self.between and self._place.batches > self._trained
 
     def _next_epoch(self, now: _Streams) -> dict[str, Any]:
         """The state of a loader before the next epoch, with the generators as they are."""
@@ -593,7 +604,7 @@ class ResumableLoader(Generic[Batch]):
 
     def _resume(self, state: dict[str, Any]) -> None:
         self._place, self._resuming = _Place(**state["place"]), dict(state)
-        self._trained = self._resumed = None
+        self._trained, self._resumed = 0, None
         for name in state["own"].keys() & self._generators.keys():
             load_extra(self._generators[name], state["own"][name])
         if self._place.number is not None and (counter := _counter(self.loader)[0]):

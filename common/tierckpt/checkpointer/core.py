@@ -75,7 +75,7 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
             before_step=self._before_step,
             made_step=self.adapter.step_completed,
             stepped=accumulation.stepped,
-            keep_streams=self._active.capture.keep_streams,
+            keep_streams=self._stepped_before_boundary,
             say=say,
             step_class=self.adapter.step_class,
             no_calls=self.adapter.no_calls_notice,
@@ -109,6 +109,11 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         self._save_now = SaveNow(self.group, self._live, self._levels, *around, take, self.wait)
         self._halt = HaltController(self.config, self.group.rank, self._node, self._reports.notice)
         undo.callback(self._halt.close)
+
+    def _stepped_before_boundary(self) -> None:
+        """Keep what the loop will have changed by the forward pass that is the boundary."""
+        self._epoch_ends.stepped()
+        self._active.capture.keep_streams()
 
     # --- the boundary ---------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class EpochEnds:
         self._state, self._say = state, say
         self._held_is_said = False
         self._at_end: dict[int, tuple[int, Any]] = {}
-        """By `id()` of a place, at the last boundary of an epoch: its number, and `_mark`."""
+        """By `id()` of a place, at the last boundary or step of an epoch: number, and `_mark`."""
         for place in self._places():
             if isinstance(place, ResumableLoader):
                 place.has_boundaries = True
@@ -52,14 +52,20 @@ class EpochEnds:
             if isinstance(place, ResumableLoader):
                 place.met_boundary()
 
+    def stepped(self) -> None:
+        """Record an optimizer step whose boundary comes later, in a forward pass."""
+        for place in self._places():
+            if isinstance(place, ResumableLoader):
+                place.stepped()
+                self._note_end(place)
+
     def passed(self) -> None:
         """Record the end of an iteration: its batch was trained on."""
         if not (self._state.extra or self._state.extra_per_rank):
             return
         for place in self._places():
             place.passed()
-            if place.at_end and self._at_end.get(id(place), (-1,))[0] != place.epoch:
-                self._at_end[id(place)] = place.epoch, self._mark()
+            self._note_end(place)
             if isinstance(place, ResumableLoader) and place.held and not self._held_is_said:
                 self._held_is_said = True
                 cure = ONE_HELD if place.held == 1 else MORE_HELD
@@ -80,6 +86,10 @@ class EpochEnds:
         finally:
             for place in places:
                 place.between = place.end_is_done = False
+
+    def _note_end(self, place: Place) -> None:
+        if place.at_end and self._at_end.get(id(place), (-1,))[0] != place.epoch:
+            self._at_end[id(place)] = place.epoch, self._mark()
 
     def _is_done(self, place: Place) -> bool:
         """Whether the loop has done its work at the end of the epoch. Where no boundary came at the
