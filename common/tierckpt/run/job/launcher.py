@@ -109,7 +109,4 @@ def is_elastic(environment: Mapping[str, str]) -> bool:
     return environment.get("HOROVOD_ELASTIC") == "1"
 
 
-__all__ = [
-    *("HOROVODRUN", "MPIRUN", "NONE", "SRUN", "TORCHRUN", "Place", "is_elastic"),
-    *("node_of", "place_of", "slot_of", "take_place"),
-]
+__all__ = ["HOROVODRUN", "MPIRUN", "NONE", "SRUN", "TORCHRUN", "Place", "is_elastic", "node_of", "place_of", "slot_of", "take_place"]

@@ -326,7 +326,4 @@ def _read_kv(meeting: Meeting) -> tuple[str, int, str]:
         return host, port, secret
 
 
-__all__ = [
-    *("NOWHERE", "Listener", "Meeting", "connect", "hello_of", "key_file", "knows", "meeting_of"),
-    *("proof", "received"),
-]
+__all__ = ["NOWHERE", "Listener", "Meeting", "connect", "hello_of", "key_file", "knows", "meeting_of", "proof", "received"]
