@@ -31,9 +31,8 @@ from lib.machine import description
 from lib.terminal import parser_of
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
-from tierckpt.coordination.ballots.vote_exchange import ballots_for
-from tierckpt.core.votes import VOTE_WIDTH
+from tierckpt.coordination.ballots import GroupBallots, ballots_for
+from tierckpt.core.decisions import VOTE_WIDTH
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Node
 

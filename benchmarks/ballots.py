@@ -38,10 +38,9 @@ from ddp_ckpt import TorchGroup
 from lib.files import write_json
 from lib.machine import description
 from lib.terminal import parser_of
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
-from tierckpt.coordination.ballots.leader_tree import leader_tree
-from tierckpt.coordination.ballots.vote_exchange import SharedBallots, page_bytes
-from tierckpt.core.votes import VOTE_WIDTH, Vote
+from tierckpt.coordination.ballots import GroupBallots, SharedBallots, page_bytes
+from tierckpt.coordination.leader_tree import leader_tree
+from tierckpt.core.decisions import VOTE_WIDTH, Vote
 from tierckpt.group import Node, SingleGroup
 
 KINDS = ("gloo", "tree")

@@ -32,9 +32,8 @@ from lib.limits import timed
 from lib.report import align
 from lib.terminal import parser_of
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
-from tierckpt.codecs.codec import BlockId, Codec, CodecError
-from tierckpt.codecs.pipeline import make_codec
-from tierckpt.format.encoding import Buffer
+from tierckpt.codecs.codec import BlockId, Codec, CodecError, make_codec
+from tierckpt.format.manifest import Buffer
 
 BLOCK_BYTES = 512 * 1024
 """The block size of shards."""

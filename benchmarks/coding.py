@@ -34,10 +34,9 @@ from lib.limits import Cost, timed
 from lib.report import align, targets_text
 from lib.targets import Verdict
 from lib.terminal import parser_of
-from tierckpt.erasure import isal
-from tierckpt.erasure.gf256 import Matrix, decoding
-from tierckpt.erasure.isal import Isal
-from tierckpt.erasure.kernels import Bytes, Product
+from tierckpt.erasure import kernels
+from tierckpt.erasure.codes import Matrix, decoding
+from tierckpt.erasure.kernels import Bytes, Isal, Product
 
 CODES = {"xor 7+1": (7, 1), "rs 4+2": (4, 2), "rs 6+2": (6, 2)}
 TARGET_GB_PER_S = 4.0
@@ -90,7 +89,7 @@ class Bench:
             source[:] = rng.integers(0, 256, segment_bytes, dtype=np.uint8)
         self.outputs[0][:], self.outputs[1][:] = self.sources[0], self.sources[1]
         self.ways: list[tuple[Row, Callable[[], object]]] = []
-        library = isal.find()
+        library = kernels.find_isal()
         for name, (k, m) in CODES.items():
             encode = decoding(k, range(k), range(k, k + m))
             # As many data segments are lost as the code tolerates: the densest matrix.
@@ -258,11 +257,13 @@ def main() -> None:
     about = machine.description(Path.cwd())
     rows = list(measure(options))
     verdicts = judge(rows)
-    library = isal.find()
+    library = kernels.find_isal()
     print(
         f"{about['cpu']}, {about['cores']} cores; one thread, segments of {options.segment_mb} MiB"
     )
-    print(f"windows of {options.window_kb} KiB; {library.path if library else isal.MISSING}\n")
+    print(
+        f"windows of {options.window_kb} KiB; {library.path if library else kernels.ISAL_MISSING}\n"
+    )
     print(table(rows), "\n")
     print(targets_text(verdicts))
     if options.json:

@@ -39,7 +39,7 @@ from lib.terminal import parser_of
 from tierckpt.codecs.codec import BlockId
 from tierckpt.codecs.difference import difference, undone
 from tierckpt.codecs.zstd import Zstd
-from tierckpt.format.encoding import Buffer
+from tierckpt.format.manifest import Buffer
 
 BLOCK_BYTES = 512 * 1024
 """The block size of shards."""

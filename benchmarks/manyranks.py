@@ -56,22 +56,22 @@ from lib.many_ranks.stand_ins import (
     measure,
 )
 from lib.terminal import parser_of
-from tierckpt import _garbage
+from tierckpt import _process
 from tierckpt.agent.protocol import packets_of
 from tierckpt.cli.main import main as tierckpt
 from tierckpt.config import PersistentConfig, load_config
 from tierckpt.coordination.job_history import JobHistory
-from tierckpt.coordination.peer_setup import Groups, PeerSetup
+from tierckpt.coordination.peers import Groups, PeerSetup
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings
 from tierckpt.core.copies import Found
+from tierckpt.core.decisions import Vote
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.core.retention import RetentionPolicy, retirable
-from tierckpt.core.votes import Vote
 from tierckpt.erasure.groups import Scheme, plan_groups
 from tierckpt.format.ids import VersionId
 from tierckpt.format.layout import TensorSpec, plan_layout
+from tierckpt.format.records import VersionManifest
 from tierckpt.format.shard_file import encode_header
-from tierckpt.format.version_records import VersionManifest
 from tierckpt.storage.inventory import look_at_persistent
 from tierckpt.storage.persistent import PersistentStore, ShardSource
 
@@ -169,7 +169,7 @@ class World:
         found, parities, nodes = history.found, history.parities, history.nodes
 
         def plan(name: str, expected: int, *args: Any, **more: Any) -> None:
-            with _garbage.paused():  # as in a restart
+            with _process.collector_paused():  # as in a restart
                 chosen, cost = measure(lambda: plan_restore(*args, **more))
             assert chosen is not None
             assert chosen.id.version == expected, chosen.id
@@ -187,7 +187,7 @@ class World:
             alone: list[Sequence[Found]] = [everywhere, *[()] * (ranks - 1)]
             plan(name, 900, alone, nodes=[f"node{rank // 8}" for rank in range(ranks)])
         limit = VersionId(3, MEMORY[-1])
-        with _garbage.paused():
+        with _process.collector_paused():
             _, cost = measure(
                 lambda: (
                     [

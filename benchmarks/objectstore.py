@@ -37,16 +37,15 @@ from lib.report import align
 from lib.s3 import BUCKET, BareClient, Server, toy_server
 from lib.shards import facts_of, make_sound, manifest, shared
 from lib.terminal import parser_of
-from tierckpt.agent.shard_guard import open_shard
-from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.agent.shard_sources import open_shard
+from tierckpt.format.ids import PAGE_BYTES, PART_BYTES, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import digest
-from tierckpt.format.version_names import PART_BYTES
-from tierckpt.restore.shard_reader import READERS, RUN_BYTES
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.restore.shards import READERS, RUN_BYTES
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore, ShardSource
-from tierckpt.storage.persistent.object_stores.fsspec_backend import FsspecBackend
-from tierckpt.storage.persistent.retry import RetryingBackend, RetryPolicy
+from tierckpt.storage.persistent.backend import RetryingBackend, RetryPolicy
+from tierckpt.storage.persistent.object_stores import FsspecBackend
 
 MOST_SHARD_MB = 125
 LEAST_SHARDS = 2

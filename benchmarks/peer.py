@@ -34,13 +34,12 @@ from lib.limits import Cost
 from lib.report import align
 from lib.shards import manifest, shared
 from lib.terminal import parser_of
-from tierckpt.erasure import isal
+from tierckpt.erasure import kernels
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
-from tierckpt.peer.exchange import Exchange, Report, Shard
-from tierckpt.peer.party import Party
+from tierckpt.peer.exchange import Exchange, Party, Report, Shard
 from tierckpt.peer.transport import Transport
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
 
 CODES = {"partner, 2 members": Code(2, 1, 1), "xor, 4 members": Code(4, 3, 1)}
 CODES["rs 4+2"] = Code(6, 4, 2)
@@ -230,10 +229,10 @@ def main() -> None:
     clean_up_when_terminated()
     with temporary(options.dir) as folder:
         rows = list(measure(options, folder))
-    library = isal.find()
+    library = kernels.find_isal()
     print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
     print(f"shards of {options.shard_mb} MiB, parity on {about['filesystem']}; all members in one")
-    print(f"process, over loopback; {library.path if library else isal.MISSING}\n")
+    print(f"process, over loopback; {library.path if library else kernels.ISAL_MISSING}\n")
     print(table(rows))
     if options.json:
         document = {

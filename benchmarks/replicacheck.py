@@ -35,8 +35,8 @@ from lib.files import SHARED_MEMORY, add_row, job_in_memory, rows_of, write_json
 from lib.machine import description
 from lib.step_models import deep, mlp
 from lib.terminal import parser_of
-from tierckpt.replicas.digests import Look
 from tierckpt.replicas.monitor import ReplicaMonitor
+from tierckpt.replicas.replicated_state import Look
 
 KINDS = ("without", "versions", "checked")
 

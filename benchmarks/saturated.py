@@ -32,10 +32,10 @@ from lib.limits import Limits
 from lib.report import align
 from lib.shards import manifest, shared
 from lib.terminal import parser_of
-from tierckpt.agent.priority import lower_priority, shorten_slices
+from tierckpt.agent.processor import lower_priority, shorten_slices
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.storage.files import direct_file
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage import durable as direct_file
+from tierckpt.storage.local import LocalStore
 
 AGENT_NICE = 10
 """The setting's default."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from tierckpt import Callbacks, __version__
 
 from .checkpointer import Checkpointer, wrap
-from .comm_hook_state import HookState
+from .comm_hook import HookState
 from .torch_group import TorchGroup
 
 __all__ = ["Callbacks", "Checkpointer", "HookState", "TorchGroup", "__version__", "wrap"]

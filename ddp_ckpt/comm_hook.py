@@ -3,6 +3,13 @@
 Usually DDP reduces them itself, and hooks on a few parameters release layers (`gradient_groups`).
 A communication hook in Python costs 0.4 ms of CPU time a pass, so DDP gets one only if it is
 needed: for a hook of the user's, for a trace, and where a restart would change sums without it.
+
+Without a hook of ours, groups of parameters are released together. The hooks on parameters run
+after a gradient is accumulated, right before DDP's own hooks. `GradientOrder` is the order in
+which gradients arrive in the first backward pass of a module, and `GradientMean` the reduction of
+DDP without a communication hook, with the same bits. `HookState` is the state of a hook, as a part
+of the checkpoint. With DDP's `join()` ranks make different numbers of steps, which checkpoints do
+not support.
 """
 
 from __future__ import annotations
@@ -10,23 +17,403 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from tierckpt.state.rng import load_rng, pack_rng
+import tierckpt
+from tierckpt.state.process_state import load_rng, pack_rng
 
-from .ddp_modules import reduced_by
-from .gradient_groups import GradientGroups
-from .gradient_mean import GradientMean, Reduced
-from .gradient_order import GradientOrder
-from .uneven_inputs import UnevenInputs
+from .torch_group import reduced_by
+
+__all__ = ["CommHook", "GradientGroups", "ReleaseHook", "UnevenInputs"]
+
+
+_NOT_SAVED = ("process_group",)
+
+
+class HookState:
+    """Makes the state of a communication hook an object for `extra_per_rank`.
+
+    ::
+
+        state = powerSGD_hook.PowerSGDState(...)
+        ddp_ckpt.Checkpointer(model, optimizer, comm_hook=(state, powerSGD_hook.powerSGD_hook),
+                              extra_per_rank={"hook": ddp_ckpt.HookState(state)})
+
+    A hook with error feedback adds the compression error of the last gradients to the next ones. A
+    resumed run without this state gives different results. The state differs between ranks and is
+    as large as the gradients: each rank stores all of its own, and the training thread copies it at
+    the boundary.
+
+    Works for objects with attributes that are tensors, numbers, text, NumPy generators, or lists
+    and dicts of these; process groups are not saved and stay as they are. A restart with another
+    number of ranks leaves the state as it is, like everything in `extra_per_rank`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The attributes, and the type of device of their tensors."""
+        fields = {name: getattr(self.state, name) for name in _names(self.state)}
+        device = next((t.device.type for t in _tensors(list(fields.values()))), "cpu")
+        packed = {name: _packed(value) for name, value in fields.items()}
+        return {"fields": packed, "device": device}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Set all attributes again; generators are changed in place."""
+        for name, value in saved["fields"].items():
+            now = getattr(self.state, name, None)
+            if isinstance(now, np.random.RandomState):
+                now.set_state(value)
+            else:
+                setattr(self.state, name, _on(value, saved["device"]))
+
+
+def _names(state: Any) -> list[str]:
+    slots = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = [*slots, *getattr(state, "__dict__", {})]
+    return [name for name in names if name not in _NOT_SAVED and hasattr(state, name)]
+
+
+def _packed(value: Any) -> Any:
+    return value.get_state() if isinstance(value, np.random.RandomState) else value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _on(value: Any, device: str) -> Any:
+    """Copy the value with its tensors on this process's device of that type."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _on(each, device) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(each, device) for each in value)
+    return value
+
+
+def watch_gradients(
+    params: Iterable[torch.nn.Parameter], on_gradient: Callable[[torch.Tensor], None]
+) -> list[Any]:
+    """Call `on_gradient`, a bound method, with each trained parameter after its gradient is
+    accumulated, on autograd's thread; returns the hooks, for the caller to remove.
+
+    The hooks keep no reference to the method's object: Python's garbage collector does not see
+    references from a parameter, so the object would never be freed.
+    """
+    weak = weakref.WeakMethod(on_gradient)
+
+    def accumulated(param: torch.Tensor) -> None:
+        method = weak()
+        if method is not None:
+            method(param)
+
+    trained = [param for param in params if param.requires_grad]
+    return [param.register_post_accumulate_grad_hook(accumulated) for param in trained]
+
+
+FIRST_BYTES = 1 << 20
+"""Size of the first group, as of DDP's first bucket."""
+
+
+class GradientGroups:
+    """Calls `on_group` in each backward pass that DDP reduces, once per group.
+
+    A group is about as large as one of DDP's buckets, and has neighbours in the order of the
+    parameters. One hook is on its first parameter, whose gradient usually comes last: right before
+    DDP's own hooks launch the reduction. A hook in the place of DDP's reduction would take 0.4 ms
+    of CPU time a pass: the lock of the interpreter goes to a thread of gloo and back for every
+    bucket.
+
+    Groups depend on nothing but the module, so all ranks have the same number of them.
+
+    Threads: the hooks run on autograd's threads.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        params: Sequence[torch.nn.Parameter],
+        on_group: Callable[[list[torch.nn.Parameter]], None],
+    ) -> None:
+        """`params`: those that DDP reduces, in the module's order."""
+        self._ddp, self._on_group = ddp, on_group
+        self._groups = _groups(params, ddp.bucket_bytes_cap)
+        # Python's garbage collector does not see references from a parameter.
+        weak = weakref.ref(self)
+
+        def hook_of(number: int) -> Callable[[torch.Tensor], None]:
+            def accumulated(_: torch.Tensor) -> None:
+                us = weak()
+                # DDP's mark of the newest forward pass: false under no_sync().
+                if us is not None and us._ddp.require_forward_param_sync:
+                    us._on_group(us._groups[number])
+
+            return accumulated
+
+        self._hooks: list[Any] = [
+            group[-1].register_post_accumulate_grad_hook(hook_of(number))
+            for number, group in enumerate(self._groups)
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _groups(params: Sequence[torch.nn.Parameter], bytes_cap: int) -> list[list[torch.nn.Parameter]]:
+    """Return the last parameters first, as DDP does; the first group is small, as its is."""
+    groups: list[list[torch.nn.Parameter]] = []
+    left = 0
+    for param in reversed(params):
+        if left <= 0:
+            left = bytes_cap if groups else min(bytes_cap, FIRST_BYTES)
+            groups.append([])
+        groups[-1].append(param)
+        left -= param.nbytes
+    return groups
+
+
+class GradientOrder:
+    """Records the order. DDP makes its final buckets in this order, after that pass.
+
+    Threads: `note` runs on autograd's threads.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        params: list[torch.nn.Parameter],
+        number: Mapping[int, int],
+    ) -> None:
+        """`number`: the number of each parameter, by `id`."""
+        self._ddp, self._number = ddp, number
+        self._arrived: dict[int, None] = {}
+        self.reduced = False
+        """True if DDP reduces the newest recorded pass."""
+        self._over = False
+        self._final: list[int] = []
+        self._hooks = watch_gradients(params, self.note)
+        self._expected = len(self._hooks)
+
+    def note(self, param: torch.Tensor) -> None:
+        """Record that the gradient of `param` has arrived."""
+        if self._over:
+            return
+        number = self._number[id(param)]
+        if number in self._arrived:  # a new pass; the previous one failed, or was under no_sync()
+            self._arrived.clear()
+        self._arrived[number] = None
+        self.reduced = self._ddp.require_forward_param_sync
+        self._over = self.reduced and len(self._arrived) == self._expected
+
+    def order(self) -> list[int]:
+        """The parameters' numbers, in the order of their gradients; the same list once the pass is
+        over."""
+        if not self._over:
+            return list(self._arrived)
+        self._final = self._final or list(self._arrived)
+        return self._final
+
+    def stop_if_over(self) -> None:
+        """Remove the hooks if the pass is over. Not to be called by one of them."""
+        if self._hooks and self._over:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    GradBucket = dist.GradBucket
+
+Reduced = torch.futures.Future[torch.Tensor]
+
+
+class GradientMean:
+    """The mean over all ranks, with DDP's own arithmetic.
+
+    DDP multiplies a gradient by the reciprocal of the world size while it copies it into its
+    bucket. Gradients that need no copy are divided in place: sparse ones, and those that are views
+    of the bucket already (`gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, or
+    gradients accumulated over several backward passes). If the world size is no power of two, the
+    two results differ in the last bit.
+
+    When the hook is called, all gradients are views. So, if the difference matters, `watch` looks
+    at each gradient after its accumulation, right before DDP copies it.
+
+    Threads: `watch` and `__call__` run on autograd's threads.
+
+    Args:
+        ddp: the module.
+        number: the number of each of its parameters, by `id`.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, number: Mapping[int, int]) -> None:
+        self._group = ddp.process_group
+        self._size = dist.get_world_size(ddp.process_group)
+        self._number = number
+        self._storage: dict[int, int] = {}
+        """The address of each parameter's gradient at its last accumulation, until reduced."""
+        self._divided: set[int] = set()
+        """Parameters with gradients that the newest first pass of an iteration divided."""
+        self._resumed: set[int] = set()
+        """Parameters with gradients that the next pass divides although they are new."""
+        self._begins = self._records = True
+        self._watches = self.depends_on_kept(ddp)
+        if self._watches:
+            watch_gradients(ddp.module.parameters(), self.watch)
+
+    @staticmethod
+    def depends_on_kept(ddp: DistributedDataParallel) -> bool:
+        """True if gradients that the loop keeps from an earlier pass change the result."""
+        size = dist.get_world_size(ddp.process_group)
+        exact_reciprocal = size & (size - 1) == 0
+        return bool(ddp.gradient_as_bucket_view) and not exact_reciprocal
+
+    def watch(self, param: torch.Tensor) -> None:
+        """Record the address of a gradient that was accumulated and that DDP has not copied yet."""
+        if param.grad is not None and param.grad.layout == torch.strided:
+            self._storage[self._number[id(param)]] = _address(param.grad)
+
+    def __call__(self, bucket: GradBucket) -> Reduced:
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            buffer.div_(self._size)
+        elif self._watches:
+            self._scale_parts(bucket)
+        else:
+            buffer.mul_(1.0 / self._size)
+        if buffer.is_complex():
+            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            assert work is not None
+        else:  # the same operation, without the checks of the arguments
+            work = self._group.allreduce([buffer])
+        future: Reduced = work.get_future().then(_first)
+        return future
+
+    def _scale_parts(self, bucket: GradBucket) -> None:
+        if bucket.index() == 0:
+            self._records, self._begins = self._begins, False
+            if self._records:
+                self._divided = set()
+        buffer, params = bucket.buffer(), bucket.parameters()
+        numbers = [self._number[id(p)] for p in params]
+        views = {n for n, p in zip(numbers, params, strict=True) if self._is_view(n, p, buffer)}
+        divided = views | self._resumed.intersection(numbers)
+        self._resumed -= divided
+        if self._records:
+            self._divided |= divided
+        if len(divided) == len(numbers):
+            buffer.div_(self._size)
+        elif not divided:
+            buffer.mul_(1.0 / self._size)
+        else:
+            for number, part in zip(numbers, bucket.gradients(), strict=True):
+                if number in divided:
+                    part.div_(self._size)
+                else:
+                    part.mul_(1.0 / self._size)
+
+    def _is_view(self, number: int, param: torch.Tensor, buffer: torch.Tensor) -> bool:
+        """True if the gradient was a view of the bucket already when DDP processed it."""
+        if number in self._storage:
+            return self._storage.pop(number) == _address(buffer)
+        # Not accumulated since the last reduction: a gradient that exists is the view of that time.
+        return param.grad is not None
+
+    def begin_iteration(self) -> None:
+        """Mark the next pass as the first of an iteration."""
+        self._begins = True
+
+    def divided(self) -> list[int]:
+        """Numbers of the parameters with gradients that an iteration's first pass divides."""
+        return sorted(self._divided)
+
+    def resume(self, divided: Iterable[int]) -> None:
+        """Let the next pass divide the gradients of these parameters, as in a run without a
+        restart: gradients that the loop keeps between iterations are new after a restart."""
+        self._storage.clear()
+        self._begins = True
+        if self._watches:
+            self._resumed = set(divided)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]
+
+
+ENDS_APART = (
+    "this DDP module trains under join(), where ranks may make different numbers of steps, but "
+    "all ranks must pass a checkpoint's boundary: the job would hang when the first rank has no "
+    "more data. Give all ranks the same number of batches (DistributedSampler or "
+    "tierckpt.ResumableSampler do), or end all loops with the shortest by "
+    "join(throw_on_early_termination=True); or close() the checkpointer before join()"
+)
+OTHER_DIVISOR = (
+    "join(divide_by_initial_world_size=False): DDP divides by the number of ranks that still have "
+    "data, but communication hooks do not receive this number, and this module has one since it "
+    "was given to a Checkpointer: gradients would differ. Make a new DDP module for this loop, or "
+    "leave the argument out"
+)
+
+
+class UnevenInputs:
+    """Detects that a DDP module is under `join()`, by its `join_hook`, which `join()` calls."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self.joins = False
+        """True until all ranks have left `join()`; DDP's own mark stays set for ever."""
+
+    def begin(self, **settings: Any) -> JoinHook:
+        """Replacement of DDP's `join_hook`."""
+        ddp = self._ddp
+        theirs: JoinHook = type(ddp).join_hook(ddp, **settings)
+        self.joins, ended = True, theirs.post_hook
+
+        def post_hook(is_last_joiner: bool) -> None:
+            self.joins = False
+            ended(is_last_joiner)
+
+        theirs.post_hook = post_hook  # type: ignore[method-assign]
+        return theirs
+
+    def refuse(self, has_checkpointer: bool, takes_mean: bool) -> None:
+        """Raise UnsupportedStateError, on all ranks, under a `join()` that would hang, or that
+        would change gradients. Called before a bucket is reduced. A `join()` that throws when the
+        first rank ends does neither."""
+        config = self._ddp._join_config
+        if not self.joins or not config.enable or config.throw_on_early_termination:
+            return
+        if has_checkpointer:
+            raise tierckpt.UnsupportedStateError(ENDS_APART)
+        if takes_mean and not self._ddp._divide_by_initial_world_size:
+            raise tierckpt.UnsupportedStateError(OTHER_DIVISOR)
+
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
@@ -374,6 +761,3 @@ def _release_nothing(
     params: Iterable[torch.Tensor], reduction: Reduced | None, launched_seconds: float | None
 ) -> None:
     """The release while the module has no checkpointer: no effect."""
-
-
-__all__ = ["CommHook", "ReleaseHook"]

@@ -22,9 +22,8 @@ from __future__ import annotations
 from tierckpt import Callbacks, __version__
 
 try:
-    from .checkpointer import Checkpointer
+    from .checkpointer import Checkpointer, DistributedOptimizer, install
     from .horovod_group import HorovodGroup
-    from .optimizer import DistributedOptimizer, install
 except ImportError as error:
     raise ImportError(
         "horovod_ckpt needs a Horovod that was built for the torch in use, and importing it "

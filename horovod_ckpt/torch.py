@@ -30,15 +30,15 @@ import torch
 from horovod.torch import *  # noqa: F403
 
 from tierckpt import ConfigError
-from tierckpt.checkpointer.script_mode import close_now
+from tierckpt.checkpointer.checkpointer import close_now
 from tierckpt.settings import with_settings
 from tierckpt.state.names import unwrap
 
+from . import checkpointer as _ours
 from . import elastic as _elastic
-from . import optimizer as _ours
-from .given_optimizers import in_elastic_job
-from .outside import Outside
-from .untouched import Untouched, place
+from .adapter import in_elastic_job
+from .broadcast import Untouched, place
+from .checkpointer import Outside
 
 __all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "elastic"]
 __all__ += [name for name in dir(horovod.torch) if not name.startswith("_")]

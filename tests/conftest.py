@@ -131,14 +131,14 @@ def shm_root() -> Iterator[Path]:
 def restarts_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests play a job and its restarts in one process: what it has finished is not remembered,
     except in tests that ask for the fixture `one_process`."""
-    if (module := sys.modules.get("tierckpt.checkpointer.finished")) is not None:
+    if (module := sys.modules.get("tierckpt.checkpointer.shutdown")) is not None:
         monkeypatch.setattr(module, "_ends", Forgotten())
 
 
 @pytest.fixture
 def one_process(restarts_in_one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All jobs of the test are one process's, as they are."""
-    monkeypatch.setattr(sys.modules["tierckpt.checkpointer.finished"], "_ends", {})
+    monkeypatch.setattr(sys.modules["tierckpt.checkpointer.shutdown"], "_ends", {})
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from tests.support.packages import ROOT, Environment
-from tierckpt._tested_versions import ACCELERATE, LIGHTNING, PACKAGES, TRANSFORMERS
+from tierckpt._version import ACCELERATE, LIGHTNING, PACKAGES, TRANSFORMERS
 
 FOLDER = ROOT / "build" / "oldest-frameworks"
 KILLED = "test_resuming.py::test_a_killed_job_goes_on_exactly"

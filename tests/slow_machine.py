@@ -20,7 +20,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from tierckpt._host import process_stat
+from tierckpt._process import process_stat
 
 MARK = "SLOW_MACHINE"
 """The variable by which processes are found that the command has started, however deep."""

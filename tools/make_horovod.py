@@ -34,7 +34,7 @@ from horovod_target import (
 
 # This Python may have no Tierckpt; the probe needs the standard library alone.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
-from tierckpt.doctor.horovod_probe import Horovod, probe
+from tierckpt.doctor.probes import Horovod, probe
 
 # What Horovod imports, and what its setup.py wants to be there.
 NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "setuptools", "wheel")

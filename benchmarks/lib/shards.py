@@ -8,12 +8,11 @@ import time
 
 import numpy as np
 
-from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
-from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
-from tierckpt.format.piece_table import encode_table
-from tierckpt.format.verify import digests_of
+from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest, digests_of
+from tierckpt.format.records import VersionFacts
+from tierckpt.format.shard_file import encode_table
 
 
 def shared(nbytes: int) -> memoryview:

@@ -12,10 +12,10 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from tierckpt.checkpointer.checkpointer import Checkpointer
-    from tierckpt.lineage.selection import PartReport
-    from tierckpt.offline.latest import Latest, latest
-    from tierckpt.offline.load import Saved, load
-    from tierckpt.offline.series.history import History, SavedVersion, history
+    from tierckpt.lineage.fork import PartReport
+    from tierckpt.offline.catalog import Latest, latest
+    from tierckpt.offline.comparison import History, SavedVersion, history
+    from tierckpt.offline.stored_version import Saved, load
 
     from .callbacks import Callbacks
     from .config import Config, load_config

@@ -38,4 +38,15 @@ def reached(name: str) -> None:
             listener(name)
 
 
-__all__ = ["ATTACH", "ATTACHED", "ATTEMPT_VARIABLE", "BOUNDARY", "HALTING", "RESTART_VARIABLE", "REFUSED", "RESTORED", "listen", "reached"]
+__all__ = [
+    "ATTACH",
+    "ATTACHED",
+    "ATTEMPT_VARIABLE",
+    "BOUNDARY",
+    "HALTING",
+    "REFUSED",
+    "RESTART_VARIABLE",
+    "RESTORED",
+    "listen",
+    "reached",
+]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
+from tierckpt.format.records import VersionFacts
 
 if TYPE_CHECKING:
-    from tierckpt.lineage.selection import PartReport
+    from tierckpt.lineage.fork import PartReport
 
 
 class Restored(int):

@@ -34,12 +34,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tierckpt._text import some
 from tierckpt.state import tree_codec
-from tierckpt.state.extras import Generator, generator_state, is_generator, load_extra
-from tierckpt.state.held_generators import HeldGenerators
+from tierckpt.state.extras import (
+    Generator,
+    HeldGenerators,
+    generator_state,
+    is_generator,
+    load_extra,
+)
 from tierckpt.state.witness import Comparison, Fingerprint, Ways, difference, fingerprint
 
 from .errors import ConfigError, RestoreError, TierckptError
-from .state import rng as generators
+from .state import process_state as generators
 
 Batch = TypeVar("Batch")
 

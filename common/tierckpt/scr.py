@@ -31,10 +31,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tierckpt._host import host_id
+from tierckpt._process import host_id
 from tierckpt.errors import TierckptError
-from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession
-from tierckpt.files.scr_settings import merged, of_file, scr_settings
+from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession, merged, of_file, scr_settings
 
 FLAG_NONE = 0
 """No flag."""
@@ -99,7 +98,7 @@ def init() -> None:
         raise RuntimeError("init() was called before: call it once, and finalize() at the end")
     from mpi4py import MPI
 
-    from tierckpt.files.ranks import group_of
+    from tierckpt.files.job import group_of
 
     group = group_of(MPI.COMM_WORLD)
     hosts = group.all_gather_object(host_id(os.environ.get("TIERCKPT_NODE", "")))

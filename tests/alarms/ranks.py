@@ -34,7 +34,7 @@ from tests.support.state_matrix.matrix import CASES, PRODUCT
 from tests.support.state_matrix.proof import seed_everything
 from tierckpt.core import replica_check
 from tierckpt.format.layout import REPLICATED
-from tierckpt.replicas import digests
+from tierckpt.replicas import replicated_state
 
 RANKS = 2
 STEPS = (4, 7, 50)
@@ -172,7 +172,7 @@ def attempt(name: str, seed: int, place: Path, number: int) -> Told:
         if look is not None:
             patch.setattr(replica_check, "LOOK_BYTES", look)
         if inline is not None:
-            patch.setattr(digests, "INLINE_BYTES", inline)
+            patch.setattr(replicated_state, "INLINE_BYTES", inline)
         try:
             return run(name, seed, place, STEPS[(number + seed) % len(STEPS)])
         except Exception as error:

@@ -16,12 +16,10 @@ from tests.chaos.plan import Fault
 from tierckpt.config import PersistentConfig
 from tierckpt.core.copies import Inventory, Location
 from tierckpt.core.restore_plan import plan_restore
-from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.format.version_names import VersionName
-from tierckpt.journal.frames import SegmentName
-from tierckpt.journal.segments import FOLDER, names_in
+from tierckpt.format.ids import ShardKey, VersionId, VersionName
+from tierckpt.journal.segments import FOLDER, SegmentName, names_in
 from tierckpt.storage.inventory import take_inventory
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
 
 Hit = tuple[str, int, int, int]
 """(level, rank, generation, version) of a damaged copy; for parity, the rank is its holder."""

@@ -8,7 +8,7 @@ import xxhash
 
 from tierckpt.codecs.codec import BlockId
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.encoding import Buffer, Parameter
+from tierckpt.format.manifest import Buffer, Parameter
 
 
 class Checksum:

@@ -21,20 +21,17 @@ from pathlib import Path
 
 from tests.support.facts import facts_named, manifest_of
 from tierckpt import _faults
-from tierckpt.agent.flush_sources import Bases, EncodedSource, open_base
 from tierckpt.agent.protocol import Retire, SessionSettings
-from tierckpt.agent.session import TrainerSession
-from tierckpt.agent.shard_guard import ShardGuard
-from tierckpt.agent.status.activity import Activity
-from tierckpt.codecs.decoder import Decoder, Read
-from tierckpt.codecs.encoder import cut
-from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.agent.server import TrainerSession
+from tierckpt.agent.shard_sources import Bases, EncodedSource, ShardGuard, open_base
+from tierckpt.agent.status import Activity
+from tierckpt.codecs.codec import Pipeline
+from tierckpt.codecs.shard_coding import Decoder, Read, cut
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.format.layout import REPLICATED, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest, digest
-from tierckpt.format.piece_table import encode_table
-from tierckpt.storage.local.encoded_files import open_encoded
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.format.shard_file import encode_table
+from tierckpt.storage.local import LocalStore, open_encoded
 from tierckpt.storage.persistent import (
     PersistentStore,
     RetentionPolicy,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tierckpt.core.copies import Found, FoundParity, Location
-from tierckpt.format.facts import VersionFacts
-from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
+from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, VersionName
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.version_names import VersionName
+from tierckpt.format.records import VersionFacts
 
 RUN = "5eed"
 

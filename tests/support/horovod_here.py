@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from tierckpt.doctor.horovod_probe import Horovod, probe
+from tierckpt.doctor.probes import Horovod, probe
 
 
 def horovod_missing() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tierckpt.snapshot.copy_engine import Engine
-from tierckpt.snapshot.device_copies import DeviceCopies
+from tierckpt.snapshot.cuda import DeviceCopies
 
 COPY = ctypes.CFUNCTYPE(
     ctypes.c_int,

@@ -20,14 +20,13 @@ from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.format.ids import PAGE_BYTES, ParityKey, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import digest
-from tierckpt.format.piece_table import encode_table
+from tierckpt.format.shard_file import encode_table
 from tierckpt.peer.address import Address
-from tierckpt.peer.exchange import Exchange, Report, Shard
+from tierckpt.peer.exchange import Exchange, Party, Report, Shard
 from tierckpt.peer.parity_file import check_parity
-from tierckpt.peer.party import Party
-from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.transport import Limits, Transport
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.peer.windows import rebuild
+from tierckpt.storage.local import LocalStore
 
 SECRET = b"one run"
 PATIENCE_SECONDS = 60.0

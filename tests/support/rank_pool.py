@@ -255,7 +255,7 @@ def _serve(kind: str, size: int, home: Path, rank: int) -> None:
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(home, rank, calls), daemon=True).start()
     _join(kind, size, home, rank)
-    importlib.import_module("tierckpt.checkpointer.finished")._ends = Forgotten()
+    importlib.import_module("tierckpt.checkpointer.shutdown")._ends = Forgotten()
     while True:
         call = home.parent / calls.get()
         working_directory = os.getcwd()

@@ -33,18 +33,16 @@ CHECKPOINT = [*TRAINER_POINTS.values(), *AGENT_POINTS.values()]
 SWEEPS = {
     "storage/health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
     "peer/exchange.py": [f"kill@peer:op={op}" for op in IN_MID_EXCHANGE],
-    "storage/persistent/object_stores/obstore_backend.py": of_files(
-        [*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]
-    ),
-    "storage/persistent/object_stores/fsspec_backend.py": of_files(FSSPEC_KILLS),
-    "storage/persistent/posix_backend.py": of_files(
+    "storage/persistent/object_stores.py": of_files([*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]),
+    "storage/persistent/object_stores.py": of_files(FSSPEC_KILLS),
+    "storage/persistent/backends.py": of_files(
         [*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]
     ),
-    "interchange/exporting.py": EXPORT_KILLS,
-    "files/saving.py": FILES_KILLS,
+    "interchange/formats.py": EXPORT_KILLS,
+    "files/versions.py": FILES_KILLS,
     "journal/writer.py": JOURNAL_KILLS,
     "lineage/fork.py": FORK_KILLS[1:3],
-    "lineage/marks.py": [FORK_KILLS[0], *FORK_KILLS[3:]],
+    "lineage/source.py": [FORK_KILLS[0], *FORK_KILLS[3:]],
     "agent/protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
 }
 """Swept points by file. Points of other files are a part of CHECKPOINT's sweep."""

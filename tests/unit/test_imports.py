@@ -23,14 +23,14 @@ HEAVY = ("torch", "numpy")
         "tierckpt.events",
         "tierckpt.lightning.entry_points",
         "tierckpt.storage.inventory",
-        "tierckpt.storage.files.durable",
-        "tierckpt.storage.memory.job_directory",
-        "tierckpt.storage.local.store",
-        "tierckpt.core.schedule",
+        "tierckpt.storage.durable",
+        "tierckpt.storage.job_directory",
+        "tierckpt.storage.local",
+        "tierckpt.core.decisions",
         "tierckpt.run.__main__",
-        "tierckpt.storage.memory.slots",
+        "tierckpt.storage.slots",
         "tierckpt.testing",
-        "tierckpt.testing.store_program",
+        "tierckpt.testing.fault_injection",
     ],
 )
 def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
@@ -40,7 +40,7 @@ def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["tierckpt.agent.flusher", "tierckpt.agent.protector", "tierckpt.peer.read_client"]
+    "module", ["tierckpt.agent.flusher", "tierckpt.agent.protector", "tierckpt.peer.remote_reads"]
 )
 def test_modules_that_agents_load_later_do_without_torch(module: str) -> None:
     """The import would take seconds, and 200 MB a node; numpy is for jobs with a peer level."""

@@ -21,8 +21,8 @@ from tests.support.packages import (
     build_wheel,
     compiler,
 )
-from tierckpt._tested_versions import PACKAGES as TESTED
-from tierckpt.storage.local.store import LocalStore
+from tierckpt._version import PACKAGES as TESTED
+from tierckpt.storage.local import LocalStore
 
 # Import package -> where it lies in the repository.
 PACKAGES = {"tierckpt": "common/tierckpt", "ddp_ckpt": "ddp_ckpt", "horovod_ckpt": "horovod_ckpt"}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tierckpt._units import bytes_of, seconds_of, time_text
+from tierckpt._text import bytes_of, seconds_of, time_text
 from tierckpt.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from lib.goodput.killed_job import Course, Order, StuckError
 from lib.goodput.methods import RESUMABLE, OursTorchrun
 from lib.processes import MARK, Family
 from lib.terminal import say
-from tierckpt.core.tuning.interval_model import daly_seconds
+from tierckpt.core.tuning import daly_seconds
 
 ELASTIC = "hvd-elastic"
 NEVER_STEPS = 1_000_000_000

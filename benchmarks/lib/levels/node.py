@@ -25,20 +25,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.limits import Limits, direct_file
 from lib.shards import facts_of, make_sound, manifest, shared
-from tierckpt.agent.priority import lower_priority
-from tierckpt.agent.shard_guard import open_shard
+from tierckpt.agent.processor import lower_priority
+from tierckpt.agent.shard_sources import open_shard
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.peer.address import Address
-from tierckpt.peer.exchange import Exchange, Shard
-from tierckpt.peer.party import Party
+from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.transport import Transport
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.memory.slot_pool import SlotPool
-from tierckpt.storage.memory.slots import seal_area_bytes
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore, ShardSource
+from tierckpt.storage.slot_pool import SlotPool
+from tierckpt.storage.slots import seal_area_bytes
 
 AGENT_NICE = 10  # the setting's default
 CHUNK_BYTES = 8 << 20

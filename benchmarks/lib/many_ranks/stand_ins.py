@@ -23,17 +23,16 @@ from tierckpt.agent.protocol import (
     ListenSettings,
     PartySettings,
 )
-from tierckpt.coordination.inventory_exchange import Offer
-from tierckpt.core.copies import Found, FoundParity, Inventory
-from tierckpt.core.packed_inventory import digest, pack
+from tierckpt.coordination.job_history import Offer
+from tierckpt.core.copies import Found, FoundParity, Inventory, inventory_digest, pack_inventory
 from tierckpt.erasure.groups import Scheme, plan_groups
-from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ParityKey, VersionId
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest
+from tierckpt.format.records import VersionFacts
 from tierckpt.storage.inventory import take_inventory
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.memory.slots import Slot, seal_area_bytes
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.slots import Slot, seal_area_bytes
 
 NODE_RANKS = 8
 BLOCKS = 24
@@ -219,8 +218,8 @@ def _on_node(first: Inventory, node: int, ranks: int, group_of: dict[int, Any]) 
 
 def exchanged(nodes: list[Inventory], ranks: int) -> Callable[[int, Any], Iterator[Any]]:
     """Return what the other ranks contribute to the exchange of inventories."""
-    packed = [pack(each) for each in nodes]
-    offers = [Offer(digest(each), "", (0, "")) for each in packed]
+    packed = [pack_inventory(each) for each in nodes]
+    offers = [Offer(inventory_digest(each), "", (0, "")) for each in packed]
 
     def others(turn: int, own: Any) -> Iterator[Any]:
         for rank in range(1, ranks):

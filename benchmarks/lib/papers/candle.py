@@ -22,8 +22,8 @@ from lib.papers.frequency import Frequency, attached
 from lib.papers.models import MODELS
 from lib.papers.results import Row
 from lib.training.launchers import HorovodRanks
-from tierckpt.cli.reports.trace import load
-from tierckpt.tracing.summary import summarize
+from tierckpt.cli.trace import load
+from tierckpt.tracing.timeline import summarize
 
 RANK = Path(__file__).with_name("traced_rank.py")
 

@@ -17,10 +17,16 @@ from lib.scale.published import (
     Point,
     lightcheck,
 )
-from tierckpt.simulation.examples import EXAMPLES
-from tierckpt.simulation.replicas import Estimate, Study, simulate
-from tierckpt.simulation.scenario import Constant, Failures, Job, Restart, Scenario
-from tierckpt.simulation.scenario_file import scenario_of
+from tierckpt.simulation.course import Estimate, Study, simulate
+from tierckpt.simulation.scenario import (
+    EXAMPLES,
+    Constant,
+    Failures,
+    Job,
+    Restart,
+    Scenario,
+    scenario_of,
+)
 
 
 def hours(point: Point, during_restart: bool, error: float = 0.004) -> Estimate:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tierckpt.simulation.replicas import simulate
+from tierckpt.simulation.course import simulate
 from tierckpt.simulation.scenario import Failures, Job, Level, Restart, Scenario
 
 DURABLE_SECONDS = {"dcp-thread": 0.45}

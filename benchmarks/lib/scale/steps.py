@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.scale.jobs import RANKS_PER_NODE
-from tierckpt.coordination.ballots.leader_tree import FAN_OUT
+from tierckpt.coordination.leader_tree import FAN_OUT
 
 BALLOTS = Path(__file__).resolve().parents[2] / "results" / "2026-11-26-ballots-2-cores.json"
 NETWORK_SECONDS = 20e-6

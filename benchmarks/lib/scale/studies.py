@@ -13,10 +13,14 @@ from lib.scale import jobs
 from lib.scale.jobs import RANKS, WAYS
 from lib.scale.published import DAY_SECONDS
 from lib.terminal import say
-from tierckpt.simulation.costs import costs_of, exposed_seconds
-from tierckpt.simulation.intervals import kind_rates
-from tierckpt.simulation.redundancy import Redundancy, losses_per_second
-from tierckpt.simulation.replicas import Study, simulate
+from tierckpt.simulation.course import Study, simulate
+from tierckpt.simulation.model import (
+    Redundancy,
+    costs_of,
+    exposed_seconds,
+    kind_rates,
+    losses_per_second,
+)
 from tierckpt.simulation.scenario import Scenario
 
 SCHEMES = ("partner", "xor", "rs 4+2")

@@ -1,16 +1,37 @@
-"""The address of a node's agent, and the settings that it is started with."""
+"""The address of a node's agent, the settings that it is started with, and its environment.
+
+An agent's work depends on its settings, and on the environment of the process that started it:
+variables of the trainers, and the folders in which they find modules. Clients of stores keep the
+environment that they started with. So a restarted job compares its environment with that of an
+agent of an earlier run. When keys or credentials differ, that agent shuts down and the job starts
+its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import socket
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt._children import module_path, without_packages_own
+from tierckpt.storage.job_directory import JobDirectory
+
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "TAKEN",
+    "AgentFiles",
+    "AgentSettings",
+    "environment_fingerprint",
+    "relevant_environment",
+]
+
 
 TAKEN = 3
 """Exit status of an agent that found another one in its place."""
@@ -124,4 +145,34 @@ def _peer(channel: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-__all__ = ["TAKEN", "AgentFiles", "AgentSettings"]
+ENVIRONMENT_VARIABLE = "TIERCKPT_AGENT_FINGERPRINT"
+"""Gives an agent its fingerprint through its environment, which only its user can read."""
+ENVIRONMENT_PREFIXES = (
+    "TIERCKPT_ENCRYPTION_",
+    *("AWS_", "BOTO_", "S3_", "AZURE_", "GOOGLE_", "GCLOUD_", "GCS_", "CLOUDSDK_", "OSS_", "OCI_"),
+    *("STORAGE_EMULATOR_", "HADOOP_", "KRB5", "HF_", "FSSPEC_", "SSL_CERT_"),
+)
+"""Prefixes of variables that keys, stores and their clients read. Settings come with a session."""
+ENVIRONMENT_NAMES = frozenset(
+    (
+        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+        *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HOME", "XDG_CONFIG_HOME"),
+    )
+)
+"""More variables, in upper or lower case."""
+
+
+def environment_fingerprint() -> str:
+    """Fingerprint of this process: equal where agents would work alike. It reveals no value."""
+    path = without_packages_own(module_path())
+    parts = [sys.executable, path, sorted(relevant_environment(os.environ).items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def relevant_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that count; all others (ranks, ports) may differ from launch to launch."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIXES) or name.upper() in ENVIRONMENT_NAMES
+    }

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from functools import partial
 
 from tierckpt._text import in_words
-from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.codecs.codec import Pipeline
 from tierckpt.core.levels import PERSISTENT
 from tierckpt.core.retention import milestones
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.marks import NewPins
 from tierckpt.storage.persistent import (
     FlushCancelledError,
     FlushPacer,
@@ -34,15 +35,15 @@ from tierckpt.storage.persistent import (
     TimeSlots,
     VersionName,
 )
-from tierckpt.storage.persistent.backend import WINDOW_BYTES
-from tierckpt.storage.persistent.clock import Clock, SystemClock
-from tierckpt.storage.persistent.lease import LEASE_SECONDS
-from tierckpt.storage.persistent.lease_keeper import LeaseKeeper
-from tierckpt.storage.persistent.pins import NewPins
-from tierckpt.storage.persistent.rate_limit import NAP_SECONDS
-from tierckpt.storage.persistent.retry import lacks_room
+from tierckpt.storage.persistent.backend import (
+    NAP_SECONDS,
+    WINDOW_BYTES,
+    Clock,
+    SystemClock,
+    lacks_room,
+)
+from tierckpt.storage.persistent.lease import LEASE_SECONDS, LeaseKeeper
 
-from .flush_sources import Bases, LostBaseError, open_base, open_source
 from .protocol import (
     AgentMessage,
     Flushed,
@@ -52,8 +53,8 @@ from .protocol import (
     Problem,
     TaskStatus,
 )
-from .shard_guard import ShardGuard
-from .status.activity import Task
+from .shard_sources import Bases, LostBaseError, ShardGuard, open_base, open_source
+from .status import Task
 
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
 """Pauses before a lease that is held is tried again: the first, doubling up to the second."""

@@ -10,14 +10,14 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from tierckpt.storage.files import file_lock
-from tierckpt.storage.memory.job_directory import take_lock
+from tierckpt.storage import file_lock
+from tierckpt.storage.job_directory import take_lock
 
-from . import environment as environment
+from . import address as environment
 from .address import TAKEN, AgentFiles, AgentSettings
-from .priority import lower_priority
+from .processor import lower_priority
 from .server import Agent
-from .status.server import StatusServer
+from .status import StatusServer
 
 
 def _let_go_of_output() -> None:
@@ -43,7 +43,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
     lower_priority(settings.nice)
     listener = place.listen()
     try:
-        agent = Agent(settings.linger_seconds, os.environ.pop(environment.VARIABLE, ""))
+        agent = Agent(settings.linger_seconds, os.environ.pop(environment.ENVIRONMENT_VARIABLE, ""))
         with contextlib.closing(agent), _process(starter_pid) as starter, _watchers(place, agent):
             agent.serve(listener, _let_go_of_output, starter)
     finally:

@@ -22,12 +22,11 @@ from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.errors import LEFT_OUT, ConfigError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.peer.address import Address, own_host
-from tierckpt.peer.exchange import Exchange, Shard
-from tierckpt.peer.party import Party
-from tierckpt.peer.read_server import ReadServer
+from tierckpt.peer.exchange import Exchange, Party, Shard
+from tierckpt.peer.remote_reads import ReadServer
 from tierckpt.peer.transport import Transport
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
 
 from .protocol import (
     AgentMessage,
@@ -38,8 +37,8 @@ from .protocol import (
     ProtectFailed,
     TaskStatus,
 )
-from .shard_guard import ShardGuard, open_shard
-from .status.activity import Task
+from .shard_sources import ShardGuard, open_shard
+from .status import Task
 
 Answer = Callable[[AgentMessage], None]
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from tierckpt.core.halt_conditions import Reason
+from tierckpt.core.decisions import VOID, Reason
 from tierckpt.core.replica_check import NONE, Finding
-from tierckpt.core.votes import VOID
 from tierckpt.format.ids import Lineage
 from tierckpt.group import Group
 from tierckpt.hooks.iterations import NO_CALLS
@@ -23,7 +22,7 @@ from tierckpt.restored import Restored
 from tierckpt.state.training_state import TrainingState
 
 if TYPE_CHECKING:
-    from .core import CheckpointerCore
+    from .loop import CheckpointerCore
 
 
 class Handle:

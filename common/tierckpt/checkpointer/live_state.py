@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tierckpt._text import some
-from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.versions import Reports
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.hooks.iterations import Iterations

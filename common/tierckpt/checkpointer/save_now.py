@@ -1,24 +1,41 @@
-"""A version on demand: of the live state, and durable before the training goes on or ends.
+"""Versions on demand: of the live state, durable before the training goes on or ends.
 
 A version in memory is used if all ranks have it and it still equals the live state of all;
 otherwise a new one is taken. So the result does not depend on the progress of earlier copies.
+
+The final version of a job is taken in `close()` if the state is new, and waited for. Each rank
+decides from its own facts what a restart needs; all ranks then know whether every one of them has
+it on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from tierckpt._text import in_words
+from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import by_rank
-from tierckpt.format.ids import VersionId
+from tierckpt.core.decisions import Reason
+from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT
+from tierckpt.events import JobEnd
+from tierckpt.format.ids import VersionId, on_lineage
 from tierckpt.goodput.heartbeat import Heartbeat
-from tierckpt.group import Group
+from tierckpt.group import Group, Node
+from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
+from tierckpt.replicas.monitor import ReplicaMonitor
 
-from .levels.sealed_versions import Sealed, SealedVersions
-from .levels.tiers import Tiers
+from . import start
+from .levels import Sealed, SealedVersions, Tiers
 from .live_state import LiveState
+from .shutdown import Shutdown, WaitProgress
+
+__all__ = ["FinalVersion", "SaveNow"]
+
 
 WAIT_SECONDS = 60.0
 """Time limit for versions under way, if ranks came to the call from different iterations."""
@@ -147,4 +164,167 @@ def no_moment(
     return next(iter(reasons), ""), same_votes, min(counts) == max(counts)
 
 
-__all__ = ["SaveNow"]
+class FinalVersion:
+    """One rank's part of it. Training thread; collective."""
+
+    _persistent: Sequence[int | None] = ()
+    """The newest version on the persistent level, as far as each rank knows."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        node: Node,
+        live: LiveState,
+        levels: Tiers,
+        sealed: SealedVersions,
+        save_now: SaveNow,
+        halting: HaltController,
+        replicas: ReplicaMonitor,
+        wait: Callable[[float], bool],
+    ) -> None:
+        """All arguments stay their owners'. `wait`: `Checkpointer.wait`."""
+        self._config, self._group, self._node = config, group, node
+        self._live, self._levels, self._sealed = live, levels, sealed
+        self._save_now, self._halt, self._replicas, self._wait = save_now, halting, replicas, wait
+        self._history, self._agreement = levels.history, levels.agreement
+        self._reports, self._job = levels.reports, levels.resources.job
+
+    def make(self, went_back: bool) -> tuple[bool, JobEnd]:
+        """Take the version and wait until it is durable. Returns True if memory may be freed, and
+        what is stored. If the last restore `went_back`, newer versions stay, unless a step was made
+        since."""
+        remove = self._make(went_back)
+        if not self._history.lineage:
+            return remove, JobEnd()
+        version = self._live.steps_made
+        left = self._reports.newest_by_level()
+        if PERSISTENT in left:
+            left[PERSISTENT] = max(filter(None, self._persistent), default=left[PERSISTENT])
+        alone = [*left] == [MEMORY]
+        if remove:
+            left.pop(MEMORY, None)
+        # Where there are other levels, memory is no place for an end.
+        due = [level for level in left if level != MEMORY or alone]
+        if went_back and version == self._history.began_at:
+            due = []  # older than what is there
+        missing = tuple(level for level in due if (left[level] or 0) < version)
+        end = JobEnd(version, left, missing)
+        self._reports.ended(end, halted=self._halt.reason < Reason.NONE)
+        return remove, end
+
+    def _make(self, went_back: bool) -> bool:
+        end, safe = None, False
+        try:
+            if why := self._save_now.no_moment():
+                self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
+                self._save_now.commit_newest()
+                return False
+            if went_back and self._live.steps_made == self._history.began_at:
+                version = self._live.position.version
+                text = f"no step was made after v{version}: newer versions stay"
+                self._reports.notice_of_all(text, logging.INFO)
+                return False
+            end = self._begin()
+            safe = self._make_durable(end)
+        except Exception as error:
+            self._reports.notice(f"the final checkpoint failed: {in_words(error)}", logging.ERROR)
+        return self._end_together(end, safe)
+
+    def _begin(self) -> Shutdown:
+        nbytes = start.shard_bytes(self._live.state, self._group.size) * len(self._node.ranks)
+        return Shutdown(self._config, self._levels.agent, self._reports, self._halt, nbytes)
+
+    def _make_durable(self, end: Shutdown) -> bool:
+        """Take the version, if the state is new. False if it is not durable."""
+        if self._config.uses(LOCAL) and not (self.nothing_new() and self._is_far()):
+            if self._made_none and self._sealed.commit_as_it_is(self._begun_from_memory()):
+                self._wait(end.last_call - time.monotonic())
+                self._agreement.settle()
+            else:
+                self._save_now.save(end.last_call)
+        if end.disk_has_all(self._wait):
+            self._levels.promotion.backlog.flush_last()
+        newest = VersionId(self._history.generation, self._live.position.version)
+        durable = self.nothing_new() or self._agreement.local.safe == newest
+        # A job that ends early is restarted; without a disk it has only its memory.
+        return durable or not (self._config.uses(LOCAL) or self._halt.reason < Reason.NONE)
+
+    def _end_together(self, end: Shutdown | None, safe: bool) -> bool:
+        """Wait for all ranks, nodes and stores. Returns True if memory may be freed: all ranks are
+        `safe`, and memory has nothing of an earlier run that this one did not restore."""
+        # Slots of the previous run, if it was not restored, may be its only copy.
+        before = not self._history.lineage and any(self._job.sealed())
+        ranks_answer, answers = True, end is not None and end.disk_answers
+        version = self._live.position.version
+        digest = self._replicas.last_digest(version)
+        try:
+            gathered = self._group.all_gather_object((safe, before, answers, digest))
+            outcomes = [each[:3] for each in gathered]
+            self._replicas.compare_last([digest for *_, digest in gathered])
+        except Exception as error:
+            outcomes, ranks_answer = [(False, before, answers)], False
+            self._reports.notice(f"the other ranks do not answer: {in_words(error)}", logging.ERROR)
+        if not (safe := all(safe for safe, _, _ in outcomes)):
+            left = "the memory of this node has no version either"
+            if any(self._job.sealed()):
+                left = f"the versions in memory stay for a restart ({self._job.path})"
+            severity = logging.ERROR if self._node.first == self._group.rank else logging.DEBUG
+            text = f"v{version} is not durable: on some rank it is not on disk"
+            self._reports.notice(f"{text}; {left}", severity)
+        whole = safe and all(answers for _, _, answers in outcomes)
+        self._await_others(end, ranks_answer, whole)
+        return safe and not any(before for _, before, _ in outcomes)
+
+    def _await_others(self, end: Shutdown | None, ranks_answer: bool, whole: bool) -> None:
+        """Wait for other nodes and stores, then for all ranks if `ranks_answer`: all know by now
+        which versions are durable, and none takes longer than the group's timeout. If `whole`, all
+        of the state is durable, and older versions that were kept for its sake are retired."""
+        levels, rank = self._levels, self._group.rank
+        shown = self._config, levels.agent, self._reports, rank, self._node.first == rank
+        try:
+            with contextlib.closing(WaitProgress(*shown)) as progress:
+                if end is not None and end.disk_answers:
+                    end.await_others(levels.collect, progress)
+                    levels.collect()
+                    progress.look()
+                if ranks_answer:  # also a barrier
+                    newest = self._reports.newest(PERSISTENT)
+                    self._persistent = self._group.all_gather_object(newest)
+            if whole and self._history.lineage:
+                self._agreement.settle()
+                levels.promotion.retire()
+        except Exception as error:
+            self._reports.notice(f"not all ranks end together: {in_words(error)}", logging.INFO)
+
+    def nothing_new(self) -> bool:
+        """True if no step was made since the start, or since a restore from disk."""
+        if not self._made_none:
+            return False
+        begun = self._history.began_at
+        durable, past = self._agreement.local.safe, self._history.lineage
+        if durable is None or durable.version != begun:
+            return begun == 0
+        return on_lineage(durable, past)
+
+    def _is_far(self) -> bool:
+        """True if the persistent level, where there is one, had what this run began with: where an
+        earlier run could not bring it there, this one does. The same on all ranks."""
+        newest = self._reports.newest(PERSISTENT) or 0
+        return newest >= self._history.began_at or not self._config.uses(PERSISTENT)
+
+    @property
+    def _made_none(self) -> bool:
+        """True if no step was made and no version taken since the start or the restore."""
+        memory = self._agreement.memory
+        known = [*memory.open, *filter(None, [memory.safe])]
+        taken = any(self._history.is_own(id_.generation) for id_ in known)
+        return self._live.steps_made == self._history.began_at and not taken
+
+    def _begun_from_memory(self) -> VersionId | None:
+        """The version of an earlier run that this run began with, if memory still has it."""
+        safe, begun = self._agreement.memory.safe, self._history.began_at
+        known = (
+            safe is not None and safe.version == begun and on_lineage(safe, self._history.lineage)
+        )
+        return safe if known else None

@@ -1,7 +1,16 @@
-"""The end of a job: the waits for disk, other nodes and stores, their limits, and their events.
+"""The end of a job: the waits for disk, other nodes and stores, and trainings that have finished.
 
-While one rank waits for its disk, other ranks wait in a collective, and the scheduler may kill all.
-So every wait here has a limit, and events name the versions that are incomplete at that limit.
+Without torch. While one rank waits for its disk, other ranks wait in a collective, and the
+scheduler may kill all. So every wait here has a limit, and events name the versions that are
+incomplete at that limit.
+
+A finished training made its last step, and closed without an error or a halt. A restart goes on
+where a run was killed or halted. From the end of a finished training it goes on as well (with more
+epochs), but a second training that shares its path would take that end for its own result. Two
+cases are certain, and refused: the start waited for that run and saw it finish
+(`JobFinishedError`), or this process itself has finished it, and a model, an optimizer or a
+trainer is another object now (a further fold, fine-tuning, a trial). In all other cases nobody can
+know, and a run that makes no step says so.
 """
 
 from __future__ import annotations
@@ -13,17 +22,102 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from tierckpt import _milestones
 from tierckpt._text import size_text
 from tierckpt.agent.client import AgentClient
 from tierckpt.config import Config
-from tierckpt.coordination.reports import Reports
-from tierckpt.core.levels import PERSISTENT, place_of
-from tierckpt.core.stall_timeout import most_quiet_seconds
+from tierckpt.coordination.versions import Reports
+from tierckpt.core.decisions import most_quiet_seconds
+from tierckpt.core.levels import LOCAL, PERSISTENT, place_of
+from tierckpt.errors import RestoreError
 from tierckpt.events import logger
+from tierckpt.format.ids import VersionId
+from tierckpt.format.records import TRAINING_END
 from tierckpt.halt.controller import HaltController
 from tierckpt.restore.progress import Progress
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.notes import RunRecords
+
+__all__ = ["Finished", "Shutdown", "WaitProgress", "at_exit", "end_now", "script_failed"]
+
+
+_ends: dict[tuple[str, int], tuple[int, VersionId, list[weakref.ref[Any]]]] = {}
+"""By place and rank: the process, the last version, and the parts of the newest training that this
+process has finished there."""
+
+
+class Finished:
+    """One rank's knowledge of finished trainings at its places. Training thread."""
+
+    asked = False
+    """The script asks for the newest version by an argument of its framework."""
+    trains = False
+    """The run is a training for certain, not a look at the result of one."""
+    _began_at_end = False
+    """The restored version is the last one of a run that has finished."""
+
+    def __init__(
+        self, config: Config, rank: int, job: JobDirectory, parts: Sequence[Any], reports: Reports
+    ) -> None:
+        """`parts`: the objects that go on together in a training; if all are the same again, it is
+        the same training."""
+        self.parts = parts
+        self._config, self._rank, self._job, self._reports = config, rank, job, reports
+
+    def _places(self) -> Iterator[tuple[str, int]]:
+        if self._config.uses(LOCAL):
+            yield os.path.realpath(self._config.directory), self._rank
+        yield str(self._job.path), self._rank
+        if self._config.uses(PERSISTENT):
+            yield self._config.persistent.path, self._rank
+
+    def refuse(self, found: VersionId) -> None:
+        """Raise RestoreError if this process has finished a training with other parts there, and
+        `found` would be its end."""
+        for place in self._places():
+            process, end, parts = _ends.get(place, (0, found, []))
+            same = [id(ref()) for ref in parts] == [id(each) for each in self.parts]
+            if process == os.getpid() and found.generation <= end.generation and not same:
+                _milestones.reached(_milestones.REFUSED)
+                raise RestoreError(
+                    f"{place[0]} has the end of another training, v{end.version}: this process has "
+                    "finished it, and made a model, an optimizer or a trainer since. This one "
+                    "would take that end for its own, and make no step or too few",
+                    "Give each training a path of its own (with fork_from=THAT PATH it begins with "
+                    f"that end). To go on here: restore(version={found.version}), or the setting "
+                    f"rollback_to={found.version}",
+                )
+
+    def began_with(self, run_id: str, version: int) -> None:
+        """The run begins with this version of that run."""
+        self._began_at_end = False
+        if self._rank == 0 and self._config.uses(LOCAL):
+            with contextlib.suppress(Exception):  # it is for a warning only
+                end = RunRecords(self._config.directory).end_of(run_id)
+                self._began_at_end = end is not None and (
+                    (end.reason, end.version) == (TRAINING_END, version)
+                )
+
+    def closed(self, last: VersionId, steps: int) -> int | None:
+        """The training has closed with this version, after so many steps of this run, and not
+        because it was halted. Returns the version if it has finished by itself."""
+        if sys.exc_info()[1] is not None:  # close() in a `finally`
+            return None
+        parts = [weakref.ref(each) for each in self.parts]
+        _ends.update(dict.fromkeys(self._places(), (os.getpid(), last, parts)))
+        if not steps and (self.trains or self._began_at_end):
+            here = " where an earlier run has finished" if self._began_at_end else ""
+            self._reports.notice_of_all(
+                f"nothing is left to train: this run has made no step. It began with "
+                f"v{last.version},{here or ' its last one'}. If it is to go on, raise its number "
+                "of steps or epochs; another training needs another path",
+                logging.WARNING,
+            )
+        return last.version if steps else None
+
 
 NOTICE_SECONDS = 5.0
 """A longer wait for the disk, for other nodes or for the persistent level is reported."""
@@ -209,6 +303,3 @@ class Shutdown:
         if self._config.agent == "inline":
             return "the next run continues from there"
         return f"the node's agent (process {self._agent.pid}) continues as long as it runs"
-
-
-__all__ = ["Shutdown", "WaitProgress", "at_exit", "end_now", "script_failed"]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.encoding import Buffer, Parameter
+from tierckpt.format.manifest import Buffer, Parameter
 
 from .codec import BlockId, CodecError
 

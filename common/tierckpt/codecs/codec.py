@@ -1,19 +1,31 @@
-"""The interface of a codec: a reversible operation on every block of a shard.
+"""Codecs: reversible operations on every block of a shard, and their sequence.
 
-A codec knows nothing of files, levels or other blocks, and keeps nothing between calls. So one
+A `Codec` knows nothing of files, levels or other blocks, and keeps nothing between calls. So one
 instance serves any number of shards and threads, a block can be read without its neighbours, and
 memory stays bounded by a few blocks. (Filters in sequence over chunks are HDF5's idea.)
+
+A `Pipeline` is a sequence of codecs, as a setting or a manifest names them. A setting is `"name
+parameter=value ..., name ..."`. A name is one of ours, or an entry point of the group
+`tierckpt.codecs`: a class with the interface `Codec`:
+
+    [options.entry_points]
+    tierckpt.codecs =
+        mine = my_package:MyCodec
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from tierckpt.errors import TierckptError
-from tierckpt.format.encoding import Buffer, Parameter
+from tierckpt._text import in_words
+from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.format.manifest import Buffer, Description, Parameter
 
 
 class CodecError(TierckptError):
@@ -75,3 +87,194 @@ class Codec(Protocol):
         length, whatever the input.
         """
         ...
+
+
+GROUP = "tierckpt.codecs"
+DIFFERENCES: Description = (("delta", {}),)
+"""First in the description of a version with differences to another one."""
+OURS = {
+    "aes-gcm": ("aes_gcm", "AesGcm"),
+    "zstd": ("zstd", "Zstd"),
+}
+INCREMENTAL, DELTA = "incremental", "delta"
+WAYS_TO_REFER = (INCREMENTAL, DELTA)
+FULL_EVERY = 8
+"""One in this number of versions is whole, unless the user sets another number."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The operations of a level on blocks. False when there are none. Any thread."""
+
+    codecs: tuple[Codec, ...] = ()
+    full_every: int = 0
+    """One in this number of versions is whole, the others refer to it; 0: all are whole."""
+    delta: bool = False
+    """Changed blocks are stored as differences to that version's."""
+
+    @staticmethod
+    def of_setting(text: str, setting: str) -> Pipeline:
+        """The pipeline that the value `text` of `setting` asks for.
+
+        Raises ConfigError for an unknown codec, and for one that cannot be used here because a
+        package or a key is missing.
+        """
+        codecs, full_every, delta = [], 0, False
+        for number, part in enumerate(text.split(",") if text.strip() else ()):
+            name, *rest = part.split() or [""]
+            parameters = dict(_parameter(each, setting) for each in rest)
+            if name in WAYS_TO_REFER:
+                if number:
+                    raise ConfigError(
+                        f"{setting} is {text!r}: {name} compares blocks as they are, so it must "
+                        "come first, and only one of "
+                        f"{' and '.join(WAYS_TO_REFER)} can"
+                    )
+                full_every, delta = _full_every(name, parameters, setting), name == DELTA
+                continue
+            try:
+                codecs.append(make_codec(name, parameters))
+            except CodecError as error:
+                raise ConfigError(f"{setting} is {text!r}: {error}") from error
+        if delta and (not codecs or codecs[0].hides):
+            raise ConfigError(
+                f"{setting} is {text!r}: {DELTA} makes blocks that compress well, so a codec that "
+                f"compresses must follow: {DELTA}, zstd"
+            )
+        return Pipeline(tuple(codecs), full_every, delta)
+
+    @staticmethod
+    def of_description(description: Description) -> Pipeline:
+        """The pipeline that a manifest names, to decode. Raises CodecError if one is missing."""
+        codecs = []
+        delta = description[:1] == DIFFERENCES
+        for name, values in description[delta:]:
+            try:
+                codecs.append(make_codec(name, values))
+            except CodecError as error:
+                raise CodecError(f"it was encoded with the codec {name!r}: {error}") from error
+        return Pipeline(tuple(codecs), delta=delta)
+
+    def whole(self) -> Pipeline:
+        """The same codecs, for versions that refer to no other."""
+        return replace(self, full_every=0, delta=False)
+
+    def wrote(self, description: Description) -> bool:
+        """Whether a manifest with this description is of this pipeline."""
+        return description in (self.description, DIFFERENCES + self.description)
+
+    def __bool__(self) -> bool:
+        return bool(self.codecs) or self.full_every > 0
+
+    @property
+    def hides(self) -> bool:
+        """True when the stored bytes reveal nothing of the content."""
+        return any(codec.hides for codec in self.codecs)
+
+    @property
+    def description(self) -> Description:
+        """Names and parameters, for manifests of whole versions."""
+        return tuple((codec.name, dict(codec.parameters())) for codec in self.codecs)
+
+    def encode(self, block: Buffer, where: BlockId) -> Buffer:
+        """Apply all codecs in the order of the setting, see `Codec.encode`. Any unexpected
+        exception is raised as a CodecError that names the codec."""
+        for codec in self.codecs:
+            with _named(codec, "encode", where):
+                block = codec.encode(block, where)
+        return block
+
+    def decode(self, block: Buffer, where: BlockId) -> Buffer:
+        """Undo all codecs in the reverse order, see `Codec.decode`. Errors as from `encode`."""
+        for codec in reversed(self.codecs):
+            with _named(codec, "decode", where):
+                block = codec.decode(block, where)
+        return block
+
+    def most_bytes(self, image_bytes: int) -> int:
+        """A bound on the length of an encoded shard, from the length of its image alone.
+
+        Writers that share a file have to agree on offsets before the encoded lengths are known. The
+        layout's blocks have at least a quarter of a mebibyte, except the last of each kind.
+        """
+        blocks = image_bytes // (128 * 1024) + 64
+        extra = sum(codec.most_extra_bytes for codec in self.codecs)
+        manifest_bytes = (1 << 16) + 16 * blocks
+        return image_bytes + manifest_bytes + blocks * extra
+
+
+@contextlib.contextmanager
+def _named(codec: Codec, operation: str, where: BlockId) -> Iterator[None]:
+    try:
+        yield
+    except TierckptError:
+        raise
+    except Exception as error:  # a user's codec may raise anything
+        raise CodecError(
+            f"the codec {codec.name} cannot {operation} block {where.index}: {in_words(error)}"
+        ) from error
+
+
+def make_codec(name: str, parameters: Mapping[str, Parameter]) -> Codec:
+    """The codec of that name. Raises CodecError, listing the known codecs, or the parameters."""
+    made = _class_of(name)
+    try:
+        inspect.signature(made).bind(**parameters)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(made).parameters) or "none"
+        raise CodecError(f"the codec {name} takes these parameters: {known}; {error}") from None
+    try:
+        codec: Codec = made(**parameters)
+    except TierckptError:
+        raise
+    except Exception as error:  # unhandled on one rank, it would leave the others waiting
+        raise CodecError(f"the codec {name} cannot be made: {in_words(error)}") from error
+    return codec
+
+
+def _class_of(name: str) -> Callable[..., Any]:
+    if name in OURS:
+        file, attribute = OURS[name]
+        try:
+            found: Callable[..., Any] = getattr(
+                importlib.import_module(f".{file}", __package__), attribute
+            )
+        except ImportError as error:
+            raise CodecError(f"the codec {name} cannot be used here: {error}") from error
+        return found
+    from importlib.metadata import entry_points  # slow to import
+
+    theirs = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in theirs:
+        known = ", ".join(sorted({*OURS, *WAYS_TO_REFER, *theirs}))
+        raise CodecError(
+            f"the codec {name!r} is unknown; known are: {known}. If it comes with a package, "
+            "install that on every node"
+        )
+    try:
+        return theirs[name].load()  # type: ignore[no-any-return]
+    except Exception as error:  # a foreign package may raise anything at import
+        raise CodecError(
+            f"the codec {name} ({theirs[name].value}) cannot be loaded: {error}"
+        ) from error
+
+
+def _parameter(text: str, setting: str) -> tuple[str, Parameter]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise ConfigError(f"{setting}: cannot read {text!r}; parameters are given as name=value")
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+def _full_every(name: str, parameters: Mapping[str, Parameter], setting: str) -> int:
+    value = dict(parameters).pop("full_every", FULL_EVERY)
+    if parameters.keys() - {"full_every"} or not isinstance(value, int) or value < 2:
+        raise ConfigError(
+            f"{setting}: {name} takes full_every, a whole number from 2 on, and nothing else"
+        )
+    return value

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.encoding import Buffer
+from tierckpt.format.manifest import Buffer
 
 from .codec import BlockId, Codec
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.encoding import Buffer, Parameter
+from tierckpt.format.manifest import Buffer, Parameter
 
 from .codec import BlockId, CodecError
 

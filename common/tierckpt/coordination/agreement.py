@@ -1,12 +1,11 @@
 """Agreement: all ranks learn the same about every version, without waiting for each other.
 
 At every boundary each rank casts its vote, and reads the result of the previous boundary's votes.
-`votes` defines a vote, `schedule` the decisions that follow from it, and `vote_exchange` the
-reduction. This module keeps the state: the ledgers, this rank's own knowledge, and the vote under
-way.
+`decisions` defines a vote and the decisions that follow from it, and `ballots` the reduction. This
+module keeps the state: the ledgers, this rank's own knowledge, and the vote under way.
 
-All methods are for the training thread, except `tell` and `last_word`, which the copier thread also
-calls.
+All methods are for the training thread, except `tell` and `last_word`, which the copier thread
+also calls.
 """
 
 from __future__ import annotations
@@ -16,16 +15,45 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from tierckpt.config import Config
-from tierckpt.core.halt_conditions import NO_HALT, HaltVote, Reason
-from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger, superseded_by
-from tierckpt.core.levels import AWAITED, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT, Level
-from tierckpt.core.tuning.autotune import FREE, UNKNOWN, CostEstimate
-from tierckpt.core.votes import NO_METRIC, SILENT, LevelVote, Vote, as_vote, of_vote
+from tierckpt.core.decisions import (
+    NO_HALT,
+    NO_METRIC,
+    SILENT,
+    HaltVote,
+    LevelVote,
+    Reason,
+    Vote,
+    as_vote,
+    of_vote,
+)
+from tierckpt.core.levels import (
+    AWAITED,
+    BROKEN,
+    DONE,
+    INTERVALS,
+    LEDGERS,
+    LOCAL,
+    MEMORY,
+    PEER,
+    PENDING,
+    PERSISTENT,
+    REMEMBERED,
+    Ledger,
+    Level,
+    superseded_by,
+)
+from tierckpt.core.tuning import FREE, UNKNOWN, CostEstimate
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 
-from .ballots.ballot import PATIENCE_APART_SECONDS, PATIENCE_SECONDS, Ballot
-from .ballots.vote_exchange import Ballots, RankGoneError, Rows
+from .ballots import (
+    VOTE_PATIENCE_APART_SECONDS,
+    VOTE_PATIENCE_SECONDS,
+    Ballot,
+    Ballots,
+    RankGoneError,
+    Rows,
+)
 
 
 class Agreement:
@@ -323,7 +351,7 @@ class Agreement:
     @property
     def patience_seconds(self) -> float:
         """The time that the training thread may wait for other ranks' votes."""
-        return PATIENCE_APART_SECONDS if self.apart else PATIENCE_SECONDS
+        return VOTE_PATIENCE_APART_SECONDS if self.apart else VOTE_PATIENCE_SECONDS
 
     def passed(self, iterations: int) -> None:
         """Report that this rank has completed `iterations`, with a boundary or not. Any thread."""

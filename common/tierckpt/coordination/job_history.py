@@ -1,20 +1,41 @@
-"""Job history: the present run of the job, the data of earlier runs, and the version to start from.
+"""Job history: the present run of the job, the data of earlier runs, and the version to start
+from.
 
 Every start of a job is a run. Versions of two runs may have the same number and different bytes,
 so each run has a generation (larger than any that is still found), a random name, and a lineage:
 for each run, the version that it started from (docs/internals/agreement.md, "Runs").
+
+Every rank receives all inventories at a restart, each different one once. The ranks of a node see
+the same slots and files, and usually find the same. So ranks first exchange checksums of their
+inventories, and of those that are equal only the first rank sends its own.
+
+Records of rollbacks are kept on every node of the job. A node that was not there when a run went
+back gets the record at the next restart. So it is lost only with all nodes and the persistent
+level.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from tierckpt import _garbage
+from tierckpt import _process
 from tierckpt._text import some
+from tierckpt.agent.protocol import Mark
 from tierckpt.config import Config
+from tierckpt.core import copies
+from tierckpt.core.branches import (
+    Rollback,
+    RollbackRequest,
+    check_alike,
+    merged_rollbacks,
+    pending_request,
+    rollback_of_setting,
+)
 from tierckpt.core.copies import (
     EVERYWHERE,
     Found,
@@ -27,26 +48,63 @@ from tierckpt.core.copies import (
 )
 from tierckpt.core.levels import AGENT, LOCAL, MEMORY
 from tierckpt.core.restore_plan import newest_whole, plan_restore
-from tierckpt.core.rollback import (
-    Rollback,
-    RollbackRequest,
-    check_alike,
-    merged,
-    of_setting,
-    pending,
-)
 from tierckpt.format.ids import NO_RUN, Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
 from tierckpt.storage.inventory import nothing_seen, take_inventory
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.notes import RollbackFiles
+from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
 from .error_barrier import ErrorBarrier
-from .former_nodes import UNKNOWN, FormerNodes
-from .inventory_exchange import gather_inventories
+from .peers import UNKNOWN, FormerNodes
+from .versions import Reports
 
 if TYPE_CHECKING:
-    from tierckpt.peer.read_client import RemoteNode
+    from tierckpt.peer.remote_reads import RemoteNode
+
+__all__ = ["Offer", "gather_inventories", "is_sender", "keep_rollback_record"]
+
+
+class Offer(NamedTuple):
+    """A rank's announcement of its inventory."""
+
+    digest: bytes
+    token: str
+    """Rank 0's token; empty from the others, as no other is used."""
+    mark: Mark
+    """Mark of the list of nodes that the rank's agent knows, see `FormerNodes.look`."""
+
+
+def gather_inventories(
+    group: Group | ErrorBarrier, own: Inventory, mark: Mark
+) -> tuple[list[Inventory], list[Mark]]:
+    """Return every rank's inventory and mark. Collective, in two rounds.
+
+    Ranks with equal inventories have one object. Only rank 0's has its token.
+    """
+    packed = copies.pack_inventory(own)
+    token = "" if group.rank else own.token
+    offers: list[Offer] = group.all_gather_object(
+        Offer(copies.inventory_digest(packed), token, mark)
+    )
+    parts: list[bytes] = group.all_gather_object(packed if is_sender(offers, group.rank) else b"")
+    return _put_together(offers, parts), [offer.mark for offer in offers]
+
+
+def is_sender(offers: Sequence[Offer], rank: int) -> bool:
+    """True for the first rank with its inventory."""
+    return next(r for r, o in enumerate(offers) if o.digest == offers[rank].digest) == rank
+
+
+def _put_together(offers: Sequence[Offer], parts: Sequence[bytes]) -> list[Inventory]:
+    """Return the inventories by rank. The first rank has one of its own, for its token."""
+    received: dict[bytes, Inventory] = {}
+    for offer, part in zip(offers, parts, strict=True):
+        if part:
+            received[offer.digest] = copies.unpack_inventory(part, offer.token)
+    return [received[offer.digest] for offer in offers]
+
 
 NAME_LETTERS = 16
 RUN_ID_LETTERS = 8
@@ -147,7 +205,7 @@ class JobHistory:
             )
         except Exception as error:  # the other ranks wait for this one
             own = nothing_seen(self._host, error)
-        with _garbage.paused():  # an object for every copy of every rank
+        with _process.collector_paused():  # an object for every copy of every rank
             self._keep(self._gather(error_barrier or self._group, own))
 
     def _keep(self, inventories: Sequence[Inventory]) -> None:
@@ -169,16 +227,16 @@ class JobHistory:
         self.unseen = _lines(p for i in different for p in i.unseen)
         records = [record for i in different for record in i.rollbacks]
         self._records_here = inventories[self._group.rank].rollbacks
-        self.rollback = merged([*records, *([self.rollback] if self.rollback else [])])
+        self.rollback = merged_rollbacks([*records, *([self.rollback] if self.rollback else [])])
         self._requests = tuple(request for i in different for request in i.requests)
         self._next_generation = 1 + max(i.generation for i in different)
 
     def rollback_requests(self) -> tuple[RollbackRequest, ...]:
         """Return the requests to go back that no run has carried out; the first one counts. Raises
         RestoreError if they contradict each other."""
-        by_setting = of_setting(self._config.rollback_to)
+        by_setting = rollback_of_setting(self._config.rollback_to)
         wishes = [*self._requests, *([by_setting] if by_setting else [])]
-        left = pending(wishes, self.rollback)
+        left = pending_request(wishes, self.rollback)
         check_alike(left)
         return left
 
@@ -415,3 +473,37 @@ def _is_seal(problem: Problem) -> bool:
 def _lines(problems: Iterable[Problem]) -> list[str]:
     """Return a line for each problem; equal problems of several ranks give one line."""
     return list(dict.fromkeys(f"{problem.place.where}: {problem.why}" for problem in problems))
+
+
+def keep_rollback_record(config: Config, rank: int, history: JobHistory, reports: Reports) -> None:
+    """Store the record of the last run that went back at all places of this rank that lack it: the
+    node's, and on rank 0 the persistent level. Not collective; a failure is reported."""
+    hosts, record = history.nodes, history.rollback
+    is_first = hosts.index(hosts[rank]) == rank
+    persistent = config.persistent.path if rank == 0 else ""
+    places = [config.directory] * is_first + [persistent] * bool(persistent)
+    if record is None or history.keeps_record(len(places)):
+        return
+    for place in places:
+        try:
+            _store_rollback(place, record, config)
+        except Exception as error:  # a client's own errors, too
+            reports.notice(
+                f"the rollback to v{record.version} could not be noted in {place}: {error}. A "
+                "restart that sees no other place goes back once more while the request is still "
+                "there: remove it. Without it, and before this run has a version, it goes on from "
+                "a newer version",
+                logging.WARNING,
+            )
+
+
+def _store_rollback(place: str, record: Rollback, config: Config) -> None:
+    persistent = config.persistent
+    if place != persistent.path:
+        RollbackFiles(place).store(record)
+        return
+    few = RetryPolicy(tries=3)
+    made = PersistentStore(persistent.path, retry=few, **persistent.options())
+    with contextlib.closing(made) as store:
+        store.create()
+        RollbackFiles(store).store(record)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from tierckpt._text import is_url
 from tierckpt.config import Config, PersistentConfig
-from tierckpt.core import stall_timeout
+from tierckpt.core import decisions
 from tierckpt.core.levels import LOCAL, PERSISTENT, Level
 from tierckpt.errors import PinError, TierckptError
 from tierckpt.format.ids import VersionId
-from tierckpt.storage.local.pins import LocalPins
+from tierckpt.storage.marks import LocalPins, PersistentPins
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.storage.persistent.pins import PersistentPins
 
 from .error_barrier import gather_or_raise
 
@@ -46,9 +45,9 @@ def mark_everywhere(
     first, local = node.first == group.rank, LocalPins(config.directory)
 
     def look() -> set[VersionId]:
-        if await_agent is not None and not await_agent.outlast(stall_timeout.QUIET_SECONDS):
+        if await_agent is not None and not await_agent.outlast(decisions.QUIET_SECONDS):
             where = " and ".join(await_agent.behind()) or "local"
-            raise PinError(f"nothing has moved to {where} for {stall_timeout.QUIET_SECONDS:.0f} s")
+            raise PinError(f"nothing has moved to {where} for {decisions.QUIET_SECONDS:.0f} s")
         return local.named(version) if first else set()
 
     # A node that has not written its part yet also gets the mark.
@@ -99,9 +98,9 @@ def _answered(ask: Callable[[], set[str]], where: str) -> set[str]:
         thread.start()
     except RuntimeError as error:  # the limit of threads of the system or container
         raise PinError(str(error)) from error
-    thread.join(stall_timeout.QUIET_SECONDS)
+    thread.join(decisions.QUIET_SECONDS)
     if not answers:
-        raise PinError(f"{where} has not answered for {stall_timeout.QUIET_SECONDS:.0f} s")
+        raise PinError(f"{where} has not answered for {decisions.QUIET_SECONDS:.0f} s")
     (answer,) = answers
     if isinstance(answer, Exception):
         raise answer

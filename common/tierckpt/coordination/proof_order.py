@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tierckpt.config import PREFIX, Config, MemoryConfig, PeerConfig, PersistentConfig
 from tierckpt.errors import ConfigError
-from tierckpt.storage.memory.job_directory import job_id_of
+from tierckpt.storage.job_directory import job_id_of
 
 VARIABLE = PREFIX + "PROVE_DIR"
 FILE_NAME = "order.json"

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tierckpt import _garbage
-from tierckpt._host import host_id, host_name
+from tierckpt import _process
+from tierckpt._process import host_id, host_name
 from tierckpt._text import some
-from tierckpt.agent.environment import environment_fingerprint
-from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.agent.address import environment_fingerprint
+from tierckpt.codecs.codec import Pipeline
 from tierckpt.config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from tierckpt.errors import ConfigError, TierckptError, UnsupportedStateError
 from tierckpt.events import EventLog
 from tierckpt.group import Group, Node
-from tierckpt.storage.files import answers, file_lock
-from tierckpt.storage.local.launch import Launch, launch_of, smallest
-from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
+from tierckpt.storage import answers, file_lock
+from tierckpt.storage.claims import Launch, launch_of, smallest
+from tierckpt.storage.job_directory import JobDirectory, job_id_of
 
 from .error_barrier import gather_or_raise, raise_any
 from .proof_order import redirected
@@ -99,7 +99,7 @@ def agree_on_settings(
         environment, memory = environment_fingerprint(), device_of(config.shm_dir)
         return _RankSettings(digest, where, memory, environment, token, launch.starters)
 
-    with _garbage.paused():  # some objects of every rank
+    with _process.collector_paused():  # some objects of every rank
         gathered = gather_or_raise(group, load, partial(_named, group.size))
     ((config, launch, compared),) = loaded
     if len({each.digest for each in gathered}) > 1:

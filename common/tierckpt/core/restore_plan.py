@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from tierckpt.erasure.codes import Code, Segment
-from tierckpt.erasure.exchange_plan import plan_rebuild
+from tierckpt.erasure.codes import Code, Segment, plan_rebuild
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import (
     NO_RUN,

@@ -10,9 +10,15 @@ import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from tierckpt.format.facts import VersionFacts
-from tierckpt.format.ids import Lineage, VersionId, newest_first, newest_of_each, on_lineage
-from tierckpt.format.version_names import VersionName
+from tierckpt.format.ids import (
+    Lineage,
+    VersionId,
+    VersionName,
+    newest_first,
+    newest_of_each,
+    on_lineage,
+)
+from tierckpt.format.records import VersionFacts
 
 KEEP_ALL = 1_000_000
 """As `keep_last`: all versions stay, also those that a run gave up."""

@@ -12,12 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tierckpt._host import host_name
+from tierckpt._process import host_name
 from tierckpt._text import some
 from tierckpt.errors import ConfigError
 
-from .codes import Code
-from .gf256 import MOST_SYMBOLS
+from .codes import MOST_SYMBOLS, Code
 
 GROUP_SIZE = 8
 """Members of a group unless configured: XOR then costs 1/7 of a shard."""

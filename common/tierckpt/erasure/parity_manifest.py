@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from tierckpt.format.checksummed_json import misfit
-from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ParityKey
-from tierckpt.format.manifest import DIGEST_BYTES, Manifest
-from tierckpt.format.verify import parity_blocks
-from tierckpt.format.version_records import seal, unseal
+from tierckpt.format.manifest import DIGEST_BYTES, Manifest, parity_blocks
+from tierckpt.format.records import VersionFacts, misfit, seal, unseal
 
 from .codes import Code, Stripes
 

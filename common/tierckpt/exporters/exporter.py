@@ -1,6 +1,14 @@
-"""The common part of exporters: which ranks export, the thread that does it, and its failures.
+"""The common part of exporters: metrics, ranks that export, the thread, and its failures.
 
-The training thread only appends an event to a queue. All else is done by a daemon thread, in turns.
+The training thread only appends an event to a queue. All else is done by a daemon thread, in
+turns.
+
+The metrics have names, kinds, units and labels for all exporters, and the events that change them.
+Names follow the conventions of Prometheus: base units, a counter ends in `_total`. The labels have
+few values (a level, a reason, a phase), whatever the events say and however large the job is.
+
+Tools that log the training itself get curves over versions. Between two exports a curve has one
+point: a counter's total, the newest value of a gauge, and the largest observation of a histogram.
 """
 
 from __future__ import annotations
@@ -9,15 +17,210 @@ import abc
 import importlib.util
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 from tierckpt.callbacks import Callbacks, Job
 from tierckpt.errors import ConfigError
 from tierckpt.events import Event
 
-from .metrics import INTERRUPTED, LIVE, RANKS, RUNNING, Sample, samples, zeros
+__all__ = [
+    "EVERY_SECONDS",
+    "METRICS",
+    "Exporter",
+    "Kind",
+    "Metric",
+    "Points",
+    "Ranks",
+    "Sample",
+    "ScalarExporter",
+    "require",
+    "samples",
+    "zeros",
+]
+
+
+PREFIX = "tierckpt"
+
+
+class Kind(StrEnum):
+    """Kind of a metric, as in Prometheus and OpenTelemetry."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. Equal on all exporters."""
+
+    name: str
+    """Name without prefix, unit and `_total`."""
+    kind: Kind
+    help: str
+    unit: str = ""
+    """`seconds`, `bytes`, or empty."""
+    labels: tuple[str, ...] = ()
+    is_plotted: bool = False
+    """It is a curve over versions, for tools that plot scalars."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets."""
+
+    @property
+    def full_name(self) -> str:
+        """The name in Prometheus."""
+        total = "total" if self.kind is Kind.COUNTER else ""
+        return "_".join(filter(None, (PREFIX, self.name, self.unit, total)))
+
+    def curve(self, labels: tuple[str, ...]) -> str:
+        """The name of a curve: `tierckpt/store_seconds/local`."""
+        name = "_".join(filter(None, (self.name, self.unit)))
+        return "/".join((PREFIX, name, *labels))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A change of a metric: what a counter grows by, a gauge's value, or an observation."""
+
+    metric: Metric
+    value: float
+    labels: tuple[str, ...] = ()
+    """Values of the metric's labels."""
+
+
+STALL_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 5)
+STORE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
+
+LEVEL = ("level",)
+COUNTER, GAUGE, HISTOGRAM = Kind
+
+STORED = Metric("stored", COUNTER, "Versions stored on a level.", labels=LEVEL)
+WRITTEN = Metric("written", COUNTER, "Bytes stored on a level.", "bytes", LEVEL)
+SKIPPED = Metric(
+    "skipped",
+    COUNTER,
+    "Versions that were due on a level, and left out: it was busy, or a newer version superseded "
+    "them.",
+    labels=("level", "reason"),
+    is_plotted=True,
+)
+FAILED_WRITES = Metric(
+    "failed", COUNTER, "Versions that a level lost to an error.", labels=LEVEL, is_plotted=True
+)
+NEWEST = Metric("newest_version", GAUGE, "Newest version stored on a level.", labels=LEVEL)
+NEWEST_TIME = Metric(
+    "newest_version_timestamp",
+    GAUGE,
+    "Unix time at which a level got its newest version.",
+    "seconds",
+    LEVEL,
+)
+VERSION_BYTES = Metric(
+    "version", GAUGE, "Size of the newest version on a level.", "bytes", LEVEL, is_plotted=True
+)
+STORE = Metric(
+    "store",
+    HISTOGRAM,
+    "Time to store a version on a level: in memory from its boundary to its seal, else the write.",
+    "seconds",
+    LEVEL,
+    is_plotted=True,
+    buckets=STORE_BUCKETS,
+)
+STALL = Metric(
+    "stall",
+    HISTOGRAM,
+    "Time that the training thread spent on a version.",
+    "seconds",
+    is_plotted=True,
+    buckets=STALL_BUCKETS,
+)
+LIVE = Metric("live_version", GAUGE, "Version of the live state: completed optimizer steps.")
+RESTORES = Metric("restores", COUNTER, "Restores that ended, with a version or without one.")
+RESTORED = Metric("restored_version", GAUGE, "Version that the last restore loaded; 0: none.")
+REWRITTEN = Metric(
+    "restored", GAUGE, "Size of the version that the last restore loaded, on all ranks.", "bytes"
+)
+RESTORE = Metric(
+    "restore", GAUGE, "Time of the last restore, by phase.", "seconds", ("phase",), is_plotted=True
+)
+REJECTED = Metric("rejected", COUNTER, "Reports of copies that were found and not trusted.")
+DRIFTED = Metric("drifted", COUNTER, "Reports that replicas differ between ranks.", is_plotted=True)
+NOTICES = Metric("notices", COUNTER, "Warnings and errors.", labels=("severity",))
+RUNNING = Metric("running", GAUGE, "1 from the start of a job, 0 after its clean end.")
+INTERRUPTED = Metric(
+    "interrupted",
+    GAUGE,
+    "1 after an end by a signal, a notice of the cloud or the end of the allocation, else 0.",
+)
+RANKS = Metric("ranks", GAUGE, "Ranks of the job.")
+
+METRICS = (
+    *(STORED, WRITTEN, SKIPPED, FAILED_WRITES, NEWEST, NEWEST_TIME, VERSION_BYTES, STORE, STALL),
+    *(LIVE, RESTORES, RESTORED, REWRITTEN, RESTORE, REJECTED, DRIFTED, NOTICES, RUNNING),
+    *(INTERRUPTED, RANKS),
+)
+"""All metrics."""
+REASONS = ("busy", "superseded")
+PHASES = ("inventory", "verify", "rebuild", "load", "total")
+SEVERITIES = ("warning", "error")
+
+
+def zeros(levels: tuple[str, ...]) -> Iterator[Sample]:
+    """Counters at the start: a rate sees the first change only if the counter was there before."""
+    for metric in (STORED, WRITTEN, FAILED_WRITES):
+        yield from (Sample(metric, 0, (level,)) for level in levels)
+    yield from (Sample(SKIPPED, 0, (level, reason)) for level in levels for reason in REASONS)
+    yield from (Sample(NOTICES, 0, (severity,)) for severity in SEVERITIES)
+    yield from (Sample(metric, 0) for metric in (RESTORES, REJECTED, DRIFTED))
+
+
+def samples(event: Event) -> Iterator[Sample]:
+    """The changes that an event makes. Any thread."""
+    seconds, level = event.seconds, (event.level,)
+    match event.name:
+        case "sealed":
+            yield Sample(STALL, seconds["stall"])
+            yield from _stored(event, seconds["sealed_after"])
+        case "committed":
+            yield from _stored(event, sum(seconds.values()))
+        case "skipped":
+            yield Sample(SKIPPED, 1, (event.level, event.reason))
+        case "failed":
+            yield Sample(FAILED_WRITES, 1, level)
+        case "restored":
+            yield Sample(RESTORES, 1)
+            yield Sample(RESTORED, event.version)
+            yield Sample(REWRITTEN, event.nbytes)
+            for phase in PHASES:
+                if phase in seconds:
+                    yield Sample(RESTORE, seconds[phase], (phase,))
+        case "rejected":
+            yield Sample(REJECTED, 1)
+        case "drifted":
+            yield Sample(DRIFTED, 1)
+        case "closed":
+            yield Sample(RUNNING, 0)
+            yield Sample(INTERRUPTED, int(event.facts.get("interrupted", False)))
+        case "notice" if event.severity >= logging.WARNING:
+            severe = event.severity >= logging.ERROR
+            yield Sample(NOTICES, 1, (SEVERITIES[severe],))
+
+
+def _stored(event: Event, store_seconds: float) -> Iterator[Sample]:
+    level = (event.level,)
+    yield Sample(STORED, 1, level)
+    yield Sample(WRITTEN, event.nbytes, level)
+    yield Sample(NEWEST, event.version, level)
+    yield Sample(NEWEST_TIME, event.time_seconds, level)
+    yield Sample(VERSION_BYTES, event.nbytes, level)
+    yield Sample(STORE, store_seconds, level)
+
 
 logger = logging.getLogger("tierckpt")
 
@@ -186,4 +389,64 @@ FAILED = {
 }
 
 
-__all__ = ["Exporter", "Ranks", "require"]
+Points = Mapping[str, tuple[int, float]]
+"""Version and value of each curve's new point."""
+
+
+class ScalarExporter(Exporter):
+    """An exporter of curves. By default of rank 0 alone."""
+
+    is_live_exported = False
+
+    def __init__(self, every_seconds: float, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self._every_seconds = every_seconds
+        self._next_seconds = 0.0
+        self._totals: dict[str, float] = {}
+        self._points: dict[str, tuple[int, float]] = {}
+
+    def begin(self, job: Job) -> None:
+        """See `Exporter`."""
+        self._totals, self._points = {}, {}
+        self._next_seconds = time.monotonic() + self._every_seconds
+
+    def record(self, sample: Sample, event: Event | None) -> None:
+        """See `Exporter`."""
+        metric, value = sample.metric, sample.value
+        if event is None or event.version < 0 or not metric.is_plotted:
+            return
+        curve = metric.curve(sample.labels)
+        if metric.kind is Kind.COUNTER:
+            value += self._totals.get(curve, 0.0)
+            self._totals[curve] = value
+        version, before = self._points.get(curve, (event.version, value))
+        if metric.kind is Kind.HISTOGRAM and before > value:
+            self._points[curve] = (version, before)
+        else:
+            self._points[curve] = (event.version, value)
+
+    def export(self) -> bool:
+        """Log the new points, if it is time."""
+        return time.monotonic() >= self._next_seconds and self._log()
+
+    def end(self) -> None:
+        """Log the last points."""
+        self._log()
+
+    def _log(self) -> bool:
+        if not self._points:
+            return False
+        self._next_seconds = time.monotonic() + self._every_seconds
+        done = self.log(self._points)
+        if done:
+            self._points = {}
+        return done
+
+    @abc.abstractmethod
+    def log(self, points: Points) -> bool:
+        """Log these points. False if that is not possible yet: they are kept. The exporter's
+        thread; may raise."""
+
+
+EVERY_SECONDS = 10.0
+"""Default interval of the points."""

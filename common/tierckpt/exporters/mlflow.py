@@ -9,8 +9,7 @@ from typing import Any
 from tierckpt.callbacks import Job
 from tierckpt.events import Event
 
-from .exporter import Ranks, logger, require
-from .scalars import EVERY_SECONDS, Points, ScalarExporter
+from .exporter import EVERY_SECONDS, Points, Ranks, ScalarExporter, logger, require
 
 TAG = "tierckpt.job_id"
 

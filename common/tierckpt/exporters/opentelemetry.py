@@ -9,8 +9,7 @@ from tierckpt.callbacks import Job
 from tierckpt.errors import ConfigError
 from tierckpt.events import Event
 
-from .exporter import Exporter, Ranks, require
-from .metrics import METRICS, PREFIX, Kind, Metric, Sample
+from .exporter import METRICS, PREFIX, Exporter, Kind, Metric, Ranks, Sample, require
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, MeterProvider

@@ -14,8 +14,7 @@ from tierckpt.callbacks import Job
 from tierckpt.errors import ConfigError
 from tierckpt.events import Event, logger
 
-from .exporter import Exporter, Ranks, require
-from .metrics import Sample
+from .exporter import Exporter, Ranks, Sample, require
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

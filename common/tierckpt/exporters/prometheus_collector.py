@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from tierckpt.callbacks import Job
 
-from .metrics import METRICS, Kind, Metric, Sample
+from .exporter import METRICS, Kind, Metric, Sample
 
 JOB_LABELS = ("job_id", "rank")
 """Labels of all metrics, after their own. Prometheus's own label `job` is another thing."""

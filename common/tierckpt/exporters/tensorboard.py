@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tierckpt.callbacks import Job
 from tierckpt.events import Event
 
-from .exporter import Ranks, require
-from .scalars import EVERY_SECONDS, Points, ScalarExporter
+from .exporter import EVERY_SECONDS, Points, Ranks, ScalarExporter, require
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -7,8 +7,7 @@ from typing import Any
 
 from tierckpt.callbacks import Job
 
-from .exporter import Ranks, logger, require
-from .scalars import EVERY_SECONDS, Points, ScalarExporter
+from .exporter import EVERY_SECONDS, Points, Ranks, ScalarExporter, logger, require
 
 VERSION = "tierckpt/version"
 

@@ -21,9 +21,9 @@ Nothing in this package imports torch.
 
 from __future__ import annotations
 
-from tierckpt.storage.routed.version_files import VersionFiles
+from tierckpt.storage.routed import VersionFiles
 
 from .files import Files
-from .restored_files import RestoredFiles
+from .versions import RestoredFiles
 
 __all__ = ["Files", "RestoredFiles", "VersionFiles"]

@@ -11,19 +11,15 @@ from typing import Any, Unpack
 from tierckpt._text import in_words
 from tierckpt.callbacks import Callbacks
 from tierckpt.checkpointer import shutdown
-from tierckpt.core.halt_conditions import Reason
+from tierckpt.core.decisions import Reason
 from tierckpt.errors import RestoreError, TierckptError
 from tierckpt.events import Callback
 from tierckpt.settings import Settings
-from tierckpt.storage.memory.job_directory import JobBusyError
-from tierckpt.storage.routed.version_files import VersionFiles
+from tierckpt.storage.job_directory import JobBusyError
+from tierckpt.storage.routed import VersionFiles
 
-from .intervals import Intervals
-from .job import FilesJob
-from .ranks import group_of
-from .restart import Restart
-from .restored_files import RestoredFiles
-from .saving import Saving
+from .job import FilesJob, Intervals, group_of
+from .versions import Restart, RestoredFiles, Saving
 
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 """Variables in which launchers put the number of ranks."""

@@ -2,28 +2,113 @@
 
 It has the parts of a checkpointer below the snapshot. Ranks do not vote while they compute; they
 exchange what they know in collectives of the calls that the program makes anyway.
+
+All ranks make the same calls. The levels where a version is due are one rank's; rank 0's decides.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from tierckpt.callbacks import CallbackList, Callbacks
-from tierckpt.checkpointer.levels.job_parts import JobParts
+from tierckpt.checkpointer.levels import JobParts
 from tierckpt.config import AUTO, AUTOMATIC, Config
-from tierckpt.coordination.ballots.vote_exchange import Cast
-from tierckpt.coordination.peer_setup import redundancy_groups
+from tierckpt.coordination.ballots import Cast
+from tierckpt.coordination.peers import redundancy_groups
 from tierckpt.coordination.settings_check import agree_on_settings
-from tierckpt.core.halt_conditions import NO_HALT, HaltVote, Reason
-from tierckpt.core.votes import Vote
-from tierckpt.errors import ConfigError
+from tierckpt.core.decisions import NO_HALT, HaltVote, Reason, Vote
+from tierckpt.core.levels import INTERVALS, MEMORY, Level
+from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.events import Callback, check_receiver
-from tierckpt.group import Group
+from tierckpt.group import Group, Pending, SingleGroup
 from tierckpt.halt.controller import HaltController
-from tierckpt.storage.routed.folders import FileFolders
+from tierckpt.storage.routed import FileFolders
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FilesJob", "Intervals", "SameCalls", "group_of"]
+
+
+SAME = {"__exit__": "close"}
+"""Calls that do the same as others."""
+
+
+class SameCalls:
+    """A group whose gathers find out that ranks make different calls, as with `if rank == 0:`
+    around one of them. Otherwise each rank would take the others' values for something else. Is a
+    `Group`; the methods are those of the group inside."""
+
+    def __init__(self, inner: Group) -> None:
+        """Takes ownership of `inner`."""
+        self._inner = inner
+        self.rank, self.size = inner.rank, inner.size
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """As in Group. Raises TierckptError, on these ranks, if they come from different calls."""
+        seen: list[tuple[str, Any]] = self._inner.all_gather_object((_call(), value))
+        ranks: dict[str, int] = {}
+        for rank, (call, _) in enumerate(seen):
+            ranks.setdefault(call, rank)
+        if len(ranks) > 1:
+            calls = ", ".join(f"{call} on rank {rank}" for call, rank in ranks.items())
+            raise TierckptError(
+                f"the ranks make different calls: {calls}. All ranks must make the same calls, in "
+                "the same order: none of them alone in `if rank == 0:`"
+            )
+        return [theirs for _, theirs in seen]
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """As in Group."""
+        self._inner.broadcast(buffer, source)
+
+    def all_reduce_min(self, values: list[int]) -> Pending:
+        """As in Group."""
+        return self._inner.all_reduce_min(values)
+
+    def barrier(self) -> None:
+        """As in Group."""
+        self._inner.barrier()
+
+    def meet(self, timeout_seconds: float) -> bool:
+        """As in Group."""
+        return self._inner.meet(timeout_seconds)
+
+    def close(self) -> None:
+        """As in Group."""
+        self._inner.close()
+
+
+def _call() -> str:
+    """The call of the program that this thread is in: the outermost function of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    name = ""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("tierckpt."):
+        name, frame = frame.f_code.co_name, frame.f_back
+    return f"{SAME.get(name, name)}()"
+
+
+def group_of(given: Any) -> Group:
+    """The group for the argument `group` of `Files`. Raises ConfigError for another object."""
+    if given is None:
+        return SingleGroup()
+    if isinstance(given, Group):
+        return given if isinstance(given, SameCalls) else SameCalls(given)
+    if hasattr(given, "Get_rank") and hasattr(given, "Dup"):
+        from tierckpt.mpi import MPIGroup
+
+        return SameCalls(MPIGroup(given))
+    raise ConfigError(
+        f"group is a {type(given).__name__}; give a communicator of mpi4py (MPI.COMM_WORLD), a "
+        "tierckpt.Group (ddp_ckpt.TorchGroup() in a job of torch), or None for one process"
+    )
 
 
 class _NoBallots:
@@ -143,4 +228,50 @@ def _agreed(votes: Sequence[HaltVote]) -> Vote:
     return Vote(halt=first.reason, unattended=int(silent), halt_seconds=left)
 
 
-__all__ = ["FilesJob"]
+class Intervals:
+    """Steps and times since each level took a version. One thread."""
+
+    def __init__(self, config: Config) -> None:
+        """Start with no version on any level: the first one is due on all."""
+        self._config = config
+        self._steps = 0
+        self._counted = False
+        """The program has called `step` since the last version."""
+        self._last_steps: dict[Level, int] = dict.fromkeys(INTERVALS, 0)
+        self._last_seconds: dict[Level, float] = dict.fromkeys(INTERVALS, -math.inf)
+
+    def go_on_from(self, job: FilesJob) -> None:
+        """Start from a restored version: nothing is due before an interval has passed on levels
+        that have it."""
+        now = time.monotonic()
+        for level in INTERVALS:
+            if job.agreement.ledgers[level].safe is not None or level == MEMORY:
+                self._last_seconds[level] = now
+
+    def step(self) -> None:
+        """Count a step."""
+        self._steps += 1
+        self._counted = True
+
+    def due(self, uses: Callable[[str], bool]) -> set[Level]:
+        """The levels in use where a version is due now."""
+        now = time.monotonic()
+        return {level for level in INTERVALS if uses(level) and self._is_due(level, now)}
+
+    def _is_due(self, level: Level, now_seconds: float) -> bool:
+        table = getattr(self._config, level)
+        every, passed = table.every_steps, now_seconds - self._last_seconds[level]
+        by_steps = every > 0 and self._steps // every > self._last_steps[level] // every
+        return bool(by_steps or 0 < table.every_seconds <= passed)
+
+    def completes(self) -> None:
+        """A version ends: it counts as a step if the program counts none itself."""
+        if not self._counted:
+            self._steps += 1
+        self._counted = False
+
+    def taken(self, levels: Collection[Level]) -> None:
+        """Record that these levels take the version."""
+        now = time.monotonic()
+        for level in levels:
+            self._last_steps[level], self._last_seconds[level] = self._steps, now

@@ -1,9 +1,26 @@
-"""Names, versions and format constants that all parts share. Light: standard library only."""
+"""Names and numbers that all parts share: versions, shards, and files of the persistent level.
+
+Pure; standard library only.
+
+All files of one version on the persistent level are in one folder, and their names describe their
+content. Shards form *groups* of consecutive numbers. The rule needs only the number of shards, so
+every writer knows it without asking others:
+
+    <root>/<version>.manifest           makes the version exist
+    <root>/<version>.retired            the version is being removed, or must not be completed
+    <root>/<version>.pin                retention leaves the version alone
+    <root>/<version>.suspect            replicas differed when it was taken; describes how
+    <root>/v<version>.g<generation>.<fork>.hold       another job began from it, and needs it
+    <root>/v<version>.g<generation>.<fork>.fork       ... and does not need it any more
+    <root>/<version>/<group>.group      the place of every shard of the group
+    <root>/<version>/<group>.shards     the group's shards, where many can write into one file
+    <root>/<version>/<group>/s<first>-<last>.shards   ... or those of one writer, where they can't
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -139,3 +156,158 @@ def newest_lineage(known: Mapping[VersionId, Lineage], began: tuple[int, int] = 
 def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:
     """Return the newest version of each number, since a number can be taken again."""
     return set({id_.version: id_ for id_ in sorted(ids)}.values())
+
+
+SHARDS_PER_GROUP = 64
+"""10,000 ranks make 157 groups, 1,000 make 16, up to 64 make one."""
+
+MANIFEST, RETIRED, PIN, SUSPECT = ".manifest", ".retired", ".pin", ".suspect"
+HOLD, FORK = ".hold", ".fork"
+GROUP, SHARDS, PARTS = ".group", ".shards", ".parts"
+PART_BYTES = 16 << 20
+"""Length of all parts of a shard but the last. It bounds what a writer has in memory, and what is
+sent again after an error; smaller parts would need more requests, also for reads across an edge."""
+
+_FOLDER_STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.of(\d{5,})\.([0-9A-Za-z]+)")
+_RUN = re.compile(r"s(\d{5,})-(\d{5,})\.shards")
+_FORK_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.([0-9a-f]{16})(\.hold|\.fork)")
+
+
+@dataclass(frozen=True, order=True)
+class VersionName:
+    """The name of one version of one run, with its number of shards.
+
+    The run is part of the name because two runs that never saw each other's nodes may take the
+    same generation: their shards must not complete each other's version.
+    """
+
+    id: VersionId
+    shards: int
+    run_id: str
+    """Random name of the run, as in the manifests of its shards: digits and letters."""
+
+    @property
+    def stem(self) -> str:
+        """Name of the folder, and stem of the files beside it."""
+        return f"{self.id.stem}.of{self.shards:05d}.{self.run_id}"
+
+    @staticmethod
+    def parse(stem: str) -> VersionName | None:
+        """Read a name that `stem` made; None when `stem` is another kind of name."""
+        match = _FOLDER_STEM.fullmatch(stem)
+        if match is None:
+            return None
+        version, generation, shards, run_id = match.groups()
+        return VersionName(VersionId(int(generation), int(version)), int(shards), run_id)
+
+    def __str__(self) -> str:
+        return f"{self.id} (generation {self.id.generation}, run {self.run_id})"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a version's shards."""
+
+    shards: int
+    per_group: int = SHARDS_PER_GROUP
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return -(-self.shards // self.per_group)
+
+    def of(self, shard: int) -> int:
+        """Return the group of a shard."""
+        return shard // self.per_group
+
+    def members(self, group: int) -> range:
+        """Return the shards of a group."""
+        first = group * self.per_group
+        return range(first, min(first + self.per_group, self.shards))
+
+    def label(self, group: int) -> str:
+        """Return the start of the names of the group's files."""
+        return f"{group:05d}of{self.count:05d}"
+
+    def runs(self, shards: Iterable[int]) -> Iterator[range]:
+        """Cut `shards` into runs of consecutive numbers, none across a group's edge."""
+        first = last = None
+        for shard in sorted(set(shards)):
+            if last is not None and shard == last + 1 and self.of(shard) == self.of(last):
+                last = shard
+                continue
+            if first is not None and last is not None:
+                yield range(first, last + 1)
+            first = last = shard
+        if first is not None and last is not None:
+            yield range(first, last + 1)
+
+
+def run_name(run: range) -> str:
+    """Return the name, in its group's folder, of one writer's file of consecutive shards."""
+    return f"s{run[0]:05d}-{run[-1]:05d}{SHARDS}"
+
+
+def parts_name(shard: int) -> str:
+    """Return the name, in its group's folder, of the folder with the parts of one shard."""
+    return f"s{shard:05d}{PARTS}"
+
+
+def part_name(number: int) -> str:
+    """Return the name of a part in that folder."""
+    return f"{number:05d}"
+
+
+def parse_run(name: str) -> range | None:
+    """Read a name that `run_name` made; None for other names."""
+    match = _RUN.fullmatch(name)
+    return range(int(match[1]), int(match[2]) + 1) if match else None
+
+
+def fork_mark(id_: VersionId, fork: str, held: bool) -> str:
+    """Return the name of the mark of a fork (16 hexadecimal digits) that began from a version; on
+    the local level, too."""
+    return f"{id_.stem}.{fork}{HOLD if held else FORK}"
+
+
+def parse_fork_mark(name: str) -> tuple[VersionId, str, bool] | None:
+    """Read a name that `fork_mark` made; None for other names."""
+    match = _FORK_MARK.fullmatch(name)
+    return (VersionId(int(match[2]), int(match[1])), match[3], match[4] == HOLD) if match else None
+
+
+def held_by_forks(names: Iterable[str]) -> set[VersionId]:
+    """Return the versions that forks need, by the names of all files at a place."""
+    return {mark[0] for mark in map(parse_fork_mark, names) if mark is not None and mark[2]}
+
+
+@dataclass(frozen=True)
+class SharedPlaces:
+    """The places in a file that many writers share: a table of records, then the shards.
+
+    A place is as large as the version's largest shard, so offsets follow from that one number.
+    Places start at whole mebibytes: then a stripe of a parallel file system has one writer (two
+    writers move the lock of a stripe back and forth). Unwritten ranges take no room on disk.
+    """
+
+    members: int
+    largest_bytes: int
+    """Length of the longest shard of the version; the same number for every writer."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Room for one record: a page, and the growth of manifests for larger shards."""
+        return round_up(2 * PAGE_BYTES + self.largest_bytes // 8192, PAGE_BYTES)
+
+    @property
+    def _align_bytes(self) -> int:
+        return 1 << 20 if self.largest_bytes >= 1 << 20 else PAGE_BYTES
+
+    def record_offset(self, index: int) -> int:
+        """Return the offset of the record of the group's shard number `index`."""
+        return index * self.record_bytes
+
+    def image_offset(self, index: int) -> int:
+        """Return the offset of that shard's bytes."""
+        table_bytes = round_up(self.members * self.record_bytes, self._align_bytes)
+        return table_bytes + index * round_up(self.largest_bytes, self._align_bytes)

@@ -3,23 +3,132 @@
 Pure: builds and parses headers, does no I/O. A shard is a plain safetensors file, so any tool can
 open it. Values for which safetensors has no field (the full shape of a tensor of which this is a
 piece, its strides, block lengths) are in the header's `__metadata__`.
+
+The pieces of a shard are a table in the header. A model has few kinds of tensors (types and
+shapes) and many tensors, so the table has the kinds once, and columns: a name and the number of a
+kind for each piece. Offsets follow from the order.
+
+A summary has the facts that every rank needs about a version before its first byte is loaded.
+Headers of all shards together are tensors times ranks, more than one rank of a large job can hold.
+To decide whether a version fits, much less is enough: each tensor once, from the shard that has
+its first element, and proof that no element is missing. The header itself comes with its shard's
+bytes, and is dropped with them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, groupby
 from json.encoder import encode_basestring_ascii as _quoted
+from operator import add
 from types import MappingProxyType
 from typing import Any
+
+import xxhash
 
 from tierckpt._text import in_words
 from tierckpt.errors import FormatError
 
 from .ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
-from .layout import BLOCK_BYTES, Layout, Piece
-from .piece_table import METADATA, decode_table, encode_table, metadata_of, runs, unrun
+from .layout import BLOCK_BYTES, PER_RANK, REPLICATED, Layout, Piece, Placement, TensorSpec
+
+__all__ = ["METADATA", "decode_table", "encode_table", "item_sizes", "metadata_of", "runs", "unrun"]
+
+
+_TABLE_JSON, _TABLE_DECODER = json.JSONEncoder(separators=(",", ":")), json.JSONDecoder()
+
+
+def encode_table(pieces: Sequence[Piece]) -> str:
+    """Return the text for these pieces, which follow each other without holes."""
+    kinds: dict[Any, int] = {}
+    numbers = [kinds.setdefault((*piece.spec[1:], piece.placement), len(kinds)) for piece in pieces]
+    parts = [
+        (number, piece.start, piece.stop) for number, piece in enumerate(pieces) if not piece.whole
+    ]
+    names = [piece.spec.name for piece in pieces]
+    return _TABLE_JSON.encode({"kinds": [*kinds], "names": names, "kind": numbers, "parts": parts})
+
+
+def decode_table(text: str) -> tuple[Piece, ...]:
+    """Return the pieces. Raises ValueError, KeyError, TypeError or IndexError."""
+    table = json.loads(text)
+    kinds = [_Kind(*row) for row in table["kinds"]]
+    of_piece = [kinds[number] for number in table["kind"]]
+    specs = [
+        TensorSpec(str(name), *kind.spec)
+        for name, kind in zip(table["names"], of_piece, strict=True)
+    ]
+    starts, stops = [0] * len(specs), [kind.numel for kind in of_piece]
+    for number, start, stop in table["parts"]:
+        starts[number], stops[number] = int(start), int(stop)
+    offsets = _offsets(table, of_piece)
+    placements = [kind.placement for kind in of_piece]
+    return tuple(map(Piece, specs, starts, stops, offsets, placements))
+
+
+def item_sizes(text: str) -> list[tuple[int, int]]:
+    """Return the offset of each piece, and the size of its items. Raises as `decode_table`."""
+    table = json.loads(text)
+    kinds = [_Kind(*row) for row in table["kinds"]]
+    of_piece = [kinds[number] for number in table["kind"]]
+    sizes = [kind.itemsize_bytes for kind in of_piece]
+    return list(zip(_offsets(table, of_piece), sizes, strict=False))
+
+
+METADATA = '{"__metadata__":'
+"""Begin of a shard's header."""
+
+
+def metadata_of(header: str) -> dict[str, str]:
+    """Return the metadata of a shard's header, which come first in it; the entries after them are
+    for other programs. Raises ValueError, KeyError or TypeError."""
+    if header.startswith(METADATA + "{"):
+        found = _TABLE_DECODER.raw_decode(header, len(METADATA))[0]
+    else:  # with spaces, or in another order
+        found = json.loads(header)["__metadata__"]
+    if not isinstance(found, dict):
+        raise TypeError("the metadata are no object")
+    return found
+
+
+class _Kind:
+    """A row of `kinds`."""
+
+    def __init__(
+        self,
+        dtype: Any,
+        shape: Any,
+        stride: Any,
+        itemsize_bytes: Any,
+        device: Any,
+        placement: Any,
+    ) -> None:
+        self.itemsize_bytes, self.placement = int(itemsize_bytes), Placement(int(placement))
+        strides = None if stride is None else tuple(stride)
+        self.spec = str(dtype), tuple(shape), strides, self.itemsize_bytes, str(device)
+        whole = TensorSpec("", *self.spec)
+        self.numel, self.nbytes = whole.numel, whole.nbytes
+
+
+def _offsets(table: Any, of_piece: Sequence[_Kind]) -> list[int]:
+    """Begins of the pieces, and the end of the last one."""
+    sizes = [kind.nbytes for kind in of_piece]
+    for number, start, stop in table["parts"]:
+        sizes[number] = (int(stop) - int(start)) * of_piece[number].itemsize_bytes
+    return [*accumulate(sizes, add, initial=0)]
+
+
+def runs(values: Iterable[int]) -> list[tuple[int, int]]:
+    """Encode run lengths: `(count, value)`."""
+    return [(len(list(same)), value) for value, same in groupby(values)]
+
+
+def unrun(pairs: Sequence[Sequence[int]]) -> list[int]:
+    """Decode the pairs that `runs` made."""
+    return [value for count, value in pairs for _ in range(count)]
+
 
 RANK_STATE = "rank_state"
 """Name of the entry that holds the rank's own small state, an encoded tree (see `tree`)."""
@@ -166,3 +275,145 @@ def _head(piece: Piece) -> str:
     if code is None:  # stored as raw bytes; the table has the true type
         code, shape = "U8", [piece.nbytes]
     return f'{{"dtype":"{code}","shape":{_JSON.encode(shape)},"data_offsets":'
+
+
+@dataclass(frozen=True)
+class ShardSummary:
+    """The summary of one shard, which its reader sends to all ranks. Its size depends on the number
+    of tensors that start in it, so the sum over all shards does not grow with tensors times ranks.
+    """
+
+    header_bytes: int
+    data_bytes: int
+    begun: tuple[TensorSpec, ...]
+    """Striped tensors whose first element is in this shard."""
+    evidence: int
+    """Sum over its striped pieces: elements times the tensor's `_weight`."""
+    structure: dict[str, Any] | None
+    """Structure of the optimizers; in shard 0's summary only."""
+    trained: Mapping[str, int] = field(default_factory=dict)
+    """See `ShardHeader.trained`, of the parameters among `begun`."""
+
+    @staticmethod
+    def of(shard: int, header: ShardHeader) -> ShardSummary:
+        """Make the summary of a shard."""
+        striped = list(_replicated(header))
+        return ShardSummary(
+            header.header_bytes,
+            header.data_bytes,
+            tuple(piece.spec for piece in striped if piece.start == 0),
+            sum((p.stop - p.start) * _weight(p.spec.name) for p in striped),
+            None if shard else header.structure,
+            {p.spec.name: header.trained[p.spec.name] for p in striped if _begins(p, header)},
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Size of header and data."""
+        return self.header_bytes + self.data_bytes
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state that a rank takes from one shard alone: its position and its own values."""
+
+    manifest: bytes
+    tree: bytes
+    """Encoded tree, see `tree`, without the files at its end."""
+    specs: tuple[TensorSpec, ...]
+    """Specs of per-rank tensors."""
+    trained: Mapping[str, int] = field(default_factory=dict)
+    """As in `ShardSummary`, of the per-rank parameters."""
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Files at the end of the tree: the range of each in the shard, by name."""
+
+    @staticmethod
+    def of(
+        manifest: bytes,
+        tree: bytes,
+        header: ShardHeader,
+        files: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> RankState:
+        """Make the state from the shard with that header. `files`: ranges in the whole tree."""
+        specs = tuple(p.spec for p in header.pieces if p.placement is PER_RANK)
+        at = header.tree_offset
+        there = {name: (at + low, at + high) for name, (low, high) in files.items()}
+        trained = {s.name: header.trained[s.name] for s in specs if s.name in header.trained}
+        return RankState(manifest, tree, specs, trained, there)
+
+
+@dataclass
+class VersionSummary:
+    """The content of a version, for one rank."""
+
+    outlines: Sequence[ShardSummary]
+    """Summaries by shard."""
+    own: RankState
+    missing: list[str] = field(default_factory=list)
+    """Tensors with elements that are in no shard, in words."""
+    specs: dict[str, TensorSpec] = field(init=False)
+    """Striped tensors by name."""
+
+    def __post_init__(self) -> None:
+        """Collect the striped tensors of all shards."""
+        self.specs = {spec.name: spec for each in self.outlines for spec in each.begun}
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """See `ShardHeader.trained`; empty for versions without that."""
+        found = {name: flag for each in self.outlines for name, flag in each.trained.items()}
+        return {**found, **self.own.trained}
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """Structure of the optimizers."""
+        found = self.outlines[0].structure
+        assert found is not None
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all shards."""
+        return sum(each.nbytes for each in self.outlines)
+
+    def whole(self) -> bool:
+        """True when every element of every tensor is in a shard.
+
+        Compares one number per shard: if some elements were missing and others there twice, the
+        sums would be equal with a probability of 2**-64.
+        """
+        there = sum(each.evidence for each in self.outlines)
+        return there == sum(s.numel * _weight(name) for name, s in self.specs.items())
+
+
+def _begins(piece: Piece, header: ShardHeader) -> bool:
+    return piece.start == 0 and piece.spec.name in header.trained
+
+
+def _replicated(header: ShardHeader) -> Iterator[Piece]:
+    return (piece for piece in header.pieces if piece.placement is REPLICATED)
+
+
+def counts(headers: Iterable[ShardHeader]) -> dict[str, int]:
+    """Count the elements of each striped tensor in these shards."""
+    found: dict[str, int] = {}
+    for piece in chain.from_iterable(map(_replicated, headers)):
+        found[piece.spec.name] = found.get(piece.spec.name, 0) + piece.stop - piece.start
+    return found
+
+
+def lacking(specs: Mapping[str, TensorSpec], readers: Iterable[Mapping[str, int]]) -> list[str]:
+    """Return the missing elements by all readers' `counts`, in words."""
+    there: dict[str, int] = {}
+    for theirs in readers:
+        for name, count in theirs.items():
+            there[name] = there.get(name, 0) + count
+    return [
+        f"{name}: only {there.get(name, 0)} of {spec.numel} elements are in the shards"
+        for name, spec in specs.items()
+        if there.get(name, 0) != spec.numel
+    ] + [f"{name}: no shard has its first element" for name in sorted(there.keys() - specs.keys())]
+
+
+def _weight(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode())

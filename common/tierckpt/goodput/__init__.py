@@ -1,9 +1,11 @@
 """Goodput: the time of a job over all its runs, by category.
 
-`heartbeat` writes the records of one rank among its events. `records` reads the files, `ranks`
-groups them into runs of the job. `spans` divides the training of one run, `account` the whole job.
-`document` is its form as JSON, `tables` that for people, `advice` names what would help.
+`heartbeat` writes the records of one rank among its events, and `records` reads the files.
+`account` groups them into runs of the job and divides their time. `tables` has its forms for
+people and as JSON, and names what would help.
 
 The categories and the three goodputs are those of Google's ML Productivity Goodput (A. Wongpanich
 et al., 2025) and of its library ML Goodput Measurement.
 """
+
+from __future__ import annotations

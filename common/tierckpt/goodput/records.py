@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierckpt._event_files import Record, decode, lines_of, unreadable
 from tierckpt._text import counted
 from tierckpt.errors import ConfigError
+from tierckpt.events import Record, decode, lines_of, unreadable
 
 NOTICED_SET_SECONDS = 1.0
 """A clock that was set by more is named in a note."""

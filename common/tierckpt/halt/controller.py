@@ -20,16 +20,14 @@ from typing import NoReturn
 
 from tierckpt._text import in_words
 from tierckpt.config import Config, parse_signals
-from tierckpt.core.halt_conditions import NEVER_SECONDS, HaltRequest, HaltVote, Reason
-from tierckpt.core.votes import Vote
+from tierckpt.core.decisions import NEVER_SECONDS, HaltRequest, HaltVote, Reason, Vote
 from tierckpt.errors import FormatError
 from tierckpt.group import Node
-from tierckpt.storage.files import answers
+from tierckpt.storage import answers
 
 from . import request_file
-from .preemption import PreemptionWatcher
+from .preemption import PreemptionWatcher, Watcher
 from .signals import Signals
-from .watcher import Watcher
 
 LOOK_SECONDS = 5.0
 """Interval between two looks for requests in the directories."""

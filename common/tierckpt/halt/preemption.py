@@ -7,7 +7,8 @@
 | `azure` | spot VM, scale set | scheduled events | 30 s or more; for others minutes |
 
 The service answers at an address of the machine itself, so one process of each node asks. It asks
-on a thread of its own: a service may be away, slow or wrong, and the training must not notice.
+on a thread of its own (`Watcher`, which looks again and again, also for other requests to end the
+job): a service may be away, slow or wrong, and the training must not notice.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import email.utils
 import http.client
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +27,42 @@ from urllib.parse import urlsplit
 from tierckpt._text import in_words
 from tierckpt.config import parse_notices
 
-from .watcher import Watcher
+__all__ = ["CLOUDS", "Cloud", "Metadata", "Notice", "PreemptionWatcher", "Watcher", "service_of"]
+
+
+JOIN_SECONDS = 1.0
+"""The longest wait for the thread at the end; it may hang in a look."""
+
+
+class Watcher:
+    """Calls `_look`, which must not raise, at once and then periodically. A subclass writes plain
+    attributes in `_look`, and the training thread reads them."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _begin(self, name: str, every_seconds: float) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(
+            target=self._work, args=(every_seconds,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(JOIN_SECONDS)
+
+    def _work(self, every_seconds: float) -> None:
+        self._look()
+        while not self._over.wait(every_seconds):
+            self._look()
+
+    def _look(self) -> None:
+        raise NotImplementedError
+
 
 ANSWER_SECONDS = 2.0
 """Limit of one answer; the service is on the machine."""
@@ -233,6 +270,3 @@ class PreemptionWatcher(Watcher):
         elif self.notice is None or found.action != self.notice.action:
             self.noticed_seconds = time.monotonic()
             self.notice = found
-
-
-__all__ = ["CLOUDS", "Cloud", "Metadata", "Notice", "PreemptionWatcher", "service_of"]

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from tierckpt.core.halt_conditions import HaltRequest
+from tierckpt.core.decisions import HaltRequest
 from tierckpt.errors import ConfigError, FormatError
-from tierckpt.storage.files.durable import open_plain, replacing
+from tierckpt.storage.durable import open_plain, replacing
 
 FILE_NAME = "halt.json"
 END_VARIABLE = "SLURM_JOB_END_TIME"

@@ -6,23 +6,53 @@ closure, it is the next step. The settings decide the mode for the whole run.
 
 `restore()` returns calls of `step()` in the first mode, optimizer steps in the second. A version
 records which of the two its number counts.
+
+`Accumulation` looks at the gradients that a loop accumulates: those of backward passes since an
+optimizer's last step. They belong to the weights of these passes. `load_from` refuses to put other
+weights below them.
+
+`Hooks` are those of one checkpointer on its model and on optimizers, installed and removed
+together. Before any step of any optimizer of the process, one of three cases is found: a given
+optimizer (`Iterations`), another one that changes the state (`UnregisteredOptimizers`), or an
+unrelated one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tierckpt._text import some
+from tierckpt.errors import RestoreError
 from tierckpt.restored import Restored
+from tierckpt.state.counters import Counters
+from tierckpt.state.optimizers import optimizers_inside
+from tierckpt.state.training_state import TrainingState
 
-from .closures import Arguments, after_first_call, closure_of
-from .step_hook import never_compiled
+from .optimizer_steps import (
+    Arguments,
+    CustomMethods,
+    GlobalStepHook,
+    UnregisteredOptimizers,
+    after_first_call,
+    closure_of,
+    never_compiled,
+)
+from .unsaved_objects import Unsaved
+
+if TYPE_CHECKING:
+    from tierckpt.tracing.recorder import Trace
+
+__all__ = ["Accumulation", "Hooks", "Iterations", "Unattached"]
+
 
 STEPS_UNTIL_CALL = 16
 """Optimizer steps without any call of `step()` after which an error is reported. (A loop may make
@@ -292,4 +322,133 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing, for `Unattached`."""
 
 
-__all__ = ["Iterations", "Unattached"]
+REMEDY = (
+    "Call load_from() after the step that uses these gradients (Accelerate: where "
+    "accelerator.sync_gradients is true). To give them up: model.zero_grad() first"
+)
+
+Seen = tuple[weakref.ref[torch.Tensor], int] | None
+"""A gradient and its version counter; None: there was none."""
+
+
+class Accumulation:
+    """Knows whether an optimizer has gradients that no step has used. Training thread; keeps no
+    gradient alive.
+
+    A backward pass makes a gradient, or adds to one, and then the gradient's version counter grows.
+    So a gradient that is the same as after the optimizer's step was used by it. Those that another
+    optimizer's backward pass has left in the same iteration are no accumulation: a GAN's generator
+    is trained through the discriminator, which drops them.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        """`state` stays its owner's."""
+        self._state = state
+        self._seen: dict[str, list[Seen]] = {}
+        """By optimizer, the watched gradients after the last step of the iteration."""
+
+    def stepped(self, labels: Iterable[str]) -> None:
+        """A step has ended; `labels`: the optimizers with steps in this iteration."""
+        for label in labels:
+            if label in self._state.optimizers:
+                self._seen[label] = _look(self._state.optimizers[label].param_groups)
+
+    def refuse(self) -> None:
+        """Raise RestoreError if this rank accumulates gradients."""
+        if names := [repr(label) for label in self._state.optimizers if self._accumulates(label)]:
+            raise RestoreError(
+                "load_from() in the middle of a gradient accumulation: optimizer "
+                f"{some(names)} has gradients of backward passes since its last step. Its next "
+                "step would add them up with those of other weights. Nothing was changed",
+                REMEDY,
+            )
+
+    def _accumulates(self, label: str) -> bool:
+        groups = self._state.optimizers[label].param_groups
+        now = _look(groups)
+        before = self._seen.get(label) or [None] * len(now)
+        if not any(a is not None and a != b for a, b in zip(now, before, strict=False)):
+            return False
+        gradients = [*_gradients_of(param for group in groups for param in group["params"])]
+        # A step that a GradScaler skipped leaves infinite ones, and the loop drops them.
+        finite = all(bool(torch.isfinite(each).all()) for each in gradients)
+        return finite and any(bool(each.any()) for each in gradients)
+
+
+def _look(groups: Sequence[Any]) -> list[Seen]:
+    """The gradients of a few parameters of an optimizer. One call, as it is in every step."""
+    if not groups:
+        return []
+    seen: list[Seen] = []
+    first, last = groups[0]["params"], groups[-1]["params"]
+    middles = *first[len(first) // 2 :][:1], *last[len(last) // 2 :][:1]
+    for param in (*first[:1], *middles, *last[-1:]):
+        gradient = param.grad
+        seen.append(None if gradient is None else (weakref.ref(gradient), gradient._version))
+    return seen
+
+
+def _gradients_of(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for param in params:
+        if (gradient := param.grad) is not None:
+            yield gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+class Hooks:
+    """Owns the hooks: `close` removes them. Training thread."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        state: TrainingState,
+        iterations: Iterations,
+        before_unregistered: Callable[[], None],
+        before_change: Callable[[], None],
+        say: Callable[[str, int], None],
+        trace: Trace | None,
+        line: str,
+    ) -> None:
+        """`before_unregistered` returns when an optimizer that was not given may change the state,
+        and `before_change`, a method, when other code than a step may. `say` takes text and
+        severity, each text once. `line`: as in `unsaved_objects`."""
+        self._iterations = iterations
+        self._unregistered = UnregisteredOptimizers(state, before_unregistered, say)
+        self._counters = Counters(state, say)
+        self.unsaved = Unsaved(state, self._unregistered.found, line, say)
+        given, steppers = state.given.values(), state.steppers
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.unsaved.close)
+            undo.callback(iterations.unwatch)
+            iterations.watch(model, steppers)
+            within = [inner for each in given for _, inner in optimizers_inside(each)]
+            undo.callback(CustomMethods([*given, *within], state.hollow, before_change).close)
+            undo.callback(GlobalStepHook(self._before_any_step).close)
+            if trace is not None:  # after the step hook: waiting there is not part of an update
+                for hook in trace.watch({n: each[0] for n, each in steppers.items() if each}):
+                    undo.callback(hook.remove)
+            self._undo = undo.pop_all()
+
+    @property
+    def unregistered(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that were not given and step parameters of the model."""
+        return self._unregistered.found()
+
+    def called(self) -> None:
+        """The loop called the checkpointer's `step()`: the iteration is over."""
+        stepped = self._iterations.stepped
+        self._unregistered.idle.boundary(stepped)
+        if stepped and not self._counters.done:
+            self._counters.boundary()
+
+    def close(self) -> None:
+        """Remove the hooks. May be called again."""
+        self._undo.close()
+
+    def _before_any_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        self.unsaved.step_begins()
+        if self._iterations.watches(optimizer):
+            return self._iterations.begins(optimizer, args, kwargs)
+        self._unregistered.begins(optimizer)
+        return None

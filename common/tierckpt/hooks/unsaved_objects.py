@@ -5,28 +5,405 @@ differs, and nothing fails. torch keeps no list of them, and an optimizer does n
 schedulers; they know it. So the process's objects are searched once, at the first boundary, when a
 script has made and registered its objects; and again when an option in an optimizer's groups shows
 a new scheduler. A scaler is found as the caller of the step.
+
+*Stateful objects* are found by class, and then by whether they belong to this training. Nothing of
+theirs is called, except plain attributes of loaders and modules.
+
+*Reach* is all objects that the given ones refer to, as far as their state may come from there. A
+scheduler inside another one, inside a user's class, or read by a function given as `state_dict`,
+is stored by the object that refers to it. Libraries, optimizers and checkpointers refer to
+everything in a process, so no reference is followed through these.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import gc
 import logging
+import re
 import sys
+import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from tierckpt._text import in_words
 from tierckpt.state.extras import PlainValues
-from tierckpt.state.optimizers.nested import inside
+from tierckpt.state.optimizers import optimizers_inside
 from tierckpt.state.training_state import TrainingState, optimizer_class
 
-from . import stateful_objects
-from .object_reach import reached, vars_of
+__all__ = [
+    "Found",
+    "Unsaved",
+    "attributes_read",
+    "averages_any",
+    "copies_of",
+    "draws_seeds_again",
+    "first_values",
+    "is_stored",
+    "look",
+    "name_in_script",
+    "outermost",
+    "package_of",
+    "reached",
+    "sample_of",
+    "steps_any",
+    "trained_on",
+    "vars_of",
+]
+
+
+MOST_OBJECTS = 20_000
+"""Limit of objects searched, the nearest first: a loader refers to its dataset."""
+MOST_MEMBERS = 1_000
+"""A longer container is taken as data."""
+CHECKPOINTER = "tierckpt.checkpointer.checkpointer.Checkpointer"
+_ENDS = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType),
+    *(torch.Tensor, torch.Generator, np.ndarray, np.generic, torch.optim.Optimizer),
+)
+
+
+def reached(given: Iterable[Any], wanted: Iterable[Any]) -> set[int]:
+    """`id()`s of the objects in `wanted` that one of `given` is or refers to. Calls none of their
+    methods."""
+    looked_for = {id(each) for each in wanted}
+    first = [*given]
+    queue = deque(value for each in first for value in _stored_by(each))
+    seen = {id(each): each for each in (*first, *queue)}
+    """Keeps the objects alive: a new object could get the `id()` of a deleted one."""
+    while queue and len(seen) < MOST_OBJECTS and not looked_for <= seen.keys():
+        for each in _next(queue.popleft()):
+            if id(each) not in seen:
+                seen[id(each)] = each
+                queue.append(each)
+    return looked_for & seen.keys()
+
+
+def _stored_by(given: Any) -> Iterator[Any]:
+    """The objects that its `state_dict()` may read, as far as the code shows; else all
+    references."""
+    if issubclass(type(given), _ENDS):
+        return
+    function = getattr(type(given), "state_dict", None)
+    names = attributes_read(type(given), function) if "state_dict" not in vars_of(given) else None
+    if names is None:
+        yield from _next(given)
+        return
+    yield function
+    yield from (value for name, value in vars_of(given).items() if name in names)
+
+
+def attributes_read(kind: type, function: Any) -> set[str] | None:
+    """Names of the attributes of `self` that a method and its callees read. None: possibly all, as
+    the method passes `self` on."""
+    found: set[str] = set()
+    left, seen = [function], list[Any]()
+    while left:
+        function = left.pop()
+        if any(function is each for each in seen):
+            continue
+        seen.append(function)
+        names = _attributes_in(function)
+        if names is None or "__dict__" in names:
+            return None
+        found |= names
+        members = (getattr(kind, name, None) for name in names)
+        left += (m.fget if isinstance(m, property) else m for m in members if _is_code(m))
+    return found
+
+
+def _is_code(member: Any) -> bool:
+    return isinstance(member, (types.FunctionType, property))
+
+
+def _attributes_in(function: Any) -> set[str] | None:
+    if not isinstance(function, types.FunctionType) or not function.__code__.co_argcount:
+        return None
+    code = function.__code__
+    me, names = code.co_varnames[0], set[str]()
+    if me in code.co_cellvars or "super" in code.co_names:
+        return None
+    for one, after in pairwise(dis.get_instructions(function)):
+        if isinstance(one.argval, tuple) and me in one.argval:
+            return None
+        if one.argval != me or not one.opname.startswith("LOAD_FAST"):
+            continue
+        if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names.add(after.argval)
+        elif after.opname != "STORE_ATTR":
+            return None
+    return names
+
+
+def vars_of(each: Any) -> dict[str, Any]:
+    """The object's attributes; empty if it has no dict."""
+    found = getattr(each, "__dict__", None)
+    return found if isinstance(found, dict) else {}
+
+
+def _next(each: Any) -> Iterator[Any]:
+    kind = type(each)  # not `__class__`: that of a lazy proxy would create the object
+    if issubclass(kind, _ENDS) or _is_checkpointer(kind):
+        return
+    if issubclass(kind, (list, tuple, set, frozenset, deque, dict)):
+        if len(each) <= MOST_MEMBERS:
+            yield from each.values() if issubclass(kind, dict) else each
+    elif issubclass(kind, types.FunctionType):
+        yield from _of_function(each)
+    elif issubclass(kind, types.MethodType):
+        yield from (each.__self__, each.__func__)
+    elif issubclass(kind, functools.partial):
+        yield from (each.func, *each.args, *each.keywords.values())
+    elif issubclass(kind, torch.nn.Module):  # hooks refer to other code
+        yield from each._modules.values()
+        yield from (value for name, value in vars(each).items() if not name.startswith("_"))
+    else:
+        yield from _of_instance(each)
+
+
+def _of_instance(each: Any) -> Iterator[Any]:
+    yield from vars_of(each).values()
+    for kind in type(each).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(each, name, None)
+    function = getattr(type(each), "state_dict", None)
+    if isinstance(function, types.FunctionType):
+        yield function
+
+
+def _of_function(function: types.FunctionType) -> Iterator[Any]:
+    """Objects in its closure, its defaults, and the globals that it names."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    if not f"{function.__module__}.".startswith(("torch.", "numpy.")):
+        names = set(_names(function.__code__))
+        yield from (function.__globals__[n] for n in names if n in function.__globals__)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _is_checkpointer(kind: type) -> bool:
+    """A script's object may refer to the checkpointer, which refers to all wanted objects."""
+    return any(f"{each.__module__}.{each.__name__}" == CHECKPOINTER for each in kind.__mro__)
+
+
+SCHEDULES = re.compile(r"(?i:sched|anneal|plateau|warmup)|LR$|LR[A-Z]")
+"""Classes of schedulers outside torch (timm's, Megatron's, a user's)."""
+AVERAGES = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
+"""Classes of averages outside torch."""
+TRAINERS = {
+    "lightning": "Trainer",
+    "pytorch_lightning": "Trainer",
+    "transformers": "Trainer",
+    "accelerate": "Accelerator",
+}
+"""Classes that run a training or hold all of its objects, by package."""
+OWN = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
+
+
+@dataclass
+class Found:
+    """The objects of the process, of any training."""
+
+    schedulers: list[Any] = field(default_factory=list)
+    averages: list[Any] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    """Loaders that store and load their position (torchdata's)."""
+    plain_loaders: list[Any] = field(default_factory=list)
+    """Loaders that do not."""
+    trainers: list[Any] = field(default_factory=list)
+    """Objects of frameworks that run a training, now or earlier."""
+
+    def with_persistent_workers(self) -> list[Any]:
+        """Loaders with workers that go on from epoch to epoch."""
+        every = (*self.loaders, *self.plain_loaders)
+        return [each for each in every if getattr(each, "persistent_workers", False)]
+
+
+def look() -> Found:
+    """Search all objects that Python's collector tracks. Takes half the time of a collection."""
+    found = Found()
+    kinds: dict[type, list[Any] | None] = {}
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind not in kinds:
+            kinds[kind] = _list_for(kind, found)
+        if (fitting := kinds[kind]) is not None:
+            fitting.append(each)
+    return found
+
+
+def _list_for(kind: type, found: Found) -> list[Any] | None:
+    if str(kind.__module__).partition(".")[0] in OWN or issubclass(kind, torch.optim.Optimizer):
+        return None
+    if issubclass(kind, AveragedModel):
+        return found.averages
+    if not all(callable(getattr(kind, n, None)) for n in ("state_dict", "load_state_dict")):
+        if issubclass(kind, DataLoader):
+            return found.plain_loaders
+        return found.trainers if package_of(kind) else None
+    if issubclass(kind, LRScheduler):
+        return found.schedulers
+    if issubclass(kind, DataLoader):
+        return found.loaders
+    names = [each.__name__ for each in kind.__mro__]
+    if any(map(AVERAGES.search, names)):
+        return found.averages
+    if issubclass(kind, torch.nn.Module) or hasattr(kind, "zero_grad"):
+        return None
+    schedules = callable(getattr(kind, "step", None)) and any(map(SCHEDULES.search, names))
+    return found.schedulers if schedules else None
+
+
+def package_of(kind: type) -> str:
+    """The package of `TRAINERS` that the class is of, or a class that it derives from; or empty."""
+    for base in kind.__mro__:
+        package = str(base.__module__).partition(".")[0]
+        if TRAINERS.get(package) == base.__name__:
+            return package
+    return ""
+
+
+# --- schedulers ----------------------------------------------------------------------------------
+
+
+def steps_any(scheduler: Any, optimizers: Iterable[Any]) -> bool:
+    """Whether it holds one of these optimizers, or one that shares parameter groups with one of
+    them, as Horovod's optimizer does with the original."""
+    every = [*optimizers]
+    groups = {id(group) for each in every for group in getattr(each, "param_groups", ())}
+    held: list[Any] = []
+    for value in vars_of(scheduler).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
+    return any(
+        any(value is each for each in every)
+        or (
+            isinstance(value, torch.optim.Optimizer)
+            and any(id(group) in groups for group in getattr(value, "param_groups", ()))
+        )
+        for value in held
+    )
+
+
+def is_stored(scheduler: Any, stored: set[int]) -> bool:
+    """Whether its `id()` is in `stored`, or all of its members are (a ChainedScheduler,
+    Accelerate's)."""
+    if id(scheduler) in stored:
+        return True
+    own = vars_of(scheduler)
+    members = own.get("_schedulers", ())
+    if members and not own.keys() - {"optimizer", "_schedulers", "_last_lr"}:
+        return all(id(each) in stored for each in members)
+    kind = type(scheduler)
+    names = attributes_read(kind, getattr(kind, "state_dict", None))
+    return bool(names) and all(id(own.get(name)) in stored for name in names or ())
+
+
+def outermost(schedulers: list[Any]) -> list[Any]:
+    """The schedulers that are not inside another one."""
+    return [
+        each
+        for each in schedulers
+        if not any(
+            reached(vars_of(other).values(), [each]) for other in schedulers if other is not each
+        )
+    ]
+
+
+# --- averages and loaders ------------------------------------------------------------------------
+
+
+def averages_any(averages: Any, model: torch.nn.Module) -> bool:
+    """Whether it has tensors of the shapes of the parameters (all, or the trained ones) of this
+    model or of one of its children, and is not part of the model."""
+    if any(each is averages for each in model.modules()):
+        return False
+    every = [[*each.parameters()] for each in (model, *model.children())]
+    every += [[param for param in params if param.requires_grad] for params in every]
+    shapes = [[param.shape for param in params] for params in every]
+    held = [*vars_of(averages).values(), *vars_of(averages).get("_modules", {}).values()]
+    return any(found in shapes for found in map(_shapes, held) if found)
+
+
+SHOWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules outside the model with its class and shapes, whose parameters no optimizer steps:
+    averages that a loop makes by itself, targets, references."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    mine, shapes = {id(each) for each in model.modules()}, _shapes(inner)
+    every = gc.get_objects()
+    alike = [e for e in every if type(e) is type(inner) and id(e) not in mine]
+    alike = [each for each in alike if shapes and _shapes(each) == shapes]
+    optimizers = [e for e in every if alike and issubclass(type(e), torch.optim.Optimizer)]
+    groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
+    stepped = {id(param) for group in groups for param in group["params"]}
+    return [e for e in alike if not any(id(param) in stepped for param in e.parameters())]
+
+
+def sample_of(module: torch.nn.Module) -> list[Any]:
+    """A few values of its first parameters."""
+    return [first_values(each) for each in [*module.parameters()][:8]]
+
+
+def first_values(tensor: torch.Tensor) -> list[Any]:
+    """A few values, to compare; none of a type that Python has no numbers for."""
+    return tensor.detach().flatten()[:4].tolist() if tensor.dtype in SHOWN else []
+
+
+def _shapes(value: Any) -> list[torch.Size]:
+    if isinstance(value, torch.nn.Module):
+        return [param.shape for param in value.parameters()]
+    members = [*value.values()] if isinstance(value, dict) else value
+    if not isinstance(members, (list, tuple)):
+        return []
+    tensors = [each for each in members if isinstance(each, torch.Tensor)]
+    return [each.shape for each in tensors] if len(tensors) == len(members) else []
+
+
+def trained_on(loaders: Iterable[Any]) -> Iterator[Any]:
+    """The loader in the middle of a pass, the furthest one, if there is any."""
+    amid = [
+        each
+        for each in loaders
+        if (begun := getattr(each, "_iterator", None)) is not None
+        and not getattr(begun, "_finished", True)
+    ]
+    if amid:
+        yield max(amid, key=lambda each: getattr(each._iterator, "_num_yielded", 0))
+
+
+def draws_seeds_again(loader: Any) -> bool:
+    """Whether a loader with a position of its own, which makes an iterator in the middle of a
+    pass, draws from a generator that the training or its shuffle uses as well."""
+    generator = getattr(loader, "generator", None)
+    shuffles_with_it = generator is getattr(loader.sampler, "generator", None)
+    return generator is None or (shuffles_with_it and not loader.num_workers)
+
 
 MOST_FRAMES = 24
 """Limit of frames between a scaler and the optimizer's step that it calls: wrappers and hooks."""
@@ -124,7 +501,7 @@ class Unsaved:
         return speaks
 
     def _look(self) -> None:
-        found = stateful_objects.look()
+        found = look()
         if by_hand := self._by_hand(found.trainers):
             self._warn(by_hand)
             self._looks = MOST_LOOKS
@@ -142,16 +519,16 @@ class Unsaved:
             self._say_of_hidden()
 
     def _look_for_copies(self, averages: list[Any]) -> None:
-        copies = stateful_objects.copies_of(self._state.model)
+        copies = copies_of(self._state.model)
         stored = reached([*self._given(), *averages], copies)
         lost = [each for each in copies if id(each) not in stored and not _has(_earlier, each)]
-        self._copies = [(_ref(each), [stateful_objects.sample_of(each)]) for each in lost]
+        self._copies = [(_ref(each), [sample_of(each)]) for each in lost]
 
     def _compare_copies(self) -> None:
         """Report copies that change with every step: averages of the weights."""
         for ref, samples in self._copies:
             if (each := ref()) is not None:
-                samples.append(stateful_objects.sample_of(each))
+                samples.append(sample_of(each))
                 if len(samples) == COMPARED and all(a != b for a, b in pairwise(samples)):
                     self._report(each, "averages", OF_MEAN)
         self._copies = [pair for pair in self._copies if len(pair[1]) < COMPARED and pair[0]()]
@@ -173,35 +550,30 @@ class Unsaved:
         for each in trainers:
             held = [getattr(it, "optimizer", it) for it in vars_of(each).get("_optimizers", ())]
             if id(each) in running or any(it is mine for it in held for mine in stepped):
-                package = stateful_objects.package_of(type(each))
-                name = stateful_objects.TRAINERS[package]
+                package = package_of(type(each))
+                name = TRAINERS[package]
                 return BY_HAND.format(package=package, name=name, line=LINES[package])
         return ""
 
-    def _missing(self, found: stateful_objects.Found) -> list[tuple[_Ref, str, str]]:
+    def _missing(self, found: Found) -> list[tuple[_Ref, str, str]]:
         """Objects that were not given: a reference, a name, and a description of each."""
         ours = [*self._ours()]
-        schedulers = [each for each in found.schedulers if stateful_objects.steps_any(each, ours)]
+        schedulers = [each for each in found.schedulers if steps_any(each, ours)]
         self.schedulers = len(schedulers)
-        averages = [
-            e for e in found.averages if stateful_objects.averages_any(e, self._state.model)
-        ]
+        averages = [e for e in found.averages if averages_any(e, self._state.model)]
         scalers = [each for ref in self._scalers if (each := ref()) is not None]
         loaders = found.loaders if EXTRA in self._line else []
         seeded = [each for each in loaders if any(each is it for it in self._given())]
-        seeded = [*filter(stateful_objects.draws_seeds_again, seeded)]
+        seeded = [*filter(draws_seeds_again, seeded)]
         stored = reached(self._given(), [*schedulers, *scalers, *averages, *loaders])
         if any(id(each) in stored for each in loaders):  # the others are an evaluation's
             loaders = []
-        lost = [each for each in schedulers if not stateful_objects.is_stored(each, stored)]
-        missing = [
-            (_ref(each), "scheduler", self._of_scheduler(each))
-            for each in stateful_objects.outermost(lost)
-        ]
+        lost = [each for each in schedulers if not is_stored(each, stored)]
+        missing = [(_ref(each), "scheduler", self._of_scheduler(each)) for each in outermost(lost)]
         for name, text, every in (
             ("scaler", OF_SCALER, scalers),
             ("averages", OF_MEAN, averages),
-            ("data", OF_LOADER, stateful_objects.trained_on(loaders)),
+            ("data", OF_LOADER, trained_on(loaders)),
         ):
             missing += [(_ref(each), name, text) for each in every if id(each) not in stored]
         lasting = found.with_persistent_workers()[:1]
@@ -224,14 +596,14 @@ class Unsaved:
         """Optimizers whose steps change the model."""
         for each in (*self._state.given.values(), *self._unregistered()):
             yield each
-            yield from (inner for _, inner in inside(each))
+            yield from (inner for _, inner in optimizers_inside(each))
 
     def _of_scheduler(self, scheduler: Any) -> str:
         label, optimizer = next(
             (
                 (label, each)
                 for label, each in self._state.given.items()
-                if stateful_objects.steps_any(scheduler, [each])
+                if steps_any(scheduler, [each])
             ),
             ("", None),
         )
@@ -339,7 +711,7 @@ def name_in_script(obj: Any) -> str:
     object; empty if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in stateful_objects.OWN:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in OWN:
             names: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
             for name, value in names.items():
                 if value is obj and not name.startswith("_"):
@@ -349,6 +721,3 @@ def name_in_script(obj: Any) -> str:
                     return f"self.{name}"
         frame = frame.f_back
     return ""
-
-
-__all__ = ["Unsaved", "name_in_script"]

@@ -1,30 +1,318 @@
-"""`tierckpt import`: a foreign state becomes a version that a job's restart takes."""
+"""`tierckpt import`: a foreign state becomes a version that a job's restart takes.
+
+A foreign state has the parts of a version: named tensors, the rank tree, the structure. The names
+are the source's. A restore finds the live parameter or buffer of each, see `restore.imported`: a
+file does not say which of its tensors are buffers, or, in most formats, which parameter is the
+first of an optimizer.
+
+The version is one shard, made window by window from the source's tensors. Nothing is held twice: a
+tensor of a mapped file is read when its window is made.
+"""
 
 from __future__ import annotations
 
+import mmap
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
 
 from tierckpt._text import is_url, some
 from tierckpt.config import Config, load_config
-from tierckpt.errors import ConfigError, CorruptShardError, LeaseHeldError
-from tierckpt.format.facts import VersionFacts
+from tierckpt.errors import ConfigError, CorruptShardError, LeaseHeldError, UnsupportedStateError
 from tierckpt.format.ids import VersionId
-from tierckpt.offline.folders import MissingPathError
-from tierckpt.offline.survey import Survey, survey
+from tierckpt.format.layout import Block, plan_layout
+from tierckpt.format.manifest import Manifest, digest
+from tierckpt.format.records import ShardRecord, VersionFacts
+from tierckpt.format.shard_file import encode_header, rank_state_blocks
+from tierckpt.offline.survey import MissingPathError, Survey, survey
 from tierckpt.offline.verify import verify
 from tierckpt.restore.progress import Progress
-from tierckpt.storage.local.directory_claim import DirectoryClaim
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import job_directory
-from tierckpt.storage.persistent import PersistentStore
+from tierckpt.state import tree_codec
+from tierckpt.state.extras import EXTRA_STATES, PLAIN_VALUES
+from tierckpt.state.training_state import NAMELESS
+from tierckpt.storage.claims import DirectoryClaim
+from tierckpt.storage.job_directory import job_directory
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.persistent import PersistentStore, VersionName
 from tierckpt.storage.persistent.lease import Lease
 
-from .foreign_state import ForeignState
-from .foreign_version import ForeignVersion
-from .version_image import VersionImage
+from .foreign_state import EXTRA_STATE, ForeignState, without_wrappers
+
+__all__ = ["ForeignVersion", "Imported", "VersionImage", "import_state"]
+
+
+class ForeignVersion:
+    """The parts of a version with the state of `foreign`; shares its tensors. What cannot be stored
+    is added to `foreign.not_taken`. Raises ConfigError for a model or an optimizer that cannot be
+    stored."""
+
+    def __init__(self, foreign: ForeignState) -> None:
+        self._foreign = foreign
+        self.tensors: dict[str, torch.Tensor] = {}
+        """By the names of their entries."""
+        self.tied: dict[str, str] = {}
+        self.structure: dict[str, Any] = {}
+        self._arena = tree_codec.Arena()
+        self._extra: dict[str, Any] = {}
+        self._groups: dict[str, list[Any]] = {}
+        self._odd: dict[str, dict[str, Any]] = {}
+        self._named: list[str] = []
+        """Optimizers with names of parameters, not numbers."""
+        try:
+            self._take_model()
+            for label, state in foreign.optimizers.items():
+                self._take_optimizer(label, state)
+        except UnsupportedStateError as error:
+            raise ConfigError(f"a version cannot store it: {error}") from error
+        self._take_objects()
+
+    def _take_model(self) -> None:
+        first: dict[tuple[Any, ...], str] = {}
+        own_states = {}
+        for name, value in self._foreign.model.items():
+            if name.rpartition(".")[2] == EXTRA_STATE:
+                own_states[name.rpartition(".")[0]] = value
+                continue
+            tree_codec.refuse_tensor(value, name)
+            value = value.resolve_conj().resolve_neg()
+            place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            known = first.setdefault(place, name) if value.numel() else name
+            if known != name:
+                self.tied[name] = known
+            else:
+                self.tensors[f"model/{name}"] = value
+        if own_states:
+            self._extra[EXTRA_STATES] = tree_codec.pack(own_states, "model", self._arena.keep)
+
+    def equal(self) -> list[list[str]]:
+        """Names of tensors of the model with equal bytes, in groups: they may be one tensor in the
+        live model."""
+        of_kind: dict[tuple[Any, ...], list[str]] = {}
+        for entry, tensor in self.tensors.items():
+            if entry.startswith("model/"):
+                of_kind.setdefault((tensor.shape, tensor.dtype), []).append(entry)
+        found: dict[tuple[Any, ...], list[str]] = {}
+        for kind, entries in of_kind.items():
+            for entry in entries if len(entries) > 1 else ():
+                raw = tree_codec.as_bytes(self.tensors[entry].reshape(-1))
+                key = (*kind, xxhash.xxh3_128_digest(raw.numpy().data))
+                found.setdefault(key, []).append(entry.removeprefix("model/"))
+        return [names for names in found.values() if len(names) > 1]
+
+    def _take_optimizer(self, label: str, state: Mapping[str, Any]) -> None:
+        groups = _groups_of(label, state)
+        self._foreign.not_taken += [
+            f"{label}[{key!r}]" for key in state if key not in ("state", "param_groups")
+        ]
+        names, are_names = _names_of(groups, self._foreign.prefix)
+        if are_names:
+            self._named.append(label)
+        members = [[names[str(each)] for each in group["params"]] for group in groups]
+        self.structure[label] = {"class": "", "groups": members}
+        self._groups[label] = [
+            {
+                key: tree_codec.pack(value, f"{label}.{key}", self._arena.keep)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
+            for group in groups
+        ]
+        for param, values in state["state"].items():
+            if not isinstance(values, Mapping) or str(param) not in names:
+                text = f"{label}: state of {param!r}, which is no parameter"
+                self._foreign.not_taken.append(text)
+                continue
+            self._take_values(f"{label}/{names[str(param)]}", values)
+
+    def _take_values(self, owner: str, values: Mapping[Any, Any]) -> None:
+        """One parameter's state."""
+        named = {k: v for k, v in values.items() if isinstance(k, str) and "/" not in k}
+        if len(named) < len(values):
+            named[NAMELESS] = {k: v for k, v in values.items() if k not in named}
+        for key, value in named.items():
+            if isinstance(value, torch.Tensor) and tree_codec.is_plain(value):
+                tree_codec.refuse_tensor(value, f"{owner}/{key}")
+                self.tensors[f"{owner}/{key}"] = value
+                continue
+            entries = tree_codec.Entries()
+            node = tree_codec.pack(value, key, entries)
+            self.tensors |= {f"{owner}/{path}": tensor for path, tensor in entries.found}
+            self._odd.setdefault(owner, {})[key] = node
+
+    def _take_objects(self) -> None:
+        """Take extra states, and plain values, as far as they can be stored."""
+        foreign, kept = self._foreign, {}
+        for name, state in foreign.extra.items():
+            packed = self._packed(name, state)
+            if packed is not None:
+                self._extra[name] = packed
+        for name, value in foreign.values.items():
+            packed = self._packed(name, value)
+            if packed is not None or value is None:
+                kept[name] = packed
+        if kept:
+            self._extra[PLAIN_VALUES] = kept
+
+    def _packed(self, name: str, value: Any) -> Any:
+        """The value as a node; None, and a line in the report, if it cannot be stored."""
+        before = len(self._arena.tensors)
+        try:
+            return tree_codec.pack(value, name, self._arena.keep)
+        except UnsupportedStateError as error:
+            del self._arena.tensors[before:]
+            self._foreign.not_taken.append(f"{name} ({str(error).partition(', which')[0]})")
+            return None
+
+    def tree(self) -> bytes:
+        """The encoded rank tree. Takes the tensors of the arena: call it once."""
+        node = {
+            "groups": self._groups,
+            "odd": self._odd,
+            "extra": self._extra,
+            "extra_per_rank": {},
+            "remainders": {},
+            "imported": {
+                "from": self._foreign.kind,
+                "named": self._named,
+                "equal": self.equal(),
+                "tied": self.tied,
+            },
+        }
+        encoded = tree_codec.EncodedTree(node, self._arena)
+        room = torch.empty(encoded.nbytes, dtype=torch.uint8)
+        encoded.copy(0, room)
+        return bytes(room.numpy().data)
+
+
+def _groups_of(label: str, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    given = state["param_groups"]
+    groups = [*given.values()] if isinstance(given, Mapping) else [*given]
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            raise ConfigError(f"{label}: its param_groups[{number}] names no params")
+    return groups
+
+
+def _names_of(groups: Sequence[Mapping[str, Any]], prefix: str) -> tuple[dict[str, str], bool]:
+    """The names of parameters by their keys in the state, and whether they are names in the model:
+    keys are such names themselves, or groups have `param_names`; else they are numbers. Names are
+    without wrappers' name parts, and without `prefix`."""
+    keys = [each for group in groups for each in group["params"]]
+    names = [each for group in groups for each in group.get("param_names") or ()]
+    if len(names) != len(keys):
+        names = [each for each in keys if isinstance(each, str) and not each.isdigit()]
+    if len(names) != len(keys) or not keys:
+        return {str(key): str(key) for key in keys}, False
+    own = [name.removeprefix(prefix) for name in without_wrappers(dict.fromkeys(names))]
+    return dict(zip(map(str, keys), own, strict=True)), True
+
+
+WINDOW_BYTES = 4 << 20
+
+
+class VersionImage:
+    """A source for the stores. The tensors must not change while it is in use. One thread."""
+
+    def __init__(
+        self,
+        facts: VersionFacts,
+        tensors: Mapping[str, torch.Tensor],
+        tree: bytes,
+        structure: Mapping[str, Any],
+        tied: Mapping[str, str],
+    ) -> None:
+        """`tensors` by the names of their entries; `tree` is the encoded rank tree."""
+        self._facts, self._tensors, self._tree = facts, tensors, tree
+        specs = tree_codec.specs_of([*tensors.items()])
+        self._layout = plan_layout(specs, [], 0, 1)
+        self._header, self._data_bytes = encode_header(self._layout, len(tree), structure, tied)
+        self._digests: list[bytes] = []
+        self._flat: tuple[str, torch.Tensor] | None = None
+
+    @property
+    def shard(self) -> int:
+        """See `Source`."""
+        return 0
+
+    @property
+    def most_bytes(self) -> int:
+        """Length of the shard."""
+        return len(self._header) + self._data_bytes
+
+    @property
+    def base(self) -> VersionName | None:
+        """See `Source`."""
+        return None
+
+    @property
+    def still_sealed(self) -> Callable[[], bool]:
+        """See `Source`."""
+        return lambda: True
+
+    def is_stored_as(self, record: ShardRecord) -> bool:
+        """See `Source`."""
+        return False
+
+    @property
+    def manifest(self) -> bytes:
+        """See `Source`."""
+        assert self._digests, "no window was read"
+        return Manifest(
+            facts=self._facts,
+            shard=0,
+            image_bytes=self.most_bytes,
+            header_bytes=len(self._header),
+            rank_state_bytes=len(self._tree),
+            digests=b"".join(self._digests),
+            created_seconds=time.time(),
+        ).encode()
+
+    def windows(self) -> Iterator[memoryview]:
+        """See `Source`. A window is valid until the next one is requested."""
+        self._digests = []
+        # Freed with its last view: the error of a store may have some.
+        window, filled = memoryview(mmap.mmap(-1, WINDOW_BYTES)), 0
+        for part in self._parts():
+            self._digests.append(digest(part))
+            while part:
+                count = min(len(part), WINDOW_BYTES - filled)
+                window[filled : filled + count] = part[:count]
+                filled, part = filled + count, part[count:]
+                if filled == WINDOW_BYTES:
+                    yield window
+                    filled = 0
+        if filled:
+            yield window[:filled]
+
+    def _parts(self) -> Iterator[memoryview]:
+        """The header, and all blocks."""
+        yield memoryview(self._header)
+        for block in self._layout.blocks:
+            yield self._block(block)
+        room = bytearray(self._data_bytes - self._layout.nbytes)
+        room[: len(self._tree)] = self._tree
+        begin = 0
+        for count in rank_state_blocks(len(room)):
+            yield memoryview(room)[begin : begin + count]
+            begin += count
+
+    def _block(self, block: Block) -> memoryview:
+        if len(block.parts) == 1:
+            return self._part(*block.parts[0])
+        return memoryview(b"".join(self._part(*part) for part in block.parts))
+
+    def _part(self, piece: int, low: int, high: int) -> memoryview:
+        name = self._layout.pieces[piece].spec.name
+        if self._flat is None or self._flat[0] != name:
+            self._flat = name, tree_codec.flat(self._tensors[name])
+        found: memoryview = tree_codec.as_bytes(self._flat[1][low:high]).numpy().data
+        return found
 
 
 @dataclass(frozen=True)
@@ -190,6 +478,3 @@ def _verify(path: str, facts: VersionFacts) -> None:
             f"{path}: the written version is damaged: {some(wrong) or 'it is not there'}. Remove "
             f"{facts.key(0).stem}.* from it, and check the disk"
         )
-
-
-__all__ = ["Imported", "import_state"]

@@ -1,27 +1,229 @@
-"""Segments: the files of a journal, read and removed. Without torch.
+"""Segments: the files of a journal, their records, and how far these lead. Without torch.
+
+A journal file is a sequence of frames. Each has a head of fixed length, a manifest, zeros up to a
+page, and the image of a shard, so that images can be written past the page cache. Some `STEP`
+frames and the `BOUNDARY` frame after them are one record: the gradients of the optimizer steps of
+one iteration, and the small state after it.
+
+The format is in FORMAT.md. The bytes and the chain of records that lead on from a version, found
+alike on all ranks, are pure.
 
 A restart first reads heads and manifests, to find the records that it needs, and verifies the
 images of these alone: a journal is much larger than a version.
+
+Nobody loses steps without a word because a setting is missing, or the number of ranks is another:
+`unused_journal` names the steps that a restart does not make again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import re
+import struct
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import VersionId
-from tierckpt.format.manifest import Manifest
-from tierckpt.format.verify import verify_shard
+from tierckpt.format.ids import NO_RUN, PAGE_BYTES, ShardKey, VersionId, round_up
+from tierckpt.format.manifest import Manifest, verify_shard
 from tierckpt.group import Node
-from tierckpt.storage.files.durable import open_plain, remove
-from tierckpt.storage.files.mapped_file import MappedFile
+from tierckpt.offline.survey import Survey
+from tierckpt.storage.durable import MappedFile, open_plain, remove
 
-from .chain import Link, RecordKey
-from .frames import BOUNDARY, HEAD_BYTES, SUFFIX, FrameHead, SegmentName
+__all__ = [
+    "BOUNDARY",
+    "FOLDER",
+    "HEAD_BYTES",
+    "ITSELF",
+    "NOT_SET",
+    "NOT_STRICT",
+    "OTHER_RANKS",
+    "STEP",
+    "SUFFIX",
+    "FileOwner",
+    "Frame",
+    "FrameHead",
+    "JournalCheck",
+    "JournalReach",
+    "JournalReader",
+    "Link",
+    "Record",
+    "RecordKey",
+    "SegmentName",
+    "chain_from",
+    "check_journals",
+    "names_in",
+    "outdated",
+    "reach_of",
+    "reach_of_restart",
+    "rebuildable",
+    "remove_all",
+    "unused_journal",
+]
+
+
+STEP, BOUNDARY = 0, 1
+"""Kinds of frames."""
+SUFFIX = ".journal"
+HEAD_BYTES = 64
+_MAGIC = b"tierjrn1"
+_FIELDS = struct.Struct("<8s6Q")
+_CHECK = struct.Struct("<Q")
+_NAME = re.compile(
+    rf"(?P<stem>.+)\.by(?P<writer>\d{{6,}})(\.copy(?P<keeper>\d{{5,}}))?{re.escape(SUFFIX)}"
+)
+ITSELF = -1
+"""In place of a keeper: the rank of the shard wrote the file."""
+
+
+@dataclass(frozen=True)
+class FrameHead:
+    """The head of a frame."""
+
+    kind: int
+    after: VersionId
+    """The version or record that this frame's record follows."""
+    digest: int
+    """xxh3_64 of this rank's stripes of parameters and optimizer state after the record; 0 in a
+    `STEP` frame."""
+    manifest_bytes: int
+    image_bytes: int
+
+    @property
+    def frame_bytes(self) -> int:
+        """Length of the frame."""
+        return self.image_offset + self.image_bytes
+
+    @property
+    def image_offset(self) -> int:
+        """Offset of the image in the frame."""
+        return round_up(HEAD_BYTES + self.manifest_bytes, PAGE_BYTES)
+
+    def encode(self) -> bytes:
+        """The head's bytes, with their xxh3_64 at the end."""
+        lengths = self.manifest_bytes, self.image_bytes
+        text = _FIELDS.pack(_MAGIC, self.kind, *self.after, self.digest, *lengths)
+        return text + _CHECK.pack(xxhash.xxh3_64_intdigest(text))
+
+    @staticmethod
+    def decode(data: bytes | memoryview) -> FrameHead:
+        """Read the bytes that `encode` made. Raises CorruptShardError for any others."""
+        text = bytes(data[: _FIELDS.size])
+        check = bytes(data[_FIELDS.size : HEAD_BYTES])
+        if len(check) < _CHECK.size or check != _CHECK.pack(xxhash.xxh3_64_intdigest(text)):
+            raise CorruptShardError("the head of a frame is truncated or damaged")
+        magic, kind, generation, version, digest, manifest_bytes, image_bytes = _FIELDS.unpack(text)
+        if magic != _MAGIC or kind not in (STEP, BOUNDARY):
+            raise CorruptShardError(f"a frame of an unknown kind ({magic!r}, {kind})")
+        after = VersionId(generation, version)
+        return FrameHead(kind, after, digest, manifest_bytes, image_bytes)
+
+
+@dataclass(frozen=True, order=True)
+class SegmentName:
+    """The name of a journal file: one rank's records between two versions on local."""
+
+    base: ShardKey
+    """The rank's shard of the version before the first record, or the record before it."""
+    writer: int
+    """Generation of the run that writes the file."""
+    keeper: int = ITSELF
+    """The rank that writes this copy of another rank's journal."""
+
+    def __str__(self) -> str:
+        copy = "" if self.keeper == ITSELF else f".copy{self.keeper:05d}"
+        return f"{self.base.stem}.by{self.writer:06d}{copy}{SUFFIX}"
+
+    @property
+    def rank(self) -> int:
+        """The rank that writes the file."""
+        return self.base.shard if self.keeper == ITSELF else self.keeper
+
+    @classmethod
+    def parse(cls, name: str) -> SegmentName | None:
+        """Read a name; None if it is another kind of name."""
+        match = _NAME.fullmatch(name)
+        base = ShardKey.parse(match["stem"]) if match else None
+        if match is None or base is None:
+            return None
+        return cls(base, int(match["writer"]), int(match["keeper"] or ITSELF))
+
+
+class RecordKey(NamedTuple):
+    """What one record has in common on all ranks."""
+
+    after: VersionId
+    id: VersionId
+    run_id: str
+    """See `VersionFacts.run_id`: two runs that did not see each other may make records of the same
+    id, whose parts must not be mixed."""
+    steps: int
+    """Number of optimizer steps."""
+
+
+class Link(NamedTuple):
+    """One record of one shard, as all ranks know it."""
+
+    after: VersionId
+    id: VersionId
+    run_id: str
+    digest: int
+    """See `FrameHead.digest`."""
+    steps: tuple[int, ...]
+    """Bytes of the image of each optimizer step's gradients."""
+
+    @property
+    def key(self) -> RecordKey:
+        """What it has in common with those of other shards."""
+        return RecordKey(self.after, self.id, self.run_id, len(self.steps))
+
+
+def chain_from(
+    base: VersionId, shards: Iterable[Iterable[RecordKey]], began: tuple[int, int] = NO_RUN
+) -> list[RecordKey]:
+    """Return the records that follow `base`, oldest first, as far as there is one of every shard.
+
+    Where two runs went on from the same place, the newer one counts. `began`: the entry in the
+    lineage of the last run that went back (see `Rollback`); records that it gave up do not count.
+    """
+    common = set.intersection(*map(set, shards))
+    following: dict[VersionId, RecordKey] = {}
+    for key in sorted(common):
+        if key.id.generation >= began[0] or key.id.version <= began[1]:
+            following[key.after] = key  # the newest comes last
+    found: list[RecordKey] = []
+    place = base
+    while (follower := following.get(place)) is not None and follower.id > base:
+        if follower in found:
+            break
+        found.append(follower)
+        place = follower.id
+    return found
+
+
+def rebuildable(
+    safe: VersionId | None, protected: VersionId | None, most_steps: int
+) -> VersionId | None:
+    """Return the version that a restart begins with after the loss of a node: the one that is
+    `protected`. If that is more than `most_steps` older than the newest one on local, `safe`,
+    nothing waits for the peer level any more, as the room on the disk is limited."""
+    if safe is None or protected is None or safe.version - protected.version > most_steps:
+        return safe
+    return min(safe, protected)
+
+
+def outdated(bases: Iterable[VersionId], safe: VersionId | None, keep: int) -> set[VersionId]:
+    """Return the bases of journal files that no restart needs any more, once `safe` is the newest
+    version that it may begin with: all but the newest `keep` up to `safe`, and later ones."""
+    known = sorted(each for each in {*bases} if safe is not None and each <= safe)
+    return {*known[: max(len(known) - keep, 0)]}
+
 
 FOLDER = "journal"
 """Folder of the journal in the directory of the local level."""
@@ -195,4 +397,121 @@ def remove_all(folder: Path, names: Iterable[SegmentName]) -> None:
         remove(folder / str(name))
 
 
-__all__ = ["FOLDER", "FileOwner", "Frame", "JournalReader", "Record", "names_in", "remove_all"]
+UNUSED = (
+    "the journal in {folder} leads from v{base} on to v{last}, and {why}: the steps after "
+    "v{reached} are lost. {remedy} to have them again"
+)
+NOT_SET = ("local_journal_steps is not set", "Start again with local_journal_steps")
+NOT_STRICT = ("restore(strict=False) makes no steps again", "Start again with strict=True")
+OTHER_RANKS = ("it is of {were} rank(s), this job has {size}", "Start again with {were} rank(s)")
+
+
+def unused_journal(
+    directory: str,
+    base: VersionId,
+    began: tuple[int, int],
+    texts: tuple[str, str],
+    size: int,
+    reached: VersionId | None = None,
+) -> str:
+    """Describe the longest journal in this local directory that follows the version `base`, if it
+    leads further than to `reached`; empty without one. Never raises.
+
+    Args:
+        directory: the local directory.
+        base: the version that was restored.
+        began: see `chain_from`.
+        texts: the reason why it is not used, and the remedy.
+        size: number of ranks of this job.
+        reached: how far this job's own journal has led; only journals of another number of ranks
+            count then.
+    """
+    folder, longest = Path(directory) / FOLDER, (reached or base).version
+    text = ""
+    there = names_in(folder)
+    for shards, shard in sorted({(n.base.shards, n.base.shard) for n in there}):
+        if reached is not None and shards == size:
+            continue
+        names = [n for n in there if (n.base.shards, n.base.shard) == (shards, shard)]
+        with closing(JournalReader(folder, names)) as reader:
+            keys = [key for _, key in reader.records]
+        chain = chain_from(base, [keys], began)
+        if chain and chain[-1].id.version > longest:
+            longest = chain[-1].id.version
+            why, remedy = (each.format(were=shards, size=size) for each in texts)
+            text = UNUSED.format(
+                folder=folder,
+                base=base.version,
+                last=longest,
+                why=why,
+                reached=(reached or base).version,
+                remedy=remedy,
+            )
+    return text
+
+
+@dataclass(frozen=True)
+class JournalReach:
+    """The records after one version. Heads and manifests were read, images were not."""
+
+    base: int
+    """The version."""
+    last: int
+    """The version that a boundary after the last record would have; `base` without records."""
+    records: int
+    """Number of records that all ranks have."""
+    missing: list[int]
+    """Ranks without any record of this job, in the directories that were searched."""
+
+
+def reach_of(
+    directories: Iterable[Path], base: VersionId, ranks: int, began: tuple[int, int]
+) -> JournalReach | None:
+    """How far the journals in these local directories lead from the version `base` of a job with
+    that number of ranks; None without any journal. `began`: see `chain_from`. Never raises."""
+    keys: list[set[RecordKey]] = [set() for _ in range(ranks)]
+    for directory in directories:
+        folder = directory / FOLDER
+        names = [n for n in names_in(folder) if n.base.shards == ranks and n.base.shard < ranks]
+        with closing(JournalReader(folder, names)) as reader:
+            for shard, key in reader.records:
+                keys[shard].add(key)
+    if not any(keys):
+        return None
+    chain = chain_from(base, keys, began)
+    last = chain[-1].id if chain else base
+    missing = [rank for rank, theirs in enumerate(keys) if not theirs]
+    return JournalReach(base.version, last.version, len(chain), missing)
+
+
+def reach_of_restart(there: Survey) -> JournalReach | None:
+    """How far the journals in a survey lead from the version that a restart takes; None without any
+    journal, without a version, and if the restart goes back, as it makes no steps again then."""
+    plan = there.plan() if there.request is None else None
+    if plan is None:
+        return None
+    return reach_of(there.directories, plan.id, len(plan.sources), there.began_last)
+
+
+@dataclass(frozen=True)
+class JournalCheck:
+    """All records of one rank in a directory, or all in a copy, compared with their checksums."""
+
+    records: int
+    nbytes: int
+    """Bytes of its files."""
+    problems: list[str]
+    """The damage, with the path; empty: none."""
+
+
+def check_journals(directories: Iterable[Path]) -> Iterator[JournalCheck]:
+    """Read every byte of the journals in these local directories, rank by rank. An incomplete
+    record at the end of a file is no damage. Never raises."""
+    for folder in (directory / FOLDER for directory in directories):
+        of_rank: dict[tuple[int, int, int], list[SegmentName]] = {}
+        for name in names_in(folder):
+            of_rank.setdefault((name.base.shard, name.base.shards, name.keeper), []).append(name)
+        for _, names in sorted(of_rank.items()):
+            with closing(JournalReader(folder, names)) as reader:
+                all(reader.is_sound(*held) for held in reader.records)
+                yield JournalCheck(len(reader.records), reader.nbytes, reader.problems)

@@ -16,17 +16,14 @@ from pathlib import Path
 import torch
 
 from tierckpt import _faults
-from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import PAGE_BYTES, VersionId
-from tierckpt.format.manifest import Manifest, digest
-from tierckpt.format.verify import digests_of
-from tierckpt.storage.files import durable
-from tierckpt.storage.files.direct_file import DirectFile
+from tierckpt.format.manifest import Manifest, digest, digests_of
+from tierckpt.format.records import VersionFacts
+from tierckpt.storage import durable
+from tierckpt.storage.durable import DirectFile
 
-from .chain import outdated
-from .frames import BOUNDARY, STEP, FrameHead, SegmentName
-from .images import Image
-from .segments import names_in, remove_all
+from .segments import BOUNDARY, STEP, FrameHead, SegmentName, names_in, outdated, remove_all
+from .steps import Image
 
 MOST_WAITING = 3
 """Records whose memory may wait for the disk. One more, and the disk does not keep up."""

@@ -12,12 +12,12 @@ import inspect
 import sys
 from typing import Any
 
-from tierckpt import _tested_versions
+from tierckpt import _version
 from tierckpt.errors import ConfigError, UnsupportedStateError
-from tierckpt.integrations.frameworks import Framework, Say
+from tierckpt.integrations import Framework, Say
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-LIGHTNING = Framework(*_tested_versions.LIGHTNING)
+LIGHTNING = Framework(*_version.LIGHTNING)
 PRIVATE = (
     "fit_loop.epoch_loop.batch_progress.total",
     "fit_loop.epoch_loop.val_loop._combined_loader",

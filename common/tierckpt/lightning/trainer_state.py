@@ -3,25 +3,318 @@
 Lightning's checkpoint files hold its loops in the middle of a batch, and their restart leaves out
 validations and updates of schedulers, and forgets logged values. Here it is the state after all
 work of a batch, so that a resumed loop does all of the next one.
+
+Scripts store state by Lightning's hooks: callbacks, datamodule, `on_save_checkpoint`.
+
+`on_save_checkpoint` receives a dict as Lightning makes it for a checkpoint file. What hooks change
+in it is stored, and `on_load_checkpoint` receives such a dict with the same changes.
+
+Logged values are the metrics of the epoch in progress, which `self.log` accumulates. Lightning
+keeps them in objects that it makes when a name is logged for the first time, and stores them in no
+checkpoint. The accumulators of torchmetrics' metrics are stored apart, as their modules leave them
+out of `state_dict()`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
-from tierckpt.errors import RestoreError
-from tierckpt.integrations.other_ranks import StepSize
+import torch
+from torch.utils._pytree import tree_map_only
+
+from tierckpt._text import in_words
+from tierckpt.errors import RestoreError, TierckptError
+from tierckpt.integrations import StepSize
 from tierckpt.state import tree_codec
 from tierckpt.state.extras import Generator
+from tierckpt.state.names import inside
 from tierckpt.state.witness import Comparison
 
-from . import hook_states, logged_results, metric_states
-from .hook_states import HookError
+from .package import package_of, part
 from .training_data import TrainingData
+
+__all__ = [
+    "HookError",
+    "TrainerState",
+    "averages",
+    "load_hooks",
+    "load_metrics",
+    "load_results",
+    "moved",
+    "owners",
+    "pack_hooks",
+    "pack_metrics",
+    "pack_results",
+    "scaler_of",
+]
+
+
+ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+"""What ModelCheckpoint needs, to not save a step twice, and leaves out of `state_dict()`."""
+AVERAGE = "_average_model"
+"""The averaged weights of a WeightAveraging (EMA) or StochasticWeightAveraging callback."""
+
+
+class HookError(TierckptError):
+    """A hook of the script raised an error; the text names both."""
+
+
+def averages(trainer: Any) -> dict[str, torch.nn.Module]:
+    """The averaged models of the callbacks, which are equal on all ranks."""
+    found = {
+        f"average of {callback.state_key}": getattr(callback, AVERAGE, None)
+        for callback in trainer.callbacks
+    }
+    return {name: each for name, each in found.items() if isinstance(each, torch.nn.Module)}
+
+
+def pack_hooks(trainer: Any) -> dict[str, Any]:
+    """The states of callbacks and datamodule, and what hooks change in a checkpoint. Raises
+    HookError for an error of one of them."""
+    states, packed = {}, {}
+    for callback in trainer.callbacks:
+        state = _called(callback, "state_dict")
+        state = {k: v for k, v in state.items() if k != "average_model_state"}
+        own = {name: getattr(callback, name) for name in ATTRIBUTES if hasattr(callback, name)}
+        if state or own:
+            states[callback.state_key] = state
+            packed[str(callback.state_key)] = {"state": state, "own": own}  # some give a type
+    data = {} if trainer.datamodule is None else _called(trainer.datamodule, "state_dict")
+    changes = {}
+    if hooks := _hooks(trainer, "on_save_checkpoint"):
+        file = _file(trainer, states, data)
+        before = {k: dict(v) if isinstance(v, dict) else v for k, v in file.items()}
+        for hook in hooks:
+            hook(file)
+        changes = _changes(before, file)
+    return {"callbacks": packed, "datamodule": data, **changes}
+
+
+def load_hooks(trainer: Any, packed: dict[str, Any]) -> None:
+    """Give the states to hooks, datamodule and callbacks, in Lightning's order."""
+    if not packed:
+        return
+    callbacks, data = packed["callbacks"], packed["datamodule"]
+    if hooks := _hooks(trainer, "on_load_checkpoint"):
+        keys = {str(callback.state_key): callback.state_key for callback in trainer.callbacks}
+        states = {keys.get(key, key): saved["state"] for key, saved in callbacks.items()}
+        file = _file(trainer, states, data)
+        weights = file["state_dict"].items()
+        file["state_dict"] = {name: value.to("cpu", copy=True) for name, value in weights}
+        _change(file, packed)
+        for hook in hooks:
+            hook(file)
+    if data:
+        trainer.datamodule.load_state_dict(data)
+    for callback in trainer.callbacks:
+        saved = callbacks.get(str(callback.state_key))
+        if saved is None:
+            continue
+        if saved["state"]:
+            average = getattr(callback, AVERAGE, None)
+            if isinstance(average, torch.nn.Module):
+                saved["state"].setdefault("average_model_state", average.state_dict())
+            callback.load_state_dict(saved["state"])
+        vars(callback).update(saved["own"])
+
+
+def resume_averaging(trainer: Any) -> None:
+    """Let StochasticWeightAveraging make its scheduler as it was: it does so at the start of an
+    epoch, and its restored state keeps it from averaging again."""
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+    for callback in trainer.callbacks:
+        if getattr(callback, "_scheduler_state", None) and not callback._initialized:
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    for group, kept in zip(groups, options, strict=True):
+        group.update(kept)
+
+
+def owners(trainer: Any, hook: str) -> list[str]:
+    """Class names of the callbacks and the module with a hook of the script's own."""
+    every = (*trainer.callbacks, trainer.lightning_module)
+    return [type(each).__name__ for each in every if _has(each, hook)]
+
+
+def _hooks(trainer: Any, name: str) -> list[Callable[[dict[str, Any]], None]]:
+    """The script's hooks that change a checkpoint, in Lightning's order."""
+    module = trainer.lightning_module
+    found: list[Callable[[dict[str, Any]], None]] = [
+        partial(_called, callback, name, trainer, module)
+        for callback in trainer.callbacks
+        if _has(callback, name) and not hasattr(callback, AVERAGE)
+    ]
+    if _has(module, name):
+        found.insert(
+            0 if name == "on_load_checkpoint" else len(found), partial(_called, module, name)
+        )
+    return found
+
+
+def _has(owner: Any, hook: str) -> bool:
+    """Whether the object, or a class of the script's, overrides one of Lightning's empty hooks."""
+    if hook in vars(owner):
+        return True
+    for base in type(owner).__mro__:
+        if hook in vars(base):
+            return not base.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+    return False
+
+
+def _called(owner: Any, name: str, *args: Any) -> Any:
+    try:
+        return getattr(owner, name)(*args)
+    except Exception as error:
+        raise HookError(f"{type(owner).__name__}.{name}() raised {in_words(error)}") from error
+
+
+def _file(trainer: Any, callbacks: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as Lightning's `dump_checkpoint` makes it, before hooks."""
+    connector, module = trainer._checkpoint_connector, trainer.lightning_module
+    precision = trainer.precision_plugin
+    file = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": importlib.import_module(package_of(trainer)).__version__,
+        "state_dict": connector._get_lightning_module_state_dict(),
+        "loops": connector._get_loops_state_dict(),
+        "callbacks": callbacks,
+        "optimizer_states": [each.state_dict() for each in trainer.optimizers],
+        "lr_schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+    }
+    if state := precision.state_dict():
+        file[type(precision).__qualname__] = state
+    for owner in (module, trainer.datamodule):
+        if owner is not None and owner.hparams:
+            if hasattr(owner, "_hparams_name"):
+                file[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
+            file[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+    if data:
+        file[type(trainer.datamodule).__qualname__] = data
+    return file
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What hooks have changed: `hooks` has new values, `gone` the keys that are removed, `inside`
+    the changes of each dict among the values. The callbacks' own states are stored anyway."""
+    new, inside = {}, {}
+    for key, value in after.items():
+        known = before.get(key)
+        if key in before and (value is known or key == "callbacks"):
+            continue
+        if isinstance(value, dict) and isinstance(known, dict):
+            if any((changes := _changes(known, value)).values()):
+                inside[key] = changes
+        else:
+            new[key] = value
+    gone = [key for key in before if key not in after]
+    return {"hooks": new, "gone": gone, "inside": inside}
+
+
+def _change(file: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Repeat `_changes`. Older versions have `hooks` only."""
+    file.update(changes["hooks"])
+    for key in changes.get("gone", ()):
+        file.pop(key, None)
+    for key, inner in changes.get("inside", {}).items():
+        if key in file:
+            file[key] = {**file[key]}
+            _change(file[key], inner)
+
+
+KEPT_METRIC = ("_update_count", "_computed", "_forward_cache", "_is_synced")
+
+
+def pack_metrics(module: torch.nn.Module) -> dict[str, Any]:
+    """The accumulators of all metrics in the module, by the metric's name."""
+    found = {
+        name: {key: getattr(metric, key) for key in (*metric._defaults, *KEPT_METRIC)}
+        for name, metric in module.named_modules()
+        if _is_metric(metric)
+    }
+    for name, collection in module.named_modules():
+        # Of metrics with equal states, a MetricCollection updates only the first.
+        if getattr(collection, "_groups_checked", False):
+            for first, *others in collection._groups.values():
+                for other in others:
+                    found[inside(name, other)] = found[inside(name, first)]
+    return found
+
+
+def load_metrics(module: torch.nn.Module, packed: dict[str, Any]) -> None:
+    """Set the accumulators of the metrics that still exist."""
+    metrics: dict[str, Any] = {n: m for n, m in module.named_modules() if _is_metric(m)}
+    for name in packed.keys() & metrics.keys():
+        for key, value in packed[name].items():
+            setattr(metrics[name], key, moved(value, metrics[name].device))
+
+
+def moved(value: Any, device: Any) -> Any:
+    """The value with all tensors in it on the device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _is_metric(module: Any) -> bool:
+    names = ("_defaults", "_reductions", *KEPT_METRIC)
+    return isinstance(module, torch.nn.Module) and all(hasattr(module, name) for name in names)
+
+
+RESULT_STATES = ("value", "cumulated_batch_size")
+KEPT_RESULT = ("_forward_cache", "_computed", "has_reset", "_update_count")
+RESULT_FACTS = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
+
+
+def pack_results(results: Any) -> dict[str, Any]:
+    """The values of a `_ResultCollection`, by key. Leaves out values that are reduced over a
+    process group of the script's own."""
+    return {key: _packed(each) for key, each in results.items() if each.meta.sync._group is None}
+
+
+def _packed(result: Any) -> dict[str, Any]:
+    meta = result.meta
+    names = (*RESULT_STATES, *KEPT_RESULT) if result.is_tensor else KEPT_RESULT
+    return {
+        "is_tensor": result.is_tensor,
+        "facts": json.dumps({name: getattr(meta, name) for name in RESULT_FACTS}),
+        "reduce": meta.reduce_fx.__name__,
+        "sync": json.dumps([meta.sync.should, meta.sync.rank_zero_only, meta.sync.op]),
+        "values": {name: getattr(result, name) for name in names if hasattr(result, name)},
+    }
+
+
+def load_results(trainer: Any, results: Any, packed: dict[str, Any]) -> None:
+    """Set the values in place of all that `results` has."""
+    results.clear()
+    package = part(trainer, "trainer.connectors.logger_connector.result")
+    for key, saved in packed.items():
+        meta = package._Metadata(
+            **json.loads(saved["facts"]), reduce_fx=getattr(torch, saved["reduce"])
+        )
+        should, rank_zero_only, op = json.loads(saved["sync"])
+        meta.sync = package._Sync(
+            _should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only, _op=op
+        )
+        result = package._ResultMetric(meta, saved["is_tensor"])
+        for name, value in saved["values"].items():
+            setattr(result, name, value)
+        if not saved["is_tensor"]:
+            result.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+        results[key] = result.to(trainer.lightning_module.device)
+
 
 CONNECTOR = (
     *("_callback_metrics", "_logged_metrics", "_progress_bar_metrics"),
@@ -124,10 +417,10 @@ class TrainerState:
                 for each in trainer.lr_scheduler_configs
             ],
             "precision": {} if scaler_of(trainer) else trainer.precision_plugin.state_dict(),
-            "scripts": hook_states.pack(trainer) if self._has_trained else self._scripts,
+            "scripts": pack_hooks(trainer) if self._has_trained else self._scripts,
             "connector": {name: getattr(connector, name) for name in CONNECTOR},
-            "results": logged_results.pack(epoch._results),
-            "metrics": metric_states.pack(trainer.lightning_module),
+            "results": pack_results(epoch._results),
+            "metrics": pack_metrics(trainer.lightning_module),
             "data": self._data.state_dict(),
         }
 
@@ -139,7 +432,7 @@ class TrainerState:
             return
         self._has_trained = True
         with contextlib.suppress(HookError):
-            tree_codec.pack(hook_states.pack(self._trainer), "hooks", tree_codec.Arena().keep)
+            tree_codec.pack(pack_hooks(self._trainer), "hooks", tree_codec.Arena().keep)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state for `load_at_start` and `load_at_resumption`."""
@@ -217,7 +510,7 @@ class TrainerState:
         if saved["precision"]:
             trainer.precision_plugin.load_state_dict(saved["precision"])
         self._scripts = saved["scripts"]
-        hook_states.load(trainer, self._scripts)
+        load_hooks(trainer, self._scripts)
 
     def load_at_resumption(self) -> None:
         """Set the rest, which the start of a fit resets: before the first batch."""
@@ -237,10 +530,10 @@ class TrainerState:
         if hasattr(trainer.strategy.model, DDP_FLAG):
             setattr(trainer.strategy.model, DDP_FLAG, saved["broadcasts_buffers"])
         device = trainer.lightning_module.device
-        vars(trainer._logger_connector).update(metric_states.moved(saved["connector"], device))
-        logged_results.load(trainer, epoch._results, saved["results"])
-        metric_states.load(trainer.lightning_module, saved["metrics"])
-        hook_states.resume_averaging(trainer)
+        vars(trainer._logger_connector).update(moved(saved["connector"], device))
+        load_results(trainer, epoch._results, saved["results"])
+        load_metrics(trainer.lightning_module, saved["metrics"])
+        resume_averaging(trainer)
         trainer.should_stop = trainer.should_stop or saved["should_stop"]
 
 
@@ -278,6 +571,3 @@ def _load_progress(loop: Any, saved: dict[str, Any]) -> None:
             _load_progress(target, counts)
         else:
             target.load_state_dict(counts)
-
-
-__all__ = ["TrainerState", "scaler_of"]

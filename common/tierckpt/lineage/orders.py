@@ -10,21 +10,24 @@ from typing import Any
 
 from tierckpt._text import directory_of, is_url, some
 from tierckpt.config import PersistentConfig, load_config
-from tierckpt.core.fork import Child, Origin, source_of
+from tierckpt.core.branches import Child, Origin, source_of
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import ConfigError, PinError, RestoreError
-from tierckpt.format.facts import VersionFacts
-from tierckpt.offline.folders import MissingPathError
-from tierckpt.offline.jobs import hints_of, several_jobs, survey_of_job
-from tierckpt.offline.survey import Survey, survey
-from tierckpt.storage.forks import ForkMarks, KeptFiles, OriginFile
-from tierckpt.storage.local.sibling_nodes import NODE
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.notes import Place
+from tierckpt.format.records import VersionFacts
+from tierckpt.offline.survey import (
+    MissingPathError,
+    Survey,
+    hints_of,
+    several_jobs,
+    survey,
+    survey_of_job,
+)
+from tierckpt.storage.claims import NODE
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.notes import ForkMarks, KeptFiles, OriginFile, Place
 from tierckpt.storage.persistent import PersistentStore
 
-from .marks import child_of, new_origin
-from .source import encoded_in, places_of
+from .source import child_of, encoded_in, new_origin, places_of
 
 
 def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str]]:

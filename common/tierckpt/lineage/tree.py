@@ -13,18 +13,22 @@ from collections.abc import Iterable, Iterator
 
 from tierckpt._text import directory_of, is_url
 from tierckpt.config import load_config
-from tierckpt.core.fork import Child
+from tierckpt.core.branches import Child
 from tierckpt.errors import TierckptError
 from tierckpt.format.ids import VersionId
-from tierckpt.format.run_record import RunEnd
+from tierckpt.format.records import RunEnd
 from tierckpt.offline.catalog import rows_of
-from tierckpt.offline.folders import MissingPathError
-from tierckpt.offline.jobs import hint_of, jobs_in, survey_of_job
-from tierckpt.offline.survey import Survey, survey
-from tierckpt.storage.run_records import FoundRuns, RunRecords
+from tierckpt.offline.survey import (
+    MissingPathError,
+    Survey,
+    hint_of,
+    jobs_in,
+    survey,
+    survey_of_job,
+)
+from tierckpt.storage.notes import FoundRuns, RunRecords
 
-from .holds import is_stale
-from .nodes import ForkNode, JobNode, RunNode, VersionNode
+from .history import ForkNode, JobNode, RunNode, VersionNode, is_stale
 from .orders import opened
 
 

@@ -1,19 +1,27 @@
-"""The catalog: a survey by version and level, the rows of `tierckpt list`."""
+"""The catalog: a survey by version and level, the rows of `tierckpt list`.
+
+Also here: what damage means (`outlook`: whether a version that lost shards can still be restored,
+and from where), and the version that a restart takes, found without a model (`tierckpt.latest`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tierckpt._text import some
+from tierckpt.coordination.proof_order import order_here
 from tierckpt.core.copies import Found, FoundParity, Location, Problem
 from tierckpt.core.levels import RANK
-from tierckpt.errors import ConfigError
+from tierckpt.core.restore_plan import Source
+from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.ids import (
     Lineage,
+    ParityKey,
     ShardKey,
     VersionId,
     newest_first,
@@ -21,12 +29,14 @@ from tierckpt.format.ids import (
     on_lineage,
 )
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.slots import read_seal
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import VersionName
+from tierckpt.storage.slots import read_seal
 
-from .jobs import refuse_several_jobs
-from .survey import Copy, Survey, job_of
+from .survey import Copy, MissingPathError, Survey, Where, job_of, refuse_several_jobs, survey
+
+__all__ = ["Latest", "latest", "outlook"]
+
 
 Group = tuple[VersionId, str, int, str]
 """Version, run, number of shards, and level."""
@@ -269,3 +279,154 @@ def _add_persistent(row: Row, name: VersionName, there: Survey) -> None:
         for base in manifest.bases:
             row.encoded = True
             _refer(row, base.id)
+
+
+MOST_SHARDS = 8
+
+
+def outlook(
+    there: Survey, lost: Iterable[ShardKey], bad: Collection[tuple[ShardKey, Location]] = ()
+) -> list[str]:
+    """A sentence for each version of which shards in `lost` have no sound copy at some place,
+    newest first. `bad` are copies, of shards and parity, that no restart can use."""
+    left = replace(
+        there,
+        found=[each for each in there.found if (each.key, each.place) not in bad],
+        parities=[each for each in there.parities if (each.key, each.place) not in bad],
+    )
+    shards: dict[VersionId, set[int]] = {}
+    for key in lost:
+        if not isinstance(key, ParityKey):
+            shards.setdefault(key.id, set()).add(key.shard)
+    return [
+        _of_version(there, left, id_, sorted(shards[id_])) for id_ in sorted(shards, reverse=True)
+    ]
+
+
+def _of_version(there: Survey, left: Survey, id_: VersionId, shards: list[int]) -> str:
+    plan = left.plan(id_.version)
+    if plan is not None and plan.id == id_ and shards[-1] < len(plan.sources):
+        ways = "; ".join(_ways([plan.sources[shard] for shard in shards]))
+        return f"{id_} can still be restored: {ways}"
+    several = [copy.key.shards for copy in there.copies if copy.key.id == id_]
+    shards_in_all = max(several, default=shards[-1] + 1)  # none where all manifests are damaged
+    usable = {found.key.shard for found in left.found if found.key.id == id_}
+    missing = [shard for shard in range(shards_in_all) if shard not in usable]
+    newest, it = left.plan(), "them" if missing[1:] else "it"
+    instead = f"a restart takes {newest.id}" if newest else "no other version is complete here"
+    parities = any(parity.key.id == id_ for parity in left.parities)
+    parity = "the parity here does not" if parities else "there is no parity to"
+    return (
+        f"{id_} cannot be restored from what is here: no usable copy of {_shard_names(missing)} is left, "
+        f"and {parity} rebuild {it}; {instead}. If other nodes or a persistent_path may have "
+        f"{it}, give their paths, too"
+    )
+
+
+def _ways(sources: Sequence[Source]) -> Iterator[str]:
+    """By where they come from."""
+    shards: dict[str, list[int]] = {}
+    for source in sources:
+        place = source.place
+        way = (
+            "rebuilt from parity" if source.rebuilt else f"read from {place.level} ({place.where})"
+        )
+        shards.setdefault(way, []).append(source.shard)
+    for way, theirs in shards.items():
+        yield f"{_shard_names(theirs)} {'are' if theirs[1:] else 'is'} {way}"
+
+
+def _shard_names(shards: Sequence[int]) -> str:
+    return f"{'shards' if shards[1:] else 'shard'} {some(shards, MOST_SHARDS)}"
+
+
+@dataclass(frozen=True)
+class Latest:
+    """A version as its manifests describe it. As an index it is `iteration`."""
+
+    version: int
+    """Completed optimizer steps."""
+    iteration: int
+    """The number that `restore()` would return."""
+    metric: float | None
+    """The metric of this version, see `Checkpointer.step`."""
+    ranks: int
+    """Number of ranks that took it, one shard each."""
+    levels: tuple[str, ...]
+    """The levels that a restart would read, cheapest first."""
+
+    def __index__(self) -> int:
+        return self.iteration
+
+    __int__ = __index__
+
+
+def latest(path: Where | Sequence[Where]) -> Latest | None:
+    """The newest complete version that a restart from here finds; None if there is none, so that a
+    job would start from scratch.
+
+    For a script that must know the version before it makes model and optimizer: the stage of a
+    curriculum, the size of a grown model, the position in a data stream. Only manifests are read.
+    If `restore()` then finds damage, it uses an older version: compare its result. Not collective.
+    Each process sees the files that its node sees: if each node has its own disk, call this after
+    `restore()`, or add the `persistent_path`.
+
+    Args:
+        path: as for `tierckpt.load`.
+
+    Raises RestoreError if there are files that no restart from here can take, or that cannot be
+    read: this is not a fresh start; ConfigError for places of several jobs.
+    """
+    given = [path] if isinstance(path, str | os.PathLike) else path
+    order = order_here()
+    places = [order.place_of(str(each)) if order else each for each in given]
+    try:
+        there = survey(places)
+    except MissingPathError:
+        if not (found := [each for each in places if _is_there(each)]):
+            return None
+        there = survey(found)
+    shown = some([*map(str, given)])
+    _refuse_unseen(there, shown)
+    refuse_several_jobs(there, shown)
+    taken = [row for row in rows_of(there) if row.next]
+    if not taken:
+        if not there.copies:
+            return None
+        versions = some([f"v{v}" for v in sorted({c.key.id.version for c in there.copies})[-8:]])
+        raise RestoreError(
+            f"{shown}: there are shards of {versions}, but no version is complete here",
+            "A restart needs the other nodes or levels. Add their paths, or call restore()",
+        )
+    iteration = next((row.iteration for row in taken if row.iteration is not None), None)
+    if iteration is None:
+        raise RestoreError(f"{shown}: v{taken[0].version} was retired while it was read")
+    return Latest(
+        version=taken[0].version,
+        iteration=iteration,
+        metric=next((row.metric for row in taken if row.metric is not None), None),
+        ranks=taken[0].shards,
+        levels=tuple(row.level for row in taken),
+    )
+
+
+def _is_there(place: Where) -> bool:
+    """False for a directory that does not exist yet, if its job has nothing in memory."""
+    try:
+        survey(place)
+    except MissingPathError:
+        return False
+    return True
+
+
+def _refuse_unseen(there: Survey, shown: str) -> None:
+    newer = [each for each in there.problems if each.newer]
+    if newer:
+        raise RestoreError(
+            f"{shown}: a newer release of tierckpt wrote {newer[0].place.where}: {newer[0].why}",
+            "Use that release, or another path",
+        )
+    if there.unseen:
+        why = some([f"{each.place.where}: {each.why}" for each in there.unseen], 4)
+        text = f"{shown}: not all places could be read: {why}"
+        raise RestoreError(text, "Make them readable, and try again")

@@ -1,25 +1,47 @@
-"""The leaves of a decoded rank tree by path: learning rates, generators, objects' states."""
+"""The leaves of a decoded rank tree by path: learning rates, generators, objects' states.
+
+Loaded values with classes that are not imported here are refused. Without its class a value would
+be a different state: no member of an Enum `is` it, and an optimizer behaves differently. Nothing
+is imported because a checkpoint names it.
+"""
 
 from __future__ import annotations
 
 import enum
+import importlib
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from tierckpt._text import in_words, some
+from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.manifest import digest
-from tierckpt.state.custom_values import (
+from tierckpt.state.tree_codec import (
+    Entry,
     ForeignValue,
     Parts,
+    foreign_values,
     is_made_of_tensors,
     name_of,
     taken_apart,
 )
-from tierckpt.state.tree_codec import Entry
+
+__all__ = [
+    "Leaf",
+    "bits_of",
+    "fingerprint",
+    "import_named",
+    "leaves_of",
+    "raw_bytes",
+    "refuse_unknown",
+    "shown_leaf",
+]
+
 
 SHOWN_LETTERS = 40
 Leaf = Any
@@ -120,7 +142,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
-def shown(leaf: Leaf) -> str:
+def shown_leaf(leaf: Leaf) -> str:
     """The leaf for people; empty for unreadable content (a generator's state)."""
     if isinstance(leaf, torch.Tensor | np.ndarray):
         return bits_of(leaf)[0].removeprefix("torch.")
@@ -134,8 +156,45 @@ def fingerprint(leaf: Leaf) -> str:
     """A short text that is equal only for equal leaves; a plain value is shown itself."""
     kind, data = bits_of(leaf)
     plain = isinstance(leaf, bool | int | float | str | None)
-    text = shown(leaf) if plain else ""
+    text = shown_leaf(leaf) if plain else ""
     return f"{kind} {text}" if text else f"{kind} #{digest(data).hex()}"
 
 
-__all__ = ["Leaf", "bits_of", "fingerprint", "leaves_of", "raw_bytes", "shown"]
+def refuse_unknown(parts: Mapping[str, Any], where: str) -> None:
+    """Raise RestoreError if a value in `parts` is a `custom_values.ForeignValue`."""
+    found = [*foreign_values(parts)]
+    if not found:
+        return
+    names = some([f"{path} is a {kind.replace(':', '.')}" for path, kind in found], 3)
+    raise RestoreError(
+        f"{where}: {names}; the class is not imported, and a checkpoint's names are never imported "
+        "by themselves",
+        f"{_way_out(kind.partition(':')[0] for _, kind in found)}. Or get the parts of such values "
+        "with the names of their classes: tierckpt.load(..., as_parts=True). `tierckpt export` to "
+        "a .safetensors file takes only the model",
+    )
+
+
+def _way_out(modules: Iterable[str]) -> str:
+    names = [*dict.fromkeys(modules)]
+    if "__main__" in names:
+        return "Its script defines it: load it in a script with the same definition"
+    if old := [name for name in names if name in sys.modules]:
+        return (
+            f"{some(old)} is imported but does not define it any more: use the release that wrote "
+            "it"
+        )
+    flags = " ".join(f"--import {name}" for name in names)
+    return f"First: import {', '.join(names)} (`tierckpt export ... {flags}`)"
+
+
+def import_named(modules: Iterable[str]) -> None:
+    """Import the modules that the user named. Raises ConfigError."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a module may raise anything on import
+            why = in_words(error)
+            raise ConfigError(
+                f"--import {name}: {why}. Add the folders of your own modules to PYTHONPATH"
+            ) from error

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from tierckpt.codecs.decoder import check_stored
+from tierckpt.codecs.shard_coding import check_stored
 from tierckpt.core.copies import Found, FoundParity
 from tierckpt.core.restore_plan import Source
 from tierckpt.erasure.parity_manifest import ParityManifest
@@ -16,10 +16,9 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.peer.parity_file import check_parity
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.rebuild import reader_of
-from tierckpt.restore.shard_image import LOST, ShardImage, in_memory
-from tierckpt.restore.shard_reader import READERS, FaultScope, Reads
-from tierckpt.storage.files.mapped_file import MappedFile
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.restore.shards import LOST, READERS, FaultScope, Reads, ShardImage, in_memory
+from tierckpt.storage.durable import MappedFile
+from tierckpt.storage.local import LocalStore
 
 from .catalog import manifest_at
 from .survey import Copy, Survey

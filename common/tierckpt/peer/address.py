@@ -10,7 +10,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from tierckpt._host import boot_id
+from tierckpt._process import boot_id
 from tierckpt.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915

@@ -1,16 +1,21 @@
-"""Exchange: the members of a redundancy group compute the parity of one version, each at its agent.
+"""Exchange: the members of a redundancy group compute the parity of one version, each at its
+agent.
 
 There is no coordinator and no collective: every member runs the same steps, and no trainer waits.
+A `Party` is a redundancy group, and the addresses of its members' agents.
 
-1. *Meet.* Each member connects to all others and sends its shard's manifest. Another member answers
-   with its own manifest once it has begun the same version, so this step waits for trainers that
-   seal later.
-2. *Process* the windows (`window_loop`). A slow member slows its neighbours, through TCP.
+1. *Meet.* Each member connects to all others and sends its shard's manifest. Another member
+answers with its own manifest once it has begun the same version, so this step waits for trainers
+that seal later.
+
+2. *Process* the windows (`windows`). A slow member slows its neighbours, through TCP.
+
 3. *End.* Each member reports to all others that it has sent everything, from a shard that stayed
-   sealed. A member commits only after this report from all others: parity of bytes that changed
-   on the way is worthless.
+sealed. A member commits only after this report from all others: parity of bytes that changed on
+the way is worthless.
+
 4. *Commit*, alone: parity is valid by itself (`parity_file`), so members do not wait for each
-   other's commit.
+other's commit.
 
 A failure in steps 1 to 3 at one member ends the exchange at all members within their limits, and
 leaves no trace of the version; earlier versions stay. The exchange is not repeated: a member that
@@ -24,6 +29,11 @@ progress at once.
 The connection identifies a message: it serves one exchange at a time, and `join` gives version,
 group and purpose. Another run has another secret. A member that was killed and joins again has
 another `attempt`, which ends the exchange at the others: they have to start again as well.
+
+`Blame` finds the member that is the cause, when a member waits for another in vain. All members
+become silent together when one hangs. So a silent member is asked, before it is blamed, which
+members it waits for itself. Only the members that wait for the hanging one give up by themselves;
+their last message names it to the others.
 """
 
 from __future__ import annotations
@@ -39,8 +49,8 @@ from typing import Any
 
 from tierckpt import _faults
 from tierckpt._text import in_words
-from tierckpt.erasure.codes import Stripes
-from tierckpt.erasure.exchange_plan import plan_member, plan_rebuild
+from tierckpt.erasure.codes import Stripes, plan_member, plan_rebuild
+from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import (
     CorruptShardError,
@@ -51,15 +61,114 @@ from tierckpt.errors import (
 )
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest, digest
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
 
-from .blame import SHOWN_NAMES, Blame
-from .inbox import Inbox
+from .address import Address
 from .parity_file import ParityDraft
-from .party import Party
-from .transport import Transport
-from .window_loop import WindowLoop
+from .transport import Host, Transport
+from .windows import Inbox, WindowLoop
 from .wire import MOST_TEXT, Link, no_excuse
+
+__all__ = ["SHOWN_NAMES", "Blame", "Party"]
+
+
+@dataclass(frozen=True)
+class Party:
+    """A group, and the addresses of its members."""
+
+    group: RedundancyGroup
+    addresses: tuple[Address, ...]
+    """Addresses of the members' agents, in the order of the ring."""
+    member: int
+    """This agent's number on the ring."""
+
+    def name(self, member: int) -> str:
+        """The member's name in errors."""
+        return f"rank {self.group.ranks[member]} ({self.addresses[member]})"
+
+    @property
+    def others(self) -> list[int]:
+        """All other members, starting with the next on the ring, so that connections spread
+        evenly."""
+        n = self.group.code.n
+        return [(self.member + i) % n for i in range(1, n)]
+
+
+LAST_WORDS_SECONDS = 2.0
+"""Limit for the last message of a member that gave up to arrive."""
+SHOWN_NAMES = 8
+NO_ANSWER = "it does not answer"
+
+
+class Blame:
+    """The questions of one member in one exchange. Any thread."""
+
+    def __init__(self, transport: Transport, host: Host, party: Party) -> None:
+        """`host`: this member's exchange."""
+        self._transport, self._host, self._party = transport, host, party
+        self._replies: dict[int, str] = {}
+        """The last answers, in words, by member."""
+
+    def excuse(self, member: int, silent_seconds: float) -> bool:
+        """Ask a silent member before it is blamed; True if it gets `stall_seconds` more.
+
+        It gets them if it waits for a third one. It may still be joining the one that hangs, which
+        takes `join_seconds`: no silence is excused longer. A member that waits for no other is
+        working, perhaps on a slow disk, and gets `stall_seconds` more, once.
+        """
+        limits = self._transport.limits
+        if silent_seconds > limits.join_seconds + limits.stall_seconds:
+            return False
+        answer = self._ask(member)
+        if answer is None:
+            self._replies[member] = NO_ANSWER
+            return False
+        waits, gave_up = answer
+        if gave_up:
+            self._replies[member] = f"it gave up: {gave_up}"
+            return False
+        if not waits:
+            self._replies[member] = "it answers and waits for no member, but makes no progress"
+            return silent_seconds < 1.5 * limits.stall_seconds
+        self._replies[member] = f"it waits for {', '.join(waits)}"
+        return waits != [self._party.name(self._party.member)]
+
+    def explain(self, error: PeerError, member: int, label: str, link: Link | None) -> PeerError:
+        """The error of the exchange `label`, from an `error` that blames a member: with the reason
+        that this member gave, in its last message on `link` or when it was asked."""
+        text = f"{label} is not protected: {error}"
+        if isinstance(error, RefusedError):  # carries the peer's reason already
+            return type(error)(text, member)
+        if link is not None and (words := _last_words(link)):
+            text += f"; it gave up: {words}"
+        elif member in self._replies:
+            text += f"; {self._replies[member]}"
+            if self._replies[member] != NO_ANSWER and (silent := self._silent(member)):
+                text += f"; no answer from {', '.join(silent)}"
+        return type(error)(text, member)
+
+    def _silent(self, blamed: int) -> list[str]:
+        """Names of the other members that do not answer.
+
+        The blamed member answers, so it may be only slow, with its disk for example, and one of
+        these be the cause.
+        """
+        others = (member for member in self._party.others if member != blamed)
+        return [self._party.name(m) for m in others if self._ask(m) is None][:SHOWN_NAMES]
+
+    def _ask(self, member: int) -> tuple[list[str], str] | None:
+        """Which members it waits for, and why it gave up; None when it does not answer."""
+        transport, address = self._transport, self._party.addresses[member]
+        return transport.why(address, self._host, member, transport.limits.ask_seconds)
+
+
+def _last_words(link: Link) -> str:
+    """The reason that the other side sent before it closed; empty if it sent none."""
+    try:
+        return str(link.receive(LAST_WORDS_SECONDS).get("why", ""))
+    except PeerError:
+        return ""
+
 
 RETRY_SECONDS = 0.2
 """Interval between attempts to reach a missing agent."""

@@ -15,9 +15,8 @@ from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ParityKey, ShardKey
 from tierckpt.format.layout import BLOCK_BYTES
-from tierckpt.format.manifest import digest, digest_at
-from tierckpt.format.verify import check, parity_blocks
-from tierckpt.storage.local.store import Draft, LocalStore
+from tierckpt.format.manifest import check, digest, digest_at, parity_blocks
+from tierckpt.storage.local import Draft, LocalStore
 
 Read = Callable[[int, memoryview], None]
 """`read(offset, into)`: fill `into` with the bytes from `offset` of a shard or parity, or raise."""

@@ -33,7 +33,7 @@ from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerE
 from tierckpt.format.ids import VersionId
 
 from .address import Address
-from .read_server import ReadServer
+from .remote_reads import ReadServer
 from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet, reach
 
 MOST_UNVERIFIED = 64

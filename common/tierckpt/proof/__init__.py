@@ -1,10 +1,12 @@
 """Proof: the test of `tierckpt prove` whether a killed and restarted script continues exactly.
 
 A job under test has a `ProofOrder` (`coordination.proof_order`). Its checkpoints go to a scratch
-folder, each rank records the contents of every version (`recorder`, `records`), and the job ends or
-is killed where the order says. `runs` starts such jobs, `verdict` compares the records, and
-`coverage` reports the behaviour that the compared steps did not exercise.
+folder, each rank records the contents of every version (`recorder`, `records`), and the job ends
+or is killed where the order says. `runs` starts such jobs, and `verdict` compares the records and
+reports the behaviour that the compared steps did not exercise.
 """
+
+from __future__ import annotations
 
 WALL_CLOCK = "wall clock"
 """Key of a value in an object's state that is not compared: times, which differ from run to run."""

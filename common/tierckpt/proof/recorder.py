@@ -2,36 +2,111 @@
 `coordination.proof_order`.
 
 Its callbacks run on the training thread.
+
+Passes over data loaders show where an epoch of the training ends. Only a job under test watches
+them, since the loaders' `__iter__` is replaced. A pass in progress at a boundary belongs to the
+training; an evaluation's pass starts and ends between two boundaries.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
 
 from tierckpt.callbacks import Callbacks
 from tierckpt.coordination.proof_order import PROGRESS, ProofOrder, order_here, path_of
-from tierckpt.core.halt_conditions import HaltRequest
+from tierckpt.core.decisions import HaltRequest
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.shard_file import decode_header
 from tierckpt.offline.leaves import fingerprint, leaves_of
 from tierckpt.state import tree_codec
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.slots import Slot
-from tierckpt.storage.routed.source_file import PREFIX
-from tierckpt.storage.routed.tree_files import end_without, files_at_end
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.routed import FILE_PREFIX, end_without, files_at_end
+from tierckpt.storage.slots import Slot
 
-from . import WALL_CLOCK, loader_passes
+from . import WALL_CLOCK
 from .records import Writer
 
 if TYPE_CHECKING:
-    from tierckpt.checkpointer.core import CheckpointerCore
+    from tierckpt.checkpointer.loop import CheckpointerCore
     from tierckpt.events import Event
     from tierckpt.restored import Restored
+
+__all__ = [
+    "Recorder",
+    "loader_kinds",
+    "loaders_under_way",
+    "record_if_ordered",
+    "state_of",
+    "watch_loaders",
+]
+
+
+_passes: list[tuple[int, weakref.ref[Any], Any]] = []
+"""Number, iterator and length of the passes that may be in progress."""
+_begun = 0
+
+
+def watch_loaders() -> None:
+    """Note every pass that starts from now on. May be called again."""
+    for kind in loader_kinds():
+        original = vars(kind)["__iter__"]
+        if not hasattr(original, "_tierckpt_sees"):
+            kind.__iter__ = _seeing(original)
+
+
+def loader_kinds() -> list[Any]:
+    """Loader classes that define their own `__iter__`."""
+    found: list[Any] = [DataLoader]
+    for kind in found:
+        found += kind.__subclasses__()
+    return [kind for kind in found if "__iter__" in vars(kind)]
+
+
+def _seeing(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    @functools.wraps(original)
+    def begins(loader: Any) -> Iterator[Any]:
+        begun = original(loader)
+        _note(begun, loader)
+        return begun
+
+    begins._tierckpt_sees = True  # type: ignore[attr-defined]
+    return begins
+
+
+def _note(iterator: Any, loader: Any) -> None:
+    global _begun
+    try:
+        ref = weakref.ref(iterator)
+    except TypeError:  # the iterator is a list's: its end cannot be seen
+        return
+    length = 0
+    with contextlib.suppress(Exception):  # an iterable dataset has no length
+        length = len(loader)
+    _begun += 1
+    # Persistent workers reuse one iterator; a subclass calls its parent's `__iter__`.
+    others = [each for each in _passes if each[1]() not in (None, iterator)]
+    _passes[:] = [*others, (_begun, ref, length)]
+
+
+def loaders_under_way() -> list[list[int]]:
+    """For each pass in progress its number, its batches, and the batches yielded (0: unknown)."""
+    found = [(number, ref(), length) for number, ref, length in _passes]
+    return [
+        [number, length, int(getattr(each, "_num_yielded", 0))]
+        for number, each, length in found
+        if each is not None
+    ]
+
 
 ELASTIC = "HOROVOD_ELASTIC"
 DRAINED = "drained-"
@@ -68,7 +143,7 @@ class Recorder(Callbacks):
         self._witness: tuple[int, str] | None = None
         if checkpointer._data_witness.mode == "error":
             checkpointer._data_witness.mode = "warn"  # the steps after it show the effect
-        loader_passes.watch()
+        watch_loaders()
         checkpointer._halt.ask(HaltRequest(after_version=order.until))
 
     def on_restored(self, restored: Restored) -> None:
@@ -108,7 +183,7 @@ class Recorder(Callbacks):
     def on_step_boundary(self, version: int) -> None:
         """Kill the process if this is the boundary. All ranks know the same safe version, so all
         are killed here or none."""
-        self._writer.line("passes", version=version, passes=loader_passes.under_way())
+        self._writer.line("passes", version=version, passes=loaders_under_way())
         unsaved = self._checkpointer._own_hooks.unsaved
         if (seen := (len(unsaved.texts), unsaved.schedulers)) != self._unsaved:
             self._unsaved = seen
@@ -155,7 +230,7 @@ def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
     tree = view[header.tree_offset :][: manifest.rank_state_bytes]
     files = files_at_end(len(tree), lambda low, high: bytes(tree[low:high]))
     for name, (low, high) in files.items():
-        found[PREFIX + name] = f"{high - low} bytes #{digest(tree[low:high]).hex()}"
+        found[FILE_PREFIX + name] = f"{high - low} bytes #{digest(tree[low:high]).hex()}"
     small = tree_codec.decode(bytes(tree[: end_without(len(tree), files)]), cut=True)
     found |= {
         name: fingerprint(leaf)
@@ -164,6 +239,3 @@ def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
     }
     metric = manifest.facts.metric
     return found if metric is None else {**found, "metric": fingerprint(metric)}
-
-
-__all__ = ["Recorder", "record_if_ordered", "state_of"]

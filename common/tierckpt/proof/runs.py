@@ -1,23 +1,157 @@
-"""Runs: a command, started as a job with an order, and watched until it has ended."""
+"""Runs: a command, started as a job with an order, and watched until it has ended.
+
+A run starts from the seed: a verified copy of a version, in the local level's format. Its progress
+is a bar on a terminal, else one line.
+
+Survivors are processes of a run that outlive its command. Launchers give ranks sessions of their
+own, and a killed launcher leaves its ranks running. All have the run's order in their environment,
+which identifies them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierckpt.coordination.proof_order import PROGRESS, VARIABLE, ProofOrder
 from tierckpt.errors import TierckptError
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
 
 from .records import Record, read, taking_part
-from .survivors import end_survivors
+
+if TYPE_CHECKING:
+    import rich.progress
+    from rich.console import Console
+
+    from tierckpt.offline.stored_version import Shard
+
+__all__ = ["Bar", "ProveError", "Run", "copy_version", "end_survivors", "link_all", "version_in"]
+
+
+END_SECONDS = 10.0
+"""Time to wait for the end of a process after SIGKILL."""
+
+
+def end_survivors(folder: Path) -> int:
+    """Kill all processes on this machine that have the run's order; returns their number. All have
+    ended on return, except those stuck in the kernel."""
+    ended = 0
+    while found := [*_survivors(folder)]:
+        for pidfd in found:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        stuck = [pidfd for pidfd in found if not select.select([pidfd], [], [], END_SECONDS)[0]]
+        for pidfd in found:
+            os.close(pidfd)
+        ended += len(found)
+        if stuck:
+            break
+    return ended
+
+
+def _survivors(folder: Path) -> Iterator[int]:
+    """A pidfd for each, which the caller closes: a process number alone may have been reused."""
+    mark = os.fsencode(f"{VARIABLE}={folder}")
+    for number in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            pidfd = os.pidfd_open(number)
+            try:
+                theirs = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+            except OSError:
+                theirs = []
+            if mark in theirs and number != os.getpid():
+                yield pidfd
+            else:
+                os.close(pidfd)
+
+
+def copy_version(path: str, version: int | None, folder: Path) -> int:
+    """Copy this version, or the one that a restart takes, into `folder`; returns its number. Files
+    at `path` are only read. Raises as `open_version` and reading do."""
+    from tierckpt.offline.stored_version import open_version  # imports torch
+
+    with closing(open_version(path, version, lambda nbytes: None)) as found:
+        store = LocalStore(folder)
+        store.create()
+        for shard in found.shards:
+            _copy(shard, store)
+        return found.manifest.id.version
+
+
+def _copy(shard: Shard, store: LocalStore) -> None:
+    manifest = shard.manifest
+    with store.draft(manifest.key, manifest.image_bytes) as draft:
+        for low, data in shard.all_bytes():
+            draft.write(memoryview(data), low)
+        draft.commit(manifest.encode())
+
+
+def link_all(folder: Path, target: Path) -> None:
+    """Hard-link all files below `folder` into `target`. This is safe: a store never writes to a
+    file with several names."""
+    target.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir():
+            link_all(path, target / path.name)
+        else:
+            os.link(path, target / path.name)
+
+
+def version_in(folder: Path) -> int | None:
+    """The newest version in a store below `folder`; None if there is none."""
+    stores = [LocalStore(path) for path in {p.parent for p in folder.rglob("*.manifest")}]
+    keys = chain.from_iterable(map(LocalStore.keys, stores))
+    return max((key.id.version for key in keys), default=None)
+
+
+class Bar:
+    """The display of one run, used in a `with`."""
+
+    def __init__(self, name: str, begin: int, until: int, console: Console) -> None:
+        self._name, self._begin, self._until, self._console = name, begin, until, console
+        self._since = time.monotonic()
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+
+    def __enter__(self) -> Bar:
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description:12}"), BarColumn())
+            steps = TextColumn("step {task.fields[at]} of {task.fields[until]}")
+            self._bar = Progress(*columns, steps, TimeElapsedColumn(), console=self._console)
+            total = self._until - self._begin
+            at, until = self._begin, self._until
+            self._task = self._bar.add_task(self._name, total=total, at=at, until=until)
+            self._bar.start()
+        return self
+
+    def step(self, version: int) -> None:
+        """Show that the run has reached this version."""
+        if self._bar is not None and self._task is not None and version:
+            at = min(version, self._until)  # the end takes one or two steps more
+            self._bar.update(self._task, completed=at - self._begin, at=at)
+
+    def __exit__(self, *error: object) -> None:
+        seconds = time.monotonic() - self._since
+        if self._bar is not None:
+            self._bar.stop()
+        elif error[0] is None:
+            text = f"{self._name}: up to step {self._until}, {seconds:.0f} s"
+            self._console.print(text, soft_wrap=True)
+
 
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
@@ -193,6 +327,3 @@ def _shutdown(process: subprocess.Popen[bytes]) -> Iterator[None]:
                 os.killpg(process.pid, number)
                 process.wait(seconds)
         raise
-
-
-__all__ = ["ProveError", "Run"]

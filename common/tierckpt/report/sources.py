@@ -15,20 +15,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt._event_files import Record, decode, lines_of
 from tierckpt._text import is_url
 from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.events import Record, decode, lines_of
 from tierckpt.goodput.account import Account, account
 from tierckpt.goodput.records import read
 from tierckpt.lineage.tree import tree_of
-from tierckpt.offline.folders import MissingPathError
-from tierckpt.tracing.horovod_timeline import START
-from tierckpt.tracing.spans import Timeline
-from tierckpt.tracing.tierckpt_traces import load
+from tierckpt.offline.survey import MissingPathError
+from tierckpt.tracing.timeline import Timeline
+from tierckpt.tracing.traces import START, load
 from tierckpt.watch.observer import Observer
 
 if TYPE_CHECKING:
-    from tierckpt.lineage.nodes import JobNode
+    from tierckpt.lineage.history import JobNode
     from tierckpt.watch.view import View
 
 DEPTH = 2

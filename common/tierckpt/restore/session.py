@@ -27,18 +27,17 @@ from tierckpt._text import in_words
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
-from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.versions import Reports
 from tierckpt.errors import MOST_DIFFERENCES, StateMismatchError, StateTornError
 from tierckpt.format.manifest import Manifest
 from tierckpt.restored import Restored
-from tierckpt.state import rng
+from tierckpt.state import process_state
 from tierckpt.state.training_state import TrainingState
 
-from .loader import Loader
+from .loader import Loader, TensorPreallocator
 from .progress import Progress
 from .search import VersionSearch
-from .tensor_fill import TensorPreallocator
-from .verified_version import VerifiedVersion
+from .verification import VerifiedVersion
 
 
 class RestoreSession(VersionSearch):
@@ -142,7 +141,7 @@ def load(
         saved = loader.saved
         grown = group.size > loader.shards
         streams = saved.get("rng")  # an imported version has none
-        report = (differences, rng.digests_of(streams) if grown and streams else {})
+        report = (differences, process_state.digests_of(streams) if grown and streams else {})
         all_differences, digests = zip(*group.all_gather_object(report), strict=True)
         found: list[str] = next((each for each in all_differences if each), [])
         if found and strict:
@@ -162,7 +161,7 @@ def load(
         # Last: loading may have drawn random numbers.
         notices += loader.notices
         if streams is not None:
-            notices += rng.take_up(
+            notices += process_state.take_up(
                 streams,
                 loader.manifest.id.version,
                 group.rank,

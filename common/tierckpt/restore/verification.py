@@ -1,53 +1,308 @@
 """The steps of a restore up to a version that all ranks know to be sound: plan, read, verify.
 
 Every byte is read and checked before any live state changes on any rank. Mapped shards are read
-twice, the second time from memory or page cache; fetched shards stay in memory in between, so every
-byte is read from storage once. A damaged copy counts as lost in the next plan.
+twice, the second time from memory or page cache; fetched shards stay in memory in between, so
+every byte is read from storage once. A damaged copy counts as lost in the next plan.
 
-Besides the live state a rank holds: its share of fetched or rebuilt shards, which is freed as it is
-loaded; a window of other ranks' shards; and a summary of each shard. A rank that fetches most of
-the version alone allocates memory for new optimizer state only as it frees that share.
+Besides the live state a rank holds: its share of fetched or rebuilt shards, which is freed as it
+is loaded; a window of other ranks' shards; and a summary of each shard. A rank that fetches most
+of the version alone allocates memory for new optimizer state only as it frees that share.
+
+Candidates are the copies that a restore may still use. The plan made from them is pure, and the
+same on all ranks: every rank knows all found and all rejected copies.
+
+A verified version, the same on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tierckpt._text import in_words
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise, raise_any
-from tierckpt.core.restore_plan import RestorePlan, Source
-from tierckpt.errors import RestoreError
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.core.copies import Found, FoundParity, Location, distinct
+from tierckpt.core.restore_plan import RestorePlan, Source, plan_restore
+from tierckpt.errors import RestoreError, StateTornError
+from tierckpt.format.ids import NO_RUN, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.shard_file import ShardHeader, decode_header
-from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary, counts, lacking
+from tierckpt.format.shard_file import (
+    RankState,
+    ShardHeader,
+    ShardSummary,
+    VersionSummary,
+    counts,
+    decode_header,
+    lacking,
+)
 from tierckpt.restored import Restored, TransferStats
-from tierckpt.storage.routed.tree_files import end_without, files_at_end
+from tierckpt.storage.routed import end_without, files_at_end
 
-from .broadcast import ShardBroadcaster
-from .candidates import Candidates, RankFailures
 from .progress import Progress
-from .rebuild import Parities
-from .shard_image import (
+from .rebuild import Parities, ShardBroadcaster, Visit, Wants, all_of_it
+from .shards import (
+    READERS,
+    RUN_BYTES,
+    Failure,
+    FaultScope,
+    Kept,
     OpenStore,
     Part,
+    Reads,
     ShardImage,
     in_file,
     in_memory,
     open_image,
     open_persistent,
 )
-from .shard_reader import READERS, RUN_BYTES, Failure, FaultScope, Kept, Reads
-from .verified_version import VerifiedVersion
 
 if TYPE_CHECKING:
-    from .tensor_fill import TensorPreallocator
+    from .loader import TensorPreallocator
+
+__all__ = [
+    "Candidates",
+    "RankFailures",
+    "RestoreContext",
+    "ShareRead",
+    "SpillPolicy",
+    "VerifiedVersion",
+    "all_finished",
+    "find",
+    "read",
+    "verify",
+]
+
+
+ENOUGH_IN_VAIN = 2
+"""Number of ranks that must fail to reach an agent before no rank asks it. A single rank may be cut
+off by itself."""
+
+C = TypeVar("C", Found, FoundParity)
+RankFailures = list[tuple[int, Failure]]
+"""Failures, each with the rank that had it."""
+
+
+class Candidates:
+    """Copies by rank, without those that proved bad. One thread."""
+
+    def __init__(
+        self,
+        found: Sequence[Sequence[Found]],
+        parities: Sequence[Sequence[FoundParity]] = (),
+        nodes: Sequence[str] = (),
+        on_reject: Callable[[str], None] = lambda text: None,
+        began: tuple[int, int] = NO_RUN,
+        abandoned: bool = False,
+    ) -> None:
+        """`found` and `parities` are those of every rank. `nodes` has the node name of every rank;
+        without it each rank counts as a node of its own. `on_reject` receives the reason for each
+        rejected copy. `began` and `abandoned`: see `plan_restore`."""
+        self._began, self._abandoned = began, abandoned
+        self.found, self.parities, self._nodes = found, parities, nodes
+        self._on_reject = on_reject
+        self.rejected: list[str] = []
+        """Descriptions of the copies that exist and cannot be used, with the reason."""
+        self.bad: set[tuple[ShardKey, Location]] = set()
+        """Copies that no rank may read any more."""
+        self._unreachable: set[tuple[ShardKey, Location, int]] = set()
+        """Copies that one rank could not reach, with that rank."""
+        self._silent: dict[str, set[int]] = {}
+        """By the name of an agent's location: the ranks that got no answer from the agent."""
+        self._undecodable: dict[VersionId, str] = {}
+        """Versions that cannot be decoded only because a key or a codec is missing here, with the
+        reason."""
+        self._readers: dict[tuple[ShardKey, Location], int] = {}
+        """The rank that holds each copy fetched in the last attempt."""
+
+    def plan(
+        self, version: int | None = None, avoid: Container[VersionId] = ()
+    ) -> RestorePlan | None:
+        """Plan for the newest version, or for `version`, that is not in `avoid`: see
+        `plan_restore`.
+
+        Raises RestoreError if a newer version exists that cannot be decoded only because a key or a
+        codec is missing: going back to an older version would let retention remove the newer one.
+        """
+        plan = plan_restore(
+            self.found,
+            frozenset(self.bad),
+            version,
+            self.parities,
+            self._readers,
+            frozenset(self._unreachable),
+            self._nodes,
+            avoid,
+            self._began,
+            self._abandoned,
+        )
+        if self._undecodable and (plan is None or plan.id not in self._undecodable):
+            newest = max(self._undecodable)
+            raise RestoreError(
+                f"{newest} exists and cannot be decoded. {self._undecodable[newest]}. Nothing "
+                "was changed, and no older version was taken instead",
+                "Correct this and restart. If it is lost for good: restore(version=...) goes "
+                f"back to an older version; another path, or moving away what is left of {newest}, "
+                "starts without it",
+            )
+        return plan
+
+    def look(
+        self, found: Sequence[Sequence[Found]], parities: Sequence[Sequence[FoundParity]]
+    ) -> None:
+        """Replace the inventory; rejected copies stay rejected."""
+        self.found, self.parities = found, parities
+
+    def still_there(self, failures: RankFailures) -> RankFailures:
+        """The failures without those of copies that had disappeared and are also not in the last
+        inventory."""
+        there = {(f.key, f.place) for each in distinct(self.found) for f in each}
+        there |= {(p.key, p.place) for each in distinct(self.parities) for p in each}
+        return [(r, f) for r, f in failures if not f.gone or (f.key, f.place) in there]
+
+    def keep_readers(self, plan: RestorePlan) -> None:
+        """Keep the readers of fetched copies for the next plan, so that nothing is fetched twice,
+        even if another rank then has less to read."""
+        shards = len(plan.sources)
+        self._readers = {
+            (ShardKey(plan.id, s.shard, shards), s.place): s.reader
+            for s in plan.sources
+            if not (s.rebuilt or s.place.mappable)
+        }
+
+    def reject(self, failures: RankFailures) -> None:
+        """Exclude failed copies from later plans: a damaged copy on all ranks, an unreachable copy
+        on the rank that could not reach it, and everything an agent has if the agent does not
+        answer."""
+        for rank, each in sorted(failures, key=lambda f: f[1].blame is FaultScope.SIGHT):
+            key, place = each.key, each.place
+            if (key, place) in self.bad:
+                continue
+            if each.blame is FaultScope.SIGHT:
+                self._unreachable.add((key, place, rank))
+            else:
+                self.bad.add((key, place))
+            by = f" (as rank {rank} found, on node {each.node})" if len(self.found) > 1 else ""
+            text = f"{key} on level {place.level} ({place.where}): {each.why}{by}"
+            if not each.silent:
+                self.note(text)
+            elif place.where not in self._silent:  # once for each agent
+                self.note(f"{each.why}{by}")
+            if each.silent:
+                self._silent.setdefault(place.where, set()).add(rank)
+            if each.undecodable:
+                self._undecodable.setdefault(key.id, text)
+        if out := self.left_out:  # otherwise every rank would wait for them again
+            self.look(_without(self.found, out), _without(self.parities, out))
+
+    def note(self, text: str) -> None:
+        """Record that a copy, or something else that was found, was rejected."""
+        self.rejected.append(text)
+        self._on_reject(text)
+
+    @property
+    def left_out(self) -> set[str]:
+        """Agents that no rank asks any more, by the name of their locations."""
+        enough = min(ENOUGH_IN_VAIN, len(self.found))
+        return {where for where, ranks in self._silent.items() if len(ranks) >= enough}
+
+
+def _without(copies: Sequence[Sequence[C]], out: Container[str]) -> list[list[C]]:
+    left = {
+        id(each): [copy for copy in each if copy.place.where not in out]
+        for each in distinct(copies)
+    }
+    return [left[id(each)] for each in copies]
+
+
+@dataclass
+class VerifiedVersion:
+    """A verified version, ready to be loaded."""
+
+    plan: RestorePlan
+    broadcaster: ShardBroadcaster
+    progress: Progress
+    images: dict[int, ShardImage]
+    """Images that this rank maps, fetched, or rebuilt."""
+    contents: VersionSummary
+    trouble: str = ""
+    """What failed on this rank after the last byte, as text."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return self.contents.nbytes
+
+    def visit(self, visit: Visit, wants: Wants = all_of_it) -> None:
+        """Show every shard to every rank once, except mapped parts it does not need. Memory used
+        only for that is freed window by window; rebuilt shards that may have to be repaired are
+        kept. Collective. `trouble` says why this rank did not see everything."""
+
+        def visit_one(shard: int, offset: int, window: memoryview) -> None:
+            visit(shard, offset, window)
+            if shard in self.images and not self._to_mend(shard):
+                self.images[shard].forget(offset, offset + len(window))
+            self.progress.advance(len(window))
+
+        def wants_one(shard: int, low: int, high: int) -> bool:
+            wanted = wants(shard, low, high)
+            self.progress.advance(0 if wanted else high - low)
+            return wanted
+
+        for source in self.plan.sources:
+            shard = source.shard
+            outline = self.contents.outlines[shard]
+            self.broadcaster.show(source, outline, self.images.get(shard), visit_one, wants_one)
+            try:
+                if shard in self.images and not source.direct and not self._to_mend(shard):
+                    self.images.pop(shard).close()
+            except Exception as error:  # reported at the end: others wait for the next shard
+                self.broadcaster.fail(shard, error)
+        sent = any(not source.direct for source in self.plan.sources)
+        self.trouble = self.broadcaster.trouble_of_any() if sent else self.broadcaster.trouble
+
+    def _to_mend(self, shard: int) -> bool:
+        """True for this rank's own shard, if it was rebuilt and the job has the same number of
+        ranks as then."""
+        rank, size = self.broadcaster.rank, self.broadcaster.size
+        sources = self.plan.sources
+        return shard == rank and len(sources) == size and sources[shard].rebuilt
+
+    def report(self, manifest: Manifest) -> Restored:
+        """The result of a restore from this version; `manifest` is this rank's."""
+        result = Restored.of(manifest.facts)
+        result.shard_levels = tuple(source.place.level for source in self.plan.sources)
+        result.levels = self.plan.levels
+        result.nbytes = self.nbytes
+        return result
+
+    def fail(self, error: Exception) -> None:
+        """Record a failure after the last byte. `all_finished` reports it, as the other ranks wait
+        there."""
+        self.trouble = self.trouble or in_words(error)
+
+    def incomplete(self, ranks: list[int], why: str) -> StateTornError:
+        """The error of all ranks if one fails after the live state has changed."""
+        return StateTornError(
+            f"{self.plan.id} could not be loaded completely: rank {ranks[0]}: {why}"
+        )
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for image in self.images.values():
+            image.close()
+        self.images.clear()
+
+
+def all_finished(version: VerifiedVersion, group: ErrorBarrier) -> None:
+    """Raise StateTornError on all ranks if any had trouble at the end of `load`: a rank that raised
+    alone would leave the others to train without it. Call it when all records agree with the loaded
+    version, so that a rank lost during the call leaves the others with a complete state."""
+    raise_any(group.all_gather_object(version.trouble), version.incomplete, group.rank)
 
 
 @dataclass(frozen=True)
@@ -379,6 +634,3 @@ def _own_of(image: ShardImage, header: ShardHeader) -> RankState:
     files = files_at_end(nbytes, read)
     tree = read(0, end_without(nbytes, files))
     return RankState.of(image.manifest.encode(), tree, header, files)
-
-
-__all__ = ["RestoreContext", "ShareRead", "SpillPolicy", "find", "read", "verify"]

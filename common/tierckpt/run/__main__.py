@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from . import options as command_line
 from . import preload, process, script
-from .job.hub import say
-from .job.launcher import HOROVODRUN, Place, place_of
-from .learned import LearnedFile
+from .coordinator import say
+from .launcher import HOROVODRUN, Place, place_of
+from .preload import LearnedFile
 from .shim import Shim
 
 MOST_REFUSED = 8
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         may_fork = _preload(options, place, learned)
     if may_fork:
         Shim(options, place, learned).supervise()
-    script.run(options)
+    script.run_script(options)
 
 
 def _preload(options: command_line.Options, place: Place, learned: LearnedFile) -> bool:

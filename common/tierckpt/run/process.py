@@ -1,4 +1,12 @@
-"""Processes of a shim: forks, ends of whole trees, and an end like that of the script."""
+"""Processes of a shim: forks, signals, ends of whole trees, and an end like that of the script.
+
+Signals in the shim are recorded, and passed on to the script's process exactly once.
+
+Launchers signal a process, its group, its children or all of a job's processes. The script's
+process is in the shim's group, as Ctrl-C and `stdin` of a terminal need, and receives all but the
+first by itself. A *witness* shows the difference: an idle process in the same group, which every
+signal to more than the shim ends, too.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +16,32 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from math import inf
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from tierckpt._children import end_with_parent
-from tierckpt._host import process_stat
+from tierckpt._process import process_stat
 from tierckpt._text import in_words
+
+__all__ = [
+    "FORWARDED",
+    "Signals",
+    "adopt_orphans",
+    "children",
+    "end_like",
+    "ends_by_sigterm",
+    "fork",
+    "fork_helper",
+    "kill_one",
+    "kill_tree",
+    "pass_on",
+    "reap",
+]
+
 
 PR_SET_CHILD_SUBREAPER = 36
 SHELL_STATUS = 128
@@ -170,14 +196,145 @@ def end_like(status: int) -> NoReturn:
     os._exit(os.WEXITSTATUS(status))
 
 
-__all__ = [
-    "adopt_orphans",
-    "children",
-    "end_like",
-    "ends_by_sigterm",
-    "fork",
-    "fork_helper",
-    "kill_one",
-    "kill_tree",
-    "reap",
-]
+FORWARDED = frozenset(
+    {
+        *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1),
+        *(signal.SIGUSR2, signal.SIGALRM, signal.SIGTERM),
+        *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+    }
+)
+"""Signals that the shim passes on. Stops and continues keep their effect on each process."""
+SETTLE_SECONDS = 0.02
+"""The time in which a signal to a group reaches all of it, or to a tree of processes."""
+FRESH_SECONDS = 1.0
+"""The witness may die of a signal before the shim has received its own."""
+_SCAN = ("SigPnd:", "ShdPnd:")
+_EXITING = 0x4
+"""PF_EXITING among the flags in /proc/PID/stat (Linux, include/linux/sched.h)."""
+
+
+class Signals:
+    """Handlers of one shim. Main thread; `wake` is called with a byte for every signal."""
+
+    def __init__(self, wake_fd: int) -> None:
+        """Install the handlers, except for signals that are ignored (nohup)."""
+        self.received: list[int] = []
+        self._before: dict[int, object] = {}
+        self._witness: int | None = None
+        self._to_all: dict[int, float] = {}
+        """The signal that ended the last witness, and when (monotonic clock)."""
+        self.mask: set[int] = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
+        for number in (*FORWARDED, signal.SIGCHLD):
+            if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGCHLD:
+                self._before[number] = signal.signal(number, self._record)
+
+    def _record(self, number: int, frame: object) -> None:
+        if number != signal.SIGCHLD:
+            self.received.append(number)
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Hold all of these signals back during the block."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def restore(self) -> None:
+        """In a forked process: put the handlers back that this process had before the shim's."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    # --- the witness ----------------------------------------------------------------------------
+
+    def place_witness(self) -> None:
+        """Start the witness, unless it is there."""
+        if self._witness is None:
+            self._witness = fork_helper(self, _stay, prepare=_end_by_signals)
+
+    @property
+    def witness(self) -> int | None:
+        """The witness's process id."""
+        return self._witness
+
+    def remove_witness(self) -> None:
+        """End the witness."""
+        pid, self._witness = self._witness, None
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    def end_of_witness(self, or_comes: bool = False) -> int | None:
+        """The signal that has just ended the witness; None if it is there. `or_comes`: wait for
+        the end if a signal is on its way."""
+        if self._witness is None:
+            return None
+        options = 0 if or_comes and _has_signal(self._witness) else os.WNOHANG
+        pid, status = os.waitpid(self._witness, options)
+        if pid == 0:
+            return None
+        self._witness = None
+        self._to_all = {os.WTERMSIG(status): time.monotonic()}
+        return os.WTERMSIG(status)
+
+    def was_for_all(self, number: int) -> bool:
+        """True if a signal that the shim has received went to the witness, too, which is gone
+        then."""
+        if self._was_witnessed(number):
+            return True
+        if self._witness is None:
+            return False
+        time.sleep(SETTLE_SECONDS)
+        if self._was_witnessed(number):
+            return True
+        return self._is_dying()
+
+    def _was_witnessed(self, number: int) -> bool:
+        """True if this signal has ended the witness; its death counts once."""
+        self.end_of_witness()
+        return time.monotonic() - self._to_all.pop(number, -inf) < FRESH_SECONDS
+
+    def _is_dying(self) -> bool:
+        """True if a signal ends the witness, which may not have run since, or not be gone yet;
+        waits for that end."""
+        if self._witness is None or not _has_signal(self._witness):
+            return False
+        os.waitpid(self._witness, 0)
+        self._witness = None
+        return True
+
+
+def _has_signal(process_id: int) -> bool:
+    """True if the process has a pending signal, or is ending: to give back the memory of a large
+    process takes a while."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+        if any(line.startswith(_SCAN) and int(line.split()[1], 16) for line in lines):
+            return True
+        return bool(int(process_stat(str(process_id))[6]) & _EXITING)
+    return False
+
+
+def _end_by_signals() -> None:
+    """Give every signal that is not ignored (nohup) its default effect, the end."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for number in FORWARDED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _stay() -> None:
+    """The witness's work."""
+    while True:
+        signal.pause()
+
+
+def pass_on(pid: int, numbers: list[int], was_for_all: Callable[[int], bool]) -> None:
+    """Send the signals to the process that it has not received by itself."""
+    for number in numbers:
+        if not was_for_all(number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)

@@ -1,19 +1,34 @@
-"""Run of the script as `__main__`, as the interpreter itself runs it."""
+"""The script's process: its fork, its run as `__main__`, and what it reports to its shim.
+
+The script runs as the interpreter itself runs it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import contextlib
 import importlib.machinery
 import io
 import os
 import runpy
 import sys
+import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 from zipimport import zipimporter
 
+from tierckpt import _milestones
+
+from . import preload, process
+from .launcher import Place
 from .options import Options
+from .preload import LearnedFile
+
+__all__ = ["ScriptProcess", "forget_first_path", "fork_script", "run_script"]
+
 
 _kept: list[types.ModuleType] = []
 """The shim's own `__main__`: its functions need its names."""
@@ -25,7 +40,7 @@ def forget_first_path() -> None:
         del sys.path[0]
 
 
-def run(options: Options) -> None:
+def run_script(options: Options) -> None:
     """Run the program to its end in this process; returns at its end, or raises its exception.
 
     An exception is printed as without the shim, by `sys.excepthook` and without the shim's frames,
@@ -102,4 +117,125 @@ def _is_own(file: str) -> bool:
     return file in (__file__, runpy.__file__, "<frozen runpy>")
 
 
-__all__ = ["forget_first_path", "run"]
+USES_MPI = "mpi"
+_LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "HOROVOD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+)
+
+
+class ScriptProcess:
+    """The shim's view of one attempt's process."""
+
+    def __init__(self, pid: int, reports: int) -> None:
+        """`reports`: the read end of the pipe on which it reports milestones."""
+        self.pid, self.reports = pid, reports
+        self.pidfd = os.pidfd_open(pid)
+        self.milestone = ""
+        self.passed_boundary = self.is_halting = self.uses_mpi = False
+        self._buffer = b""
+
+    def read(self) -> Iterator[tuple[str, float]]:
+        """New milestones and their times, in seconds since the epoch."""
+        with contextlib.suppress(BlockingIOError):
+            self._buffer += os.read(self.reports, 65536)
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            name, _, at = line.decode().partition(" ")
+            self.passed_boundary |= name == _milestones.BOUNDARY
+            self.is_halting |= name == _milestones.HALTING
+            if name == USES_MPI:
+                self.uses_mpi = True
+                continue
+            self.milestone = name
+            yield name, float(at)
+
+    def close(self) -> None:
+        """Close the descriptors; the process stays."""
+        os.close(self.pidfd)
+        os.close(self.reports)
+
+
+def fork_script(
+    handlers: process.Handlers,
+    learned: LearnedFile,
+    options: Options,
+    place: Place,
+    in_child: Callable[[], None],
+) -> ScriptProcess | None:
+    """Fork the script's process; returns None in it."""
+    reading, writing = os.pipe()
+    pid = process.fork(handlers, in_child)
+    if pid:
+        os.close(writing)
+        os.set_blocking(reading, False)
+        return ScriptProcess(pid, reading)
+    os.close(reading)
+    folder = "" if options.is_module else os.path.dirname(os.path.realpath(options.program))
+    preload.refresh(folder)
+    Reporter(writing, learned if _is_first_here() else None, place.rank == 0)
+    return None
+
+
+def _is_first_here() -> bool:
+    found = [os.environ[name] for name in _LOCAL_RANKS if name in os.environ]
+    return not found or found[0] == "0"
+
+
+class Reporter:
+    """Reports to the shim, in the script's process, and records what the next run preloads."""
+
+    def __init__(self, pipe: int, learned: LearnedFile | None, speaks: bool) -> None:
+        os.set_blocking(pipe, False)
+        self._pipe, self._learned, self._speaks = pipe, learned, speaks
+        self._process = os.getpid()
+        self._told = set[str]()
+        self._environment = dict(os.environ)
+        self.reached("script")
+        _milestones.listen(self.reached)
+        atexit.register(self._at_exit)
+
+    def reached(self, name: str) -> None:
+        """Report a milestone, once."""
+        if name in self._told or os.getpid() != self._process:
+            return
+        self._told.add(name)
+        self._write(name)
+        if name == _milestones.ATTACH and _mpi_is_initialized():
+            self._write(USES_MPI)
+        if name == _milestones.BOUNDARY:
+            self._learn()
+
+    def _write(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, f"{name} {time.time()}\n".encode())
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:
+            self._learn()
+
+    def _learn(self) -> None:
+        if self._learned is not None:
+            self._learned.learn()
+            self._learned = None
+        if self._speaks:
+            self._speaks = False
+            if late := preload.set_too_late(self._environment, os.environ):
+                print(f"tierckpt run: {late}", file=sys.stderr, flush=True)
+
+
+def _mpi_is_initialized() -> bool:
+    """True if this process has called MPI_Init."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        flag = ctypes.c_int(0)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/libmpi." in line:
+                ctypes.CDLL(line.split()[-1]).MPI_Initialized(ctypes.byref(flag))
+                break
+        return bool(flag.value)
+    return False

@@ -1,29 +1,86 @@
-"""The shim of one rank: it forks the script's process, again after every failure of any rank."""
+"""The shim of one rank: it forks the script's process, again after every failure of any rank.
+
+`Times` are those of a restart, from the failure to the first boundary of the next attempt.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tierckpt._milestones import RESTART_VARIABLE
+from tierckpt._milestones import BOUNDARY, RESTART_VARIABLE
 from tierckpt._text import in_words
 
-from . import process, script_process
-from .job import meeting
-from .job.attempts import Rendezvous, enter
-from .job.channel import Message
-from .job.coordinator import OUTSIDE, End
-from .job.hub import Hub, ended_message, say
-from .job.launcher import Place, is_elastic, place_of, take_place
-from .job.link import Link
-from .learned import LearnedFile
+from . import meeting, process
+from . import script as script_process
+from .coordinator import OUTSIDE, End, Hub, ended_message, say
+from .launcher import Place, is_elastic, place_of, take_place
+from .meeting import Link, Message, Rendezvous, enter
 from .options import Options
-from .signals import Signals, pass_on
-from .times import Times
+from .preload import LearnedFile
+from .process import Signals, pass_on
+
+__all__ = ["PARTS", "Shim", "Times"]
+
+
+PARTS = ("noticed", "ended", "forked", "script", "attach", "attached", "restored", BOUNDARY)
+"""Moments, in order. Each part of a restart is the time from the moment before."""
+
+
+class Times:
+    """Moments of the current attempt, on rank 0. Seconds since the epoch."""
+
+    def __init__(self, records: bool, path: str) -> None:
+        self._records, self._path = records, path
+        self._failed: float | None = None
+        self._moments: dict[str, float] = {}
+
+    def begin(self, order: Message) -> None:
+        """An order to start an attempt has come."""
+        self._failed, self._moments = order.get("failed"), {"noticed": time.time()}
+
+    def note(self, name: str, at: float | None = None) -> bool:
+        """Note a moment. True for the first boundary after a failure, with which the restart is
+        complete."""
+        if name in self._moments:
+            return False
+        self._moments[name] = time.time() if at is None else at
+        complete = self._records and self._failed is not None and name == BOUNDARY
+        if complete and self._path:
+            line = {"failed": self._failed, **self._moments, "parts": self.parts()}
+            with contextlib.suppress(OSError), open(self._path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return complete
+
+    def since_failure(self) -> str:
+        """The failure, and the moments since then, in order; empty at a first start."""
+        if self._failed is None:
+            return ""
+        return " ".join(f"{at:.6f}" for at in (self._failed, *self._moments.values()))
+
+    def parts(self) -> dict[str, float]:
+        """Seconds from each moment to the next."""
+        assert self._failed is not None
+        found, last = {}, self._failed
+        for name in PARTS:
+            if name in self._moments:
+                found[name], last = self._moments[name] - last, self._moments[name]
+        return found
+
+    def text(self, attempt: int) -> str:
+        """A line for the user."""
+        parts = self.parts()
+        shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
+        total = sum(parts.values())
+        return (
+            f"attempt {attempt} passed its first boundary {total:.2f} s after the failure ({shown})"
+        )
+
 
 ELASTIC = (
     "elastic Horovod replaces failed ranks itself, while others go on: tierckpt run only forwards "
@@ -226,7 +283,7 @@ class Shim:
             self._close()
             prepare()
 
-        self._script = script_process.fork(
+        self._script = script_process.fork_script(
             self._signals, self._learned, self._options, self._place, in_child
         )
         if self._script is None:
@@ -321,6 +378,3 @@ class Shim:
             self._is_ending = True
             if self._is_supervised:
                 self._report({"leaving": True})
-
-
-__all__ = ["Shim"]

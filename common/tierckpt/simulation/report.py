@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from .replicas import Estimate, Study
+from .course import Estimate, Study
 
 DAY_SECONDS = 86400.0
 

@@ -25,13 +25,12 @@ from dataclasses import dataclass, field
 from tierckpt import _faults
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import DIGEST_BYTES
-from tierckpt.storage.memory.slot_pool import NoSlotError
+from tierckpt.storage.slot_pool import NoSlotError
 
 from . import snapshot
 from .copy_engine import Desk, Engine, Job, Progress, Table
 from .copy_plan import Binding
-from .phase import Phase
-from .snapshot import Snapshot
+from .snapshot import Phase, Snapshot
 
 RELEASE_AT_ONCE_BYTES = 16 * 1024 * 1024
 """A smaller state is released as a whole: its copy takes a few milliseconds, less than a wake-up of

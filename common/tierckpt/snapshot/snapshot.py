@@ -3,50 +3,156 @@
 The steps, with their threads:
 
 1. *boundary* (training thread): `CopyPlan.stage` copies buffers and small state aside.
+
 2. *release* (training thread): blocks of a layer may be copied once its allreduce has begun. The
-   first release wakes the copier: at the boundary it would only slow down the forward pass. (As
-   long as slots must be made, which takes longer, it starts at once.) After one second without a
-   release (an evaluation may follow the boundary), the copier releases the rest by itself.
+first release wakes the copier: at the boundary it would only slow down the forward pass. (As long
+as slots must be made, which takes longer, it starts at once.) After one second without a release
+(an evaluation may follow the boundary), the copier releases the rest by itself.
+
 3. *bind* (copier thread): wait until some slot may be overwritten, and claim it. (The training
-   thread does so at the release if it need not wait, see `native_snapshot`.)
+thread does so at the release if it need not wait, see `native_snapshot`.)
+
 4. *copy* (copier thread): each block is copied and then hashed while it is in the core's cache;
-   blocks of the rank's tree follow when no others are released.
+blocks of the rank's tree follow when no others are released.
+
 5. *barrier* (training thread, before the optimizer's step): everything is released. The training
-   thread helps to copy instead of waiting for the copier, and returns when no block is left that
-   the optimizer could change during its copy.
+thread helps to copy instead of waiting for the copier, and returns when no block is left that the
+optimizer could change during its copy.
+
 6. *seal* (the thread that copied the last block, or saw that it was): digests, manifest, seal.
 
 A failure makes the snapshot FAILED, and it is then never sealed. Training is not affected.
+
+`Copier` is the thread that copies snapshots beside the training.
+
+*Memory moves* are torch's operations that give a storage other memory and free what it had. A copy
+in progress reads the memory that tensors had at the boundary. Aliases keep their storages, so
+`tensor.data = ...`, `tensor.set_()` and `module.to()` are safe: they give the tensor another
+storage. A few operations free the memory within a storage, such as `share_memory_()`, which
+`multiprocessing` calls for every tensor that it sends, or `resize_()`. `guard` makes these wait
+for the copy first, as an optimizer's step does, so the version is exact and nothing reads freed
+memory. The wrappers stay in torch's classes, and call torch at once while nothing is copied.
+Extensions that free memory without these methods are seen at the seal: see `PlanCheck.counters`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
+import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from tierckpt import _faults
 from tierckpt._text import in_words, some
-from tierckpt.format.facts import VersionFacts
 from tierckpt.format.manifest import Manifest, digest
+from tierckpt.format.records import VersionFacts
 from tierckpt.format.shard_file import rank_state_blocks
 from tierckpt.state import tree_codec
 from tierckpt.state.names import parameter_of
-from tierckpt.storage.memory.slots import Slot
+from tierckpt.storage.slots import Slot
 
+from .copy_engine import Desk, Progress
 from .copy_plan import Binding, CopyPlan
-from .memory_moves import MOVED, guard
-from .phase import Phase
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
+
+    from .copy_plan import CopyPlan
+
+__all__ = ["MOVED", "Copier", "Phase", "Work", "guard_memory_moves"]
+
+
+class Phase(Enum):
+    """State of a snapshot."""
+
+    OPEN = "open"
+    SEALED = "sealed"
+    FAILED = "failed"
+
+
+OF_STORAGES = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
+OF_TENSORS = ("resize_", "resize_as_")
+MOVED = (
+    "their memory was moved or freed between the boundary and the optimizer's step, by a way that "
+    "Tierckpt could not wait for (an extension, or an operation with out=). Do that before the "
+    "boundary, i.e. before step() of the checkpointer"
+)
+
+
+class Reader(Protocol):
+    """A snapshot, or other work that reads the sources of a plan."""
+
+    @property
+    def plan(self) -> CopyPlan: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def slot(self) -> object | None: ...
+
+    def barrier(self) -> None: ...
+
+    def wait_done(self) -> bool: ...
+
+
+_copying: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
+"""Snapshots that may be copying, by `id()`; those that are over go with the next one."""
+
+
+def guard_memory_moves(snapshot: Reader) -> None:
+    """Let the memory of this snapshot's sources stay until it is copied. Training thread, before
+    the first block may be copied."""
+    _install_guards()
+    for key, each in [*_copying.items()]:
+        if each.over:
+            _copying.pop(key, None)
+    _copying[id(snapshot)] = snapshot
+
+
+def _before_move(storage: torch.UntypedStorage) -> None:
+    """Wait for the copies that read this storage. Any thread; raises nothing but an interrupt."""
+    for snapshot in [*_copying.values()]:
+        if not snapshot.over and snapshot.plan.reads(storage):
+            snapshot.barrier()
+            if snapshot.slot is not None:  # else no block was begun
+                snapshot.wait_done()  # the barrier does not wait for the threads of a failed one
+
+
+@functools.cache
+def _install_guards() -> None:
+    os.register_at_fork(after_in_child=_copying.clear)  # the parent's threads copy
+    for name in OF_STORAGES:
+        _wrap_move(torch.UntypedStorage, name, lambda storage: storage)
+    for name in OF_TENSORS:
+        _wrap_move(torch.Tensor, name, torch.Tensor.untyped_storage)
+
+
+def _wrap_move(kind: type, name: str, storage_of: Callable[[Any], torch.UntypedStorage]) -> None:
+    moves = getattr(kind, name, None)
+    if moves is None:  # this torch has no such method
+        return
+
+    @functools.wraps(moves)
+    def waits(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _copying:
+            with contextlib.suppress(NotImplementedError):  # a sparse tensor has no storage
+                _before_move(storage_of(self))
+        return moves(self, *args, **kwargs)
+
+    setattr(kind, name, waits)
+
 
 _log = logging.getLogger("tierckpt")
 
@@ -160,7 +266,7 @@ class Snapshot:
         self._data_bytes = 0
         self._tree: tree_codec.EncodedTree | None = None
         self._tree_bytes = 0
-        guard(self)
+        guard_memory_moves(self)
 
     @property
     def over(self) -> bool:
@@ -528,3 +634,84 @@ class Snapshot:
 def _parameters(names: Iterable[str]) -> str:
     """Parameters of these entries, as the value of a setting."""
     return ", ".join(dict.fromkeys(map(parameter_of, names)))
+
+
+class Work(Protocol):
+    """A job for the copier."""
+
+    def run(self) -> None:
+        """Do the job, until it is done."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Give up, because `run` raised."""
+        ...
+
+
+class Copier(threading.Thread):
+    """The copier thread, one per training process. Executes its jobs in order."""
+
+    def __init__(self, desk: Desk | None = None) -> None:
+        """`desk`: where jobs of the copy engine are posted, if there is one."""
+        super().__init__(name="tierckpt-copier", daemon=True)
+        self.desk = desk
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._expected: deque[weakref.ref[Snapshot]] = deque(maxlen=2)
+        """The newest snapshot, and the one before: it may have failed in the middle of a block."""
+        self.start()
+
+    def submit(self, work: Work) -> None:
+        """Queue a snapshot, or a comparison of replicas."""
+        self._queue.put(work)
+        if self.desk is not None:
+            self.desk.ring()
+
+    def expect(self, snapshot: Snapshot) -> None:
+        """Remember a snapshot that has begun and may not be submitted for long: see
+        `snapshot.QUIET_SECONDS`. Wakes no thread: the training thread has no time for that."""
+        self._expected.append(weakref.ref(snapshot))
+
+    def close(self) -> None:
+        """End the thread after all queued jobs."""
+        self._queue.put(None)
+        if self.desk is not None:
+            self.desk.ring()
+        # A daemon: another rank may never answer its wait.
+        self.join(JOIN_PATIENCE_SECONDS)
+        if self.desk is not None and not self.is_alive():
+            self.desk.clear()  # a slot that somebody keeps cannot be unmapped
+
+    def run(self) -> None:
+        """Execute jobs until `close`."""
+        while True:
+            try:
+                work = self._next_work()
+            except queue.Empty:
+                self._look_at_expected()
+                continue
+            if work is None:
+                return
+            _carry_out(work, work.run)
+
+    def _next_work(self) -> Work | None:
+        """Wait for work. Raises queue.Empty after a quiet time, and when a posted job needs this
+        thread."""
+        if self.desk is None:
+            return self._queue.get(timeout=QUIET_SECONDS)
+        if self._queue.empty():
+            progress = self.desk.serve(QUIET_SECONDS, LINGER_SECONDS)
+            if progress is not Progress.UNFINISHED:  # first, even if there is work by now
+                raise queue.Empty
+        return self._queue.get_nowait()
+
+    def _look_at_expected(self) -> None:
+        for each in tuple(self._expected):
+            if (snapshot := each()) is not None:
+                _carry_out(snapshot, snapshot.run_if_quiet)
+
+
+def _carry_out(work: Work, part: Callable[[], object]) -> None:
+    try:
+        part()
+    except Exception as error:  # e.g. in `on_done`: only this version is lost
+        work.fail(error)

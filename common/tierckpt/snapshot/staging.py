@@ -2,6 +2,10 @@
 
 The next forward pass changes some state (buffers, generators, schedulers, the loader's position):
 it is copied here, on the training thread. Parameters and optimizer state follow layer by layer.
+
+A save on demand, and the save at the end, store the state of that moment. `is_unmoved` compares
+the sealed version of the last boundary with the live state, bit for bit: if they are equal, no new
+version is needed.
 """
 
 from __future__ import annotations
@@ -15,28 +19,73 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from tierckpt import _garbage
-from tierckpt.format.facts import VersionFacts
-from tierckpt.format.manifest import Manifest
+from tierckpt import _process
+from tierckpt.format.layout import BLOCK_BYTES
+from tierckpt.format.manifest import Manifest, digest, digest_at
+from tierckpt.format.records import VersionFacts
+from tierckpt.format.shard_file import rank_state_blocks
 from tierckpt.group import Group
 from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
 from tierckpt.state.extras import Generator, PlainValues
-from tierckpt.state.rng import pack_rng
-from tierckpt.state.routed_files import FILES
-from tierckpt.state.switches import Switches
-from tierckpt.state.training_state import TrainingState
-from tierckpt.storage.memory.slot_pool import SlotPool
+from tierckpt.state.process_state import Switches, pack_rng
+from tierckpt.state.training_state import FILES, TrainingState
+from tierckpt.state.tree_codec import EncodedTree
+from tierckpt.storage.slot_pool import SlotPool
 
 from . import copy_engine
-from .comparison import is_unmoved
-from .copy_plan import CopyPlan
+from .copy_plan import CopyPlan, copy_parts
 from .native_snapshot import NativeSnapshot
 from .snapshot import ChooseSlot, Snapshot, SnapshotError
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
+
+__all__ = ["Staging", "is_unmoved"]
+
+
+def is_unmoved(
+    plan: CopyPlan, encoded: EncodedTree, manifest: Manifest, image: memoryview | bytes
+) -> bool:
+    """True if the live state (`plan` and `encoded`) equals a shard (`manifest` and `image`).
+
+    The state must not change or be copied during the call, and `plan.buffers` must be staged. Uses
+    up `encoded`. Reads this rank's part of the state once, and needs memory for one block.
+    """
+    start, low = manifest.header_bytes, manifest.header_bytes + plan.layout.nbytes
+    room_bytes = manifest.image_bytes - low
+    if encoded.nbytes != manifest.rank_state_bytes or room_bytes < encoded.nbytes:
+        return False
+    scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    there = memoryview(image)
+    # Small parts change most often, so they are compared first.
+    return (
+        _same_tree(encoded, there[low : low + room_bytes], scratch)
+        and plan.encoded_header(room_bytes) == there[:start]
+        and _same_blocks(plan, manifest, scratch)
+    )
+
+
+def _same_tree(encoded: EncodedTree, there: memoryview, scratch: torch.Tensor) -> bool:
+    low = 0
+    for nbytes in rank_state_blocks(len(there)):
+        part = scratch[:nbytes]
+        encoded.copy(low, part)
+        if part.numpy().data != there[low : low + nbytes]:
+            return False
+        low += nbytes
+    return True
+
+
+def _same_blocks(plan: CopyPlan, manifest: Manifest, scratch: torch.Tensor) -> bool:
+    for index, block in enumerate(plan.layout.blocks):
+        part = scratch[: block.nbytes]
+        copy_parts(part, *plan.source(index))
+        # The first digest is the header's.
+        if digest(part.numpy().data) != digest_at(manifest.digests, 1 + index):
+            return False
+    return True
 
 
 WHOLE_BOUNDARIES = 2
@@ -209,7 +258,7 @@ class Staging:
         before, state = self.plan, self._state
         whole = whole or self._whole_boundaries > 0
         if before is None or not before.fits(state, whole):
-            with _garbage.paused():
+            with _process.collector_paused():
                 state.refresh_names(whole=False)
                 plan = CopyPlan(state, state.walk(), self._group.rank, self._group.size)
             alone = before is not None and not whole and before.differs_alone(plan)
@@ -270,6 +319,3 @@ def _places_of_streams(devices: int) -> tree_codec.Packed:
     """The node of the generators' states, which are the first tensors of a tree."""
     python, numpy, cpu, *cuda = ({tree_codec.TAG: "raw", "v": n} for n in range(3 + devices))
     return tree_codec.Packed({"python": python, "numpy": numpy, "torch": cpu, "cuda": cuda})
-
-
-__all__ = ["Staging"]

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 from tierckpt._text import some
 
 from .extras import ExtraStates, generator_state, is_generator
-from .modules.options import is_restored
+from .module_attributes import is_restored
 from .names import named_modules
-from .optimizers.nested import Foreign, class_name
+from .optimizers import Foreign, class_name
 from .training_state import TrainingState
 
 LOOKS = 3

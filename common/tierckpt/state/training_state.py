@@ -1,4 +1,4 @@
-"""The training state: its tensors and values, and their names.
+"""The training state: its tensors, values and files, their names, and their placement.
 
 Three kinds, kept apart because they change at different times and belong to different ranks:
 
@@ -10,33 +10,45 @@ Three kinds, kept apart because they change at different times and belong to dif
   rows that it looks up), and parameters without a reduction of their gradients.
 - the *rank tree*: learning rates, RNG streams, `extra` objects. Small, copied at the boundary.
 
+Placement, which ranks have which elements of a parameter and of its optimizer state, is decided in
+one place. A layout, a replica check and a restore ask `Walk.placement`; an adapter says what it
+reduces. A placement for a tensor of which each rank has a part (a shard) has its place here, and
+in `format.layout`.
+
+Files that a program keeps beside the state are each rank's own, in every version until replaced.
+Each is a mapped file without a name, or a decoded tensor after a restore. A version refers to
+these bytes, and the copier copies them: the training thread copies none.
+
 Not thread-safe: for the training thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import mmap
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from operator import is_, itemgetter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.format.layout import PER_RANK, REPLICATED, Placement
-from tierckpt.state.modules.custom_states import MODULE_STATES, ModuleStates
-from tierckpt.state.optimizers.nested import class_name, expand
-from tierckpt.state.optimizers.optimizer_tree import GROUP_KEYS_NOT_STORED, OptimizerTree
+from tierckpt.state.module_states import MODULE_STATES, ModuleStates
+from tierckpt.state.optimizer_state import GROUP_KEYS_NOT_STORED, OptimizerTree
+from tierckpt.state.optimizers import class_name, expand
+from tierckpt.storage.routed import SourceFile
 
-from . import tree_codec
+from . import module_attributes, tree_codec
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
-from .modules import changing_buffers
-from .modules.options import Options
+from .module_attributes import Options
 from .names import named_buffers, named_parameters, other_names, unwrap
-from .placement import Placements
-from .routed_files import RoutedState
-from .validate import (
+from .optimizers import (
     ORDER,
     refuse_odd_keys,
     refuse_optimizer,
@@ -44,6 +56,162 @@ from .validate import (
     refuse_several_gpus,
     stands_for_some,
 )
+
+__all__ = ["FILES", "FileWindows", "KeptFile", "Placements", "RoutedState"]
+
+
+class Placements:
+    """The facts that decide where the elements of each parameter are."""
+
+    def __init__(
+        self, reduced: Sequence[torch.Tensor] | None, untrained: Sequence[torch.Tensor]
+    ) -> None:
+        """`reduced`, `untrained`: see the methods of `Adapter`."""
+        self._reduced = None if reduced is None else {id(p): p for p in reduced}
+        self._untrained = {id(p) for p in untrained}
+        self._forward_changes: tuple[str, ...] = ()
+
+    def forward_changes(self, patterns: str, names: Iterable[str]) -> None:
+        """Set the parameters that the forward pass changes, see `Config.forward_changes`; `names`
+        are all that there are. Raises ConfigError for a pattern that matches none."""
+        known = list(names)
+        self._forward_changes = tuple(filter(None, map(str.strip, patterns.split(","))))
+        for pattern in self._forward_changes:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ConfigError(
+                    f"forward_changes: no parameter has the name {pattern!r}; names are "
+                    f"{', '.join(known[:5])}, ..."
+                )
+
+    def assumed_replicated(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params` that nobody trains, and so nobody reduces: they count as replicated,
+        until `keep_apart`."""
+        return [p for p in params if id(p) in self._untrained]
+
+    def keep_apart(self, params: Iterable[torch.Tensor]) -> None:
+        """These are every rank's own from now on; for a new layout."""
+        for param in params:
+            if self._reduced is not None:
+                self._reduced.pop(id(param), None)
+            self._untrained.discard(id(param))
+
+    def of(
+        self,
+        params: Collection[torch.Tensor],
+        modules: Sequence[torch.nn.Module],
+        name_of: Callable[[torch.Tensor], str],
+    ) -> dict[int, Placement]:
+        """By `id()`, the placement of each parameter that is not replicated."""
+        own, reduced, patterns = _renormed(modules), self._reduced, self._forward_changes
+        if reduced is not None:
+            own += [p for p in params if id(p) not in reduced]
+        if patterns:
+            own += [p for p in params if any(fnmatchcase(name_of(p), each) for each in patterns)]
+        return dict.fromkeys(map(id, own), PER_RANK)
+
+
+def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Weights that the forward pass changes in place: rows longer than `max_norm` are scaled.
+
+    Each rank looks up its own rows, so these weights differ between ranks; with a weight decay, so
+    does their optimizer state.
+    """
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    found = [m for m in modules if isinstance(m, kinds) and m.max_norm is not None]
+    return [w for m in found if (w := m._parameters.get("weight")) is not None]
+
+
+FILES = "files"
+"""Name of the files in a rank's tree."""
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """A file's bytes, which never change, and its permissions."""
+
+    content: torch.Tensor
+    mode: int
+
+    @staticmethod
+    def of(source: SourceFile) -> KeptFile:
+        """Take over a complete file: it is mapped, and its name is removed. Raises OSError."""
+        content = torch.empty(0, dtype=torch.uint8)
+        if source.nbytes:
+            fd = os.open(source.path, os.O_RDONLY)
+            try:
+                # Private and writable: torch has no tensors that cannot be written.
+                access = mmap.PROT_READ | mmap.PROT_WRITE
+                mapped = mmap.mmap(fd, source.nbytes, mmap.MAP_PRIVATE, access)
+            finally:
+                os.close(fd)
+            content = torch.frombuffer(mapped, dtype=torch.uint8)
+        os.unlink(source.path)
+        return KeptFile(content, source.mode)
+
+
+class FileWindows:
+    """Fills restored files from the windows of their shard, so that none is in memory twice."""
+
+    def __init__(
+        self, ranges: Mapping[str, tuple[int, int]], contents: Mapping[str, torch.Tensor]
+    ) -> None:
+        """`ranges`: of each file in the shard; those without a tensor are left out."""
+        self._parts = [
+            (low, high, contents[name].numpy())
+            for name, (low, high) in ranges.items()
+            if name in contents
+        ]
+
+    def wants(self, low: int, high: int) -> bool:
+        """True if these bytes of the shard belong to a file."""
+        return any(begin < high and low < end for begin, end, _ in self._parts)
+
+    def take(self, offset: int, window: memoryview) -> None:
+        """Copy the parts of files that this window has."""
+        data = np.frombuffer(window, np.uint8)
+        for begin, end, content in self._parts:
+            low, high = max(begin, offset), min(end, offset + len(window))
+            if low < high:
+                content[low - begin : high - begin] = data[low - offset : high - offset]
+
+
+class RoutedState:
+    """One rank's files. Training thread."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, KeptFile] = {}
+        """By name."""
+
+    def replace(self, sources: Iterable[SourceFile]) -> None:
+        """Take these files in place of all earlier ones. Raises OSError, with nothing replaced."""
+        self.kept = {source.name: KeptFile.of(source) for source in sources}
+
+    def pack(self, arena: tree_codec.Arena) -> dict[str, Any]:
+        """A node for a rank's tree, with the bytes in `arena`; they are not copied."""
+        contents = {}
+        for name, file in self.kept.items():
+            arena.tensors.append(file.content)
+            contents[name] = {tree_codec.TAG: "tensor", "v": len(arena.tensors) - 1}
+        return {"contents": contents, "modes": {n: f.mode for n, f in self.kept.items()}}
+
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Take the files of a decoded tree; none if it has none."""
+        contents = (saved or {}).get("contents", {})
+        modes = (saved or {}).get("modes", {})
+        self.kept = {name: KeptFile(c, int(modes[name])) for name, c in contents.items()}
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write all files into a folder; returns their paths by name. Raises OSError."""
+        paths = {}
+        for name, file in self.kept.items():
+            path = folder / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with path.open("wb") as out:
+                out.write(file.content.numpy().data)
+            path.chmod(file.mode)
+            paths[name] = str(path)
+        return paths
+
 
 NAMELESS = "~keys"
 """Key for all of a parameter's state with keys of other types than text, or with a slash."""
@@ -139,7 +307,7 @@ class TrainingState:
             for label, optimizer in self.optimizers.items()
         }
         """Keys that param groups had at the start. Others belong to the version that has them."""
-        self.first_buffers = changing_buffers.kinds_of(self.model)
+        self.first_buffers = module_attributes.buffer_kinds(self.model)
         """See `changing_buffers`."""
         self.trained_first = {
             f"model/{n}": p.requires_grad for n, p in named_parameters(self.model)

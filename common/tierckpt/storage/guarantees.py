@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from .files import durable, file_lock
-from .files.direct_file import DirectFile
-from .files.mounts import locks_are_local
+from . import durable, file_lock
+from .durable import DirectFile
 from .health import Need, answer, check_directory, output_of
+from .mounts import locks_are_local
 
 PREFIX = ".tierckpt-probe-"
 """Beginning of the name of the folder; a process that is killed leaves it behind."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from tierckpt import _faults
 from tierckpt._children import child_command, child_environment
 
-from .files import durable
+from . import durable
 
 PROBE_BYTES = 1024 * 1024
 """Bytes written to each directory: enough to make the device work."""

@@ -13,19 +13,19 @@ from pathlib import Path
 
 from tierckpt._text import in_words, is_url
 from tierckpt.config import PersistentConfig
+from tierckpt.core.branches import Rollback, RollbackRequest
 from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
-from tierckpt.core.rollback import Rollback, RollbackRequest
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.local.pins import LocalPins
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.marks import LocalPins
 
-from .files import answers
+from . import answers
+from .marks import SuspectMarks, persistent_suspects
+from .notes import RollbackFiles
 from .persistent import PersistentStore, VersionManifest, VersionName
-from .rollbacks import RollbackFiles
-from .suspects import SuspectMarks, persistent_suspects
 
 MANIFESTS_AT_ONCE = 8
 """Manifests that come from a store at the same time."""

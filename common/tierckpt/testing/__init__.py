@@ -19,12 +19,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backend_conformance import BackendConformance
-    from .codec_conformance import CodecConformance, HidingConformance
+    from .conformance import (
+        BackendConformance,
+        CodecConformance,
+        HidingConformance,
+        StoreConformance,
+    )
     from .fault_injection import injected
-    from .group_conformance import GroupConformance
-    from .store_conformance import StoreConformance
-    from .thread_group import GroupAbortedError, ThreadGroup, run_ranks
+    from .groups import GroupAbortedError, GroupConformance, ThreadGroup, run_ranks
     from .tiny_job import TinyJob, run_in_child
 
 _HOME = {

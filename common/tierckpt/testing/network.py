@@ -1,7 +1,12 @@
-"""Nodes on one machine, each with its own network; cables can be cut and narrowed.
+"""Nodes on one machine, each with its own network, and free ports.
 
-Linux network namespaces, joined by veth pairs and a bridge; making them takes root, `ip` and `tc`.
-Standard library only, so that processes that represent nodes stay small.
+Cables can be cut and narrowed: Linux network namespaces, joined by veth pairs and a bridge; making
+them takes root, `ip` and `tc`. Standard library only, so that processes that represent nodes stay
+small.
+
+Free TCP ports are for servers that start later, in another process. The kernel may give the port
+that it has given to `bind` with port 0, and got back, to anybody's connection before the server
+has it. These ports are outside of the range from which it gives any.
 """
 
 from __future__ import annotations
@@ -9,8 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["free_ports"]
+
 
 HUB_ADDRESS = "10.99.0.254"
 """Address of the namespace with the bridge, for services that all nodes use, such as a server."""
@@ -129,3 +140,39 @@ def _run(*command: str) -> str:
             f"no network namespaces here: {' '.join(command)}: {done.stderr.strip()}"
         )
     return done.stdout
+
+
+PORTS_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT, LAST_PORT = 10_000, 65_535
+FEW_PORTS = 1000
+"""Fewer ports than these are no choice: then those that the kernel gives are taken, too."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Return so many different ports on which no process listens now. Raises OSError if there are
+    no more."""
+    candidates = _candidates()
+    found: list[int] = []
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        if len(found) == count:
+            return found
+        if _is_free(port):
+            found.append(port)
+    raise OSError(
+        f"{len(found)} ports of {candidates[0]} to {candidates[-1]} are free, not {count}"
+    )
+
+
+def _candidates() -> Sequence[int]:
+    low, high = map(int, PORTS_GIVEN.read_text().split())
+    outside = [port for port in range(FIRST_PORT, LAST_PORT + 1) if not low <= port <= high]
+    return outside if len(outside) >= FEW_PORTS else range(FIRST_PORT, LAST_PORT + 1)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

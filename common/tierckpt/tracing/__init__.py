@@ -1,7 +1,7 @@
 """Tracing: one rank's recorder, and traces of all ranks on one time axis with Horovod's timeline.
 
-`recorder` writes. `spans` is the common form. `chrome_trace` reads and writes files.
-`tierckpt_traces` and `horovod_timeline` interpret them; the latter also measures how well the
-clocks agree. `summary` computes, and `step` selects one step for
-`tierckpt report`.
+`recorder` writes. `timeline` is the common form, with its summary, and one step of it for
+`tierckpt report`. `traces` reads the files of Tierckpt and of Horovod, and writes merged ones.
 """
+
+from __future__ import annotations

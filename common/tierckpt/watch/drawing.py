@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, size_text, some
-from tierckpt.agent.status.client import GONE, SILENT
+from tierckpt.agent.status import GONE, SILENT
 
 from .view import ENDING, RUNS, STOPPED, AgentView, EventsView, LevelView, Slow, View, Work
 

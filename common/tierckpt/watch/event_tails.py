@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierckpt._event_files import Record, decode, files_in
-from tierckpt.events import RECORDS
+from tierckpt.events import RECORDS, Record, decode, files_in
 
 from .view import EventsView, Incident, Slow
 

@@ -1,38 +1,424 @@
-"""The observer: collects what one look at a job shows."""
+"""The observer: collects what one look at a job shows, from its files, its memory and its agents.
+
+The rows of the catalog are reduced to one line a level. A process that sees only the persistent
+level learns from the lease, and from unfinished versions: their files show how far all nodes are
+together, and whose shards are missing, wherever the watcher runs. Whether the job runs is decided
+by the surest sign that one look has found.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
 from pathlib import Path
 
-from tierckpt._text import directory_of, is_url
-from tierckpt.agent.protocol import TaskStatus
-from tierckpt.agent.status.client import FoundAgent, find_agents
+from tierckpt._text import directory_of, is_url, some
+from tierckpt.agent.protocol import LevelStatus, TaskStatus
+from tierckpt.agent.status import RUNS as AGENT_RUNS
+from tierckpt.agent.status import FoundAgent, find_agents
 from tierckpt.config import load_config
+from tierckpt.core.levels import LOCAL, MEMORY, PEER, PERSISTENT, RANK
+from tierckpt.format.ids import (
+    GROUP,
+    MANIFEST,
+    RETIRED,
+    ShardKey,
+    VersionId,
+    VersionName,
+    parse_run,
+)
+from tierckpt.journal.segments import reach_of_restart
 from tierckpt.offline.catalog import Row, rows_of
-from tierckpt.offline.jobs import hints_of, refuse_several_jobs
-from tierckpt.offline.survey import survey
-from tierckpt.storage.files import answers
-from tierckpt.storage.local.claim_file import Claim, claims_in
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.offline.survey import Survey, hints_of, refuse_several_jobs, survey
+from tierckpt.storage import answers
+from tierckpt.storage.claims import Claim, claims_in
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.persistent import PersistentStore
+from tierckpt.storage.persistent.lease import LEASE_SECONDS
 
 from .event_tails import EventTails
-from .job_state import Seen, job_state
-from .levels import level_views
-from .persistent import PlaceView, look_at
 from .view import (
+    ENDING,
     RUNS,
+    STOPPED,
     UNKNOWN,
     AgentView,
     EventsView,
+    JobState,
+    LevelView,
     Node,
+    Restart,
     View,
     Work,
 )
+
+__all__ = [
+    "LeaseView",
+    "Observer",
+    "PlaceView",
+    "Seen",
+    "job_state",
+    "level_views",
+    "look_at",
+    "restart_of",
+    "steps_per_second",
+]
+
+
+MOST_MANIFESTS = 256
+"""Number of names at which the manifests of one version are looked for, to find its age."""
+
+
+def level_views(
+    rows: Sequence[Row],
+    now: float,
+    agents: Iterable[LevelStatus],
+    events: EventsView | None,
+    write_rates: Mapping[str, float],
+) -> tuple[LevelView, ...]:
+    """One view for each level of which something is seen, the cheapest first. `write_rates` are
+    those of events, for levels whose agent is not seen."""
+    results = list(agents)
+    rates = {**write_rates, **_write_rates(results)}
+    own = [row for row in rows if not row.elsewhere and row.is_past]
+    parities = [
+        replace(row, level=PEER.value, nbytes=0, places=[], there=set(range(row.parities)))
+        for row in own
+        if row.parities and row.level == LOCAL
+    ]
+    found = []
+    for level in sorted({row.level for row in (*own, *parities)}, key=lambda name: RANK[name]):
+        on_level = [row for row in (*own, *parities) if row.level == level and row.there]
+        if on_level:
+            found.append(_level_view(level, on_level, own, now, results, rates.get(level)))
+    return tuple(_with_counts(view, events) for view in found)
+
+
+def _level_view(
+    level: str,
+    rows: list[Row],
+    all_rows: Sequence[Row],
+    now: float,
+    results: Sequence[LevelStatus],
+    write_rate: float | None,
+) -> LevelView:
+    newest = max([row for row in rows if not row.missing] or rows, key=_id)
+    taken = _taken_seconds(newest, all_rows)
+    since = {_id(row): _durable_since(row, results) for row in rows}
+    times = {_id(row): _taken_seconds(row, all_rows) or since[_id(row)] for row in rows}
+    return LevelView(
+        level=level,
+        version=newest.version,
+        shards_seen=len(newest.there),
+        shards=newest.shards,
+        versions=len(rows),
+        nbytes=newest.nbytes,
+        age_seconds=None if taken is None else max(now - taken, 0.0),
+        durable_since_seconds=since[_id(newest)],
+        bytes_per_second=_rate(newest, times),
+        write_bytes_per_second=write_rate,
+    )
+
+
+def _id(row: Row) -> VersionId:
+    return VersionId(row.generation, row.version)
+
+
+def _taken_seconds(row: Row, rows: Sequence[Row]) -> float | None:
+    """Unix time of the version, also by its copies on other levels."""
+    same = [row, *(each for each in rows if (_id(each), each.run_id) == (_id(row), row.run_id))]
+    return next((each.created_seconds for each in same if each.created_seconds), None)
+
+
+def _durable_since(row: Row, results: Sequence[LevelStatus]) -> float | None:
+    """Unix time when the last shard seen was committed."""
+    if row.level == MEMORY:
+        return None
+    for result in results:
+        if result.level == row.level and result.newest == _id(row):
+            return result.newest_at_seconds
+    found = []
+    with suppress(OSError):
+        if row.level == LOCAL:
+            keys = [ShardKey(_id(row), shard, row.shards) for shard in sorted(row.there)]
+            for place, key in islice(product(row.places, keys), MOST_MANIFESTS):
+                with suppress(OSError):
+                    found.append(LocalStore(place).committed_seconds(key))
+        elif row.level == PERSISTENT and not is_url(row.places[0]):
+            stem = VersionName(_id(row), row.shards, row.run_id).stem
+            found.append(Path(row.places[0], stem + MANIFEST).stat().st_mtime)
+    return max(found, default=None)
+
+
+def _rate(newest: Row, times: Mapping[VersionId, float | None]) -> float | None:
+    """Bytes a second, from the times of the two newest versions of one run."""
+    end = times.get(_id(newest))
+    earlier = [
+        each
+        for id_, each in times.items()
+        if each is not None and end is not None and each < end
+        if id_.generation == newest.generation
+    ]
+    if end is None or not earlier or not newest.nbytes:
+        return None
+    return newest.nbytes / (end - max(earlier))
+
+
+def _write_rates(results: Sequence[LevelStatus]) -> dict[str, float]:
+    return {
+        each.level: each.last_bytes / each.last_seconds
+        for each in results
+        if each.last_bytes and each.last_seconds > 0
+    }
+
+
+def _with_counts(view: LevelView, events: EventsView | None) -> LevelView:
+    if events is None:
+        return view
+    stored = "sealed" if view.level == MEMORY else "committed"
+
+    def count(name: str) -> int:
+        return events.counts.get(f"{name}/{view.level}", 0)
+
+    return replace(view, stored=count(stored), skipped=count("skipped"), failed=count("failed"))
+
+
+def restart_of(rows: Sequence[Row], now: float) -> Restart | None:
+    """The version that a restart takes; None if none is complete here."""
+    taken = [row for row in rows if row.next]
+    if not taken:
+        return None
+    created = _taken_seconds(taken[0], rows)
+    age = None if created is None else max(now - created, 0.0)
+    iteration = next((row.iteration for row in taken if row.iteration is not None), None)
+    return Restart(taken[0].version, iteration, tuple(row.level for row in taken), age)
+
+
+def steps_per_second(rows: Sequence[Row], now: float) -> float | None:
+    """The pace of the training, by the two newest versions in memory, and by the time since then:
+    that of a job that hangs goes to 0."""
+    times = {
+        _id(row): row.created_seconds
+        for row in rows
+        if row.level == MEMORY and row.created_seconds and not row.elsewhere
+    }
+    newest = sorted(times)[-2:]
+    if len(newest) < 2 or newest[0].generation != newest[1].generation:
+        return None
+    seconds = max(times[newest[1]] - times[newest[0]], now - times[newest[1]])
+    return (newest[1].version - newest[0].version) / seconds if seconds > 0 else None
+
+
+LABEL = re.compile(r"(\d{5,})of(\d{5,})")
+MOST_VERSIONS = 2
+"""Number of unfinished versions that are looked into, the newest ones."""
+MOST_GROUPS = 16
+"""Number of their unfinished groups that are looked into."""
+
+
+@dataclass(frozen=True)
+class LeaseView:
+    """The job that uses the place, by its lease."""
+
+    owner: str
+    expires_seconds: float
+    """Unix time by the clock of the holder."""
+
+
+@dataclass(frozen=True)
+class PlaceView:
+    """One place of the persistent level."""
+
+    url: str
+    lease: LeaseView | None
+    work: tuple[Work, ...]
+
+
+def look_at(url: str, store: PersistentStore) -> PlaceView:
+    """Read the lease and list unfinished versions. Closes `store`. Raises the store's errors."""
+    with closing(store):
+        record = store.lease_record()
+        lease = LeaseView(record.owner, record.expires_seconds) if record else None
+        names = [name for name in store.incomplete() if not _retired(store, name)]
+        newest = [name for name in names if record and name.run_id == record.run_id]
+        work = [_flush_work(store, name) for name in newest[-MOST_VERSIONS:]]
+        return PlaceView(
+            url, lease, tuple(each for each in work if each.done_shards < each.total_shards)
+        )
+
+
+def _retired(store: PersistentStore, name: VersionName) -> bool:
+    try:
+        store.backend.size(name.stem + RETIRED)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _flush_work(store: PersistentStore, name: VersionName) -> Work:
+    missing, unseen = _missing(store, name)
+    done = name.shards - len(missing) - unseen
+    waits_for = f"shards {_ranges(missing)}" if missing and not unseen else ""
+    version = name.id.version
+    counts = {"done_shards": done, "total_shards": name.shards}
+    return Work("", "persistent", version, None, 0.0, **counts, waits_for=waits_for)
+
+
+def _missing(store: PersistentStore, name: VersionName) -> tuple[list[int], int]:
+    """Shards that are not stored yet, and the number of others of which that is not known."""
+    there = store.backend.sizes(name.stem)
+    counts = [int(found[2]) for found in map(LABEL.match, there) if found]
+    if not counts:
+        return list(range(name.shards)), 0
+    count = counts[0]
+    per_group = -(-name.shards // count)
+    open_groups = [g for g in range(count) if f"{g:05d}of{count:05d}{GROUP}" not in there]
+    missing, unseen = list[int](), 0
+    for number, group in enumerate(open_groups):
+        members = range(group * per_group, min((group + 1) * per_group, name.shards))
+        if number >= MOST_GROUPS or f"{group:05d}of{count:05d}/" not in there:
+            unseen += len(members)  # in shared files, which do not show their records
+            continue
+        files = store.backend.sizes(f"{name.stem}/{group:05d}of{count:05d}")
+        stored = _stored(files)
+        missing += [shard for shard in members if shard not in stored]
+    return missing, unseen
+
+
+def _stored(files: Iterable[str]) -> set[int]:
+    runs = (run for run in map(parse_run, files) if run is not None)
+    return set(itertools.chain.from_iterable(runs))
+
+
+def _ranges(shards: list[int]) -> str:
+    """`0-7, 12` for sorted numbers."""
+    runs = list[list[int]]()
+    for shard in shards:
+        if runs and shard == runs[-1][-1] + 1:
+            runs[-1].append(shard)
+        else:
+            runs.append([shard])
+    return some([f"{r[0]}-{r[-1]}" if r[1:] else str(r[0]) for r in runs], 4)
+
+
+@dataclass
+class Seen:
+    """The parts of one look."""
+
+    there: Survey
+    claims: list[tuple[Claim, bool]]
+    agents: list[tuple[str, FoundAgent]]
+    """With the names of their nodes."""
+    places: list[PlaceView]
+    events: EventsView | None
+    trainers: int
+    dead_since: float | None = None
+    """Unix time of the first look that has found only claims of dead processes; None if the last
+    one has not."""
+    problems: list[str] = field(default_factory=list)
+    event_folders: list[str] = field(default_factory=list)
+    """Folders that should have events."""
+
+
+def job_state(seen: Seen, rows: Sequence[Row], now: float) -> JobState:
+    """The job as a whole, by all that was seen."""
+    state, evidence = _state(seen, now)
+    ids = {f.facts.job for f in seen.there.found if not seen.there.is_elsewhere(f.place)}
+    if not ids and (lease := _lease(seen.places)):
+        ids = {lease.owner.partition(" on ")[0]}
+    suspects = {f"v{row.version}": row.suspect for row in rows if row.suspect}
+    return JobState(
+        state,
+        evidence,
+        ", ".join(sorted(ids)),
+        _last_seen(seen, rows, state, now),
+        seen.trainers,
+        _steps_per_second(seen.events, rows, now),
+        _with_journal(restart_of(rows, now), seen.there),
+        suspects,
+    )
+
+
+def _with_journal(restart: Restart | None, there: Survey) -> Restart | None:
+    """Add how far a journal leads on from the version that a restart takes."""
+    reach = reach_of_restart(there) if restart is not None else None
+    if restart is None or reach is None or not reach.records:
+        return restart
+    return replace(restart, journal=reach.last)
+
+
+def _state(seen: Seen, now: float) -> tuple[str, str]:
+    """The state of the job, and the reason in words; the surest sign decides."""
+    if seen.trainers:
+        return RUNS, f"{seen.trainers} on this machine"
+    if living := sum(lives for _, lives in seen.claims):
+        return RUNS, f"claims of {living} of {len(seen.claims)} nodes are held"
+    events, lease = seen.events, _lease(seen.places)
+    if events and events.closed:
+        return STOPPED, f"closed: {events.closed}"
+    agents = [each for _, each in seen.agents if each.state == AGENT_RUNS]
+    if any(each.status and each.status.awaited for each in agents):
+        return ENDING, "its trainers were killed; an agent waits for them to come back"
+    if agents:
+        return ENDING, "its trainers have ended; an agent is left"
+    # Its last events may be fresh: a claim of a dead process needs an event that came later.
+    if (newest := _fresh_seconds(events, now)) is not None and newest > (seen.dead_since or 0.0):
+        return RUNS, f"its newest event is {max(now - newest, 0.0):.0f} s old"
+    if seen.claims or seen.agents:
+        return STOPPED, "killed: its processes are gone, and have not cleaned up"
+    levels = {f.place.level for f in seen.there.found if not seen.there.is_elsewhere(f.place)}
+    if "memory" in levels:
+        return STOPPED, "its versions in memory have no process"
+    if "local" in levels:
+        return STOPPED, "no process has claimed its directory"
+    if lease is not None:
+        left = lease.expires_seconds - now
+        if left > 0:
+            return RUNS, "its lease on the persistent level is renewed"
+        return STOPPED, "its lease on the persistent level has ended"
+    if seen.places:
+        return UNKNOWN, "no job holds the persistent level: it has ended, or has not flushed yet"
+    return UNKNOWN, "no sign of a process is visible from here"
+
+
+def _fresh_seconds(events: EventsView | None, now: float) -> float | None:
+    """Unix time of the newest event, if it shows that the job runs. One from the future does not:
+    a clock was wrong."""
+    newest = events.newest_seconds if events else None
+    if events is None or newest is None or abs(now - newest) >= events.fresh_seconds:
+        return None
+    return newest
+
+
+def _steps_per_second(events: EventsView | None, rows: Sequence[Row], now: float) -> float | None:
+    if events and events.steps_per_second and _fresh_seconds(events, now) is not None:
+        return events.steps_per_second
+    return steps_per_second(rows, now)
+
+
+def _lease(places: Sequence[PlaceView]) -> LeaseView | None:
+    leases = [place.lease for place in places if place.lease and place.lease.owner]
+    return max(leases, key=lambda each: each.expires_seconds, default=None)
+
+
+def _last_seen(seen: Seen, rows: Sequence[Row], state: str, now: float) -> float | None:
+    if state == RUNS and seen.trainers:
+        return now
+    times = [row.created_seconds for row in rows if row.created_seconds]
+    if seen.events and seen.events.newest_seconds:
+        times.append(min(now, seen.events.newest_seconds))
+    if lease := _lease(seen.places):
+        times.append(min(now, lease.expires_seconds - LEASE_SECONDS / 2))
+    return max(times, default=None)
+
 
 MOST_TIMES = 10_000
 """Number of versions whose times are kept."""
@@ -249,6 +635,3 @@ def _notes(seen: Seen, state: str) -> Iterable[str]:
             "job's path, to see agents and memory"
         )
     yield from seen.there.beside
-
-
-__all__ = ["Observer"]

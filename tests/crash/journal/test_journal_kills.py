@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.crash.launcher import Job, Life
 from tierckpt.cli.main import main
-from tierckpt.journal.frames import BOUNDARY, HEAD_BYTES, STEP, FrameHead
-from tierckpt.journal.segments import FOLDER, names_in
+from tierckpt.journal.segments import BOUNDARY, FOLDER, HEAD_BYTES, STEP, FrameHead, names_in
 from tierckpt.journal.writer import MOST_WAITING
 
 KILLED = {1: "kill@script:step=12,phase=backward"}

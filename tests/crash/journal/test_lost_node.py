@@ -10,10 +10,9 @@ import pytest
 from tests.support.crash.launcher import Job, Life
 from tests.support.crash.scenario import RANKS
 from tierckpt.cli.main import main
-from tierckpt.journal.frames import ITSELF
-from tierckpt.journal.segments import FOLDER, names_in
+from tierckpt.journal.segments import FOLDER, ITSELF, names_in
 from tierckpt.journal.writer import MOST_WAITING
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
 
 LAST = 12
 STORED, PROTECTED = "stored", "protected"

@@ -16,7 +16,7 @@ from tests.support.frameworks.killed_job import (
     goes_on_with_the_same_samples,
     refuses_other_data,
 )
-from tierckpt._tested_versions import numbers
+from tierckpt._version import version_numbers
 
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     # Kills of one job, one after the other; the scenario. 7 batches an epoch, unless it says more.
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 def skip_without_stateful_workers() -> None:
-    if numbers(version("accelerate")) < (1, 13):
+    if version_numbers(version("accelerate")) < (1, 13):
         pytest.skip("this Accelerate fails with such loaders, also without Tierckpt")
 
 

@@ -14,7 +14,7 @@ import tierckpt
 from tests.support.training import WIDTH, Place, attach, make_job, rank
 from tierckpt import _faults
 from tierckpt.cli.main import main
-from tierckpt.storage.memory.slot_pool import SlotPool
+from tierckpt.storage.slot_pool import SlotPool
 
 ROWS, STEPS = 4, 6
 TIMINGS: dict[str, dict[str, Any]] = {

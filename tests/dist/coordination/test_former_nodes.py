@@ -22,9 +22,9 @@ from tests.dist.peer.test_peer_level import EARLIER, STEPS, protected_at
 from tests.support import exact
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tierckpt.agent.address import AgentSettings
-from tierckpt.peer.read_client import RemoteNode
-from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.memory.slots import sealed_at
+from tierckpt.peer.remote_reads import RemoteNode
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.slots import sealed_at
 
 NODES = "abcd"
 """The job starts on three nodes; d is a spare."""

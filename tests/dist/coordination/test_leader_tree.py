@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from tests.support.star_group import StarGroup, run_star
 from tests.support.training import Place, attach, make_job, train
-from tierckpt.coordination.ballots import leader_tree as module
-from tierckpt.coordination.ballots import vote_exchange
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
-from tierckpt.coordination.ballots.leader_tree import leader_tree
-from tierckpt.coordination.ballots.vote_exchange import RankGoneError
+from tierckpt.coordination import ballots as vote_exchange
+from tierckpt.coordination import leader_tree as module
+from tierckpt.coordination.ballots import GroupBallots, RankGoneError
+from tierckpt.coordination.leader_tree import leader_tree
 from tierckpt.group import Node
 
 WIDTH, TURNS, LAST = 3, 40, 17

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import tierckpt
-from ddp_ckpt.gradient_groups import _groups
+from ddp_ckpt.comm_hook import _groups
 from tests.support.training import Job, Place, attach, make_job
 
 many_buckets = {"bucket_cap_mb": 0.003}

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_ckpt.launched import SHARED_STORE
+from ddp_ckpt.checkpointer import SHARED_STORE
 from ddp_ckpt.torch_group import BROADCAST_COST_BYTES, TorchGroup
 from tests.support.training import Place, attach, make_job
-from tierckpt.testing.group_conformance import GroupConformance, Program
+from tierckpt.testing.groups import GroupConformance, Program
 
 
 def with_group(program: Program) -> Any:

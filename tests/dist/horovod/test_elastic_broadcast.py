@@ -152,7 +152,7 @@ LARGEST = 100
 def sent_in_slices(root: int) -> tuple[list[list[int]], bool]:
     """The bytes of each broadcast of a tensor, and whether all of `root`'s values arrived, in
     place."""
-    sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
+    sending = importlib.import_module("horovod_ckpt.broadcast")
 
     def values(of: int) -> dict[str, torch.Tensor]:
         made = torch.Generator().manual_seed(of)
@@ -260,7 +260,7 @@ class Grown(Net):
 
 def sent_own_state(root: int) -> tuple[int, list[float]]:
     """The state that arrived from `root`, which is the only rank that has called it."""
-    sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
+    sending = importlib.import_module("horovod_ckpt.broadcast")
     torch.manual_seed(rank())
     model = Grown()
     if rank() == root:
@@ -358,7 +358,7 @@ def trained(kind: str, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Op
 def sent_odd_state(kind: str, root: int, steps: int) -> tuple[bool, list[tuple[int, ...]]]:
     """Whether the state of `root` arrived if others made this number of steps; and the memory order
     of the convolution's weights and their state."""
-    sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
+    sending = importlib.import_module("horovod_ckpt.broadcast")
     model, optimizer = trained(kind, seed=rank(), steps=2 if rank() == root else steps)
     wanted = exact.replicated(*trained(kind, seed=root, steps=2))
     assert (exact.replicated(model, optimizer) == wanted) == (rank() == root)

@@ -19,9 +19,9 @@ from tests.support import exact
 from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lose
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, horovod, rank
-from tierckpt.checkpointer import restart
+from tierckpt.checkpointer import start
 from tierckpt.coordination.error_barrier import ErrorBarrier
-from tierckpt.restore import session, verified_version
+from tierckpt.restore import session, verification
 
 SCRIBBLED = 12345.0
 PATIENCE_SECONDS = 60.0
@@ -64,9 +64,9 @@ def all_loaded(_: Any, together: ErrorBarrier) -> None:
 
 
 END = ErrorBarrier.__exit__
-TORN: Instead = (verified_version.VerifiedVersion, "visit", half_loaded)
+TORN: Instead = (verification.VerifiedVersion, "visit", half_loaded)
 BEFORE: Instead = (ErrorBarrier, "__exit__", about_to_load)
-BEHIND: Instead = (restart, "all_finished", all_loaded)
+BEHIND: Instead = (start, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}
 
 
@@ -170,7 +170,7 @@ def torn_by_a_broadcast(place: Place) -> None:
         horovod().broadcast_parameters(held.model.state_dict(), root_rank=root)
         raise failure()
 
-    attributes = importlib.import_module("horovod_ckpt.elastic.attributes").Attributes
+    attributes = importlib.import_module("horovod_ckpt.elastic").Attributes
     lost_in(script.state.sync, (attributes, "broadcast", sent_half))
     if rank() == 0:
         script = Script(place, seed=3)
@@ -254,7 +254,7 @@ def going_back_past_a_skip(place: Place) -> tuple[int, bool]:
 
 
 def skips(version: int, agreed: Any) -> Any:
-    return importlib.import_module("tierckpt.core.schedule").Decision()
+    return importlib.import_module("tierckpt.core.decisions").Decision()
 
 
 def test_going_back_farther_than_the_last_commit_is_reported(

@@ -10,8 +10,8 @@ import pytest
 import tierckpt
 from tests.support.rank_pool import HOROVODRUN, MPIRUN
 from tests.support.training import horovod, rank_0_first
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
-from tierckpt.testing.group_conformance import GroupConformance, Program
+from tierckpt.coordination.ballots import GroupBallots
+from tierckpt.testing.groups import GroupConformance, Program
 
 MEMBERS = {1: [2], 2: [0, 2], 3: [0, 1, 2]}
 """Of a job of three, by size."""

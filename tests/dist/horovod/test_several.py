@@ -26,7 +26,7 @@ from tests.support.training import (
     rank_0_first,
     train,
 )
-from tierckpt.cli.reports.trace import load
+from tierckpt.cli.trace import load
 
 # --- a part of the job, and a job of one ---------------------------------------------------------
 

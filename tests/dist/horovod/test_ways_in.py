@@ -263,7 +263,7 @@ def test_a_script_with_another_import_resumes(
 def shut_down_first(place: Place, handled: bool) -> dict[str, Any]:
     """The script's last line is `hvd.shutdown()`, perhaps while it handles the end of its data, in
     a notebook with an earlier cell that failed."""
-    scripts = importlib.import_module("tierckpt.checkpointer.script_mode")
+    scripts = importlib.import_module("tierckpt.checkpointer.checkpointer")
     drop_in = importlib.import_module("horovod_ckpt.torch")
     hvd = horovod()
     job = make_horovod_job()

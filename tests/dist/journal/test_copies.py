@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.training import Attached, Place, attach, make_job, rank, train
-from tierckpt.journal.copies import small_state_link
+from tierckpt.journal import copies as small_state_link
 from tierckpt.journal.segments import FOLDER, names_in
 from tierckpt.peer.wire import HELLO_SECONDS
 

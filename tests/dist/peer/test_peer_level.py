@@ -18,8 +18,8 @@ from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.manifest import Manifest
 from tierckpt.restore import rebuild
-from tierckpt.restore.shard_image import ShardImage
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.restore.shards import ShardImage
+from tierckpt.storage.local import LocalStore
 
 EARLIER, STEPS = 3, 7
 PATIENCE_SECONDS = 60.0

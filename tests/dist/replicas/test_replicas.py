@@ -24,7 +24,7 @@ from tests.support.thorough import everything
 from tests.support.training import Net, Place, import_adapter, make_horovod_job
 from tierckpt.core import replica_check
 from tierckpt.core.replica_check import Finding
-from tierckpt.replicas import digests
+from tierckpt.replicas import replicated_state
 
 ROUND = 5
 BEHIND = 3
@@ -388,7 +388,7 @@ def many_alike(names: list[str], place: Place, boundaries: int) -> dict[str, dic
 def swapped(place: Place) -> tuple[list[str], int | None]:
     """Weights are swapped for an evaluation after `wait()`, while a copier would hash them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digests, "INLINE_BYTES", 0)
+        patch.setattr(replicated_state, "INLINE_BYTES", 0)
         trial = Trial(place, "adamw", release="forward", memory_every_steps=2)
         trial.ckpt._replicas._submit = lambda look: None  # the copier comes late
         for _ in range(2 * ROUND + BEHIND):

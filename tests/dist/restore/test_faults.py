@@ -15,8 +15,7 @@ import pytest
 import tierckpt
 import tierckpt.coordination.settings_check
 import tierckpt.restore.rebuild
-import tierckpt.restore.shard_image
-import tierckpt.restore.shard_reader
+import tierckpt.restore.shards
 import tierckpt.restore.verification
 import tierckpt.storage.inventory
 from tests.dist.peer import test_peer_level as peer
@@ -31,8 +30,8 @@ from tests.support.training import (
     restored_into,
     working_in,
 )
-from tierckpt.storage.files.mapped_file import MappedFile
-from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.storage.durable import MappedFile
+from tierckpt.storage.persistent.backends import PosixBackend
 
 STEPS = persistent.STEPS
 
@@ -152,7 +151,7 @@ def come_back_while_it_is_retired(
     persistent level, and another is retired for it."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **persistent.settings(shared))
-    plain, opened = tierckpt.restore.shard_reader.Reads.open, list[Any]()
+    plain, opened = tierckpt.restore.shards.Reads.open, list[Any]()
 
     def open_late(reads: Any, version: Any, *rest: Any) -> None:
         opened.append(version.version)
@@ -164,7 +163,7 @@ def come_back_while_it_is_retired(
         plain(reads, version, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.restore.shard_reader.Reads, "open", open_late)
+        patch.setattr(tierckpt.restore.shards.Reads, "open", open_late)
         told = restored_into(job, attached)
     attached.ckpt.abandon()
     return told | {"opened": opened}
@@ -207,18 +206,18 @@ def test_a_version_retired_since_the_scan_is_scanned_for_once_more(
 
 FAULTS: dict[str, tuple[str, Exception]] = {
     "no memory": (
-        "tierckpt.restore.shard_image.in_memory",
+        "tierckpt.restore.shards.in_memory",
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ),
     "no descriptors": (
-        "tierckpt.restore.shard_image.in_memory",
+        "tierckpt.restore.shards.in_memory",
         OSError(errno.EMFILE, "Too many open files"),
     ),
     "a client's own": (
-        "tierckpt.restore.shard_reader.check_header",
+        "tierckpt.restore.shards.check_header",
         RuntimeError("ticket has expired"),
     ),
-    "in a check": ("tierckpt.restore.shard_reader.digest_at", MemoryError("in a check")),
+    "in a check": ("tierckpt.restore.shards.digest_at", MemoryError("in a check")),
     "opening": ("tierckpt.restore.verification.Reads.open", RuntimeError("can't start new thread")),
     "telling": ("tierckpt.restore.verification._report_of_this_rank", MemoryError("telling")),
 }
@@ -276,7 +275,7 @@ def test_so_it_does_where_shards_are_rebuilt(
     place = peer.place_of(tmp_path, shm_dir)
     before = ranks(3).run(peer.leave_behind, place, "xor")
     peer.lose(place, tmp_path, 0)
-    names = {"open_image": "tierckpt.restore.shard_reader.open_image"}
+    names = {"open_image": "tierckpt.restore.shards.open_image"}
     name = names.get(where, f"tierckpt.restore.rebuild.{where}")
     fault = (name, MemoryError("no more"))
     told = ranks(3).run(fail_and_try_again, place, peer.settings("xor", 0), fault)
@@ -317,7 +316,7 @@ def test_a_client_that_fails_on_rank_0_leaves_nobody_waiting(
 def disk_that_fails_while_loading(at: int) -> Iterator[None]:
     """On rank `at`, from the first shown window on."""
     loading: list[bool] = []
-    visit, bring = tierckpt.restore.verified_version.VerifiedVersion.visit, MappedFile.bring
+    visit, bring = tierckpt.restore.verification.VerifiedVersion.visit, MappedFile.bring
 
     def visited(attempt: Any, *shown: Any) -> None:
         loading.append(True)
@@ -329,7 +328,7 @@ def disk_that_fails_while_loading(at: int) -> Iterator[None]:
         bring(file, low, high)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.restore.verified_version.VerifiedVersion, "visit", visited)
+        patch.setattr(tierckpt.restore.verification.VerifiedVersion, "visit", visited)
         patch.setattr(MappedFile, "bring", brought)
         yield
 

@@ -23,8 +23,8 @@ from tests.support.training import (
 )
 from tierckpt.format.layout import Piece
 from tierckpt.restore import verification
-from tierckpt.restore.shard_image import Part
-from tierckpt.restore.tensor_fill import TensorPreallocator
+from tierckpt.restore.loader import TensorPreallocator
+from tierckpt.restore.shards import Part
 
 STEPS = 4
 

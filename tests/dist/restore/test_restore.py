@@ -126,7 +126,7 @@ def on_hosts(root: Path, hosts: list[int], crash: bool) -> dict[str, Any]:
     host = hosts[rank()]
     with working_in(root / f"host{host}"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tierckpt.coordination.settings_check, "host_id", lambda node: f"host{host}")
-        patch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+        patch.setattr("tierckpt.restore.rebuild.BROADCAST_BYTES", 1000)
         Path("memory").mkdir(exist_ok=True)
         place = Place("disk", "memory")
         if crash:

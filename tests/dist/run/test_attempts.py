@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.rank_pool import HOROVODRUN, MPIRUN
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
-from tierckpt.run.times import PARTS
-from tierckpt.testing.ports import free_ports
+from tierckpt.run.shim import PARTS
+from tierckpt.testing.network import free_ports
 
 LOOP = """\
     start = int(ckpt.restore())

@@ -16,7 +16,7 @@ from torch import nn
 import ddp_ckpt
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.core.levels import MEMORY
-from tierckpt.snapshot import plan_check
+from tierckpt.snapshot import copy_plan
 
 RANKS = 2
 
@@ -61,7 +61,7 @@ def trained(path: Path, shm: Path, steps: int, late: int) -> tuple[set[int], dic
             lost.add(event.version)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_check, "FEW", 0)
+        patch.setattr(copy_plan, "FEW", 0)
         if dist.get_rank() == 0:
             vote_late(patch, late)
         ckpt = checkpointer(model, optimizer, path, shm, on_event=receive)

@@ -10,16 +10,16 @@ import pytest
 
 from tests.support.training import Place, attach, make_job, rank
 from tierckpt.errors import ConfigError
-from tierckpt.storage.local import directory_claim
-from tierckpt.storage.local.directory_claim import PREFIX, DirectoryClaim
-from tierckpt.storage.memory.job_directory import JobBusyError, JobDirectory, job_id_of
+from tierckpt.storage import claims
+from tierckpt.storage.claims import CLAIM_PREFIX, DirectoryClaim
+from tierckpt.storage.job_directory import JobBusyError, JobDirectory, job_id_of
 
 NODES = "ab"
 
 
 def refusal(place: Place) -> tuple[str, list[str]]:
     """The notices, and the claims that exist then."""
-    directory_claim.HERE_SECONDS = 0.2
+    claims.HERE_SECONDS = 0.2
     with pytest.raises(JobBusyError) as caught:
         attach(make_job(), place, node=NODES[rank()], local_every_steps=1)
     return str(caught.value), marks(Path(place.path))
@@ -33,7 +33,7 @@ def stay(place: Place) -> list[str]:
 
 
 def marks(directory: Path) -> list[str]:
-    return sorted(p.name for p in directory.iterdir() if p.name.startswith(PREFIX))
+    return sorted(p.name for p in directory.iterdir() if p.name.startswith(CLAIM_PREFIX))
 
 
 def test_a_job_of_two_nodes_is_refused_where_another_one_is(
@@ -49,7 +49,7 @@ def test_a_job_of_two_nodes_is_refused_where_another_one_is(
         other.release()
     assert [text for text, _ in told] == [told[0][0]] * len(NODES)
     assert "another job uses" in told[0][0]
-    assert [there for _, there in told] == [[f"{PREFIX}0ther.0"]] * len(NODES)
+    assert [there for _, there in told] == [[f"{CLAIM_PREFIX}0ther.0"]] * len(NODES)
     for there in pool.run(stay, place):
         tokens = {name.split(".")[2] for name in there}
         assert (len(there), len(tokens)) == (len(NODES), 1)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.thorough import on_demand
-from tierckpt.storage.local.directory_claim import PREFIX
-from tierckpt.testing.ports import free_ports
+from tierckpt.storage.claims import CLAIM_PREFIX
+from tierckpt.testing.network import free_ports
 
 pytestmark = on_demand("torchruns take half a minute; what they prove is tested with made-up ones")
 
@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 120.0
 RANK = """
 import os, sys, time, torch, torch.distributed as dist, ddp_ckpt
 from tierckpt.storage.local import directory_claim
-from tierckpt.storage.memory.job_directory import JobBusyError
+from tierckpt.storage.job_directory import JobBusyError
 directory_claim.HERE_SECONDS = 1.0
 dist.init_process_group("gloo")
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
@@ -124,5 +124,7 @@ def test_a_node_that_hangs_keeps_the_next_round_of_its_agents_not_out(
     until(lambda: len(first.said("PID")) == 2)
     steps = len(first.said("STEP"))
     until(lambda: len(first.said("STEP")) > steps)
-    marks = [path.name for path in (tmp_path / "ckpts").iterdir() if path.name.startswith(PREFIX)]
+    marks = [
+        path.name for path in (tmp_path / "ckpts").iterdir() if path.name.startswith(CLAIM_PREFIX)
+    ]
     assert len({name.split(".")[2] for name in marks}) == 2, "the one that hangs has its own"

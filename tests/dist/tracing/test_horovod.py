@@ -13,10 +13,8 @@ from tests.dist.tracing.test_trace import PARAMETERS, STEPS, check_order
 from tests.support.horovod_here import horovod_missing
 from tests.support.training import Net
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.tracing.horovod_timeline import agreement
-from tierckpt.tracing.step import TREE_ROW, row_names, step_of
-from tierckpt.tracing.summary import summarize
-from tierckpt.tracing.tierckpt_traces import load
+from tierckpt.tracing.timeline import TREE_ROW, rows_of_step, step_of, summarize
+from tierckpt.tracing.traces import agreement, load
 
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
@@ -108,7 +106,7 @@ def test_allreduces_are_found_by_whatever_names_horovod_gives(way: str, recorded
     step = step_of(timeline, 1, 3)
     reduced = [layer for s in step if s.kind == "allreduce" for layer in s.layers]
     assert set(reduced) == layers
-    assert set(row_names(step).values()) - {TREE_ROW} == {
+    assert set(rows_of_step(step).values()) - {TREE_ROW} == {
         name.rpartition(".")[0] for name in layers
     }
     if way == "sparse and dense":  # its indices and its values

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.training import Place, attach, make_job, only_layers_release, train
-from tierckpt.tracing.spans import Span, Timeline
-from tierckpt.tracing.summary import size_buckets, summarize
-from tierckpt.tracing.tierckpt_traces import load
+from tierckpt.tracing.timeline import Span, Timeline, size_buckets, summarize
+from tierckpt.tracing.traces import load
 
 STEPS = 6
 PARAMETERS = 5 * 2

@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 from tierckpt.core.replica_check import NONE
-from tierckpt.replicas.digests import Look, weighted_sum
-from tierckpt.replicas.replicated_state import GPU_PART_ELEMENTS, ReplicatedState
+from tierckpt.replicas.replicated_state import (
+    GPU_PART_ELEMENTS,
+    Look,
+    ReplicatedState,
+    weighted_sum,
+)
 from tierckpt.state.training_state import TrainingState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -21,7 +21,8 @@ import pytest
 from tests.support.facts import facts_of
 from tests.support.processes import end, python
 from tierckpt import _children
-from tierckpt.agent import address, connection_states, environment, process
+from tierckpt.agent import address, connection_states, process
+from tierckpt.agent import address as environment
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.protocol import (
     AgentAddress,
@@ -37,15 +38,15 @@ from tierckpt.agent.protocol import (
     ServedPlaces,
     SessionSettings,
 )
-from tierckpt.agent.session import TrainerSession
+from tierckpt.agent.server import TrainerSession
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
 from tierckpt.coordination import settings_check
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer.address import Address
-from tierckpt.peer.read_client import RemoteNode
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.peer.remote_reads import RemoteNode
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob, run_ranks
 
@@ -430,7 +431,7 @@ def serve_here(
         process, "lower_priority", lambda nice: None
     )  # else it would be this process's
     monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
-    monkeypatch.setenv(environment.VARIABLE, what)
+    monkeypatch.setenv(environment.ENVIRONMENT_VARIABLE, what)
     job = settings.place().job
     job.create()
     (job.path / "r00000.0").touch()  # the folder stays while there are slots

@@ -21,10 +21,10 @@ from tests.support.s3_server import KEY, SECRET, Proxy
 from tierckpt import _faults
 from tierckpt.agent import client
 from tierckpt.checkpointer import shutdown
-from tierckpt.core import stall_timeout
+from tierckpt.core import decisions
 from tierckpt.events import Event
 from tierckpt.format.ids import ShardKey
-from tierckpt.storage.local.store import CommitTimes, LocalStore
+from tierckpt.storage.local import CommitTimes, LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 
@@ -322,7 +322,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent continues without the job."""
-    monkeypatch.setattr(stall_timeout, "QUIET_SECONDS", NO_PATIENCE)
+    monkeypatch.setattr(decisions, "QUIET_SECONDS", NO_PATIENCE)
     monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
     come, go_on, hang = hanging_uploads()
     try:

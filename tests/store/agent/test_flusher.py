@@ -29,9 +29,9 @@ from tierckpt.agent.protocol import (
     PersistentSettings,
     Problem,
 )
-from tierckpt.agent.shard_guard import ShardGuard
+from tierckpt.agent.shard_sources import ShardGuard
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.storage.local.pins import LocalPins
+from tierckpt.storage.marks import LocalPins
 from tierckpt.storage.persistent import (
     LeaseHeldError,
     PersistentError,
@@ -40,10 +40,10 @@ from tierckpt.storage.persistent import (
     TimeSlots,
     VersionName,
 )
+from tierckpt.storage.persistent.backends import PosixBackend
 from tierckpt.storage.persistent.lease import LEASE_SECONDS
-from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import injected
-from tierckpt.testing.store_program import content_of, manifest_of
+from tierckpt.testing.fault_injection import content_of, manifest_of
 
 SHARDS = 2
 PATIENCE_SECONDS = 60.0

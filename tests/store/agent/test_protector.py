@@ -27,15 +27,15 @@ from tierckpt.agent.protocol import (
     Protected,
     ProtectFailed,
 )
-from tierckpt.agent.shard_guard import ShardGuard
+from tierckpt.agent.shard_sources import ShardGuard
 from tierckpt.errors import ConfigError
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange
-from tierckpt.peer.read_client import RemoteNode
+from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.peer.transport import Transport
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
 
 PATIENCE_SECONDS = 60.0
 NOBODY = ("127.0.0.1", "127.0.0.1"), (9, 9)

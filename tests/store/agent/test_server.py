@@ -46,9 +46,9 @@ from tierckpt.agent.protocol import (
 )
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.format.ids import VersionId
-from tierckpt.peer.read_client import RemoteNode
+from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.restore import loader
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0

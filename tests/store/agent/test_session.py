@@ -43,14 +43,13 @@ from tierckpt.agent.protocol import (
     SessionSettings,
     Welcome,
 )
-from tierckpt.agent.server import Agent
-from tierckpt.agent.session import TrainerSession
-from tierckpt.codecs import pipeline
+from tierckpt.agent.server import Agent, TrainerSession
+from tierckpt.codecs import codec
 from tierckpt.errors import TierckptError
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
 from tierckpt.testing import TinyJob
-from tierckpt.testing.store_program import commit_one
+from tierckpt.testing.fault_injection import commit_one
 
 KEY = ShardKey(VersionId(1, 1), 0, 1)
 
@@ -70,7 +69,7 @@ class Unruly(Checksum):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pipeline.OURS, "unruly", ("zstd", "Unruly"))
+    monkeypatch.setitem(codec.OURS, "unruly", ("zstd", "Unruly"))
     monkeypatch.setattr("tierckpt.codecs.zstd.Unruly", Unruly, raising=False)
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent import stall_watch
+from tierckpt.agent import status
 from tierckpt.halt.controller import HaltController
-from tierckpt.storage.files.direct_file import DirectFile
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory import slot_pool
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage import slot_pool
+from tierckpt.storage.durable import DirectFile
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0
@@ -28,8 +28,8 @@ PATIENCE_SECONDS = 60.0
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stall counts at once."""
     monkeypatch.setattr(slot_pool, "LATE_SECONDS", 0.0)
-    monkeypatch.setattr(stall_watch, "ASK_SECONDS", 0.0)
-    monkeypatch.setattr(stall_watch, "STALL_SECONDS", 0.01)
+    monkeypatch.setattr(status, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(status, "STALL_SECONDS", 0.01)
 
 
 @pytest.fixture(params=["write", "look"])

@@ -18,17 +18,15 @@ from tierckpt.agent.protocol import (
     FlushFailed,
     Problem,
 )
-from tierckpt.agent.status.activity import Activity, Task
-from tierckpt.agent.status.client import GONE, RUNS, SILENT, find_agents
-from tierckpt.agent.status.server import StatusServer
+from tierckpt.agent.status import GONE, RUNS, SILENT, Activity, StatusServer, Task, find_agents
 from tierckpt.format.ids import VersionId
-from tierckpt.storage.files import file_lock
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage import file_lock
+from tierckpt.storage.job_directory import JobDirectory
 
 HOLDER = """
 import sys
 from pathlib import Path
-from tierckpt.storage.memory.job_directory import take_lock
+from tierckpt.storage.job_directory import take_lock
 
 fd = take_lock(Path(sys.argv[1]))
 print("busy" if fd is None else "held", flush=True)

@@ -16,28 +16,27 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ddp_ckpt
 import tierckpt
-from tierckpt.checkpointer import active_snapshot, core, lifetime
+from tierckpt.checkpointer import checkpointer, levels, loop, node_resources
 from tierckpt.checkpointer.adapter import PlainAdapter
-from tierckpt.checkpointer.levels import job_parts, node_resources, tiers
 from tierckpt.errors import TierckptError, UnsupportedStateError
-from tierckpt.hooks import install
+from tierckpt.hooks import iterations
 
 POINTS = {
-    "the reports": (job_parts, "Reports"),
+    "the reports": (levels, "Reports"),
     "where slots are": (node_resources.image_file, "place_for_slots"),
     "slots": (node_resources, "SlotPool"),
     "room": (node_resources.NodeResources, "tell_of_room"),
-    "lives": (tiers, "JobHistory"),
-    "behind the agent": (tiers, "PeerSetup"),
-    "the agent": (tiers.Tiers, "open"),
-    "the copier": (active_snapshot, "Copier"),
-    "capture": (active_snapshot, "Staging"),
+    "lives": (levels, "JobHistory"),
+    "behind the agent": (levels, "PeerSetup"),
+    "the agent": (levels.Tiers, "open"),
+    "the copier": (loop, "Copier"),
+    "capture": (loop, "Staging"),
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
-    "the barrier": (install, "GlobalStepHook"),
-    "the trace": (core, "open_trace"),
-    "signals": (core, "HaltController"),
-    "the proof": (lifetime, "record_if_ordered"),
+    "the barrier": (iterations, "GlobalStepHook"),
+    "the trace": (loop, "open_trace"),
+    "signals": (loop, "HaltController"),
+    "the proof": (checkpointer, "record_if_ordered"),
     "the adapter": (PlainAdapter, "attached"),
 }
 ON_ALL_RANKS = dict.fromkeys(("where slots are", "slots"), TierckptError)
@@ -98,7 +97,7 @@ def test_nothing_is_left_and_the_next_try_works(
     before, threads = our_hooks(model, optimizer), set(threading.enumerate())
     with monkeypatch.context() as patch:
         if point.startswith("hooks of optimizers"):
-            patch.setattr("tierckpt.state.validate._refuse_hollow", lambda optimizer: None)
+            patch.setattr("tierckpt.state.optimizers._refuse_hollow", lambda optimizer: None)
         fail(patch, point)
         with pytest.raises(ON_ALL_RANKS.get(point, BrokenError), match=point):
             tierckpt.Checkpointer(model, optimizer, **settings)

@@ -23,7 +23,7 @@ from tests.support.warm_python.servers import PYTHON
 from tierckpt import PinError, RestoreError, TierckptError
 from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.events import JobEnd
-from tierckpt.storage.memory.slot_pool import NoSlotError
+from tierckpt.storage.slot_pool import NoSlotError
 from tierckpt.testing import TinyJob
 
 
@@ -186,7 +186,7 @@ def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
     try:
         with (
             mock.patch.object(job.checkpointer._levels.slot_handoff, "chooser", choose_slot),
-            mock.patch("tierckpt.checkpointer.active_snapshot.LAST_CHANCE_SECONDS", 0.01),
+            mock.patch("tierckpt.checkpointer.loop.LAST_CHANCE_SECONDS", 0.01),
             mock.patch("tierckpt.snapshot.snapshot.JOIN_PATIENCE_SECONDS", 0.01),
         ):
             fail_in_the_forward_pass(job)
@@ -465,7 +465,7 @@ def test_a_script_that_only_forgets_to_close_is_warned(
 
 OVER = """
 import sys
-from tierckpt.checkpointer.script_mode import close_at_exit
+from tierckpt.checkpointer.checkpointer import close_at_exit
 from tierckpt.testing import TinyJob
 job = TinyJob(sys.argv[1], shm_dir=sys.argv[2], agent="inline", incomplete_exit_status=9,
     persistent_path=sys.argv[3], persistent_every_steps=1)

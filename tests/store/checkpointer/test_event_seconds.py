@@ -13,7 +13,7 @@ import pytest
 from tests.support.late_copies import before_blocks, without_the_engine
 from tierckpt.snapshot import copy_plan, snapshot
 from tierckpt.snapshot.staging import Staging
-from tierckpt.storage.local import store
+from tierckpt.storage import local
 from tierckpt.testing import TinyJob
 
 SLOW_SECONDS = 0.1
@@ -35,7 +35,7 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
         (copy_plan.Binding, "copy_block", "sealed", "copy"),
         (snapshot, "digest", "sealed", "checksum"),
         (snapshot.Snapshot, "barrier", "sealed", "sealed_after"),
-        (store.LocalStore, "_write_manifest", "committed", "commit"),
+        (local.LocalStore, "_write_manifest", "committed", "commit"),
     ],
 )
 def test_a_slow_call_is_reported(

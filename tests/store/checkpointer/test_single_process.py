@@ -20,7 +20,7 @@ from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.format.ids import FORMAT_MAJOR
 from tierckpt.snapshot import copy_engine
-from tierckpt.storage.memory.slot_pool import NoSlotError
+from tierckpt.storage.slot_pool import NoSlotError
 from tierckpt.testing import TinyJob, run_in_child
 from tierckpt.testing.tiny_job import fired, tiny_model, train
 

@@ -16,10 +16,10 @@ import tierckpt
 from tests.support.tiny_course import in_shm, versions_on_disk
 from tierckpt import _faults
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.offline.difference import compare
+from tierckpt.offline.comparison import compare
 from tierckpt.offline.stored_version import open_version
 from tierckpt.testing import TinyJob
-from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.groups import ThreadGroup, run_ranks
 from tierckpt.testing.tiny_job import (
     BATCH,
     CLASSES,

@@ -29,14 +29,12 @@ from tests.support.encoded_shards import (
     shard,
 )
 from tierckpt import _faults
-from tierckpt.agent.flush_sources import LostBaseError
+from tierckpt.agent.shard_sources import LostBaseError
 from tierckpt.codecs.codec import CodecError
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
-from tierckpt.format.ids import VersionId
+from tierckpt.format.ids import MANIFEST, RETIRED, VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.version_names import MANIFEST, RETIRED
-from tierckpt.storage.local.encoded_files import open_encoded
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore, open_encoded
 from tierckpt.storage.persistent import FlushCancelledError, PersistentStore
 from tierckpt.testing import injected
 

@@ -12,16 +12,16 @@ import torch
 
 import tierckpt
 from tierckpt.agent import flusher
-from tierckpt.agent.flush_sources import open_base
+from tierckpt.agent.shard_sources import open_base
 from tierckpt.cli.main import main
-from tierckpt.codecs import pipeline
+from tierckpt.codecs import codec
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
-from tierckpt.codecs.delta import Base
+from tierckpt.codecs.shard_coding import Base
 from tierckpt.codecs.zstd import Zstd
 from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.local.store import ENCODED_SUFFIX, LocalStore
+from tierckpt.storage.local import ENCODED_SUFFIX, LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 
@@ -273,7 +273,7 @@ def test_another_level_that_can_be_read_is_taken_instead(
 
 
 def test_a_module_that_is_not_installed_is_named(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pipeline.OURS, "somebodys", pipeline.OURS["zstd"])
+    monkeypatch.setitem(codec.OURS, "somebodys", codec.OURS["zstd"])
     monkeypatch.setattr(Zstd, "name", "somebodys")
     with job(local_codecs="somebodys") as first:
         first.run(2)

@@ -7,10 +7,9 @@ from typing import Any
 
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
-from tierckpt.core.ledger import DONE
-from tierckpt.core.levels import LOCAL, MEMORY
-from tierckpt.core.votes import VOTE_WIDTH
+from tierckpt.coordination.ballots import GroupBallots
+from tierckpt.core.decisions import VOTE_WIDTH
+from tierckpt.core.levels import DONE, LOCAL, MEMORY
 from tierckpt.format.ids import VersionId
 from tierckpt.group import SingleGroup
 

@@ -16,21 +16,20 @@ from tests.support.rights import as_anybody
 from tests.support.tmpfs import mount, read_only, unmount
 from tierckpt import _faults
 from tierckpt.config import Config, load_config
-from tierckpt.doctor import machine, places
+from tierckpt.doctor import machine
 from tierckpt.doctor.finding import Finding, Mark, Subject
-from tierckpt.storage import guarantees
-from tierckpt.storage.files import file_lock
+from tierckpt.storage import file_lock, guarantees
 from tierckpt.storage.guarantees import try_directory
 from tierckpt.storage.health import Need
 
 
 def local(path: Path | str, **more: object) -> list[Finding]:
-    return [*places.local(Subject(Config(path=str(path)), **more))]  # type: ignore[arg-type]
+    return [*machine.local(Subject(Config(path=str(path)), **more))]  # type: ignore[arg-type]
 
 
 def persistent(path: Path | str, **settings: object) -> list[Finding]:
     given = {"persistent_path": str(path), **settings}
-    return [*places.persistent(Subject(load_config(given, {})))]
+    return [*machine.persistent(Subject(load_config(given, {})))]
 
 
 def only(found: list[Finding], mark: Mark) -> Finding:
@@ -115,7 +114,7 @@ def test_a_read_only_root_of_a_container_needs_a_volume(
     root.touch()
     subject = Subject(Config(path=f"{overlay}/ckpts"), environment, root=tmp_path / "root")
     with read_only(overlay):
-        cross = only([*places.local(subject)], Mark.CROSS)
+        cross = only([*machine.local(subject)], Mark.CROSS)
     assert cross.text == f"{overlay}: it is mounted read-only"
     assert cure in cross.cure
 
@@ -125,7 +124,7 @@ def test_a_directory_without_permission_is_a_cross_and_the_cure_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In this thread, which gives the rights of root up; a child would have them again.
-    monkeypatch.setattr(places, "of_directory", lambda need, seconds: try_directory(need))
+    monkeypatch.setattr(machine, "of_directory", lambda need, seconds: try_directory(need))
     os.chown(tmp_path, 65534, 65534)
     with as_anybody():
         cross = only(local(tmp_path), Mark.CROSS)
@@ -147,7 +146,7 @@ def test_a_file_system_that_hangs_is_a_cross(
 ) -> None:
     monkeypatch.setenv(_faults.FAULTS_VARIABLE, "stop@health:op=write")
     monkeypatch.setenv(_faults.FIRED_VARIABLE, str(marks))
-    monkeypatch.setattr(places, "LIMIT_SECONDS", 3.0)
+    monkeypatch.setattr(machine, "PLACE_SECONDS", 3.0)
     folder = tmp_path / "there"
     folder.mkdir()
     cross = only(local(folder), Mark.CROSS)
@@ -168,7 +167,7 @@ def test_a_file_system_without_locks_is_a_cross(
     monkeypatch.setattr(file_lock, "try_lock", refuse)
     found = try_directory(Need(str(tmp_path)))
     assert found.broken == {"locks": "No locks available"}
-    monkeypatch.setattr(places, "of_directory", lambda need, seconds: found)
+    monkeypatch.setattr(machine, "of_directory", lambda need, seconds: found)
     cross = only(local(tmp_path), Mark.CROSS)
     assert "no locks (No locks available)" in cross.text
     assert only(persistent(tmp_path), Mark.GOOD), "it needs no locks"
@@ -185,7 +184,7 @@ def test_a_file_system_without_links_serves_the_local_level_alone(
     found = try_directory(Need(str(tmp_path)))
     monkeypatch.undo()
     assert [*found.broken] == [guarantee]
-    monkeypatch.setattr(places, "of_directory", lambda need, seconds: found)
+    monkeypatch.setattr(machine, "of_directory", lambda need, seconds: found)
     assert only(local(tmp_path), mark)
     assert only(persistent(tmp_path), Mark.CROSS)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.prometheus_here import program
-from tierckpt.exporters.metrics import METRICS, PHASES, REASONS, SEVERITIES
-from tierckpt.testing.ports import free_ports
+from tierckpt.exporters.exporter import METRICS, PHASES, REASONS, SEVERITIES
+from tierckpt.testing.network import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "exporters.md"

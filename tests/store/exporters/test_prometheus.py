@@ -24,7 +24,7 @@ from tierckpt import ConfigError
 from tierckpt.exporters import PrometheusFile, PrometheusPort, PrometheusRegistry
 from tierckpt.exporters.setting import exporters_of
 from tierckpt.testing import TinyJob
-from tierckpt.testing.ports import free_ports
+from tierckpt.testing.network import free_ports
 
 pytest.importorskip("prometheus_client")
 

@@ -19,16 +19,16 @@ import torch
 
 import tierckpt
 from tierckpt.cli.main import main
-from tierckpt.core.halt_conditions import HaltRequest
+from tierckpt.core.decisions import HaltRequest
 from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Event
 from tierckpt.files import Files, VersionFiles
 from tierckpt.halt import request_file
 from tierckpt.lineage import run_notes
-from tierckpt.storage.files.mounts import Mount
-from tierckpt.storage.memory.job_directory import JobBusyError
-from tierckpt.storage.routed import source_file
-from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.storage import routed
+from tierckpt.storage.job_directory import JobBusyError
+from tierckpt.storage.mounts import Mount
+from tierckpt.testing.groups import ThreadGroup, run_ranks
 
 Make = Callable[..., Files]
 
@@ -187,7 +187,7 @@ def test_a_file_mapped_for_writing_is_not_complete(make: Make) -> None:
 def test_a_file_system_that_cannot_tell_stores_what_is_there(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_file, "mount_of", lambda path: Mount("/home", "nfs4"))
+    monkeypatch.setattr(routed, "mount_of", lambda path: Mount("/home", "nfs4"))
     files = make()
     f = files.begin()
     with Path(f.route("x")).open("wb", buffering=0) as file:

@@ -10,12 +10,11 @@ import pytest
 
 from tierckpt.cli.main import main
 from tierckpt.errors import TierckptError
-from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession
-from tierckpt.files.scr_settings import merged, scr_settings
+from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession, merged, scr_settings
 from tierckpt.group import Group, SingleGroup
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.groups import ThreadGroup, run_ranks
 
 Start = Callable[..., ScrSession]
 

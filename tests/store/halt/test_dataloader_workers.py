@@ -144,7 +144,7 @@ def load():
 
 
 BY_SCRIPT = """
-from tierckpt.checkpointer.script_mode import attach_to_script
+from tierckpt.checkpointer.checkpointer import attach_to_script
 model, optimizer = training()
 ckpt = checkpointer(model, optimizer)
 attach_to_script(ckpt, restore=False, ends_with_script=True)

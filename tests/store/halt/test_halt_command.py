@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tierckpt.halt import controller
-from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of, jobs_at
+from tierckpt.storage.job_directory import JobDirectory, job_id_of, jobs_at
 from tierckpt.testing import TinyJob
 
 IN_MEMORY = {"local_every_steps": 0, "local_every_seconds": 0.0}
@@ -97,7 +97,7 @@ def test_a_dead_job_looks_nowhere_and_an_invalid_list_names_nothing(shm_dir: Pat
     job.lock_path(0).write_text(f"1\n{json.dumps(['/dead'])}")
     assert [(each.job, each.watched()) for each in jobs_at(shm_dir)] == [("job", set())]
     program = (
-        "import sys; from tierckpt.storage.memory.job_directory import JobDirectory, take_lock\n"
+        "import sys; from tierckpt.storage.job_directory import JobDirectory, take_lock\n"
         "job = JobDirectory.at(sys.argv[1], 'job'); job.lock_rank(0, watches=['/a', '/b c'])\n"
         "take_lock(job.lock_path(1)); print('held', flush=True); sys.stdin.read()"
     )

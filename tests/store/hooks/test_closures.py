@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 import tierckpt
 from tests.support.late_copies import copy_late
-from tierckpt.hooks import closures
+from tierckpt.hooks import optimizer_steps
 
 STEPS = 3
 OWN = [c for c in vars(torch.optim).values() if inspect.isclass(c) and c.__name__ != "Optimizer"]
@@ -174,7 +174,7 @@ def test_torchs_own_call_it_before_they_change_anything(kind: type[torch.optim.O
     """Every listed step; and the list contains all optimizers of this torch."""
     param = nn.Parameter(torch.ones(4, 4))
     optimizer = kind([param])
-    assert closures._calls_it_first(type(optimizer).step)
+    assert optimizer_steps._calls_it_first(type(optimizer).step)
     images: list[Any] = []
 
     def closure() -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 import tierckpt
 from tests.support.late_copies import copy_late
-from tierckpt.hooks import step_hook
+from tierckpt.hooks import optimizer_steps
 
 STEPS = 3
 LAYERS = 8
@@ -99,7 +99,7 @@ def test_it_is_the_place_in_front_that_keeps_it_off(
     settings: dict[str, Any], late_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: after the user's hook the version is torn, and nothing notices."""
-    monkeypatch.setattr(step_hook, "_put_first", lambda handle: None)
+    monkeypatch.setattr(optimizer_steps, "_put_first", lambda handle: None)
     assert restored_differs(of_all_optimizers, settings) != []
 
 
@@ -130,13 +130,13 @@ def test_where_hooks_are_kept_in_another_way_it_runs_after_the_step_and_works(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch with other handles: the barrier works as far as possible."""
-    register = step_hook.register_optimizer_step_pre_hook
+    register = optimizer_steps.register_optimizer_step_pre_hook
 
     class Handle:
         def __init__(self, hook: Any) -> None:
             self.remove = register(hook).remove
 
-    monkeypatch.setattr(step_hook, "register_optimizer_step_pre_hook", Handle)
+    monkeypatch.setattr(optimizer_steps, "register_optimizer_step_pre_hook", Handle)
     before = len(_global_optimizer_pre_hooks)
     model, optimizer = build()
     with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import tierckpt
-from tierckpt.hooks import stateful_objects
+from tierckpt.hooks import unsaved_objects
 
 Optimizer = torch.optim.Optimizer
 
@@ -429,8 +429,8 @@ def test_an_optimizer_whose_groups_never_stop_changing(
     """The search is not repeated without end, as it takes a while."""
     model, opt = build()
     looks: list[int] = []
-    look = stateful_objects.look
-    monkeypatch.setattr(stateful_objects, "look", lambda: looks.append(1) or look())
+    look = unsaved_objects.look
+    monkeypatch.setattr(unsaved_objects, "look", lambda: looks.append(1) or look())
     with attached(model, opt, **settings) as (ckpt, _):
         for step in range(12):
             opt.param_groups[0][f"key {step}"] = step
@@ -442,7 +442,7 @@ def test_an_object_that_cannot_be_inspected_costs_no_checkpoint(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, opt = build()
-    monkeypatch.setattr(stateful_objects, "look", lambda: 1 / 0)
+    monkeypatch.setattr(unsaved_objects, "look", lambda: 1 / 0)
     events: list[tierckpt.Event] = []
     with tierckpt.Checkpointer(model, opt, on_event=events.append, **settings) as ckpt:
         train(model, opt.step, ckpt)
@@ -457,7 +457,7 @@ def test_an_object_that_cannot_be_inspected_costs_no_checkpoint(
 def test_a_checkpointer_by_hand_in_a_framework(package: str, settings: dict[str, Any]) -> None:
     """Its integration is shown; no part of the training is, which it would store."""
     model, opt = build()
-    name = stateful_objects.TRAINERS[package]
+    name = unsaved_objects.TRAINERS[package]
     pace = lr.StepLR(opt, 3)
 
     def steps(self: Any, ckpt: tierckpt.Checkpointer) -> None:

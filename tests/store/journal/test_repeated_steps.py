@@ -22,7 +22,7 @@ from tests.support import exact
 from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.journal.segments import FOLDER, JournalReader, names_in
-from tierckpt.journal.support import REPEATABLE
+from tierckpt.journal.steps import REPEATABLE
 from tierckpt.testing.tiny_job import seed_everything
 
 STEPS = 6

@@ -14,7 +14,7 @@ import torch
 from tierckpt import latest
 from tierckpt.cli.main import main
 from tierckpt.errors import RestoreError, StateMismatchError
-from tierckpt.storage.forks import ForkMarks, OriginFile
+from tierckpt.storage.notes import ForkMarks, OriginFile
 from tierckpt.testing.tiny_job import TinyJob, tiny_model
 
 STEPS = 6
@@ -298,7 +298,7 @@ def test_another_job_under_the_path_of_the_source_is_not_taken_for_it(
     places: Places, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not links:
-        monkeypatch.setattr("tierckpt.storage.forks.os.link", no_link)
+        monkeypatch.setattr("tierckpt.storage.notes.os.link", no_link)
     state = places.train("a")
     assert main(["fork", places["a"], places["b"]]) == 0
     shutil.rmtree(places["a"])
@@ -341,7 +341,7 @@ def damage(folder: str, version: int) -> None:
 def test_a_source_that_is_gone_or_damaged_is_refused_with_a_remedy_that_works(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierckpt.storage.forks.os.link", no_link)
+    monkeypatch.setattr("tierckpt.storage.notes.os.link", no_link)
     places.train("a")
     with places.job("b") as job:
         with pytest.raises(

@@ -12,10 +12,10 @@ import pytest
 from tests.support.s3_server import KEY, SECRET
 from tierckpt import history
 from tierckpt.cli.main import main
-from tierckpt.lineage.marks import OwnMarks
+from tierckpt.lineage.source import OwnMarks
 from tierckpt.offline.catalog import rows_of
 from tierckpt.offline.survey import survey
-from tierckpt.storage.forks import OriginFile
+from tierckpt.storage.notes import OriginFile
 from tierckpt.storage.persistent import PersistentStore, VersionManifest, VersionName
 from tierckpt.testing.tiny_job import TinyJob
 

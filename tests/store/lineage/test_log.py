@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tierckpt.cli.main import main
-from tierckpt.cli.reports.log import LINES, PLAIN_LINES, _drawn
+from tierckpt.cli.versions import PLAIN_TREE_LINES, TREE_LINES, _drawn
 from tierckpt.format.ids import VersionId
-from tierckpt.format.run_record import RunEnd, RunRecord
-from tierckpt.lineage.annotations import command_hash
-from tierckpt.lineage.branches import Branch
-from tierckpt.storage.run_records import RunRecords
+from tierckpt.format.records import RunEnd, RunRecord
+from tierckpt.lineage.history import Branch
+from tierckpt.lineage.run_notes import command_hash
+from tierckpt.storage.notes import RunRecords
 from tierckpt.testing.tiny_job import TinyJob
 
 
@@ -220,13 +220,13 @@ def test_the_best_version_is_as_the_job_measures_it(
 
 def test_in_a_narrow_terminal_and_without_unicode_it_stays_a_tree() -> None:
     branches = [Branch("one two three four five six", [Branch("seven")]), Branch("eight")]
-    assert [*_drawn(branches, LINES, 26)] == [
+    assert [*_drawn(branches, TREE_LINES, 26)] == [
         "├── one two three four five",
         "│   │   six",
         "│   └── seven",
         "└── eight",
     ]
-    assert [*_drawn(branches, PLAIN_LINES, None)] == [
+    assert [*_drawn(branches, PLAIN_TREE_LINES, None)] == [
         "|-- one two three four five six",
         "|   `-- seven",
         "`-- eight",

@@ -15,7 +15,7 @@ from tests.support.tiny_course import in_shm, versions_on_disk
 from tierckpt.cli.main import main
 from tierckpt.offline.catalog import rows_of
 from tierckpt.offline.survey import survey
-from tierckpt.storage.forks import ForkMarks
+from tierckpt.storage.notes import ForkMarks
 from tierckpt.testing import TinyJob
 
 STEPS = 5

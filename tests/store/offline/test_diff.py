@@ -15,16 +15,16 @@ import torch
 
 from tests.store.offline.test_offline import flip_byte
 from tierckpt.checkpointer.checkpointer import Checkpointer
+from tierckpt.cli.arguments import Target, targets_of
 from tierckpt.cli.main import main
-from tierckpt.cli.version_targets import Target, targets_of
 from tierckpt.errors import ConfigError
 from tierckpt.format.shard_file import decode_header
-from tierckpt.offline.difference import Difference, compare
+from tierckpt.offline.comparison import Difference, compare
 from tierckpt.offline.stored_version import open_version
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.slots import Slot
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.slots import Slot
 from tierckpt.testing import TinyJob
-from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.groups import ThreadGroup, run_ranks
 from tierckpt.testing.tiny_job import seed_everything, tiny_model
 
 STEPS = 3

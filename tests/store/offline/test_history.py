@@ -18,12 +18,12 @@ from tests.support.s3_server import Proxy
 from tierckpt.cli.main import main
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.offline import stored_version
-from tierckpt.offline.series.history import History
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.offline.comparison import History
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.storage.persistent.backends import PosixBackend
 from tierckpt.testing import TinyJob
-from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.groups import ThreadGroup, run_ranks
 
 STEPS = 6
 BLOCK_BYTES = 512 * 1024

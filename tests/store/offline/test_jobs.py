@@ -11,12 +11,12 @@ import pytest
 
 import tierckpt
 from tests.support.forgotten_ends import Forgotten
-from tierckpt.checkpointer import finished
+from tierckpt.checkpointer import shutdown
 from tierckpt.cli.main import main
 from tierckpt.errors import ConfigError
 from tierckpt.offline.catalog import rows_of
 from tierckpt.offline.survey import survey
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.testing.tiny_job import TinyJob
 
 
@@ -32,7 +32,7 @@ def two_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run of the one has the number of a run of the other."""
     folder = tmp_path_factory.mktemp("jobs")
     with pytest.MonkeyPatch.context() as patch:  # a fixture of a module precedes that of a test
-        patch.setattr(finished, "_ends", Forgotten())
+        patch.setattr(shutdown, "_ends", Forgotten())
         for steps in (1, 2, 3):
             trained(folder / "a", steps)
     trained(folder / "b", 4)

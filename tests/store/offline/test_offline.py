@@ -29,12 +29,12 @@ from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.coordination.proof_order import VARIABLE, ProofOrder
 from tierckpt.erasure.codes import Code
 from tierckpt.errors import ConfigError, RestoreError
-from tierckpt.format import checksummed_json
+from tierckpt.format import records
 from tierckpt.offline.catalog import Row, rows_of
 from tierckpt.offline.survey import survey
-from tierckpt.restore.tensor_fill import PieceWriter
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
+from tierckpt.restore.loader import PieceWriter
+from tierckpt.storage.job_directory import JobDirectory, job_id_of
+from tierckpt.storage.local import LocalStore
 from tierckpt.testing import TinyJob
 from tierckpt.testing.tiny_job import tiny_model
 
@@ -98,7 +98,7 @@ def agent_at(folder: Path) -> Iterator[None]:
     """A process that holds an agent's lock, like an agent that waits for its next trainer."""
     text = (
         "import sys; from pathlib import Path; "
-        "from tierckpt.storage.memory.job_directory import take_lock; "
+        "from tierckpt.storage.job_directory import take_lock; "
         "take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     line = [sys.executable, "-c", text, str(folder / "agent0.lock")]
@@ -320,7 +320,7 @@ def test_versions_of_a_newer_tierckpt_are_not_silently_skipped(job: Any, tmp_pat
     path = tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', STEPS).stem}.manifest"
     told = json.loads(path.read_bytes().split(b"\n")[0])
     told["format_version"] = "9.0"
-    path.write_bytes(checksummed_json.with_check(json.dumps(told).encode()))
+    path.write_bytes(records.with_check(json.dumps(told).encode()))
     with pytest.raises(RestoreError, match="a newer release of tierckpt wrote"):
         tierckpt.load(tmp_path / "ckpts")
     assert tierckpt.load(tmp_path / "ckpts", STEPS - 1).version == STEPS - 1

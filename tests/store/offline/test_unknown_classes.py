@@ -15,7 +15,7 @@ from torch import nn
 
 import tierckpt
 from tierckpt.cli.main import main
-from tierckpt.state.custom_values import ForeignValue
+from tierckpt.state.tree_codec import ForeignValue
 
 MODULE = "a_library_of_modes"
 SOURCE = """

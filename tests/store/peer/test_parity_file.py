@@ -28,16 +28,16 @@ from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest
-from tierckpt.peer import read_client
+from tierckpt.peer import remote_reads
 from tierckpt.peer.address import Address
 from tierckpt.peer.parity_file import Read, check_parity
-from tierckpt.peer.read_client import RemoteNode
-from tierckpt.peer.rebuild import rebuild
+from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.peer.transport import Transport
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.peer.windows import rebuild
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import VersionName
 from tierckpt.testing import StoreConformance, injected
-from tierckpt.testing.store_program import commit_one, key_of
+from tierckpt.testing.fault_injection import commit_one, key_of
 
 CODE = Code(3, 2, 1)
 LENGTHS = [600 << 10, 900 << 10, 300 << 10]
@@ -380,7 +380,7 @@ def test_a_node_that_takes_the_call_and_says_nothing_counts_as_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A node that hangs: its kernel still accepts connections."""
-    monkeypatch.setattr(read_client, "REACH_SECONDS", 0.1)
+    monkeypatch.setattr(remote_reads, "REACH_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         node = RemoteNode("node 1", Address(*silent.getsockname()), SECRET)
         with pytest.raises(ConnectionError, match=r"node 1: .* sent nothing for 0.1 s"):

@@ -17,16 +17,14 @@ from tierckpt.core.copies import Inventory
 from tierckpt.core.levels import AGENT
 from tierckpt.format.ids import ShardKey
 from tierckpt.format.manifest import Manifest
-from tierckpt.peer import read_client, read_server
-from tierckpt.peer.read_client import RemoteNode
+from tierckpt.peer import remote_reads
+from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.peer.transport import Transport
-from tierckpt.storage.files import file_lock
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory import slots
-from tierckpt.storage.memory.image_file import ImageFile
-from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.memory.slots import Slot, seal_area_bytes
+from tierckpt.storage import file_lock, slots
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import VersionName
+from tierckpt.storage.slots import ImageFile, Slot, seal_area_bytes
 
 
 @pytest.fixture
@@ -84,7 +82,7 @@ def test_looking_at_slots_leaves_the_agents_own_pins(slot: Slot, node: RemoteNod
     with slot.image() as image:
         assert file.read(0, 100) == bytes(image[:100])
     trainer = python(
-        "import sys; from pathlib import Path; from tierckpt.storage.memory.slots import Slot\n"
+        "import sys; from pathlib import Path; from tierckpt.storage.slots import Slot\n"
         "print(Slot.open(Path(sys.argv[1])).in_use_elsewhere())",
         slot.path,
     )
@@ -173,7 +171,7 @@ def test_a_shard_in_a_slot_that_was_filled_again_counts_as_missing(
         slot.seal(manifest(2).encode())
         return data
 
-    monkeypatch.setattr(read_server, "read_image", fill_again)
+    monkeypatch.setattr(remote_reads, "read_image", fill_again)
     for file in files:
         with pytest.raises(FileNotFoundError):
             file.read(0, 10)
@@ -187,8 +185,8 @@ def test_a_node_that_falls_silent_is_waited_for_once(
     asked = [RemoteNode("node 1", agent.address, SECRET, down, True) for _ in range(2)]
     files = [node.open_shard(name_of(manifest()), manifest().shard) for node in asked]
     calls: list[object] = []
-    reach = read_client.reach
-    monkeypatch.setattr(read_client, "reach", lambda *where: calls.append(where) or reach(*where))
+    reach = remote_reads.reach
+    monkeypatch.setattr(remote_reads, "reach", lambda *where: calls.append(where) or reach(*where))
     agent.close()
     for _ in range(3):
         for file in files:

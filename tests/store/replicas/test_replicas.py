@@ -22,13 +22,13 @@ from torch import nn
 
 import tierckpt
 from tests.support import exact
-from tierckpt.cli.exchange.interchange import export_version
-from tierckpt.cli.reports.checkpoints import list_versions
+from tierckpt.cli.exchange import export_version
+from tierckpt.cli.versions import list_versions
 from tierckpt.offline.stored_version import open_version
-from tierckpt.replicas import digests, monitor
+from tierckpt.replicas import monitor, replicated_state
 from tierckpt.replicas.monitor import OUTDATED_LOOKS
+from tierckpt.storage.marks import SuspectMarks, persistent_suspects
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.storage.suspects import SuspectMarks, persistent_suspects
 from tierckpt.testing import ThreadGroup, run_ranks
 
 ROUND = 4
@@ -475,7 +475,7 @@ def test_a_check_that_never_sees_a_change_is_reported(
 ) -> None:
     """The loop clips weights after the boundary: if a look is large, ranks would look at different
     moments."""
-    monkeypatch.setattr(digests, "INLINE_BYTES", 1)
+    monkeypatch.setattr(replicated_state, "INLINE_BYTES", 1)
 
     def program(rank: Rank) -> list[str]:
         with closing(rank.ckpt):
@@ -677,7 +677,9 @@ def test_weights_written_without_a_version_counter_are_no_drift(
 ) -> None:
     """`.data` changes no counter: one rank's copier reads before the write, the other's after
     it."""
-    monkeypatch.setattr(digests, "INLINE_BYTES", 0)  # else so little is hashed at the boundary
+    monkeypatch.setattr(
+        replicated_state, "INLINE_BYTES", 0
+    )  # else so little is hashed at the boundary
 
     def program(rank: Rank) -> tuple[list[str], int]:
         for _ in range(8 * ROUND):

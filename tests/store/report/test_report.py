@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent.usage import _clock_of, _read
+from tierckpt.agent.processor import _clock_of, _read_usage
 from tierckpt.cli.main import main
 from tierckpt.testing.tiny_job import TinyJob
 
@@ -218,10 +218,10 @@ def test_the_cores_in_use_are_those_of_the_other_process() -> None:
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as child:
         assert child.stdout is not None
         spent = float(child.stdout.readline())
-        found = _read({"0": _clock_of(child.pid)})["0"]
+        found = _read_usage({"0": _clock_of(child.pid)})["0"]
         child.communicate()
     assert spent <= found < spent + 0.2
-    assert _read({"0": _clock_of(child.pid)}) == {}
+    assert _read_usage({"0": _clock_of(child.pid)}) == {}
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed (apt-get install chromium)")

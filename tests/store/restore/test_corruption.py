@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tierckpt import RestoreError
-from tierckpt.restore import shard_reader
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.restore import shards
+from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
 
 STEPS = 4
@@ -242,7 +242,7 @@ def test_a_disk_that_fails_is_a_damaged_copy(
     """Also after the header. An unreadable mapped page would end the process instead."""
     damaged = left.copy_to(tmp_path)
     damaged.forget_memory()
-    check_header = shard_reader.check_header
+    check_header = shards.check_header
 
     def cut_short_then(image: Any) -> Any:
         header = check_header(image)
@@ -250,7 +250,7 @@ def test_a_disk_that_fails_is_a_damaged_copy(
             os.truncate(damaged.data(STEPS), header.header_bytes)
         return header
 
-    monkeypatch.setattr(shard_reader, "check_header", cut_short_then)
+    monkeypatch.setattr(shards, "check_header", cut_short_then)
     restored, said, print_ = restored_after(damaged)
     assert (restored, print_) == (STEPS - 1, left.prints[STEPS - 1])
     assert "the disk fails" in said[0]

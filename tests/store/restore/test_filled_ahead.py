@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tierckpt.format.layout import Piece
-from tierckpt.restore import shard_reader, tensor_fill
-from tierckpt.restore.tensor_fill import TensorPreallocator
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.restore import loader, shards
+from tierckpt.restore.loader import TensorPreallocator
+from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
 
 STEPS = 3
@@ -30,7 +30,7 @@ def wide() -> torch.nn.Module:
 @pytest.fixture
 def saved_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of pieces that the loader found in place already. Every block is a run."""
-    monkeypatch.setattr(shard_reader, "RUN_BYTES", 1)
+    monkeypatch.setattr(shards, "RUN_BYTES", 1)
     found: list[str] = []
     has = TensorPreallocator.has
 
@@ -131,14 +131,14 @@ def test_trouble_with_filling_is_not_the_restores(
     """The failure stays on this rank: the loader does all the work itself."""
     asked: list[int] = []
 
-    class Failing(tensor_fill.PieceWriter):
+    class Failing(loader.PieceWriter):
         def take(self, shard: int, offset: int, window: memoryview) -> None:
             asked.append(offset)
             if len(asked) > 1:
                 raise RuntimeError("nothing fits")
             super().take(shard, offset, window)
 
-    monkeypatch.setattr(tensor_fill, "PieceWriter", Failing)
+    monkeypatch.setattr(loader, "PieceWriter", Failing)
     assert come_back(tmp_path / "ckpts", settings) == (STEPS, {"memory": 1}, prints[STEPS])
     assert len(asked) == 2
     assert saved_work == []

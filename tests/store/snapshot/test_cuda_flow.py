@@ -21,8 +21,8 @@ import torch
 
 import tierckpt
 from tests.support.late_device import Compute, LateDevice, LateEvent, Side
-from tierckpt.snapshot import copy_engine, copy_plan, cuda, device_copies, snapshot
-from tierckpt.snapshot.device_copies import Sources
+from tierckpt.snapshot import copy_engine, copy_plan, cuda, snapshot
+from tierckpt.snapshot.cuda import Sources
 
 
 class CpuLane:
@@ -85,7 +85,7 @@ def lane(device: LateDevice | None, monkeypatch: pytest.MonkeyPatch) -> Iterator
     compute = device.compute if device is not None else Compute()
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: compute)
-    monkeypatch.setattr(device_copies, "_direct", all_dense)
+    monkeypatch.setattr(cuda, "_direct", all_dense)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "CLONE_FROM_BYTES", 0)
     monkeypatch.setattr(cuda, "BATCH_BYTES", 64 * 1024)
@@ -116,7 +116,7 @@ def memory_in_pieces(lane: CpuLane, monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.cuda.OutOfMemoryError("no")
 
     monkeypatch.setattr(cuda.CudaSnapshot, "_runs", run_out)
-    monkeypatch.setattr(device_copies.DeviceCopies, "clone", has_none)
+    monkeypatch.setattr(cuda.DeviceCopies, "clone", has_none)
 
 
 def attach(lane: CpuLane, tmp_path: Path, shm_dir: Path) -> tuple[Any, ...]:
@@ -232,7 +232,7 @@ def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
         patched.setattr(ckpt._pool, "filled", give_back)
         patched.setattr(lane.stream, "synchronize", stand_still)
         patched.setattr(cuda, "digest", break_down)
-        patched.setattr(device_copies.DeviceCopies, "hash", break_down)
+        patched.setattr(cuda.DeviceCopies, "hash", break_down)
         ckpt.step()
         ckpt._active.snapshot.release_all()
         ckpt._active.snapshot.wait_done()

@@ -19,9 +19,9 @@ import torch
 import tierckpt
 from tests.support.late_copies import copy_late, without_the_engine
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.slot_handoff import SlotHandoff
-from tierckpt.core.ledger import BROKEN
-from tierckpt.snapshot import copy_engine, memory_moves, snapshot, tensor_memory
+from tierckpt.coordination.versions import SlotHandoff
+from tierckpt.core.levels import BROKEN
+from tierckpt.snapshot import copy_engine, snapshot, tensor_memory
 from tierckpt.testing import run_in_child
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
@@ -284,7 +284,7 @@ def test_memory_that_an_extension_moved_is_refused_by_name(
         assert said.message.removeprefix("SnapshotError: ").startswith(
             "model/weight: their memory was moved or freed between"
         )
-        assert memory_moves.MOVED in said.message
+        assert snapshot.MOVED in said.message
         with torch.no_grad():
             model.weight.zero_()
         assert ckpt.restore().version == step
@@ -336,7 +336,7 @@ def test_a_forked_child_waits_for_no_copy(
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
         ckpt.step()
-        assert memory_moves._copying
+        assert snapshot._copying
         child = os.fork()
         if child == 0:
             model.weight.share_memory_()

@@ -15,7 +15,7 @@ from torch import nn
 
 import tierckpt
 from tierckpt.errors import StateMismatchError, UnsupportedStateError
-from tierckpt.snapshot import plan_check
+from tierckpt.snapshot import copy_plan
 
 
 class Net(nn.Module):
@@ -252,7 +252,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("few", [0, plan_check.FEW])
+@pytest.mark.parametrize("few", [0, copy_plan.FEW])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_one_of_many_tensors_is_in_the_next_version(
     change: Callable[[Job], None],
@@ -261,7 +261,7 @@ def test_a_change_of_one_of_many_tensors_is_in_the_next_version(
     settings: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan_check, "FEW", few)
+    monkeypatch.setattr(copy_plan, "FEW", few)
     with Job(path, settings, Deep()) as job:
         job.checkpointer.restore()
         job.run(2).checkpointer.complete()

@@ -607,7 +607,7 @@ def test_an_optimizer_without_extra_state_is_not_asked(
             asked.append(1)
             return super().state_dict()
 
-    monkeypatch.setattr("tierckpt.state.optimizers.optimizer_tree.FEW", 3)
+    monkeypatch.setattr("tierckpt.state.optimizer_state.FEW", 3)
     with Job(Same, path, settings) as job:
         begun = len(asked)
         job.run(33)
@@ -618,7 +618,7 @@ def test_an_optimizer_without_extra_state_is_not_asked(
         return torch.optim.Adam(model.parameters())
 
     monkeypatch.setattr(torch.optim.Optimizer, "state_dict", None)
-    monkeypatch.setattr("tierckpt.state.optimizers.extra_state._TORCHS", None)
+    monkeypatch.setattr("tierckpt.state.optimizer_state._TORCHS", None)
     with Job(plainly, path.with_name("plain"), settings) as job:
         job.run(3)
         assert job.repeated_errors() == []
@@ -627,7 +627,7 @@ def test_an_optimizer_without_extra_state_is_not_asked(
 def test_large_extra_state_is_reported(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierckpt.state.optimizers.optimizer_tree.HEAVY_BYTES", 8)
+    monkeypatch.setattr("tierckpt.state.optimizer_state.HEAVY_BYTES", 8)
     with Job(Masters, path, settings) as job:
         job.run(3)
         (said,) = job.repeated_errors()

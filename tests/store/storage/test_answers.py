@@ -17,8 +17,8 @@ from tierckpt.cli.main import main
 from tierckpt.config import load_config
 from tierckpt.errors import PersistentError, RestoreError
 from tierckpt.offline.survey import survey
-from tierckpt.storage.files import answers
-from tierckpt.storage.persistent import PersistentStore, RetryPolicy, retry
+from tierckpt.storage import answers
+from tierckpt.storage.persistent import PersistentStore, RetryPolicy, backend
 from tierckpt.testing import TinyJob
 
 Hang = Callable[..., None]
@@ -198,7 +198,7 @@ def test_a_server_that_never_answers(
     with TinyJob(path, **settings) as job:
         job.run(STEPS)
     options = s3_options(mute)
-    monkeypatch.setattr(retry, "is_transient", lambda error: False)
+    monkeypatch.setattr(backend, "is_transient", lambda error: False)
     monkeypatch.setattr(answers, "SAY_SECONDS", 0.1)
     monkeypatch.setattr(answers, "PATIENCE_SECONDS", 0.2)
     url = "s3://bucket/run"

@@ -20,7 +20,7 @@ from tierckpt.cli.main import main
 from tierckpt.config import STORAGE_OPTIONS
 from tierckpt.errors import RestoreError
 from tierckpt.storage.persistent import PersistentError, PersistentStore, RetryPolicy
-from tierckpt.storage.persistent.object_stores.obstore_backend import ObstoreBackend
+from tierckpt.storage.persistent.object_stores import ObstoreBackend
 from tierckpt.testing import TinyJob
 
 VARIABLE = f"TIERCKPT_{STORAGE_OPTIONS.upper()}"

@@ -18,28 +18,28 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt._host import host_id
+from tierckpt._process import host_id
 from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.group import SingleGroup
-from tierckpt.storage.files import file_lock
-from tierckpt.storage.files.mounts import locks_are_local, mount_of
-from tierckpt.storage.local import directory_claim
-from tierckpt.storage.local.claim_file import Claim
-from tierckpt.storage.local.directory_claim import PREFIX, DirectoryClaim
-from tierckpt.storage.local.launch import (
+from tierckpt.storage import claims, file_lock
+from tierckpt.storage.claims import (
+    CLAIM_PREFIX,
     MOST_STARTERS,
+    Claim,
+    DirectoryClaim,
     Launch,
     launch_of,
     process_mark,
     smallest,
 )
-from tierckpt.storage.memory.job_directory import JobBusyError, JobFinishedError
+from tierckpt.storage.job_directory import JobBusyError, JobFinishedError
+from tierckpt.storage.mounts import locks_are_local, mount_of
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"
 HOLD = (
-    "import json, sys; from tierckpt.storage.local.directory_claim import DirectoryClaim; "
-    "from tierckpt.storage.local.launch import Launch\n"
+    "import json, sys; from tierckpt.storage.claims import DirectoryClaim; "
+    "from tierckpt.storage.claims import Launch\n"
     "launch = Launch(**json.loads(sys.argv[4]))\n"
     "made = DirectoryClaim(*sys.argv[1:3], int(sys.argv[3]), print, launch, '', "
     "json.loads(sys.argv[5]))\n"
@@ -49,8 +49,8 @@ HOLD = (
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_claim, "HERE_SECONDS", 0.3)
-    monkeypatch.setattr(directory_claim, "ELSEWHERE_SECONDS", 0.3)
+    monkeypatch.setattr(claims, "HERE_SECONDS", 0.3)
+    monkeypatch.setattr(claims, "ELSEWHERE_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def living(tmp_path: Path) -> Iterator[Any]:
 
 
 def marks(directory: Path) -> list[str]:
-    return sorted(p.name for p in directory.iterdir() if p.name.startswith(PREFIX))
+    return sorted(p.name for p in directory.iterdir() if p.name.startswith(CLAIM_PREFIX))
 
 
 def test_nodes_of_one_job_share_a_place_and_leave_nothing(tmp_path: Path, mine: Any) -> None:
@@ -166,7 +166,7 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
     late = [0.0]
 
     def slow(self: DirectoryClaim) -> Any:
-        late[0] += 2 * directory_claim.HERE_SECONDS
+        late[0] += 2 * claims.HERE_SECONDS
         return look(self)
 
     def kill(seconds: float) -> None:
@@ -174,8 +174,8 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
         other.wait()
 
     monkeypatch.setattr(DirectoryClaim, "_others", slow)
-    monkeypatch.setattr(directory_claim.time, "monotonic", lambda: monotonic() + late[0])
-    monkeypatch.setattr(directory_claim.time, "sleep", kill)
+    monkeypatch.setattr(claims.time, "monotonic", lambda: monotonic() + late[0])
+    monkeypatch.setattr(claims.time, "sleep", kill)
     assert mine().stake() == ""
 
 
@@ -190,8 +190,8 @@ def test_one_that_is_just_dying_is_waited_for(
         other.kill()
         other.wait()
 
-    monkeypatch.setattr(directory_claim.time, "sleep", kill)
-    monkeypatch.setattr(directory_claim, "HERE_SECONDS", 60.0)
+    monkeypatch.setattr(claims.time, "sleep", kill)
+    monkeypatch.setattr(claims, "HERE_SECONDS", 60.0)
     assert mine().stake() == ""
     assert len(naps) == 1
 
@@ -280,7 +280,7 @@ def test_a_run_is_identified_by_its_launchers_environment(
 
 def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
     """A rank of torchrun; this process plays its agent."""
-    tell = "import os; from tierckpt.storage.local.launch import launch_of; "
+    tell = "import os; from tierckpt.storage.claims import launch_of; "
     tell += "print(launch_of(os.environ).starters)"
     names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
     told = []
@@ -301,7 +301,7 @@ def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
 
 def test_the_agent_is_found_behind_a_shim_that_changed_the_port() -> None:
     """`tierckpt run`; a shell plays it, and this process the agent."""
-    tell = "import os; from tierckpt.storage.local.launch import launch_of; "
+    tell = "import os; from tierckpt.storage.claims import launch_of; "
     tell += "print(launch_of(os.environ).starters)"
     names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
     attempt = f'MASTER_PORT=2 TIERCKPT_ATTEMPT=2 "{sys.executable}" -c "$1"; true'
@@ -342,9 +342,7 @@ def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, 
     why = by_link.stake()
     by_link.release()
     assert f"process {os.getpid()} on " in why
-    probe = (
-        "import sys; from tierckpt.storage.local.store import unlocked; from pathlib import Path\n"
-    )
+    probe = "import sys; from tierckpt.storage.local import unlocked; from pathlib import Path\n"
     probe += "print(unlocked(Path(sys.argv[1])))"
     command = [sys.executable, "-c", probe, tmp_path / f".claim.{OTHERS}.0"]
     assert subprocess.check_output(command, text=True) == "False\n"
@@ -412,9 +410,7 @@ def test_where_locks_are_a_machines_own_nobodys_claim_is_taken_for_a_dead_ones(
     tmp_path: Path, mine: Any, notices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS with `nolock`: a claim that no process here holds may be held on another machine."""
-    monkeypatch.setattr(
-        directory_claim, "locks_are_local", lambda directory: "/shared is mounted (nfs)"
-    )
+    monkeypatch.setattr(claims, "locks_are_local", lambda directory: "/shared is mounted (nfs)")
     theirs, ours = tmp_path / ".claim.22cc.0", tmp_path / ".claim.33dd.0"
     theirs.write_bytes(Claim("other", 7, 0.0, "another machine").encode())
     ours.write_bytes(Claim("this", 7, 0.0, host_id()).encode())

@@ -11,10 +11,10 @@ import pytest
 
 from tests.support import persistent_shards
 from tests.support.persistent_shards import name_of
-from tierckpt.format.version_names import GROUP, MANIFEST
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.persistent.posix_backend import PosixBackend
-from tierckpt.testing.store_program import commit_one, content_of, key_of, manifest_of
+from tierckpt.format.ids import GROUP, MANIFEST
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.testing.fault_injection import commit_one, content_of, key_of, manifest_of
 
 Renames = list[tuple[str, list[str]]]
 

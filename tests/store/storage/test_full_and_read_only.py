@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.tmpfs import read_only
-from tierckpt._event_files import decode, lines_of
 from tierckpt.errors import ConfigError
+from tierckpt.events import decode, lines_of
 from tierckpt.testing import TinyJob, injected
 
 STEPS = 6
@@ -170,7 +170,7 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
     course: dict[int, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tierckpt.agent.connection import AgentConnection
+    from tierckpt.agent.client import AgentConnection
 
     start, calls = AgentConnection._start_process, []
 

@@ -12,7 +12,7 @@ import torch
 
 import ddp_ckpt
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 from tierckpt.testing.tiny_job import tiny_model

@@ -19,8 +19,7 @@ from tierckpt.storage.persistent import (
     PersistentStore,
     RetryPolicy,
 )
-from tierckpt.storage.persistent.lease import LEASE_SECONDS, LeaseRecord
-from tierckpt.storage.persistent.lease_keeper import LeaseKeeper
+from tierckpt.storage.persistent.lease import LEASE_SECONDS, LeaseKeeper, LeaseRecord
 
 PATIENCE_SECONDS = 60.0
 

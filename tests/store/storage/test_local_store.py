@@ -11,14 +11,14 @@ import pytest
 
 from tests.support.processes import end, python
 from tierckpt import _faults
-from tierckpt.storage.files import direct_file
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage import durable
+from tierckpt.storage.local import LocalStore
 from tierckpt.testing import StoreConformance
-from tierckpt.testing.store_program import commit_one, content_of, is_sound, key_of
+from tierckpt.testing.fault_injection import commit_one, content_of, is_sound, key_of
 
 
 class TestLocalStore(StoreConformance):
-    factory = "tierckpt.storage.local.store:LocalStore"
+    factory = "tierckpt.storage.local:LocalStore"
 
 
 def made(directory: Path) -> LocalStore:
@@ -56,7 +56,7 @@ def test_a_file_that_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path
     temp = tmp_path / f".{key_of(7).stem}.tmp"
     writer = python(
         "import sys; from pathlib import Path; "
-        "from tierckpt.storage.files.direct_file import DirectFile\n"
+        "from tierckpt.storage.durable import DirectFile\n"
         "with DirectFile(Path(sys.argv[1])): print('open', flush=True); sys.stdin.read()",
         temp,
     )
@@ -72,8 +72,8 @@ def test_a_file_that_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path
 
 WRITER = """
 import sys
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.testing.store_program import commit_one, key_of
+from tierckpt.storage.local import LocalStore
+from tierckpt.testing.fault_injection import commit_one, key_of
 commit_one(LocalStore(sys.argv[1]), key_of(7), edition=1)
 """
 
@@ -152,7 +152,7 @@ def test_memory_that_is_not_aligned_is_written_nevertheless(tmp_path: Path) -> N
     assert store._data(key_of(1)).read_bytes() == content_of(key_of(1))
 
 
-@pytest.mark.parametrize(("write_bytes", "writes"), [(direct_file.WRITE_BYTES, 1), (8192, 3)])
+@pytest.mark.parametrize(("write_bytes", "writes"), [(durable.WRITE_BYTES, 1), (8192, 3)])
 def test_a_shard_is_one_write_if_it_is_no_longer_than_that(
     write_bytes: int, writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_shard_is_one_write_if_it_is_no_longer_than_that(
 
     os_pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(direct_file, "WRITE_BYTES", write_bytes)
+    monkeypatch.setattr(durable, "WRITE_BYTES", write_bytes)
     store = LocalStore(tmp_path)
     commit_one(store, key_of(1), pages=5)
     assert len(sizes) == writes

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tierckpt import Checkpointer
-from tierckpt.restore import broadcast, shard_reader
+from tierckpt.restore import rebuild, shards
 from tierckpt.testing import TinyJob, run_in_child
 
 WIDTH, LAYERS = 512, 20
@@ -157,7 +157,7 @@ def leave_far_away(path: Path, settings: dict[str, Any]) -> None:
 def come_back(report: Path, path: Path, settings: dict[str, Any]) -> None:
     """In a process of its own: peak resident memory while a version is fetched and loaded, beyond
     the new model."""
-    broadcast.BROADCAST_BYTES = shard_reader.RUN_BYTES = WINDOW_BYTES
+    rebuild.BROADCAST_BYTES = shards.RUN_BYTES = WINDOW_BYTES
     with TinyJob(path, model=deep_model(), **settings) as job:
         forget_peak()
         before_bytes = peak_bytes()
@@ -197,7 +197,7 @@ def come_back_plain(report: Path, path: Path, settings: dict[str, Any], full: bo
     """As `come_back`; the local disk may be full."""
     if full:
         os.posix_fallocate = no_room
-    broadcast.BROADCAST_BYTES = shard_reader.RUN_BYTES = WINDOW_BYTES
+    rebuild.BROADCAST_BYTES = shards.RUN_BYTES = WINDOW_BYTES
     with with_plain_sgd(path, settings) as ckpt:
         forget_peak()
         before_bytes = peak_bytes()

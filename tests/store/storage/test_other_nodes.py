@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from tierckpt.cli.main import main
-from tierckpt.storage.local.claim_file import is_claimed
-from tierckpt.storage.local.directory_claim import DirectoryClaim
-from tierckpt.storage.local.sibling_nodes import named
-from tierckpt.storage.memory.job_directory import job_id_of
+from tierckpt.storage.claims import DirectoryClaim, is_claimed, node_named
+from tierckpt.storage.job_directory import job_id_of
 from tierckpt.testing import TinyJob, run_in_child
 
 
@@ -72,9 +70,7 @@ def test_versions_outside_this_jobs_past_are_not_reported(
         first.run(2)
     name = "pod-b" if why == "no node in path" else "{node}"
     if why == "a living one's":
-        monkeypatch.setattr(
-            "tierckpt.storage.local.sibling_nodes.is_claimed", lambda directory: True
-        )
+        monkeypatch.setattr("tierckpt.storage.claims.is_claimed", lambda directory: True)
     with start("pod-b", name) as second:
         assert second.restore() == 0
         assert said(second) == []
@@ -110,5 +106,5 @@ def test_the_owner_of_a_folder_follows_from_its_name(
     template: str, name: str, found: tuple[str, str] | None
 ) -> None:
     expected = [] if found is None else [(found[0], Path(found[1]))]
-    assert list(named(template, [name])) == expected
+    assert list(node_named(template, [name])) == expected
     assert job_id_of(template)

@@ -15,11 +15,11 @@ import pytest
 
 from tierckpt.cli.main import main
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.storage.local import directory_claim
-from tierckpt.storage.local.directory_claim import DirectoryClaim
-from tierckpt.storage.local.pins import LocalPins
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.storage import claims
+from tierckpt.storage.claims import DirectoryClaim
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.marks import LocalPins
+from tierckpt.storage.persistent.backends import PosixBackend
 from tierckpt.testing import TinyJob, run_in_child
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
@@ -123,7 +123,7 @@ def list_as_ben(place: Path, out: Path, shm: Path) -> None:
 
 def ask(place: Path, answer: Path) -> None:
     become(BEN, 0o022)
-    directory_claim.HERE_SECONDS = directory_claim.ELSEWHERE_SECONDS = 0.2
+    claims.HERE_SECONDS = claims.ELSEWHERE_SECONDS = 0.2
     made = DirectoryClaim(place, "bens", 0, lambda *_: None)
     answer.write_text(made.stake())
     made.release()

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support import persistent_shards
-from tierckpt.format.ids import ShardKey
-from tierckpt.format.version_names import GROUP, MANIFEST, SHARDS, Groups, SharedPlaces, run_name
-from tierckpt.storage.persistent import posix_backend
-from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.format.ids import GROUP, MANIFEST, SHARDS, Groups, ShardKey, SharedPlaces, run_name
+from tierckpt.storage.persistent import backends
+from tierckpt.storage.persistent.backends import PosixBackend
 from tierckpt.testing import BackendConformance, StoreConformance, injected
-from tierckpt.testing.store_program import commit_one, content_of, is_sound, key_of, manifest_of
+from tierckpt.testing.fault_injection import commit_one, content_of, is_sound, key_of, manifest_of
 
 GROUPS = Groups(1)
 
@@ -146,18 +145,18 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def make(host: str, path: Path = tmp_path) -> PosixBackend:
         monkeypatch.setattr(socket, "gethostname", lambda: host)
-        posix_backend._machine.cache_clear()
+        backends._machine.cache_clear()
         return PosixBackend(str(path))
 
     yield make
     monkeypatch.undo()
-    posix_backend._machine.cache_clear()
+    backends._machine.cache_clear()
 
 
 def temp_of(path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: pid)
-        made = path / f".record.{posix_backend._writer_tag()}.7.tmp"
+        made = path / f".record.{backends._writer_tag()}.7.tmp"
     made.touch()
     return made
 
@@ -184,9 +183,7 @@ def test_a_container_cleans_no_other_ones_though_they_share_the_name(
     """Each numbers its processes for itself."""
     here = on("trainer")
     theirs = temp_of(tmp_path, DEAD, monkeypatch)
-    other = theirs.with_name(
-        theirs.name.replace(posix_backend._machine(), f"{posix_backend._machine()}0")
-    )
+    other = theirs.with_name(theirs.name.replace(backends._machine(), f"{backends._machine()}0"))
     theirs.rename(other)
     here.discard("record")
     assert other.exists()

@@ -19,8 +19,7 @@ from tests.support.persistent_shards import Shards, facts_of, name_of, s3_option
 from tests.support.s3_server import Proxy, proxied, serving
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.ids import ShardKey
-from tierckpt.format.version_names import MANIFEST, PART_BYTES, run_name
+from tierckpt.format.ids import MANIFEST, PART_BYTES, ShardKey, run_name
 from tierckpt.storage.persistent import (
     Lease,
     LeaseHeldError,
@@ -30,12 +29,11 @@ from tierckpt.storage.persistent import (
     RetryPolicy,
     ShardSource,
 )
-from tierckpt.storage.persistent.backend import WINDOW_BYTES
-from tierckpt.storage.persistent.clock import SystemClock
-from tierckpt.storage.persistent.object_stores.obstore_backend import ObstoreBackend
+from tierckpt.storage.persistent.backend import WINDOW_BYTES, SystemClock
+from tierckpt.storage.persistent.object_stores import ObstoreBackend
 from tierckpt.testing import BackendConformance
-from tierckpt.testing.backend_conformance import put
-from tierckpt.testing.store_program import commit_one, content_of, is_sound, key_of, manifest_of
+from tierckpt.testing.conformance import put
+from tierckpt.testing.fault_injection import commit_one, content_of, is_sound, key_of, manifest_of
 
 LARGE_PAGES = 3 * WINDOW_BYTES // 4096 + 1
 """A shard in two parts."""

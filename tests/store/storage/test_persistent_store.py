@@ -18,9 +18,8 @@ import pytest
 from tests.support.facts import facts_named
 from tests.support.tmpfs import SIZE_BYTES, read_only
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.facts import VersionFacts
-from tierckpt.format.ids import Lineage, VersionId
-from tierckpt.format.version_names import MANIFEST, RETIRED
+from tierckpt.format.ids import MANIFEST, RETIRED, Lineage, VersionId
+from tierckpt.format.records import VersionFacts
 from tierckpt.storage.persistent import (
     FlushCancelledError,
     FlushPacer,
@@ -33,7 +32,7 @@ from tierckpt.storage.persistent import (
 )
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
 from tierckpt.testing import injected
-from tierckpt.testing.store_program import content_of, key_of, manifest_of
+from tierckpt.testing.fault_injection import content_of, key_of, manifest_of
 
 SHARDS = 5
 LIFE = "5eed"

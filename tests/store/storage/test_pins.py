@@ -15,14 +15,13 @@ from tierckpt import PinError
 from tierckpt.cli.main import main
 from tierckpt.config import load_config
 from tierckpt.coordination.pinning import mark_everywhere
-from tierckpt.core import stall_timeout
+from tierckpt.core import decisions
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.group import Node
-from tierckpt.storage.local.pins import LocalPins
-from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.marks import LocalPins, PersistentPins
 from tierckpt.storage.persistent import PersistentStore, VersionName
-from tierckpt.storage.persistent.pins import PersistentPins
-from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.storage.persistent.backends import PosixBackend
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 PATIENCE_SECONDS = 60.0
@@ -179,7 +178,7 @@ def test_a_level_that_hangs_is_named(
         hangs.set()
         go_on.wait(PATIENCE_SECONDS)
 
-    monkeypatch.setattr(stall_timeout, "QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(decisions, "QUIET_SECONDS", 0.5)
     with job() as first:
         first.run(1)
         with monkeypatch.context() as patch:

@@ -21,13 +21,12 @@ from tests.support.shards import manifest
 from tierckpt import _faults
 from tierckpt.errors import NodeHealthError
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.storage.files.mounts import mount_of
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory import image_file
-from tierckpt.storage.memory.image_file import ImageFile, memory_kind
-from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.memory.slot_pool import SlotPool
-from tierckpt.storage.memory.slots import Slot, seal_area_bytes
+from tierckpt.storage import slots
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.mounts import mount_of
+from tierckpt.storage.slot_pool import SlotPool
+from tierckpt.storage.slots import ImageFile, Slot, memory_kind, seal_area_bytes
 from tierckpt.testing import TinyJob
 from tierckpt.testing.tiny_job import fired, run_in_child, train
 
@@ -155,7 +154,7 @@ def test_files_that_go_round_are_mapped_once(
         made.append(fd)
         return really(fd, *arguments, **keywords)
 
-    monkeypatch.setattr(image_file.mmap, "mmap", counted)
+    monkeypatch.setattr(slots.mmap, "mmap", counted)
     for version in range(1, 20):
         commit(store, fill(pool, version), version)
         if version > 2:
@@ -298,7 +297,7 @@ def test_after_a_reboot_files_without_slots_are_removed_but_not_a_living_ranks(
     shutil.rmtree(pool.job.path)
     rank_8 = python(
         "import sys; from pathlib import Path; "
-        "from tierckpt.storage.memory.job_directory import JobDirectory\n"
+        "from tierckpt.storage.job_directory import JobDirectory\n"
         "job = JobDirectory(Path(sys.argv[1]), 'job'); job.lock_rank(8)\n"
         "print('locked', flush=True); sys.stdin.read()",
         pool.job.root,
@@ -499,7 +498,7 @@ def test_only_a_file_that_may_be_mapped_in_sync_is_dax(
 ) -> None:
     """The kernel refuses MAP_SYNC for any other. There is no such device here: half is
     simulated."""
-    monkeypatch.setattr(image_file, "filesystem_of", lambda path: "ext4")
+    monkeypatch.setattr(slots, "filesystem_of", lambda path: "ext4")
     assert memory_kind(tmp_path) == ""
     asked = []
 
@@ -521,7 +520,7 @@ def test_this_kernel_grants_it_for_no_other_file(small_tmpfs: Path, tmp_path: Pa
         with (directory / "file").open("w+b") as file:
             file.truncate(PAGE_BYTES)
             with pytest.raises(OSError, match="not supported") as caught:
-                image_file.map_in_sync(file.fileno())
+                slots.map_in_sync(file.fileno())
             assert caught.value.errno == errno.EOPNOTSUPP
 
 
@@ -531,8 +530,8 @@ def test_a_directory_where_nothing_can_be_made_is_none(
     def refuse(**_: object) -> None:
         raise OSError(errno.EROFS, "no")
 
-    monkeypatch.setattr(image_file, "filesystem_of", lambda path: "ext4")
-    monkeypatch.setattr(image_file.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(slots, "filesystem_of", lambda path: "ext4")
+    monkeypatch.setattr(slots.tempfile, "TemporaryFile", refuse)
     assert memory_kind(tmp_path) == ""
 
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 import tierckpt
 from tests.support.processes import end, python
 from tests.support.shards import manifest
-from tierckpt.checkpointer.levels.node_resources import held_bytes
+from tierckpt.checkpointer.node_resources import held_bytes
 from tierckpt.config import Config
 from tierckpt.format.ids import PAGE_BYTES, VersionId
 from tierckpt.group import Node
-from tierckpt.storage.files.file_lock import lock_shared, unlock
+from tierckpt.storage import slot_pool
+from tierckpt.storage.file_lock import lock_shared, unlock
 from tierckpt.storage.health import Room
-from tierckpt.storage.memory import slot_pool
-from tierckpt.storage.memory.job_directory import JobDirectory
-from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
-from tierckpt.storage.memory.slots import Slot, seal_area_bytes
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.slot_pool import NoSlotError, SlotPool
+from tierckpt.storage.slots import Slot, seal_area_bytes
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 IMAGE_BYTES = 2 * PAGE_BYTES
@@ -111,8 +111,8 @@ def test_a_slot_that_an_agent_of_the_previous_run_reads_is_never_chosen(
     pool.close(remove=False)
     reader = python(
         "import sys; from pathlib import Path; "
-        "from tierckpt.storage.memory.slots import Slot\n"
-        "from tierckpt.storage.files.file_lock import lock_shared\n"
+        "from tierckpt.storage.slots import Slot\n"
+        "from tierckpt.storage.file_lock import lock_shared\n"
         "slot = Slot.open(Path(sys.argv[1])); lock_shared(slot.fd); print('pinned', flush=True)\n"
         "sys.stdin.read()",
         pool.job.slot_path(0, 0),

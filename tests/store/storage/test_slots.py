@@ -19,15 +19,10 @@ import pytest
 from tests.support.processes import end, python
 from tests.support.shards import IMAGE_BYTES, manifest
 from tierckpt.errors import TierckptError
-from tierckpt.storage.files.file_lock import lock_shared, unlock
-from tierckpt.storage.memory import abandoned
-from tierckpt.storage.memory.job_directory import (
-    JobBusyError,
-    JobDirectory,
-    _unlocked,
-    job_id_of,
-)
-from tierckpt.storage.memory.slots import Slot, read_seal, seal_area_bytes
+from tierckpt.storage import job_directory
+from tierckpt.storage.file_lock import lock_shared, unlock
+from tierckpt.storage.job_directory import JobBusyError, JobDirectory, _unlocked, job_id_of
+from tierckpt.storage.slots import Slot, read_seal, seal_area_bytes
 
 SEAL_BYTES = seal_area_bytes(1)
 OBSTACLES: dict[str, Callable[[Path], object]] = {
@@ -148,8 +143,8 @@ def test_room_for_the_manifest_of_any_number_of_blocks() -> None:
 def test_another_process_that_reads_a_slot_is_seen(slot: Slot) -> None:
     reader = python(
         "import sys; from pathlib import Path; "
-        "from tierckpt.storage.files.file_lock import lock_shared\n"
-        "from tierckpt.storage.memory.slots import Slot\n"
+        "from tierckpt.storage.file_lock import lock_shared\n"
+        "from tierckpt.storage.slots import Slot\n"
         "slot = Slot.open(Path(sys.argv[1])); lock_shared(slot.fd); print('pinned', flush=True)\n"
         "sys.stdin.read()",
         slot.path,
@@ -173,7 +168,7 @@ def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
 # --- whose they are ------------------------------------------------------------------------------
 
 HOLD_RANK = (
-    "import sys; from tierckpt.storage.memory.job_directory import JobDirectory\n"
+    "import sys; from tierckpt.storage.job_directory import JobDirectory\n"
     "job = JobDirectory.at(sys.argv[1], sys.argv[2]); job.create(); job.lock_rank(0)\n"
     "print('locked', flush=True); sys.stdin.read()"
 )
@@ -212,7 +207,7 @@ def test_a_path_that_is_no_file_is_no_lock_and_nobody_waits_for_it(
     path = job.lock_path(0)
     OBSTACLES[obstacle](path)
     text = (
-        "from tierckpt.storage.memory.job_directory import JobDirectory; import sys\n"
+        "from tierckpt.storage.job_directory import JobDirectory; import sys\n"
         "JobDirectory.at(sys.argv[1], sys.argv[2]).lock_rank(0, patience_seconds=0.1)"
     )
     command = [sys.executable, "-c", text, str(job.root.parent), job.job]
@@ -343,7 +338,7 @@ def test_a_clock_that_is_wrong_removes_nobodys_only_copy(
     for seconds in (0, wrong_seconds):
         monkeypatch.setattr(time, "time", lambda at=now + seconds: at)
         assert job.remove_dead_jobs(linger_seconds=3600) == []
-        for path in (other.path, other.slot_path(0, 0), other.path / abandoned.NAME):
+        for path in (other.path, other.slot_path(0, 0), other.path / job_directory.DEAD_MARK):
             os.utime(path, (now - wrong_seconds,) * 2)
 
 
@@ -364,7 +359,7 @@ def test_an_invalid_mark_removes_nothing(
     mark: str, job: JobDirectory, other: JobDirectory, wait: Any
 ) -> None:
     assert job.remove_dead_jobs(linger_seconds=3000) == []
-    path = other.path / abandoned.NAME
+    path = other.path / job_directory.DEAD_MARK
     told = json.loads(path.read_text())
     if mark == "a directory":
         path.unlink()
@@ -489,7 +484,7 @@ def test_files_of_killed_jobs_go_and_those_of_running_ones_stay(job: JobDirector
     for name in ("r00003.lock", "agent1.lock", "agent1.socket", "agent0.socket"):
         (job.path / name).touch()
     hold = "import sys; from pathlib import Path; "
-    hold += f"from tierckpt.storage.memory.job_directory import take_lock\n{HOLD}"
+    hold += f"from tierckpt.storage.job_directory import take_lock\n{HOLD}"
     holder = python(hold, job.path / agent)
     try:
         assert holder.stdout is not None

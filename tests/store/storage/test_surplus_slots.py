@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tierckpt.storage.files import file_lock
-from tierckpt.storage.memory import slot_pool
-from tierckpt.storage.memory.job_directory import JobDirectory, take_lock
-from tierckpt.storage.memory.slots import Slot
+from tierckpt.storage import file_lock, slot_pool
+from tierckpt.storage.job_directory import JobDirectory, take_lock
+from tierckpt.storage.slots import Slot
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0

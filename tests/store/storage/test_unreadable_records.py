@@ -20,10 +20,10 @@ from tierckpt.coordination.job_history import JobHistory
 from tierckpt.core.copies import Found, Location
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.group import SingleGroup
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
 from tierckpt.testing import TinyJob
-from tierckpt.testing.store_program import commit_one, key_of
+from tierckpt.testing.fault_injection import commit_one, key_of
 
 STEPS = 4
 HANG_SECONDS = 60

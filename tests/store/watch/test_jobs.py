@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tierckpt.cli.main import main
-from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
+from tierckpt.storage.job_directory import JobDirectory, job_id_of
 from tierckpt.testing import TinyJob
 from tierckpt.testing.tiny_job import tiny_model
 from tierckpt.watch.observer import Observer
@@ -272,7 +272,7 @@ def test_a_missing_job_is_reported_once_until_it_is_there(
         elif looks == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("tierckpt.cli.reports.watch.time.sleep", sleep)
+    monkeypatch.setattr("tierckpt.cli.watch.time.sleep", sleep)
     assert main(["watch", str(tmp_path / "ckpts"), "--json", "--interval-seconds", "1"]) == 130
     said = capsys.readouterr()
     assert said.err.count("waiting for the job") == 1

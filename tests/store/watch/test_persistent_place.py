@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.facts import facts_named
-from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import VersionId
+from tierckpt.format.records import VersionFacts
 from tierckpt.storage.persistent import PersistentStore, ShardSource, VersionName
-from tierckpt.watch.persistent import look_at
+from tierckpt.watch.observer import look_at
 
 RUN = "5eed"
 SHARDS, PER_GROUP = 10, 4

@@ -35,18 +35,18 @@ from tests.support import exact
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
 from tierckpt.agent import connection_states
-from tierckpt.checkpointer import restart
+from tierckpt.checkpointer import start as restart
 from tierckpt.coordination import job_history
 from tierckpt.restore import loader, verification
 from tierckpt.snapshot import native_snapshot, snapshot
-from tierckpt.storage.memory import image_file, slot_pool, slots
+from tierckpt.storage import slot_pool, slots
 
 WIDTH, LARGE, ROWS, CLASSES = 16, 8192, 8, 4
 
 CALLS: dict[str, tuple[Any, str]] = {
     "choose_slot": (slot_pool.SlotPool, "choose"),
     "create_slot": (slots.Slot, "create"),
-    "make_image": (image_file.ImageFile, "make"),
+    "make_image": (slots.ImageFile, "make"),
     "take_inventory": (job_history, "take_inventory"),
     "verify": (verification, "verify"),
     "load_shard": (loader.Loader, "load_window"),

@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
 from tierckpt.format.ids import ShardKey
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
+from tierckpt.storage.job_directory import JobDirectory, job_id_of
+from tierckpt.storage.local import LocalStore
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 120.0

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt.accelerate import package
-from tierckpt.accelerate.checkpointer import Checkpointer
-from tierckpt.accelerate.resumed_loader import ResumedLoader
+from tierckpt import accelerate as package
+from tierckpt.accelerate import Checkpointer, ResumedLoader
 from tierckpt.errors import ConfigError, UnsupportedStateError
 
 

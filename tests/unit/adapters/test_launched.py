@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_ckpt.launched import restarts_share_a_store
+from ddp_ckpt.checkpointer import restarts_share_a_store
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ddp_ckpt
 import tierckpt
-from ddp_ckpt.adapter import DDPAdapter
+from ddp_ckpt.checkpointer import DDPAdapter
 from tierckpt.checkpointer.adapter import Adapter, PlainAdapter
 
 METHODS = {"step", "save", "restore", "wait", "complete", "pin", "unpin", "should_exit"}

@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from tests.support.facts import facts_of
 from tierckpt.agent import protocol
 from tierckpt.agent.address import AgentFiles
-from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.connection import AgentConnection
+from tierckpt.agent.client import AgentClient, AgentConnection, AgentSettings
 from tierckpt.agent.protocol import (
     PROTOCOL,
     AgentMessage,

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tierckpt.cli.columns import UNLIMITED
-from tierckpt.cli.commands import COMMANDS, GROUPS
-from tierckpt.cli.machine import doctor
-from tierckpt.cli.main import main
-from tierckpt.cli.reports import checkpoints
+from tierckpt.cli import doctor, versions
+from tierckpt.cli.main import COMMANDS, GROUPS, main
+from tierckpt.cli.output import UNLIMITED
 from tierckpt.doctor.examination import Report, Section
 from tierckpt.doctor.finding import good, warning
 
@@ -181,9 +179,7 @@ def test_a_pipe_has_no_width_and_no_line_of_doctor_is_broken(
 ) -> None:
     consoles: list[Console] = []
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(
-        checkpoints, "list_versions", lambda args, console: consoles.append(console)
-    )
+    monkeypatch.setattr(versions, "list_versions", lambda args, console: consoles.append(console))
     assert main(["list", "."]) == 0
     assert consoles[0].width == UNLIMITED
     long = "word " * 60

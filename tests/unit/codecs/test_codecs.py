@@ -18,20 +18,19 @@ import pytest
 import zstandard
 
 from tests.support.checksum_codec import Checksum
-from tierckpt.codecs import pipeline
+from tierckpt.codecs import codec as pipeline
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, AesGcm, fingerprint
-from tierckpt.codecs.codec import BlockId, Codec, CodecError
+from tierckpt.codecs.codec import BlockId, Codec, CodecError, Pipeline, make_codec
 from tierckpt.codecs.difference import difference, undone
-from tierckpt.codecs.pipeline import Pipeline, make_codec
 from tierckpt.codecs.zstd import Zstd, gather_planes, scatter_planes
 from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
 from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.format.encoding import Buffer, Encoding, Parameter
 from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Buffer, Encoding, Parameter
 from tierckpt.storage.persistent import PersistentStore, backends
-from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.storage.persistent.backends import PosixBackend
 from tierckpt.testing import CodecConformance, HidingConformance
-from tierckpt.testing.codec_conformance import BLOCKS, PLACE, noise
+from tierckpt.testing.conformance import BLOCKS, PLACE, noise
 
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
 

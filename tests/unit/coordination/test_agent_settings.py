@@ -11,13 +11,13 @@ import pytest
 
 from tierckpt.agent.flusher import retention_policy
 from tierckpt.agent.server import Agent
-from tierckpt.checkpointer.levels.tiers import Tiers, agent_client
+from tierckpt.checkpointer.levels import Tiers, agent_client
 from tierckpt.config import load_config
-from tierckpt.coordination.peer_setup import redundancy_groups
+from tierckpt.coordination.peers import redundancy_groups
 from tierckpt.coordination.settings_check import JobTopology
-from tierckpt.erasure import isal
+from tierckpt.erasure import kernels
 from tierckpt.group import Node, SingleGroup
-from tierckpt.storage.memory.job_directory import job_directory
+from tierckpt.storage.job_directory import job_directory
 
 
 def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
@@ -69,7 +69,7 @@ def test_a_start_says_once_that_parity_will_be_slow(
     shm_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isal, "find", lambda: "a library" if there else None)
+    monkeypatch.setattr(kernels, "find_isal", lambda: "a library" if there else None)
     given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "agent": "inline"}
     config = load_config({**given, "peer_redundancy": redundancy}, {})
     hosts = ("a", "b", "c", "d")
@@ -84,4 +84,4 @@ def test_a_start_says_once_that_parity_will_be_slow(
     levels = Tiers(config, group, topology, groups, resources, agreement, said)
     with contextlib.closing(levels.agent):
         levels.open()
-    assert said.notices == [isal.MISSING] * told
+    assert said.notices == [kernels.ISAL_MISSING] * told

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tierckpt.agent.protocol import AgentAddress, KnownNodes
-from tierckpt.coordination.former_nodes import MOST_NAMED, FormerNodes
+from tierckpt.coordination.peers import MOST_NAMED, FormerNodes
 from tierckpt.group import SingleGroup
 from tierckpt.peer.transport import Transport
 

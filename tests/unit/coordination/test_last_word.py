@@ -9,13 +9,12 @@ import pytest
 
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.vote_exchange import RankGoneError, ballots_for
-from tierckpt.core.ledger import BROKEN, DONE, PENDING
-from tierckpt.core.levels import MEMORY
-from tierckpt.core.votes import VOTE_WIDTH
+from tierckpt.coordination.ballots import RankGoneError, ballots_for
+from tierckpt.core.decisions import VOTE_WIDTH
+from tierckpt.core.levels import BROKEN, DONE, MEMORY, PENDING
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Node
-from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.groups import ThreadGroup, run_ranks
 
 OLD, NEW, NOW = VersionId(1, 9), VersionId(1, 10), VersionId(1, 11)
 

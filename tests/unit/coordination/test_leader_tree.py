@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tierckpt.coordination.ballots import group_ballots, vote_exchange
-from tierckpt.coordination.ballots import leader_tree as module
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
-from tierckpt.coordination.ballots.leader_tree import LeaderTree, leader_tree
-from tierckpt.coordination.ballots.vote_exchange import OWN_WIDTH, RankGoneError, ballots_for
+from tierckpt.coordination import ballots
+from tierckpt.coordination import leader_tree as module
+from tierckpt.coordination.ballots import OWN_WIDTH, GroupBallots, RankGoneError, ballots_for
+from tierckpt.coordination.leader_tree import LeaderTree, leader_tree
 from tierckpt.group import Node
-from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.groups import ThreadGroup, run_ranks
 
 T = TypeVar("T")
 WIDTH = 4
@@ -64,7 +63,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1, 2), (1,) * 9, (2,) * 7])
 def test_the_minimum_of_every_turn(shape: tuple[int, ...]) -> None:
-    turns = 3 * vote_exchange.TURNS
+    turns = 3 * ballots.TURNS
 
     def program(group: ThreadGroup, tree: LeaderTree) -> list[list[int]]:
         found = []
@@ -199,7 +198,7 @@ def test_where_a_leader_cannot_be_reached_all_vote_by_the_group(
 
 
 def test_a_ring_that_cannot_have_a_tree_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vote_exchange, "TREE_RANKS", 2)
+    monkeypatch.setattr(ballots, "TREE_RANKS", 2)
     monkeypatch.setattr(module, "_listen", lambda *_: (None, None))
 
     def whole(group: Any) -> str:
@@ -214,7 +213,7 @@ def test_a_ring_that_cannot_have_a_tree_says_so(monkeypatch: pytest.MonkeyPatch)
 def test_a_ring_of_many_ranks_on_several_nodes_votes_by_a_tree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vote_exchange, "TREE_RANKS", 4)
+    monkeypatch.setattr(ballots, "TREE_RANKS", 4)
     hosts = nodes_of((2, 2))
 
     def whole(group: Any) -> tuple[bool, bool, list[int], list[tuple[int, ...]]]:
@@ -363,7 +362,7 @@ def test_numbers_of_votes_are_made_equal_without_the_tree(
 
 
 def test_a_rank_that_is_gone_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_ballots, "MEETING_SECONDS", 0.2)
+    monkeypatch.setattr(ballots, "MEETING_SECONDS", 0.2)
     hosts = nodes_of((1, 1, 1))
 
     def whole(group: ThreadGroup) -> tuple[bool, bool] | None:

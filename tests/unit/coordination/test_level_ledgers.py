@@ -20,11 +20,10 @@ from tierckpt.callbacks import CallbackList
 from tierckpt.config import load_config
 from tierckpt.coordination import agreement as module
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
-from tierckpt.coordination.reports import Reports
-from tierckpt.core.ledger import BROKEN, DONE
-from tierckpt.core.levels import INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT
-from tierckpt.core.votes import VOTE_WIDTH
+from tierckpt.coordination.ballots import GroupBallots
+from tierckpt.coordination.versions import Reports
+from tierckpt.core.decisions import VOTE_WIDTH
+from tierckpt.core.levels import BROKEN, DONE, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT
 from tierckpt.events import JobEnd
 from tierckpt.format.ids import VersionId
 from tierckpt.group import SingleGroup

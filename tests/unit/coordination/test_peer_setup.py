@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tierckpt.agent.protocol import ListenSettings
-from tierckpt.coordination.peer_setup import PeerSetup, out_of_reach
+from tierckpt.coordination.peers import PeerSetup, out_of_reach
 from tierckpt.peer.address import Address
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD
 
 from tierckpt import Checkpointer
-from tierckpt.coordination import shown_once
+from tierckpt.coordination import error_barrier
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.errors import (
@@ -26,7 +26,7 @@ from tierckpt.testing import ThreadGroup, run_ranks
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank waits, and the hook is Python's again afterwards."""
-    monkeypatch.setattr(shown_once, "HEAD_START_SECONDS", 0.0)
+    monkeypatch.setattr(error_barrier, "HEAD_START_SECONDS", 0.0)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
@@ -93,10 +93,10 @@ def test_settings_that_differ_are_shown_by_the_rank_that_has_them(
 
 
 def test_all_other_errors_are_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
-    shown_once.said_by(RestoreError("of all"), 0, 1)
+    error_barrier.said_by(RestoreError("of all"), 0, 1)
     assert shown(ValueError("the script's own"), capsys) == "ValueError: the script's own\n"
     hook = sys.excepthook
-    shown_once.said_by(RestoreError("of all"), 0, 2)
+    error_barrier.said_by(RestoreError("of all"), 0, 2)
     assert sys.excepthook is hook, "once a process"
 
 

@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 import pytest
 
 from tierckpt.config import load_config
+from tierckpt.coordination import ballots as module
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots import vote_exchange as module
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
-from tierckpt.coordination.ballots.vote_exchange import (
+from tierckpt.coordination.ballots import (
     OWN_WIDTH,
     Ballots,
+    GroupBallots,
     RankGoneError,
     SharedBallots,
     ballots_for,
 )
-from tierckpt.core.votes import VOTE_WIDTH
+from tierckpt.core.decisions import VOTE_WIDTH
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Node
-from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.groups import ThreadGroup, run_ranks
 
 T = TypeVar("T")
 WIDTH = 5

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tierckpt.config import load_config
+from tierckpt.core.decisions import LevelVote, Schedule, Vote
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT
-from tierckpt.core.schedule import Schedule
-from tierckpt.core.tuning.autotune import (
+from tierckpt.core.tuning import (
     ENOUGH_STEPS,
     LOOK_STEPS,
     Change,
@@ -20,7 +20,6 @@ from tierckpt.core.tuning.autotune import (
     StepTimer,
     Tuner,
 )
-from tierckpt.core.votes import LevelVote, Vote
 from tierckpt.errors import ConfigError
 
 STEP_SECONDS = 0.1

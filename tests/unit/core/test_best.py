@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierckpt.core.decisions import NO_METRIC, as_vote, of_vote
 from tierckpt.core.retention import Best, best_of
-from tierckpt.core.votes import NO_METRIC, as_vote, of_vote
 from tierckpt.format.ids import VersionId
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierckpt.coordination import inventory_exchange
-from tierckpt.coordination.inventory_exchange import gather_inventories
-from tierckpt.core.copies import Found, FoundParity, Inventory, Location, Pin, Problem
-from tierckpt.core.packed_inventory import digest, pack, unpack
-from tierckpt.format.facts import VersionFacts
+from tierckpt.coordination import job_history
+from tierckpt.coordination.job_history import gather_inventories
+from tierckpt.core.copies import (
+    Found,
+    FoundParity,
+    Inventory,
+    Location,
+    Pin,
+    Problem,
+    inventory_digest,
+    pack_inventory,
+    unpack_inventory,
+)
 from tierckpt.format.ids import ParityKey, VersionId
-from tierckpt.testing.thread_group import run_ranks
+from tierckpt.format.records import VersionFacts
+from tierckpt.testing.groups import run_ranks
 
 RANKS = 4
 
@@ -45,18 +54,20 @@ def inventory(node: int, token: str = "", shards: tuple[int, ...] = (0, 1)) -> I
 
 def test_a_packed_inventory_is_the_same_after_it() -> None:
     whole = inventory(0, token="secret")
-    assert unpack(pack(whole), "secret") == whole
-    (again,) = unpack(pack(whole)).parities
+    assert unpack_inventory(pack_inventory(whole), "secret") == whole
+    (again,) = unpack_inventory(pack_inventory(whole)).parities
     assert type(again.key) is ParityKey
-    assert type(unpack(pack(whole)).problems[0].keys[0]) is ParityKey
+    assert type(unpack_inventory(pack_inventory(whole)).problems[0].keys[0]) is ParityKey
 
 
 def test_the_token_is_not_packed() -> None:
-    assert digest(pack(inventory(0, "one"))) == digest(pack(inventory(0, "another")))
+    assert inventory_digest(pack_inventory(inventory(0, "one"))) == inventory_digest(
+        pack_inventory(inventory(0, "another"))
+    )
 
 
 def test_an_inventory_of_many_shards_is_short() -> None:
-    packed = pack(inventory(0, shards=tuple(range(1000))))
+    packed = pack_inventory(inventory(0, shards=tuple(range(1000))))
     assert len(packed) < 15 * 1000
 
 
@@ -95,5 +106,5 @@ def test_ranks_of_a_node_that_found_different_copies_all_send_theirs() -> None:
 
 
 def test_only_the_first_rank_with_an_inventory_sends_it() -> None:
-    offers = [inventory_exchange.Offer(mark, "", (0, "")) for mark in (b"a", b"b", b"a")]
-    assert [inventory_exchange.is_sender(offers, rank) for rank in range(3)] == [True, True, False]
+    offers = [job_history.Offer(mark, "", (0, "")) for mark in (b"a", b"b", b"a")]
+    assert [job_history.is_sender(offers, rank) for rank in range(3)] == [True, True, False]

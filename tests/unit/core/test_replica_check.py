@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tierckpt.core.decisions import Vote
 from tierckpt.core.replica_check import (
     BUCKETS,
     NONE,
@@ -27,9 +28,7 @@ from tierckpt.core.replica_check import (
     stride_of,
     unlike,
 )
-from tierckpt.core.votes import Vote
-from tierckpt.replicas.digests import Look, weighted_sum
-from tierckpt.replicas.replicated_state import ReplicatedState
+from tierckpt.replicas.replicated_state import Look, ReplicatedState, weighted_sum
 from tierckpt.state.training_state import TrainingState
 
 

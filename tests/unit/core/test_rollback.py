@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tierckpt.core.rollback import (
+from tierckpt.core.branches import (
     MOST_HONOURED,
     Rollback,
     RollbackRequest,
     check_alike,
-    merged,
-    nearest,
-    of_setting,
-    pending,
+    merged_rollbacks,
+    nearest_version,
+    pending_request,
+    rollback_of_setting,
 )
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId, newest_first
@@ -20,25 +20,27 @@ from tierckpt.format.ids import VersionId, newest_first
 
 def test_the_newest_record_counts_with_the_requests_of_all() -> None:
     records = [Rollback(5, 30, ("b",)), Rollback(2, 80, ("a", "rollback_to 80"))]
-    assert merged(records) == Rollback(5, 30, ("a", "rollback_to 80", "b"))
-    assert merged([]) is None
+    assert merged_rollbacks(records) == Rollback(5, 30, ("a", "rollback_to 80", "b"))
+    assert merged_rollbacks([]) is None
     many = Rollback(1, 1, tuple(map(str, range(100))))
-    assert merged([many]) == Rollback(1, 1, many.honoured[-MOST_HONOURED:])
+    assert merged_rollbacks([many]) == Rollback(1, 1, many.honoured[-MOST_HONOURED:])
 
 
 def test_a_request_is_pending_until_a_record_names_it() -> None:
-    setting = of_setting(4)
+    setting = rollback_of_setting(4)
     assert setting is not None
     command = RollbackRequest(6, "a", "/ckpts")
-    assert of_setting(0) is None
-    assert pending([setting, command], None) == (command, setting), "the command comes first"
-    assert pending([setting, command], Rollback(2, 6, ("a",))) == (setting,)
-    assert pending([setting, command], Rollback(2, 6, ("a", setting.name))) == ()
+    assert rollback_of_setting(0) is None
+    assert pending_request([setting, command], None) == (command, setting), (
+        "the command comes first"
+    )
+    assert pending_request([setting, command], Rollback(2, 6, ("a",))) == (setting,)
+    assert pending_request([setting, command], Rollback(2, 6, ("a", setting.name))) == ()
 
 
 def test_two_commands_that_contradict_each_other_are_refused() -> None:
     one, same = RollbackRequest(6, "a", "/n0"), RollbackRequest(6, "b", "/n1")
-    check_alike([one, same, *filter(None, [of_setting(5)])])
+    check_alike([one, same, *filter(None, [rollback_of_setting(5)])])
     with pytest.raises(RestoreError, match=r"different versions: v6 in /n0.*v7 in /n2"):
         check_alike([one, RollbackRequest(7, "c", "/n2")])
 
@@ -55,4 +57,4 @@ def test_an_entry_hides_later_versions_until_its_run_has_one() -> None:
 
 
 def test_nearest_versions() -> None:
-    assert nearest(10, [1, 9, 12, 30, 11, 5, 9]) == [5, 9, 11, 12]
+    assert nearest_version(10, [1, 9, 12, 30, 11, 5, 9]) == [5, 9, 11, 12]

@@ -8,8 +8,7 @@ import statistics
 import pytest
 
 from tests.unit.core.test_autotune import STEP_SECONDS, tuner
-from tierckpt.core.tuning.autotune import LOOK_STEPS, Change, StepTimer, Tuner
-from tierckpt.core.tuning.rolling_stats import Hysteresis, RollingStats
+from tierckpt.core.tuning import LOOK_STEPS, Change, Hysteresis, RollingStats, StepTimer, Tuner
 
 # --- windows -------------------------------------------------------------------------------------
 

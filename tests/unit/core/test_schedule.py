@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import Config, load_config
-from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger
-from tierckpt.core.levels import LOCAL, MEMORY, Level
-from tierckpt.core.schedule import Decision, Schedule
-from tierckpt.core.votes import VOTE_WIDTH, LevelVote, Vote
+from tierckpt.core.decisions import VOTE_WIDTH, Decision, LevelVote, Schedule, Vote
+from tierckpt.core.levels import BROKEN, DONE, LOCAL, MEMORY, PENDING, REMEMBERED, Ledger, Level
 from tierckpt.format.ids import VersionId
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tierckpt.core import stall_timeout
-from tierckpt.core.stall_timeout import StallTimeout, most_quiet_seconds
+from tierckpt.core import decisions
+from tierckpt.core.decisions import StallTimeout, most_quiet_seconds
 
 
 def test_a_wait_with_progress_has_no_limit() -> None:
@@ -39,6 +39,6 @@ def test_a_rank_that_was_stopped_with_all_others_waits_on() -> None:
 
 
 def test_a_large_version_may_take_longer_to_move_but_not_longer_than_a_collective() -> None:
-    assert most_quiet_seconds(0) == stall_timeout.QUIET_SECONDS
-    assert most_quiet_seconds(10**9) == stall_timeout.QUIET_SECONDS + 100
-    assert most_quiet_seconds(10**13) == stall_timeout.MOST_QUIET_SECONDS < 1800
+    assert most_quiet_seconds(0) == decisions.QUIET_SECONDS
+    assert most_quiet_seconds(10**9) == decisions.QUIET_SECONDS + 100
+    assert most_quiet_seconds(10**13) == decisions.MOST_QUIET_SECONDS < 1800

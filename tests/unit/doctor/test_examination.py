@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
-from tierckpt.doctor import horovod_probe, places, software
+from tierckpt.doctor import machine, probes, software
 from tierckpt.doctor.examination import LIMIT_SECONDS, examine
 from tierckpt.doctor.finding import Finding, Mark, Subject, good, warning
 
@@ -37,7 +37,7 @@ def test_a_check_that_raises_is_a_cross_with_its_error() -> None:
 
 def test_processes_of_checks_end_before_the_examination() -> None:
     """Else they would stay when doctor ends."""
-    limits = (horovod_probe.PATIENCE_SECONDS, software.PROBE_SECONDS, places.LIMIT_SECONDS)
+    limits = (probes.PATIENCE_SECONDS, software.PROBE_SECONDS, machine.PLACE_SECONDS)
     assert max(limits) < LIMIT_SECONDS
 
 

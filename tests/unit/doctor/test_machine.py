@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tierckpt.config import Config
-from tierckpt.doctor import clock, machine
+from tierckpt.doctor import machine
 from tierckpt.doctor.finding import Mark, Subject
 
 
@@ -140,7 +140,7 @@ def test_without_a_temporary_directory_there_is_a_warning(
 
 def test_the_kernel_says_whether_its_clock_is_synchronized() -> None:
     try:
-        follows, error_seconds = clock.kernel_clock()
+        follows, error_seconds = machine.kernel_clock()
     except OSError:
         pytest.skip("the kernel does not say it here")
     assert isinstance(follows, bool)
@@ -174,10 +174,10 @@ def test_a_clock_without_a_server_is_a_warning(
             raise kernel
         return kernel
 
-    monkeypatch.setattr(clock, "kernel_clock", of_kernel)
-    monkeypatch.setattr(clock.shutil, "which", lambda name: "there" if tracking else None)
+    monkeypatch.setattr(machine, "kernel_clock", of_kernel)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "there" if tracking else None)
     answer = SimpleNamespace(stdout=tracking)
-    monkeypatch.setattr(clock.subprocess, "run", lambda *a, **k: answer)
-    (found,) = clock.synchronized(Subject())
+    monkeypatch.setattr(machine.subprocess, "run", lambda *a, **k: answer)
+    (found,) = machine.synchronized(Subject())
     assert found.mark is mark
     assert text in found.text

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.doctor import network
+from tierckpt.doctor import machine
 from tierckpt.doctor.finding import Mark, Subject
 
 LOOK = """
@@ -117,8 +117,8 @@ def test_active_infiniband_without_an_address_is_a_warning(tmp_path: Path) -> No
         (port / name).write_text(text)
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port.parents[1] / "device/net/ib0").mkdir(parents=True)
-    (found,) = network.infiniband(Subject(root=tmp_path))
+    (found,) = machine.infiniband(Subject(root=tmp_path))
     assert found.mark is Mark.WARNING
     assert found.text == "mlx5_0 is active (400 Gb/sec (4X NDR)), without an IP address"
     (port / "state").write_text("1: DOWN")
-    assert [*network.infiniband(Subject(root=tmp_path))] == []
+    assert [*machine.infiniband(Subject(root=tmp_path))] == []

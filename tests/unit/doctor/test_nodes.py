@@ -14,17 +14,18 @@ import pytest
 
 from tierckpt.config import Config
 from tierckpt.coordination import settings_check
-from tierckpt.doctor.examination import Report, Section
-from tierckpt.doctor.finding import Finding, Mark, Subject, good
-from tierckpt.doctor.nodes import (
+from tierckpt.doctor.examination import (
     Gather,
     Offset,
+    Report,
+    Section,
     _apart,
     _compared,
     clock_offsets,
     is_launched,
     sees_probe,
 )
+from tierckpt.doctor.finding import Finding, Mark, Subject, good
 
 SHIFTS = (0.0, 3.0, -0.25)
 

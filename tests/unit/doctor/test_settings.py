@@ -14,7 +14,7 @@ import pytest
 import tierckpt
 from tests.support.metadata_server import Aws, serving
 from tierckpt.config import load_config
-from tierckpt.doctor import settings
+from tierckpt.doctor import software
 from tierckpt.doctor.finding import Finding, Mark, Subject
 from tierckpt.errors import ConfigError
 from tierckpt.events import EventLog
@@ -30,7 +30,7 @@ def crosses(found: list[Finding]) -> list[Finding]:
 
 def test_an_unknown_variable_is_named_with_the_nearest_one() -> None:
     given = {"TIERCKPT_PERSISTANT_PATH": "/x", "TIERCKPT_PATH": "/y", "HOME": "/"}
-    (unknown, known) = settings.variables(subject(**given))
+    (unknown, known) = software.variables(subject(**given))
     assert unknown.mark is Mark.CROSS
     assert unknown.text.startswith("TIERCKPT_PERSISTANT_PATH is no setting")
     assert unknown.cure == (
@@ -40,45 +40,45 @@ def test_an_unknown_variable_is_named_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="persistant_path"):
         load_config({}, given)
     del given["TIERCKPT_PERSISTANT_PATH"]  # the cure
-    assert not crosses([*settings.variables(subject(**given))])
+    assert not crosses([*software.variables(subject(**given))])
     load_config({}, given)
 
 
 def test_all_variables_of_tierckpt_itself_are_known() -> None:
-    names = [f"TIERCKPT_{name.upper()}" for name in settings.known_settings()]
+    names = [f"TIERCKPT_{name.upper()}" for name in software.known_settings()]
     own = ["TIERCKPT_CONFIG", "TIERCKPT_ENCRYPTION_KEY", "TIERCKPT_COPY_ENGINE", "TIERCKPT_ATTEMPT"]
-    assert settings.unknown_variables(dict.fromkeys([*names, *own, *settings.INTERNAL], "")) == []
+    assert software.unknown_variables(dict.fromkeys([*names, *own, *software.INTERNAL], "")) == []
 
 
 def test_a_value_of_a_variable_is_not_shown() -> None:
-    (found,) = settings.variables(subject(TIERCKPT_PERSISTENT_STORAGE_OPTIONS='{"key": "secret"}'))
+    (found,) = software.variables(subject(TIERCKPT_PERSISTENT_STORAGE_OPTIONS='{"key": "secret"}'))
     assert "secret" not in found.text
 
 
 def test_a_conflict_of_settings_is_a_cross_in_the_words_of_the_job(tmp_path: Path) -> None:
     given = {"TIERCKPT_PATH": "/x", "TIERCKPT_PERSISTENT_PATH": "/x", "TIERCKPT_PTH": "/z"}
-    (found,) = settings.configuration(subject(**given))
+    (found,) = software.configuration(subject(**given))
     assert found.mark is Mark.CROSS
     assert found.text.startswith("path and persistent_path are both '/x'")
     file = tmp_path / "settings.toml"
     file.write_text("[local]\nkeep_last = 0\n")
-    (found,) = settings.configuration(subject(TIERCKPT_CONFIG=str(file)))
+    (found,) = software.configuration(subject(TIERCKPT_CONFIG=str(file)))
     assert "local_keep_last" in found.text
 
 
 def test_settings_without_effect_are_a_warning() -> None:
-    idle, valid = settings.configuration(subject(TIERCKPT_PERSISTENT_KEEP_LAST="3"))
+    idle, valid = software.configuration(subject(TIERCKPT_PERSISTENT_KEEP_LAST="3"))
     assert (idle.mark, idle.text.split()[-1]) == (Mark.WARNING, "persistent_keep_last")
     assert valid.text == "valid; levels: memory, local"
 
 
 def test_places_are_examined_though_other_settings_are_invalid() -> None:
-    config = settings.valid_config({"path": "/there"}, {"TIERCKPT_SLOTS": "1"})
+    config = software.valid_config({"path": "/there"}, {"TIERCKPT_SLOTS": "1"})
     assert config.path == "/there"
     given = {"TIERCKPT_SLOTS": "1", "TIERCKPT_PATH": "/a", "TIERCKPT_PERSISTENT_PATH": "/b"}
-    config = settings.valid_config({}, given)
+    config = software.valid_config({}, given)
     assert (config.path, config.persistent.path) == ("/a", "/b")
-    config = settings.valid_config({}, {**given, "TIERCKPT_CONFIG": "/no/such/file"})
+    config = software.valid_config({}, {**given, "TIERCKPT_CONFIG": "/no/such/file"})
     assert (config.path, config.persistent.path) == ("/a", "/b")
 
 
@@ -93,7 +93,7 @@ def test_who_can_read_the_metrics_is_said(
     export: str, mark: Mark, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    *_, found = settings.configuration(subject(TIERCKPT_EXPORT=export))
+    *_, found = software.configuration(subject(TIERCKPT_EXPORT=export))
     assert found.mark is mark
     assert text in found.text
 
@@ -123,7 +123,7 @@ def test_an_exporter_or_a_cloud_that_cannot_be_used_is_a_cross(
     given: dict[str, str], text: str, cure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (found,) = settings.configuration(subject(**given))
+    (found,) = software.configuration(subject(**given))
     assert found.mark is Mark.CROSS
     assert found.text.startswith(text)
     assert "; run" not in found.text
@@ -135,11 +135,11 @@ def test_an_exporter_or_a_cloud_that_cannot_be_used_is_a_cross(
 
 def notices(endpoint: str) -> list[Finding]:
     config = load_config({"halt_notices": f"aws {endpoint}"}, {})
-    return [*settings.notices(Subject(config, {}))]
+    return [*software.notices(Subject(config, {}))]
 
 
 def test_the_service_of_the_cloud_is_asked() -> None:
-    assert [*settings.notices(Subject())] == []
+    assert [*software.notices(Subject())] == []
     with serving(cloud := Aws()) as server:
         (found,) = notices(server.endpoint)
         assert found.mark is Mark.GOOD
@@ -177,7 +177,7 @@ def test_the_agent_of_another_version_is_a_warning(tmp_path: Path, shm_dir: Path
     shutil.copytree(Path(tierckpt.__file__).parent, old / "tierckpt")
     (old / "tierckpt/_version.py").write_text('__version__ = "0.0.9"\n')
     config = load_config({"shm_dir": str(shm_dir)}, {})
-    assert [*settings.agents(Subject(config))] == []
+    assert [*software.agents(Subject(config))] == []
     with subprocess.Popen(
         [sys.executable, "-c", JOB, str(shm_dir)],
         cwd=tmp_path,
@@ -188,7 +188,7 @@ def test_the_agent_of_another_version_is_a_warning(tmp_path: Path, shm_dir: Path
     ) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == "runs\n"
-        (found,) = settings.agents(Subject(config))
+        (found,) = software.agents(Subject(config))
         job.communicate("\n")
     assert found.mark is Mark.WARNING
     assert f"runs Tierckpt 0.0.9 of {old}; here is {tierckpt.__version__}" in found.text
@@ -200,7 +200,7 @@ def test_iterations_that_are_too_long_for_a_signal_are_a_warning(
     step_seconds: int, tmp_path: Path
 ) -> None:
     config = load_config({"path": "/x", "events_dir": str(tmp_path)}, {})
-    assert [*settings.iterations(Subject(config))] == [], "no job has run"
+    assert [*software.iterations(Subject(config))] == [], "no job has run"
     log = EventLog(0, str(tmp_path))
     names = ("import", "setup", "attach", "boundary", "barrier", "save")
     facts = {"host": "here", "world": 1, "shim": False, "heartbeat_seconds": 5, "job": "job"}
@@ -209,7 +209,7 @@ def test_iterations_that_are_too_long_for_a_signal_are_a_warning(
         at["monotonic_seconds"] = at["time_seconds"]
         log.record(name, version=version, seconds=dict.fromkeys(names, 0.0), facts=facts, **at)
     log.close()
-    (found,) = settings.iterations(Subject(config))
+    (found,) = software.iterations(Subject(config))
     assert found.mark is (Mark.WARNING if step_seconds == 40 else Mark.GOOD)
     assert f"{step_seconds} s" in found.text
     if step_seconds == 40:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tierckpt.config import load_config
-from tierckpt.doctor import parallel, software
+from tierckpt.doctor import software
 from tierckpt.doctor.finding import Finding, Mark, Subject
-from tierckpt.doctor.horovod_probe import Horovod
+from tierckpt.doctor.probes import Horovod
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_torch_that_cannot_be_imported_is_one_cross(
     (found,) = software.torch(Subject())
     assert (found.name, found.mark, found.cure) == ("torch", Mark.CROSS, cure)
     assert found.text.startswith(f"cannot be used: {error.partition('(')[0]}: ")
-    (horovod,) = parallel.horovod(Subject())
+    (horovod,) = software.horovod(Subject())
     assert horovod.mark is Mark.ABSENT
 
 
@@ -39,8 +39,8 @@ def test_an_mpi_that_cannot_start_is_not_cured_by_a_new_build(
 ) -> None:
     """The last line of Open MPI without its `orted` on PATH, or without a temporary directory."""
     said = "[vm:7] Local abort before MPI_INIT completed completed successfully, but am not able"
-    monkeypatch.setattr(parallel, "probe", lambda: Horovod(said))
-    (found,) = parallel.horovod(Subject())
+    monkeypatch.setattr(software, "probe", lambda: Horovod(said))
+    (found,) = software.horovod(Subject())
     assert (found.mark, found.text) == (Mark.CROSS, "cannot start, as its MPI cannot")
     assert "mpirun -np 1 true" in found.cure
 
@@ -120,8 +120,8 @@ def of_mpi(
     program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{answer}\nEOF\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(parallel, "_library", lambda: library)
-    (found,) = parallel.mpi(Subject())
+    monkeypatch.setattr(software, "_library", lambda: library)
+    (found,) = software.mpi(Subject())
     return found
 
 

@@ -14,21 +14,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.erasure import isal
-from tierckpt.erasure.codes import Code, Segment, Stripes
-from tierckpt.erasure.exchange_plan import (
+from tierckpt.erasure import kernels
+from tierckpt.erasure.codes import (
+    Code,
     MemberPlan,
     Round,
+    Segment,
+    Stripes,
     Task,
+    coefficient,
+    multiply,
     plan_encode,
     plan_member,
     plan_rebuild,
     transfers,
 )
-from tierckpt.erasure.gf256 import coefficient, multiply
 from tierckpt.erasure.kernels import Product
 from tierckpt.errors import CorruptShardError, RestoreError
-from tierckpt.format import verify
+from tierckpt.format import manifest
 from tierckpt.format.ids import PAGE_BYTES
 from tierckpt.format.manifest import DIGEST_BYTES
 
@@ -94,7 +97,7 @@ class Cluster:
     def run(self, tasks: tuple[Task, ...], window_bytes: int = WINDOW_BYTES) -> None:
         code = self.stripes.code
         plans = [plan_member(code, tasks, m.number) for m in self.members]
-        products = {task: Product(task.matrix, isal.find()) for task in tasks}
+        products = {task: Product(task.matrix, kernels.find_isal()) for task in tasks}
         self.sent, self.received = [0] * code.n, [0] * code.n
         for window in self.stripes.windows(window_bytes):
             self._exchange([plan.gather for plan in plans], window)
@@ -459,7 +462,7 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     code, stripes = cluster.stripes.code, cluster.stripes
     shard_blocks = [[min(700, n), n - min(700, n)] for n in stripes.shard_bytes]
     digests = [
-        verify.digests_of(memoryview(m.shard), blocks)
+        manifest.digests_of(memoryview(m.shard), blocks)
         for m, blocks in zip(cluster.members, shard_blocks, strict=True)
     ]
     lost = data.draw(st.integers(0, code.n - 1))
@@ -478,26 +481,26 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     rebuilt = memoryview(cluster.members[lost].shard)
     if reach:
         with pytest.raises(CorruptShardError, match=r"shard 3: bytes \d+ to \d+ differ"):
-            verify.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
+            manifest.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
     else:
-        verify.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
+        manifest.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
         assert rebuilt == before
 
 
 def test_damaged_parity_is_found_before_it_is_used() -> None:
     parity = bytearray(np.random.default_rng(0).bytes(1_200_000))
-    blocks = verify.parity_blocks(len(parity))
+    blocks = manifest.parity_blocks(len(parity))
     assert blocks == [524288, 524288, 151424]
-    digests = verify.digests_of(memoryview(parity), blocks)
+    digests = manifest.digests_of(memoryview(parity), blocks)
     assert len(digests) == 3 * DIGEST_BYTES
-    verify.check(memoryview(parity), blocks, digests, "parity of shard 1")
+    manifest.check(memoryview(parity), blocks, digests, "parity of shard 1")
     parity[-1] ^= 1
     with pytest.raises(CorruptShardError, match="parity of shard 1: bytes 1048576 to 1200000"):
-        verify.check(memoryview(parity), blocks, digests, "parity of shard 1")
+        manifest.check(memoryview(parity), blocks, digests, "parity of shard 1")
     with pytest.raises(CorruptShardError, match="1199999 bytes long and has 3 digests"):
-        verify.check(memoryview(parity)[:-1], blocks, digests, "it")
+        manifest.check(memoryview(parity)[:-1], blocks, digests, "it")
     with pytest.raises(CorruptShardError, match="has 2 digests"):
-        verify.check(memoryview(parity), blocks, digests[:-DIGEST_BYTES], "it")
+        manifest.check(memoryview(parity), blocks, digests[:-DIGEST_BYTES], "it")
     with pytest.raises(ValueError, match="blocks of 1200000 bytes"):
-        verify.digests_of(memoryview(parity)[:-1], blocks)
-    assert verify.parity_blocks(0) == []
+        manifest.digests_of(memoryview(parity)[:-1], blocks)
+    assert manifest.parity_blocks(0) == []

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.erasure import isal
-from tierckpt.erasure.gf256 import Matrix, decoding, multiply
-from tierckpt.erasure.isal import Isal
-from tierckpt.erasure.kernels import TILE_BYTES, Product
+from tierckpt.erasure import kernels
+from tierckpt.erasure.codes import Matrix, decoding, multiply
+from tierckpt.erasure.kernels import TILE_BYTES, Isal, Product
 
-found = isal.find()
+found = kernels.find_isal()
 needs_isal = pytest.mark.skipif(found is None, reason="ISA-L is not installed")
 backends = pytest.mark.parametrize(
     "library", [pytest.param(found, id="isal", marks=needs_isal), pytest.param(None, id="numpy")]
@@ -175,50 +174,50 @@ def test_the_hand_computed_parity() -> None:
 @pytest.fixture
 def candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     offered: list[str] = []
-    monkeypatch.setattr(isal, "_candidates", lambda: iter(offered))
-    isal.find.cache_clear()
+    monkeypatch.setattr(kernels, "_isal_candidates", lambda: iter(offered))
+    kernels.find_isal.cache_clear()
     yield offered
-    isal.find.cache_clear()
+    kernels.find_isal.cache_clear()
 
 
 def test_without_a_library_there_is_none_and_a_sentence_says_how_to_get_it(
     candidates: list[str],
 ) -> None:
     candidates += ["/nonexistent/libisal.so.2", "libc.so.6"]  # missing; and another library
-    assert isal.find() is None
+    assert kernels.find_isal() is None
     for way in ("libisal2", "pip install 'tierckpt[rs]'", "numpy"):
-        assert way in isal.MISSING
+        assert way in kernels.ISAL_MISSING
 
 
 @needs_isal
 def test_the_first_library_that_works_is_taken(candidates: list[str]) -> None:
     assert found is not None
     candidates += ["libc.so.6", found.path, "/nonexistent/libisal.so.2"]
-    library = isal.find()
+    library = kernels.find_isal()
     assert library is not None
     assert library.path == found.path
-    assert isal.find() is library
+    assert kernels.find_isal() is library
 
 
 @needs_isal
 def test_a_library_of_another_field_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
-    monkeypatch.setattr(isal, "multiply", lambda a, b: a ^ b)
+    monkeypatch.setattr(kernels, "multiply", lambda a, b: a ^ b)
     with pytest.raises(ValueError, match="another field"):
         Isal(found.path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyeclib") is None, reason="pyeclib is not installed")
 def test_the_library_in_pyeclibs_wheel_is_found() -> None:
-    paths = list(isal._candidates())
-    assert paths[0] == isal.SONAME
+    paths = list(kernels._isal_candidates())
+    assert paths[0] == kernels.SONAME
     assert any("pyeclib.libs" in path for path in paths[1:])
     Isal(paths[-1])
 
 
 @needs_isal
 def test_calls_longer_than_an_int_can_say_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isal, "_CALL_BYTES", 100)
+    monkeypatch.setattr(kernels, "_CALL_BYTES", 100)
     sources = [noise(1001, seed) for seed in range(3)]
     outs = [bytearray(1001)]
     Product(((1, 231, 253),), found).run([memoryview(s) for s in sources], outs)

@@ -14,8 +14,7 @@ from tests.support.exported_job import EVENTS, JOB, play, wait_until
 from tierckpt import ConfigError, exporters
 from tierckpt.events import Event
 from tierckpt.exporters import exporter as module
-from tierckpt.exporters.exporter import Exporter, Ranks
-from tierckpt.exporters.metrics import Sample
+from tierckpt.exporters.exporter import Exporter, Ranks, Sample
 
 
 class Recording(Exporter):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tierckpt.errors import ConfigError
-from tierckpt.files.scr_settings import REFUSED, ScrSettings, merged, of_file, scr_settings
+from tierckpt.files.scr_session import REFUSED, ScrSettings, merged, of_file, scr_settings
 
 
 def settings(given: dict[str, str], environment: dict[str, str], nodes: int) -> ScrSettings:

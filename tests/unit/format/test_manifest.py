@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.facts import ITERATION_COUNTS, VersionFacts
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
-from tierckpt.format.version_records import VersionManifest
+from tierckpt.format.records import ITERATION_COUNTS, VersionFacts, VersionManifest
 
 numbers = st.integers(0, 2**62)
 ids = st.builds(VersionId, numbers, numbers)

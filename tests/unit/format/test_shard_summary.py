@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from ddp_ckpt.torch_group import gathered_bytes
 from tierckpt.format.layout import TensorSpec, plan_layout
-from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
-from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary, counts, lacking
+from tierckpt.format.shard_file import (
+    RankState,
+    ShardHeader,
+    ShardSummary,
+    VersionSummary,
+    counts,
+    decode_header,
+    encode_header,
+    lacking,
+)
 
 NOTHING = RankState(b"", b"", ())
 

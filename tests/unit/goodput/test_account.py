@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.event_stream import EventStream
-from tierckpt._event_files import event_files
 from tierckpt.errors import ConfigError
-from tierckpt.goodput.account import Account, account
-from tierckpt.goodput.advice import advice
+from tierckpt.events import event_files
+from tierckpt.goodput.account import Account, Ending, account
 from tierckpt.goodput.records import read
-from tierckpt.goodput.spans import Ending
+from tierckpt.goodput.tables import advice
 
 
 def account_of(folder: Path, gap_seconds: float = math.inf) -> Account:

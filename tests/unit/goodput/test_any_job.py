@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.event_stream import EventStream
-from tierckpt._event_files import event_files
+from tierckpt.events import event_files
 from tierckpt.goodput.account import account
 from tierckpt.goodput.records import read
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.event_stream import EventStream
-from tierckpt._event_files import event_files
 from tierckpt.errors import ConfigError
+from tierckpt.events import event_files
 from tierckpt.goodput.records import read
 
 

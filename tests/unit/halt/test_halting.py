@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from tierckpt.cli.main import main
 from tierckpt.config import Config, load_config, parse_signals
-from tierckpt.core.halt_conditions import HaltRequest, Reason
-from tierckpt.core.votes import Vote
+from tierckpt.core.decisions import HaltRequest, Reason, Vote
 from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
 from tierckpt.halt import controller as halting

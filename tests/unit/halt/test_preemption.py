@@ -14,8 +14,7 @@ import pytest
 from tests.support.metadata_server import HOLDS, TRICKLES, Aws, Azure, Gcp, Server, serving
 from tierckpt import config
 from tierckpt.config import load_config, parse_notices
-from tierckpt.core.halt_conditions import NEVER_SECONDS, Reason
-from tierckpt.core.votes import Vote
+from tierckpt.core.decisions import NEVER_SECONDS, Reason, Vote
 from tierckpt.errors import ConfigError
 from tierckpt.group import Node
 from tierckpt.halt import preemption

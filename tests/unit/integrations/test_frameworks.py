@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tierckpt.errors import ConfigError
-from tierckpt.integrations.frameworks import Framework
+from tierckpt.integrations import Framework
 
 FRAMEWORK = Framework("Torchlight", "2.4", "2.10")
 

@@ -18,7 +18,7 @@ from torch.utils.data import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from tierckpt.errors import RestoreError
-from tierckpt.integrations.other_ranks import PlaceOfAnyRanks, StepSize, order_batch_of
+from tierckpt.integrations import PlaceOfAnyRanks, StepSize, order_batch_of
 
 NAMES = ("batch_size", "accumulate")
 

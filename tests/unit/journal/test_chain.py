@@ -8,8 +8,15 @@ import pytest
 
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.journal.chain import RecordKey, chain_from, outdated, rebuildable
-from tierckpt.journal.frames import BOUNDARY, FrameHead, SegmentName
+from tierckpt.journal.segments import (
+    BOUNDARY,
+    FrameHead,
+    RecordKey,
+    SegmentName,
+    chain_from,
+    outdated,
+    rebuildable,
+)
 
 RUN = "a run"
 

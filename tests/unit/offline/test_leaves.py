@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt.offline.leaves import fingerprint, leaves_of, shown
+from tierckpt.offline.leaves import fingerprint, leaves_of, shown_leaf
 from tierckpt.state import tree_codec
-from tierckpt.state.custom_values import ForeignValue
+from tierckpt.state.tree_codec import ForeignValue
 
 LONG = 2000
 """More elements than a tensor's `repr` shows."""
@@ -98,7 +98,7 @@ def test_a_class_that_is_not_imported_hides_no_difference() -> None:
     assert {"extra", "extra.codes"} <= one.keys()
     assert fingerprint(one["extra"]) == fingerprint(other["extra"])
     assert fingerprint(one["extra.codes"]) != fingerprint(other["extra.codes"])
-    assert shown(one["extra"]) == "State"
+    assert shown_leaf(one["extra"]) == "State"
 
 
 @pytest.mark.parametrize("kind", [set, frozenset])

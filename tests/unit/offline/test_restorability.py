@@ -6,7 +6,7 @@ from __future__ import annotations
 from tests.support.facts import found_at, parity_at
 from tierckpt.core.copies import Found, FoundParity, Location
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
-from tierckpt.offline.restorability import outlook
+from tierckpt.offline.catalog import outlook
 from tierckpt.offline.survey import Survey
 
 SHARDS = 3

@@ -18,7 +18,7 @@ from tests.unit.erasure.test_codes import Cluster
 from tierckpt.erasure.codes import Code
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
-from tierckpt.peer.window_loop import AHEAD, window_bytes_of
+from tierckpt.peer.windows import AHEAD, window_bytes_of
 
 MIB = 1 << 20
 SCHEMES = {
@@ -171,7 +171,7 @@ def test_a_shard_that_is_not_the_members_is_an_error_at_once(tmp_path: Path) -> 
 
 
 def test_the_agents_part_never_needs_torch() -> None:
-    program = "import sys, tierckpt.peer.exchange, tierckpt.peer.rebuild\n"
+    program = "import sys, tierckpt.peer.exchange, tierckpt.peer.windows\n"
     program += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tierckpt.proof import loader_passes
-from tierckpt.proof.coverage import Request, gaps, over_epochs
+from tierckpt.proof import recorder
 from tierckpt.proof.records import RankRun, Writer, read
+from tierckpt.proof.verdict import Request, coverage_gaps, over_epochs
 
 ASKED = Request(begin=0, kill_after=5, steps=10)
 SAME = {
@@ -50,7 +50,7 @@ def passes_of(length: int, versions: int) -> list[list[list[int]]]:
 def test_unchanged_state_is_named(tmp_path: Path) -> None:
     run = run_of(tmp_path, [{}] * 9, one_pass(9))
     assert run.unsaved == ["StepLR ..."]
-    epochs, rate, still = gaps(run, range(5, 10), ASKED)
+    epochs, rate, still = coverage_gaps(run, range(5, 10), ASKED)
     assert "no epoch ended in these steps" in epochs
     assert "no learning rate changed in these steps" in rate
     assert still == "not compared: extra/scaler, extra/schedule did not change in these steps"
@@ -66,7 +66,7 @@ def test_changed_state_is_not_named(tmp_path: Path) -> None:
         for version in range(9)
     ]
     run = run_of(tmp_path, moves, passes_of(3, 9))
-    (text,) = gaps(run, range(5, 10), ASKED)
+    (text,) = coverage_gaps(run, range(5, 10), ASKED)
     assert "the scale of extra/scaler did not change, so no step was skipped" in text
 
 
@@ -84,7 +84,7 @@ def test_epochs_that_did_not_end(
     seen: list[list[list[int]]], said: str, how: str, tmp_path: Path
 ) -> None:
     run = run_of(tmp_path, [{}] * 9, seen)
-    text = gaps(run, range(6, 10), ASKED)[0]
+    text = coverage_gaps(run, range(6, 10), ASKED)[0]
     assert said in text
     assert how in text
 
@@ -112,7 +112,7 @@ def test_numbers_are_chosen_for_epochs_to_end(
 def test_a_slow_loop_needs_more_steps(tmp_path: Path) -> None:
     """A loop with four batches per version ends its pass four times as early."""
     run = run_of(tmp_path, [{}] * 9, [[[1, 100, 4 * v]] for v in range(1, 10)])
-    assert "--kill-after 28 --steps 27" in gaps(run, range(6, 10), ASKED)[0]
+    assert "--kill-after 28 --steps 27" in coverage_gaps(run, range(6, 10), ASKED)[0]
 
 
 class Mine(DataLoader[torch.Tensor]):
@@ -126,21 +126,21 @@ class Mine(DataLoader[torch.Tensor]):
 def test_passes_are_seen_while_they_are_under_way(
     kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in loader_passes.kinds():  # is put back
+    for each in recorder.loader_kinds():  # is put back
         monkeypatch.setattr(each, "__iter__", vars(each)["__iter__"])
-    monkeypatch.setattr(loader_passes, "_passes", [])
-    loader_passes.watch()
-    loader_passes.watch()
+    monkeypatch.setattr(recorder, "_passes", [])
+    recorder.watch_loaders()
+    recorder.watch_loaders()
     loader = kind(list(range(6)), batch_size=2)
     training = iter(loader)
     next(training)
     assert list(loader), "an evaluation"
-    ((number, *rest),) = loader_passes.under_way()
+    ((number, *rest),) = recorder.loaders_under_way()
     assert rest == [3, 1]
     del training
-    assert loader_passes.under_way() == []
+    assert recorder.loaders_under_way() == []
     again = iter(loader)
-    ((later, *rest),) = loader_passes.under_way()
+    ((later, *rest),) = recorder.loaders_under_way()
     assert later > number
     assert rest == [3, 0]
     assert again
@@ -157,9 +157,9 @@ class Listed(DataLoader[int]):
 
 
 def test_a_loader_that_cannot_be_watched_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in loader_passes.kinds():
+    for each in recorder.loader_kinds():
         monkeypatch.setattr(each, "__iter__", vars(each)["__iter__"])
-    monkeypatch.setattr(loader_passes, "_passes", [])
-    loader_passes.watch()
+    monkeypatch.setattr(recorder, "_passes", [])
+    recorder.watch_loaders()
     assert list(iter(Listed([1]))) == [7]
-    assert loader_passes.under_way() == []
+    assert recorder.loaders_under_way() == []

@@ -13,8 +13,8 @@ from tierckpt.core.levels import AGENT, LOCAL, PERSISTENT
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.restore.candidates import Candidates
-from tierckpt.restore.shard_reader import Failure, FaultScope
+from tierckpt.restore.shards import Failure, FaultScope
+from tierckpt.restore.verification import Candidates
 
 RANKS = 3
 SHARED = Location(PERSISTENT, EVERYWHERE, "/shared")

@@ -23,15 +23,13 @@ from tierckpt.core.restore_plan import RestorePlan, Source
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.shard_file import decode_header
-from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary
+from tierckpt.format.shard_file import RankState, ShardSummary, VersionSummary, decode_header
 from tierckpt.group import SingleGroup
-from tierckpt.restore import shard_reader
-from tierckpt.restore.broadcast import ShardBroadcaster
+from tierckpt.restore import shards
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.shard_image import ShardImage, in_file
-from tierckpt.restore.shard_reader import RUN_BYTES, FaultScope, Reads, runs_of
-from tierckpt.restore.verified_version import VerifiedVersion
+from tierckpt.restore.rebuild import ShardBroadcaster
+from tierckpt.restore.shards import RUN_BYTES, FaultScope, Reads, ShardImage, in_file, runs_of
+from tierckpt.restore.verification import VerifiedVersion
 from tierckpt.restored import TransferStats
 from tierckpt.storage.persistent import PersistentError
 
@@ -72,7 +70,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
-    monkeypatch.setattr(shard_reader, "open_image", made.open_image)
+    monkeypatch.setattr(shards, "open_image", made.open_image)
     return made
 
 
@@ -191,8 +189,8 @@ def test_a_spilled_shard_is_read_back_and_a_disk_that_lost_it_is_not_blamed_on_a
     def fail(number: int) -> None:
         raise OSError(errno.EIO, "the disk fails")
 
-    monkeypatch.setattr("tierckpt.restore.shard_image.os.fsync", fail)
-    monkeypatch.setattr(shard_reader, "open_image", lambda *_: image)
+    monkeypatch.setattr("tierckpt.restore.shards.os.fsync", fail)
+    monkeypatch.setattr(shards, "open_image", lambda *_: image)
     reads = Reads(pool, {})
     reads.open(VersionId(1, 1), SHARDS, "", sources([0])[:1])
     (failure,) = reads.finish()
@@ -271,7 +269,7 @@ class Other(SingleGroup):
 def test_a_rank_holds_only_a_window_of_shards_that_others_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.rebuild.BROADCAST_BYTES", 1000)
     said = bytes(i % 251 for i in range(2500))
     group, volume, seen = Other(said), TransferStats(), bytearray()
     broadcaster = ShardBroadcaster(group, volume)
@@ -288,7 +286,7 @@ def test_a_rank_holds_only_a_window_of_shards_that_others_read(
 
 
 def test_the_first_window_has_the_whole_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.rebuild.BROADCAST_BYTES", 1000)
     group = Other(bytes(2500))
     ShardBroadcaster(group, TransferStats()).show(
         sources([0, 1])[0], outline(1400, 1100), None, lambda shard, offset, window: None
@@ -301,8 +299,8 @@ def test_mapped_pages_are_loaded_again_before_they_are_shown(
     direct: bool, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have left memory since then; access to a page that cannot be read again is SIGBUS."""
-    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
-    monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.rebuild.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.rebuild.MAPPED_BYTES", 1000)
     touched: list[tuple[int, int]] = []
     shown: list[int] = []
 
@@ -333,7 +331,7 @@ def test_mapped_pages_are_loaded_again_before_they_are_shown(
 def test_mapped_pages_that_are_not_wanted_are_not_touched(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.rebuild.MAPPED_BYTES", 1000)
     touched: list[int] = []
     shown: list[int] = []
     image = ShardImage(
@@ -361,7 +359,7 @@ def test_mapped_pages_that_are_not_wanted_are_not_touched(
 
 def test_a_shard_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may need it."""
-    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.rebuild.BROADCAST_BYTES", 1000)
     group = Other(bytes(2500))
     broadcaster, source = ShardBroadcaster(group, TransferStats()), sources([0, 1])[0]
     broadcaster.show(source, outline(100, 2400), None, lambda *_: None, lambda *_: False)

@@ -12,8 +12,8 @@ from torch import nn
 
 from tierckpt.format.layout import TensorSpec, plan_layout
 from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
-from tierckpt.restore.shard_image import Part
-from tierckpt.restore.tensor_fill import LARGE_BYTES, TensorPreallocator
+from tierckpt.restore.loader import LARGE_BYTES, TensorPreallocator
+from tierckpt.restore.shards import Part
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState, label_optimizers
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.run.learned import Learned, LearnedFile
+from tierckpt.run.preload import Learned, LearnedFile
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tierckpt.core.tuning.interval_model import daly_seconds
+from tierckpt.core.tuning import daly_seconds
 from tierckpt.errors import ConfigError
-from tierckpt.simulation.course import job as job_module
-from tierckpt.simulation.course.job import Outcome
-from tierckpt.simulation.replicas import Estimate, simulate, student, with_best_intervals
+from tierckpt.simulation import course as job_module
+from tierckpt.simulation.course import Estimate, Outcome, simulate, student, with_best_intervals
 from tierckpt.simulation.report import document
 from tierckpt.simulation.scenario import Failures, Job, Level, Nodes, Restart, Scenario
 

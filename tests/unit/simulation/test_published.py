@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.simulation.examples import EXAMPLES
-from tierckpt.simulation.replicas import Estimate, Study, simulate
-from tierckpt.simulation.scenario import Scenario
-from tierckpt.simulation.scenario_file import merge, scenario_of
+from tierckpt.simulation.course import Estimate, Study, simulate
+from tierckpt.simulation.scenario import EXAMPLES, Scenario, merge_trees, scenario_of
 
 HOUR, DAY = 3600.0, 86400.0
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -25,7 +23,7 @@ def published(benchmark_module: Callable[[str], Any]) -> Any:
 
 
 def example(name: str, **changes: Any) -> Scenario:
-    return scenario_of(merge(tomllib.loads(EXAMPLES[name]), changes), name)
+    return scenario_of(merge_trees(tomllib.loads(EXAMPLES[name]), changes), name)
 
 
 # --- LightCheck's figures 5a and 5b ---------------------------------------------------------------
@@ -124,7 +122,7 @@ def test_llama_3_is_over_ninety_percent_effective(published: Any) -> None:
     assert failures.mean == pytest.approx(published.LLAMA3_INTERRUPTIONS, rel=0.03)
     tree = tomllib.loads(EXAMPLES["llama3"])
     del tree["levels"], tree["failures"]["store_out_every"]
-    persistent_only = simulate(scenario_of(merge(tree, theirs), "theirs"))
+    persistent_only = simulate(scenario_of(merge_trees(tree, theirs), "theirs"))
     least = published.LLAMA3_LEAST_EFFECTIVE
     assert least - 0.01 < persistent_only.goodput.mean < ours.goodput.mean
     assert ours.goodput.mean > 0.96

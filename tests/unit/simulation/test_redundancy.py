@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from tierckpt.simulation.redundancy import Redundancy, losses_per_second
-from tierckpt.simulation.replicas import simulate
+from tierckpt.simulation.course import simulate
+from tierckpt.simulation.model import Redundancy, losses_per_second
 from tierckpt.simulation.scenario import (
     Bandwidth,
     Failures,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tierckpt.errors import ConfigError
-from tierckpt.simulation.examples import EXAMPLES
-from tierckpt.simulation.scenario_file import assignments, merge, read, scenario_of
+from tierckpt.simulation.scenario import EXAMPLES, assignments, merge_trees, read_tree, scenario_of
 
 SMALL: dict[str, Any] = {
     "job": {"step": "1s", "state": "1GB"},
@@ -21,7 +20,7 @@ SMALL: dict[str, Any] = {
 
 def refusal(**changes: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        scenario_of(merge(SMALL, changes), "job.toml")
+        scenario_of(merge_trees(SMALL, changes), "job.toml")
     text = str(error.value)
     assert text.startswith("job.toml: ")
     return text.removeprefix("job.toml: ")
@@ -33,15 +32,17 @@ def test_every_example_is_a_scenario(name: str) -> None:
 
 
 def test_later_values_win() -> None:
-    tree = merge(SMALL, assignments(["job.ranks=64", "levels.persistent.every_steps=5"]))
+    tree = merge_trees(SMALL, assignments(["job.ranks=64", "levels.persistent.every_steps=5"]))
     scenario = scenario_of(tree, "job.toml")
     (level,) = scenario.levels
     assert scenario.job.ranks == 64
     assert (level.every_steps, level.every_seconds) == (5, 0.0), "one interval replaces the other"
     measured = {"failures": {"job_every": "3h", "node_share": 0.5}}
-    failures = scenario_of(merge(SMALL, measured, {"failures": {"node_every": "3d"}}), "").failures
+    failures = scenario_of(
+        merge_trees(SMALL, measured, {"failures": {"node_every": "3d"}}), ""
+    ).failures
     assert (failures.job_every_seconds, failures.node_every_seconds) == (math.inf, 3 * 86400)
-    text = scenario_of(merge(SMALL, assignments(["job.state=5TB", "job.step=2s"])), "")
+    text = scenario_of(merge_trees(SMALL, assignments(["job.state=5TB", "job.step=2s"])), "")
     assert (text.job.state_bytes, text.job.step_seconds) == (5e12, 2.0)
 
 
@@ -102,7 +103,7 @@ def test_a_job_without_levels_is_refused() -> None:
 
 def test_a_missing_file_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tierckpt simulate --example >"):
-        read(tmp_path / "job.toml")
+        read_tree(tmp_path / "job.toml")
     (tmp_path / "job.toml").write_text("ranks = ")
     with pytest.raises(ConfigError, match="cannot read the scenario"):
-        read(tmp_path / "job.toml")
+        read_tree(tmp_path / "job.toml")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt.snapshot import plan_check
-from tierckpt.snapshot.plan_check import Kinds
+from tierckpt.snapshot import copy_plan
+from tierckpt.snapshot.copy_plan import Kinds
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
@@ -31,8 +31,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.fixture(params=["guards", "no guards"])
 def _guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "no guards":
-        monkeypatch.setattr(plan_check, "_guards", lambda: None)
-    elif plan_check._guards() is None:
+        monkeypatch.setattr(copy_plan, "_guards", lambda: None)
+    elif copy_plan._guards() is None:
         pytest.skip("this torch has no guards that see all changes")
 
 
@@ -65,7 +65,7 @@ def test_what_is_no_kind_may_change() -> None:
 
 def test_torch_has_guards() -> None:
     """Where it is missing, thousands of tensors take longer: see whether torch has a new name."""
-    assert plan_check._guards() is not None
+    assert copy_plan._guards() is not None
 
 
 def test_guards_that_miss_a_change_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,4 +77,4 @@ def test_guards_that_miss_a_change_are_not_used(monkeypatch: pytest.MonkeyPatch)
             return tensor.dtype is torch.float32
 
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Blind)
-    assert plan_check._guards.__wrapped__() is None
+    assert copy_plan._guards.__wrapped__() is None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierckpt.snapshot import copy_engine, plan_check, tensor_memory
+from tierckpt.snapshot import copy_engine, copy_plan, tensor_memory
 from tierckpt.snapshot.tensor_memory import CHANGES, FLAGS, KINDS, MOVES, SAME
 from tierckpt.state import tree_codec
 
@@ -38,7 +38,7 @@ def test_torch_has_the_objects_and_python_the_tags() -> None:
 
 def view_of(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     aliases = [tensor.detach() for tensor in tensors]
-    return plan_check._view_of(tensors, aliases), aliases
+    return copy_plan._view_of(tensors, aliases), aliases
 
 
 @pytest.mark.parametrize("change", [*KINDS, *MOVES])
@@ -178,7 +178,7 @@ def test_every_change_of_a_dict_is_seen(
     if not tags:
         monkeypatch.setattr(tensor_memory, "find_tag", lambda: None)
     held: list[dict[Any, Any]] = [{n: [n] for n in range(size)} for _ in range(MANY)]
-    dicts = plan_check._Dicts(held, MANY)
+    dicts = copy_plan._Dicts(held, MANY)
     assert (dicts._tags is not None) == (tags and tensor_memory.library() is not None)
     assert dicts.stand()
     change(held[600])
@@ -188,7 +188,7 @@ def test_every_change_of_a_dict_is_seen(
 
 def test_a_value_that_was_put_back_is_none() -> None:
     held: list[dict[Any, Any]] = [{0: "a"} for _ in range(MANY)]
-    dicts = plan_check._Dicts(held, MANY)
+    dicts = copy_plan._Dicts(held, MANY)
     held[3][0], held[600]["new"] = "b", "c"
     held[3][0] = "a"
     del held[600]["new"]
@@ -197,7 +197,7 @@ def test_a_value_that_was_put_back_is_none() -> None:
 
 def test_an_empty_dict_that_is_filled_is_seen() -> None:
     held: list[dict[Any, Any]] = [{} for _ in range(MANY)]
-    dicts = plan_check._Dicts(held, MANY)
+    dicts = copy_plan._Dicts(held, MANY)
     held[9]["new"] = 1
     assert not dicts.stand()
 
@@ -205,6 +205,6 @@ def test_an_empty_dict_that_is_filled_is_seen() -> None:
 def test_dicts_that_may_be_reordered_have_no_tags() -> None:
     held: list[dict[Any, Any]] = [{}, OrderedDict(a=1, b=2)]
     assert tensor_memory.tags_of(held) is None
-    dicts = plan_check._Dicts(held, 2)
+    dicts = copy_plan._Dicts(held, 2)
     held[1].move_to_end("a")  # type: ignore[attr-defined]
     assert not dicts.stand()

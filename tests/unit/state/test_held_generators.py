@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tierckpt.state.extras import generator_state
-from tierckpt.state.held_generators import MOST_MEMBERS, HeldGenerators
+from tierckpt.state.extras import MOST_MEMBERS, HeldGenerators, generator_state
 
 named = np.random.default_rng(1)
 """A global variable, as scripts have them."""

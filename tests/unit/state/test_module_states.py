@@ -22,10 +22,10 @@ from tests.support.state_matrix.ownstates import (
     hooked,
     take_count,
 )
-from tierckpt.checkpointer import attach
+from tierckpt.checkpointer import start
 from tierckpt.errors import StateMismatchError, StateTornError, UnsupportedStateError
 from tierckpt.state import tree_codec
-from tierckpt.state.modules.custom_states import MODULE_STATES, ModuleStates
+from tierckpt.state.module_states import MODULE_STATES, ModuleStates
 from tierckpt.state.training_state import TrainingState
 
 
@@ -98,17 +98,17 @@ def test_a_value_that_cannot_be_stored_is_refused_with_the_modules_name(name: st
     give, why = REFUSED[name]
     model = nn.Sequential(nn.Linear(6, 6), Given(give))
     with pytest.raises(UnsupportedStateError, match=r"module '1' \(a Given\)") as caught:
-        attach.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
+        start.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
     assert why in str(caught.value)
     model[1].give = lambda: 1.5  # the advice: a value that can be stored, or none
-    attach.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
+    start.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
 
 
 def test_a_model_without_a_state_dict_is_refused() -> None:
     model = mlp()
     model.state_dict = lambda *_, **__: ["not", "a", "dict"]
     with pytest.raises(UnsupportedStateError, match=r"the model \(a Sequential\).*returns a list"):
-        attach.check_state(TrainingState(model, {}))
+        start.check_state(TrainingState(model, {}))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore::DeprecationWarning")

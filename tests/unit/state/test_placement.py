@@ -7,7 +7,7 @@ import torch
 
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import PER_RANK
-from tierckpt.state.placement import Placements
+from tierckpt.state.training_state import Placements
 
 
 class Model(torch.nn.Module):

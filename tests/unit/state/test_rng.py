@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tierckpt.state import rng
+from tierckpt.state import process_state
 
 
 @pytest.fixture(autouse=True)
 def streams_put_back() -> Iterator[None]:
-    saved = rng.pack_rng()
+    saved = process_state.pack_rng()
     yield
-    rng.load_rng(saved)
+    process_state.load_rng(saved)
 
 
 def seeded(python: int, numpy: int, cpu: int) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def seeded(python: int, numpy: int, cpu: int) -> dict[str, Any]:
     np.random.seed(numpy)
     torch.manual_seed(cpu)
     draws()
-    return rng.pack_rng()
+    return process_state.pack_rng()
 
 
 def draws() -> dict[str, Any]:
@@ -39,13 +39,13 @@ def draws() -> dict[str, Any]:
 
 
 def after_restore(rank: int, size: int, saved: list[dict[str, Any]], version: int = 9) -> Any:
-    everyone = [rng.digests_of(each) for each in saved]
-    assert rng.take_up(saved[rank % len(saved)], version, rank, everyone) == []
+    everyone = [process_state.digests_of(each) for each in saved]
+    assert process_state.take_up(saved[rank % len(saved)], version, rank, everyone) == []
     return draws()
 
 
 def undisturbed(saved: dict[str, Any]) -> dict[str, Any]:
-    rng.load_rng(saved)
+    process_state.load_rng(saved)
     return draws()
 
 
@@ -75,28 +75,28 @@ def test_ranks_with_equal_random_streams_keep_them_equal() -> None:
 
 
 def test_the_seed_depends_on_kind_version_states_and_rank() -> None:
-    base = rng.seed_of("torch", 9, ["a", "b"], 5)
+    base = process_state.seed_of("torch", 9, ["a", "b"], 5)
     assert base is not None
     others = [
-        rng.seed_of("numpy", 9, ["a", "b"], 5),
-        rng.seed_of("torch", 10, ["a", "b"], 5),
-        rng.seed_of("torch", 9, ["b", "a"], 5),
-        rng.seed_of("torch", 9, ["a"], 5),
-        rng.seed_of("torch", 9, ["a", "b"], 6),
+        process_state.seed_of("numpy", 9, ["a", "b"], 5),
+        process_state.seed_of("torch", 10, ["a", "b"], 5),
+        process_state.seed_of("torch", 9, ["b", "a"], 5),
+        process_state.seed_of("torch", 9, ["a"], 5),
+        process_state.seed_of("torch", 9, ["a", "b"], 6),
     ]
     assert len({base, *others}) == 6
-    assert rng.seed_of("torch", 9, ["a", "a"], 5) is None
-    assert rng.seed_of("torch", 9, ["a"], 5) is not None
+    assert process_state.seed_of("torch", 9, ["a", "a"], 5) is None
+    assert process_state.seed_of("torch", 9, ["a"], 5) is not None
 
 
 def test_the_rule_is_the_documented_one() -> None:
     """Computed by hand: a restart of an old checkpoint must draw the same numbers as before."""
     text = b"tierckpt stream torch v9 a b"
     expected = (int(hashlib.sha256(text).hexdigest(), 16) + 5) % 2**256
-    assert rng.seed_of("torch", 9, ["a", "b"], 5) == expected
+    assert process_state.seed_of("torch", 9, ["a", "b"], 5) == expected
 
 
 def test_thirty_two_bits_of_the_seeds_distinguish_the_ranks() -> None:
     """torch's generator on the CPU takes no more of them."""
-    seeds = [rng.seed_of("torch", 9, ["a"], rank) for rank in range(1, 20_000)]
+    seeds = [process_state.seed_of("torch", 9, ["a"], rank) for rank in range(1, 20_000)]
     assert len({(seed or 0) % 2**32 for seed in seeds}) == len(seeds)

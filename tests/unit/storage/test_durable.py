@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tierckpt.storage.files import durable
+from tierckpt.storage import durable
 from tierckpt.storage.health import Need, check_directory
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.persistent.backends import PosixBackend
 
 Calls = list[tuple[str, str]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.storage.files import file_lock
+from tierckpt.storage import file_lock
 
 
 def test_a_file_is_locked_until_it_is_closed_and_others_can_be_probed_meanwhile(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.storage.files.mapped_file import MappedFile
+from tierckpt.storage.durable import MappedFile
 
 PAGES = 300
 SIZE = PAGES * mmap.PAGESIZE + 17

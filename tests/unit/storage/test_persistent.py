@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.facts import facts_of
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError
-from tierckpt.format.ids import VersionId
-from tierckpt.format.version_names import Groups, SharedPlaces, parse_run, run_name
-from tierckpt.format.version_records import (
-    ShardRecord,
-    decode_shards,
-    encode_shards,
-    seal,
-    unseal,
-)
+from tierckpt.format.ids import Groups, SharedPlaces, VersionId, parse_run, run_name
+from tierckpt.format.records import ShardRecord, decode_shards, encode_shards, seal, unseal
 from tierckpt.storage.persistent import (
     FlushPacer,
     Throttle,

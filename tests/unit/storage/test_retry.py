@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
 from tierckpt.storage.persistent import PersistentError, RetryPolicy
-from tierckpt.storage.persistent.backends import open_backend
-from tierckpt.storage.persistent.posix_backend import PosixBackend
-from tierckpt.storage.persistent.retry import RetryingBackend, advice, is_transient, lacks_room
+from tierckpt.storage.persistent.backend import RetryingBackend, advice, is_transient, lacks_room
+from tierckpt.storage.persistent.backends import PosixBackend, open_backend
 
 
 class AnswerError(Exception):

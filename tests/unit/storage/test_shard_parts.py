@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.storage.persistent import shard_parts
+from tierckpt.storage.persistent import shards
 
 PART = 100
 PATH = "v1/00000of00001/s00000.parts"
@@ -49,7 +49,7 @@ class Objects:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
-    with patch.object(shard_parts, "PART_BYTES", PART):
+    with patch.object(shards, "PART_BYTES", PART):
         yield
 
 
@@ -69,22 +69,22 @@ def windows(data: bytes, cuts: list[int]) -> Iterator[memoryview]:
 )
 def test_any_range_is_read_back(data: bytes, cuts: list[int], offset: int, nbytes: int) -> None:
     objects: Any = Objects()
-    shard_parts.write_parts(objects, PATH, windows(data, cuts))
-    assert shard_parts.stored_bytes(objects, PATH) == len(data)
+    shards.write_parts(objects, PATH, windows(data, cuts))
+    assert shards.stored_bytes(objects, PATH) == len(data)
     sizes = [len(objects.held[name]) for name in sorted(objects.held)]
     assert all(size == PART for size in sizes[:-1])
     offset = min(offset, len(data))
     nbytes = min(nbytes, len(data) - offset)
-    assert shard_parts.read(objects, PATH, offset, nbytes) == data[offset : offset + nbytes]
-    assert objects.most <= shard_parts.PARTS_AT_ONCE
+    assert shards.read_parts(objects, PATH, offset, nbytes) == data[offset : offset + nbytes]
+    assert objects.most <= shards.PARTS_AT_ONCE
 
 
 def test_a_part_that_fails_ends_the_write_and_nothing_is_under_way_then() -> None:
     objects: Any = Objects("00003")
     with pytest.raises(OSError, match=r"cannot put .*00003"):
-        shard_parts.write_parts(objects, PATH, windows(bytes(30 * PART), []))
+        shards.write_parts(objects, PATH, windows(bytes(30 * PART), []))
     assert objects.under_way == 0
-    assert shard_parts.stored_bytes(objects, PATH) == 3 * PART, "a gap ends the shard"
+    assert shards.stored_bytes(objects, PATH) == 3 * PART, "a gap ends the shard"
 
 
 def test_an_error_of_the_windows_comes_out() -> None:
@@ -94,5 +94,5 @@ def test_an_error_of_the_windows_comes_out() -> None:
 
     objects: Any = Objects()
     with pytest.raises(RuntimeError, match="refilled"):
-        shard_parts.write_parts(objects, PATH, broken())
+        shards.write_parts(objects, PATH, broken())
     assert objects.under_way == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt._host import host_id
+from tierckpt._process import host_id
 from tierckpt.group import Group, SingleGroup
 from tierckpt.testing import GroupAbortedError, GroupConformance, ThreadGroup, run_ranks
 

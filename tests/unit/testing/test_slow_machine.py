@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from tests.slow_machine import SlowMachine
-from tierckpt._host import process_stat
+from tierckpt._process import process_stat
 
 PATIENCE_SECONDS = 120.0
 

@@ -19,10 +19,9 @@ from tierckpt.errors import ConfigError
 from tierckpt.events import Event, EventLog
 from tierckpt.testing import TinyJob
 from tierckpt.tracing import recorder as trace_module
-from tierckpt.tracing.chrome_trace import read_entries
 from tierckpt.tracing.recorder import Trace, label, layer_of, open_trace
-from tierckpt.tracing.spans import Span
-from tierckpt.tracing.tierckpt_traces import read_trace
+from tierckpt.tracing.timeline import Span
+from tierckpt.tracing.traces import read_entries, read_trace
 
 MEMORY_ONLY: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0.0}
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.tracing.chrome_trace import read_entries, write
-from tierckpt.tracing.horovod_timeline import agreement, read_horovod
-from tierckpt.tracing.spans import Span, Timeline, TimelineError
-from tierckpt.tracing.summary import (
+from tierckpt.tracing.timeline import (
     Interval,
+    Span,
     Stats,
+    Timeline,
+    TimelineError,
     hidden,
     intersection,
     lanes,
@@ -27,6 +27,7 @@ from tierckpt.tracing.summary import (
     union,
     update_gaps,
 )
+from tierckpt.tracing.traces import agreement, read_entries, read_horovod, write
 
 # --- intervals -----------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from lib.papers.models import MODELS
 from lib.papers.results import Row
 from lib.papers.rule import cost_of
 from lib.scale.steps import steps as ballots
-from tierckpt.simulation.costs import costs_of
-from tierckpt.simulation.replicas import simulate
+from tierckpt.simulation.course import simulate
+from tierckpt.simulation.model import costs_of
 from tierckpt.simulation.scenario import Bandwidth, Job, Level, Scenario
 
 WORLDS = (1, 8, 64, 512, 1024)

@@ -11,14 +11,12 @@ docs/internals/persistent.md has the protocols and their reasons, FORMAT.md the 
 
 from tierckpt.core.retention import HeldVersion, RetentionPolicy
 from tierckpt.errors import FlushCancelledError, LeaseHeldError, PersistentError
-from tierckpt.format.version_names import VersionName
-from tierckpt.format.version_records import VersionManifest
+from tierckpt.format.ids import VersionName
+from tierckpt.format.records import VersionManifest
 
+from .backend import FlushPacer, RetryPolicy, Throttle, TimeSlots
 from .lease import Lease
-from .rate_limit import FlushPacer, Throttle, TimeSlots
-from .retry import RetryPolicy
-from .shard_groups import ShardSource
-from .shard_reader import ShardReader
+from .shards import ShardReader, ShardSource
 from .store import FlushResult, PersistentStore
 
 __all__ = [

@@ -26,10 +26,7 @@ from typing import Any
 
 from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable_names
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
-from tierckpt.format.facts import VersionFacts
-from tierckpt.format.ids import VersionId
-from tierckpt.format.manifest import Manifest
-from tierckpt.format.version_names import (
+from tierckpt.format.ids import (
     GROUP,
     MANIFEST,
     PIN,
@@ -37,24 +34,24 @@ from tierckpt.format.version_names import (
     SHARDS_PER_GROUP,
     SUSPECT,
     Groups,
+    VersionId,
     VersionName,
     held_by_forks,
 )
-from tierckpt.format.version_records import (
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.records import (
     ShardRecord,
+    VersionFacts,
     VersionManifest,
     decode_shards,
     encode_shards,
     fingerprint,
 )
 
-from .backend import WINDOW_BYTES, Backend
+from .backend import WINDOW_BYTES, Backend, Clock, RetryingBackend, RetryPolicy, SystemClock
 from .backends import open_backend
-from .clock import Clock, SystemClock
 from .lease import Lease, LeaseRecord
-from .retry import RetryingBackend, RetryPolicy
-from .shard_groups import GroupFiles, Source, parts_of
-from .shard_reader import ShardReader
+from .shards import GroupFiles, ShardReader, Source, parts_of
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,20 @@ from tests.support.facts import facts_of
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.protocol import FlushOrder, SessionSettings
-from tierckpt.checkpointer.levels.promotion import Backlog, Promotion, flush_order
+from tierckpt.checkpointer.levels import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots.group_ballots import GroupBallots
+from tierckpt.coordination.ballots import GroupBallots
 from tierckpt.coordination.job_history import JobHistory
-from tierckpt.coordination.peer_setup import PeerSetup
+from tierckpt.coordination.peers import PeerSetup
 from tierckpt.coordination.settings_check import JobTopology
-from tierckpt.core.ledger import BROKEN, DONE
-from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PEER, PERSISTENT
+from tierckpt.core.decisions import QUIET_SECONDS, VOTE_WIDTH
+from tierckpt.core.levels import BROKEN, DONE, INTERVALS, LOCAL, MEMORY, PEER, PERSISTENT
 from tierckpt.core.retention import Best
-from tierckpt.core.stall_timeout import QUIET_SECONDS
-from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import SingleGroup
-from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
 
 
 class Client(AgentClient):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.support.facts import found_at, parity_at
-from tierckpt.checkpointer.levels.repair import parities_to_mend, shards_to_mend, was_lost
+from tierckpt.checkpointer.levels import parities_to_mend, shards_to_mend, was_lost
 from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Location
 from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import RestorePlan, plan_restore

@@ -11,7 +11,7 @@ import pytest
 
 from tierckpt.cli.arguments import duration
 from tierckpt.cli.main import main
-from tierckpt.cli.plans.interval import observe, read
+from tierckpt.cli.plans import observe, read_events
 from tierckpt.events import EventLog
 
 
@@ -74,7 +74,7 @@ def test_a_jobs_own_events_give_the_settings(
     story.restarts("memory and local", 2000, after=7.0)
     story.steps(range(2001, 4001))
     files = [Path(name) for name in story.end()]
-    job = observe(*read(files))
+    job = observe(*read_events(files))
     assert job.step_seconds == pytest.approx(0.1)
     memory, local = job.levels["memory"], job.levels["local"]
     assert memory.cost_seconds == pytest.approx(0.002), "of the slower rank"
@@ -95,7 +95,7 @@ def test_a_job_that_ended_as_it_should_did_not_fail(story: Story) -> None:
     story.steps(range(1001, 2001))
     story.restarts("memory", 2000, after=1.0)
     story.steps(range(2001, 3001))
-    job = observe(*read([Path(name) for name in story.end()]))
+    job = observe(*read_events([Path(name) for name in story.end()]))
     memory = job.levels["memory"]
     assert memory.failures_per_second == pytest.approx(1 / 301, rel=1e-2)
     assert job.levels["local"].failures_per_second == 0
@@ -105,7 +105,7 @@ def test_costs_that_the_job_measured_itself_are_believed(story: Story) -> None:
     story.steps(range(1, 101))
     cost = {"step": 0.1, "cost": 0.01}
     story.tell("interval", level="local", version=100, seconds=cost, message="every 9 steps")
-    job = observe(*read([Path(name) for name in story.end()]))
+    job = observe(*read_events([Path(name) for name in story.end()]))
     assert job.levels["local"].cost_seconds == 0.01
     assert job.notes == ()
     assert math.isnan(job.levels["memory"].failures_per_second), "nothing has failed yet"

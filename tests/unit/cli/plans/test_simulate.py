@@ -12,9 +12,7 @@ import pytest
 
 from tests.support.event_stream import EventStream
 from tierckpt.cli.main import main
-from tierckpt.simulation.examples import EXAMPLES
-from tierckpt.simulation.scenario import Level
-from tierckpt.simulation.scenario_file import TABLES
+from tierckpt.simulation.scenario import EXAMPLES, TABLES, Level
 
 ROOT = Path(__file__).resolve().parents[4]
 

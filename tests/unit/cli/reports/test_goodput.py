@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.support.event_stream import EventStream
+from tierckpt.cli import plans
 from tierckpt.cli.main import main
-from tierckpt.cli.plans import interval
-from tierckpt.goodput.categories import CATEGORIES
-from tierckpt.goodput.document import document
+from tierckpt.goodput.account import CATEGORIES
+from tierckpt.goodput.tables import document
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -69,7 +69,7 @@ def test_the_command_of_the_advice_works(events: Path, capsys: pytest.CaptureFix
 
 
 def test_records_do_not_shorten_a_restart(events: Path) -> None:
-    job = interval.observe(*interval.read([events]))
+    job = plans.observe(*plans.read_events([events]))
     # From the last event before the failure, at 26, to the end of the restore, at 47.
     assert job.levels["memory"].restart_seconds == pytest.approx(21.0)
 

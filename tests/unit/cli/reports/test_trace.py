@@ -13,9 +13,17 @@ import pytest
 
 from tierckpt.cli import main
 from tierckpt.tracing.recorder import ALLREDUCE, COPIER, TRAINING, Trace
-from tierckpt.tracing.spans import Span, Timeline, TimelineError
-from tierckpt.tracing.step import MOST_ROWS, TREE_ROW, row_names, step_of, typical_version
-from tierckpt.tracing.tierckpt_traces import load
+from tierckpt.tracing.timeline import (
+    MOST_ROWS,
+    TREE_ROW,
+    Span,
+    Timeline,
+    TimelineError,
+    rows_of_step,
+    step_of,
+    typical_version,
+)
+from tierckpt.tracing.traces import load
 
 US = 1e-6
 
@@ -133,7 +141,7 @@ def spans_of(layers: list[str]) -> list[Span]:
 
 
 def test_a_module_is_a_row() -> None:
-    found = row_names(spans_of(["fc.weight", "fc.bias", "body.0.weight", "scale"]))
+    found = rows_of_step(spans_of(["fc.weight", "fc.bias", "body.0.weight", "scale"]))
     assert found == {
         "fc.weight": "fc",
         "fc.bias": "fc",
@@ -144,26 +152,26 @@ def test_a_module_is_a_row() -> None:
 
 def test_many_layers_are_drawn_by_their_parent_modules() -> None:
     layers = [f"layer{i}.{j}.conv.weight" for i in range(4) for j in range(4)]
-    assert set(row_names(spans_of(layers)).values()) == {
+    assert set(rows_of_step(spans_of(layers)).values()) == {
         f"layer{i}.{j}.conv" for i in range(4) for j in range(4)
     }
     layers += [f"layer{i}.{j}.norm.weight" for i in range(4) for j in range(4)]
-    assert len(set(row_names(spans_of(layers)).values())) == 16  # layer0.0 and so on
+    assert len(set(rows_of_step(spans_of(layers)).values())) == 16  # layer0.0 and so on
     layers += [f"layer{i}.9.norm.weight" for i in range(4)]
-    assert set(row_names(spans_of(layers)).values()) == {f"layer{i}" for i in range(4)}
+    assert set(rows_of_step(spans_of(layers)).values()) == {f"layer{i}" for i in range(4)}
 
 
 def test_each_ranks_own_state_has_a_row_of_its_own(tmp_path: Path) -> None:
     timeline = load([write_trace(tmp_path, 0)], None)
     step = step_of(timeline, 0, 2)
     assert [s.layers for s in step if s.kind == "tree"] == [(TREE_ROW,)]
-    rows = row_names([*spans_of([f"p{i}" for i in range(MOST_ROWS - 1)]), *step])
+    rows = rows_of_step([*spans_of([f"p{i}" for i in range(MOST_ROWS - 1)]), *step])
     assert len(set(rows.values())) == MOST_ROWS + 1
     assert rows[TREE_ROW] == TREE_ROW
 
 
 def test_layers_without_a_common_parent_share_the_last_row() -> None:
-    rows = list(row_names(spans_of([f"p{i}" for i in range(50)])).values())
+    rows = list(rows_of_step(spans_of([f"p{i}" for i in range(50)])).values())
     assert len(set(rows)) == MOST_ROWS
     assert rows.count("others") == 50 - MOST_ROWS + 1
 
@@ -205,7 +213,7 @@ def test_as_a_module_it_runs_and_reports_an_error_in_one_line(tmp_path: Path) ->
 
 
 def test_it_starts_without_torch_and_numpy() -> None:
-    modules = "tierckpt.cli.main, tierckpt.cli.reports.trace, tierckpt.tracing.recorder"
+    modules = "tierckpt.cli.main, tierckpt.cli.trace, tierckpt.tracing.recorder"
     program = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

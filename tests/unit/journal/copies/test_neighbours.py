@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierckpt.erasure.groups import Scheme, plan_groups
-from tierckpt.journal.copies.journal_copies import neighbours
+from tierckpt.journal.copies import neighbours
 
 
 def test_every_journal_has_one_copy_on_another_node() -> None:

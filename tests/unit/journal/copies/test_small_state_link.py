@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tierckpt.errors import PeerError
-from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.journal.copies import small_state_link
-from tierckpt.journal.copies.small_state_link import Keeper, SmallStateReceiver, SmallStateSender
-from tierckpt.journal.frames import SegmentName
-from tierckpt.journal.images import CopiedTree, Image
+from tierckpt.format.records import VersionFacts
+from tierckpt.journal import copies
+from tierckpt.journal.copies import Keeper, SmallStateReceiver, SmallStateSender
+from tierckpt.journal.segments import SegmentName
+from tierckpt.journal.steps import CopiedTree, Image
 from tierckpt.journal.writer import CLOSE_SECONDS, MOST_WAITING, Draft, last_frame
 from tierckpt.peer.wire import reach
 
@@ -116,8 +116,8 @@ def test_a_connection_that_breaks_is_made_again_for_the_next_file(pair: Pair) ->
 def test_a_silent_rank_is_named_after_the_limit(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(small_state_link, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(small_state_link, "AGAIN_SECONDS", 20.0)
+    monkeypatch.setattr(copies, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(copies, "AGAIN_SECONDS", 20.0)
     assert pair.why_not(draft(1)) == "rank 1 did not connect in time"
     pair.send(draft(2))
     assert pair.takes(draft(2))
@@ -147,7 +147,7 @@ def test_bytes_that_arrive_damaged_end_the_copy_at_once(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(small_state_link, "digest", lambda _: os.urandom(8))
+        patch.setattr(copies, "digest", lambda _: os.urandom(8))
         pair.send(draft(1))
         assert pair.why_not(draft(1)) == "rank 1 sent bytes that arrived damaged"
     pair.send(draft(9, base=8))

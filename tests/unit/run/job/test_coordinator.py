@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tierckpt.run.job.coordinator import Coordinator, End, Finish, Leave, Start, describe
+from tierckpt.run.coordinator import Coordinator, End, Finish, Leave, Start, describe
 
 KILLED = End(signal.SIGKILL, "boundary", passed_boundary=True)
 FAILED = End(1 << 8, "attach")

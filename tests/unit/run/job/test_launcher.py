@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tierckpt.run.job.attempts import enter, needs_own
-from tierckpt.run.job.launcher import Place, place_of
-from tierckpt.run.job.meeting import Meeting, meeting_of
+from tierckpt.run.launcher import Place, place_of
+from tierckpt.run.meeting import Meeting, enter, meeting_of, needs_own
 
 TORCHRUN = {
     "RANK": "3",

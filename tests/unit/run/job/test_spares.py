@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tierckpt.run.job.channel import Connection
-from tierckpt.run.job.launcher import place_of, slot_of, take_place
-from tierckpt.run.job.spares import Spares
+from tierckpt.run.coordinator import Spares
+from tierckpt.run.launcher import place_of, slot_of, take_place
+from tierckpt.run.meeting import Connection
 
 
 @pytest.fixture

@@ -1,0 +1,847 @@
+"""The protocol between trainers and their node's agent: typed messages, as JSON, in whole packets.
+
+Each message is a frozen dataclass, and so are the values that messages carry. A trainer sends
+`Hello` first, and the agent answers with `Welcome`, or with `ShuttingDown`, `Outdated` or
+`Unwelcome`, after which it closes the connection. Orders and answers follow in both directions. A
+trainer sends `Bye` last, and the agent `Finished`, when its work for this trainer is done. End of
+file from a trainer without a `Bye` means that it was killed. `AgentStatus` is for processes
+outside the job.
+
+Encoding: a message is a JSON object whose types are those of the dataclass's fields. `op` names
+the message. A VersionId is written as [generation, version], a ShardKey as its stem, a tuple as a
+list. Anything that is not exactly a message raises ValueError that names the field, so no other
+module has to check it.
+
+Packets: the socket keeps packets whole. It accepts no packet longer than its buffer, and truncates
+a packet longer than one read. A message about many ranks may be longer. So a long message is sent
+as several packets, each of which starts with a byte that marks it as the last or not. A message in
+one packet starts with a brace.
+
+Neither torch nor numpy is imported here, as both sides and the agent's start use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import socket
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from tierckpt.config import PersistentConfig
+from tierckpt.core.levels import LOCAL, PEER, PERSISTENT, Level
+from tierckpt.format.ids import Lineage, ShardKey, VersionId, VersionName
+from tierckpt.format.manifest import digest
+from tierckpt.format.records import VersionFacts
+
+__all__ = [
+    "PACKET_BYTES",
+    "PROTOCOL",
+    "AgentAddress",
+    "AgentMessage",
+    "AgentStatus",
+    "AskProgress",
+    "Bye",
+    "Cleaned",
+    "Commit",
+    "CommitFailed",
+    "Committed",
+    "Finished",
+    "Flush",
+    "FlushFailed",
+    "FlushOrder",
+    "Flushed",
+    "Hello",
+    "Inherit",
+    "Introduce",
+    "KnownNodes",
+    "LevelStatus",
+    "Listen",
+    "ListenFailed",
+    "ListenSettings",
+    "Listening",
+    "Mark",
+    "Message",
+    "NotStored",
+    "Outdated",
+    "PacketJoiner",
+    "PartySettings",
+    "PersistentSettings",
+    "Problem",
+    "Progress",
+    "Protect",
+    "ProtectFailed",
+    "Protected",
+    "Retire",
+    "ServedPlaces",
+    "SessionSettings",
+    "ShuttingDown",
+    "Stored",
+    "TaskStatus",
+    "TrainerMessage",
+    "Unwelcome",
+    "Welcome",
+    "decode",
+    "encode",
+    "packets_of",
+    "receive",
+    "send",
+    "split_packets",
+    "version_of",
+]
+
+
+PART_BYTES = 4000
+"""Bytes of a message in one packet; the smallest buffer that Linux gives a socket can take it."""
+PACKET_BYTES = 1 + PART_BYTES
+_MORE, _LAST = b"+", b"."
+
+
+def split_packets(data: bytes) -> list[bytes]:
+    """Return the packets of a message, to be sent in this order and without others in between."""
+    if len(data) <= PART_BYTES:
+        return [data]
+    parts = [data[low : low + PART_BYTES] for low in range(0, len(data), PART_BYTES)]
+    return [*(_MORE + part for part in parts[:-1]), _LAST + parts[-1]]
+
+
+class PacketJoiner:
+    """Joins the packets of one connection, in their order, to messages. One thread."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def add(self, packet: bytes) -> bytes | None:
+        """Return the message that `packet` completes; None when more packets must follow."""
+        kind, part = packet[:1], packet[1:]
+        if kind == _MORE:
+            self._parts.append(part)
+            return None
+        data = b"".join([*self._parts, part]) if kind == _LAST else packet
+        self._parts = []
+        return data
+
+
+@dataclass(frozen=True)
+class TaskStatus:
+    """A version on its way to a level."""
+
+    level: str
+    id: VersionId
+    began_seconds: float
+    """Unix time."""
+    shard: int | None = None
+    """None: all shards of the node."""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """Upper bound; 0 while it is unknown."""
+
+
+@dataclass(frozen=True)
+class LevelStatus:
+    """The results of an agent's work for one level, since the agent began."""
+
+    level: str
+    stored: int = 0
+    """Number of results: one for each shard on local, one for each version on other levels."""
+    failed: int = 0
+    superseded: int = 0
+    """Number of versions that were given up for newer ones."""
+    stored_bytes: int = 0
+    waiting: int = 0
+    """Number of versions that wait for their turn."""
+    newest: VersionId | None = None
+    """The newest version of which this node's part was stored."""
+    newest_at_seconds: float = 0.0
+    """Unix time when it was stored."""
+    last_bytes: int = 0
+    """Bytes of the last result."""
+    last_seconds: float = 0.0
+    """Seconds that the last result took."""
+    last_failure: str = ""
+    """Version and reason of the last failure."""
+
+
+@dataclass(frozen=True)
+class AgentStatus:
+    """What an agent does, and has done since its start."""
+
+    pid: int
+    host: str
+    began_seconds: float
+    """Unix time."""
+    trainers: tuple[int, ...]
+    """Ranks that are connected."""
+    awaited: tuple[int, ...]
+    """Ranks that were killed and may come back."""
+    shutting_down: bool
+    quiet_seconds: float
+    """Time since the flush under way last proceeded; 0.0: none is under way."""
+    tasks: tuple[TaskStatus, ...]
+    levels: tuple[LevelStatus, ...]
+    local_quiet_seconds: float = 0.0
+    """Time since the slowest order for the local level last proceeded; 0.0: none is under way."""
+
+
+Mark = tuple[int, str]
+"""A generation and a digest: they distinguish lists of nodes, and order them by age."""
+
+
+@dataclass(frozen=True)
+class PersistentSettings(PersistentConfig):
+    """The persistent level's settings, and which of the job's nodes this one is."""
+
+    node: int = 0
+    nodes: int = 1
+    best: str = "lowest"
+    """The job's setting, see `Config.best`."""
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """One trainer: its shard, its local level and the rules for its shards there."""
+
+    directory: str
+    """The directory of the local level."""
+    shard: int
+    shards: int
+    keep_last: int
+    keep_every: int
+    persistent: PersistentSettings | None = field(default=None, repr=False)
+    """The persistent level, if there is one; its settings may hold secrets."""
+    codecs: str = ""
+    """The codecs of the local level; see `codecs.pipeline`."""
+    ranks: tuple[int, ...] = ()
+    """The job's ranks on this node; the first one's session handles shards without a session."""
+    trace_dir: str = ""
+    """Where the agent records the cores in use (see `usage`); empty: nowhere."""
+
+    @property
+    def first(self) -> bool:
+        """Whether the trainer is the node's first rank."""
+        return self.ranks[:1] == (self.shard,)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the trainer speaks for the node: it is `first`, or its ranks are not known."""
+        return self.first or not self.ranks
+
+
+@dataclass(frozen=True)
+class FlushOrder:
+    """One version that is complete on the local level of all ranks. Alike on all nodes, except
+    `directory`, `here` and `node`."""
+
+    directory: str
+    """The directory of the local level."""
+    here: tuple[int, ...]
+    """Shards that this node's local level has."""
+    facts: VersionFacts
+    largest_bytes: int
+    """Length of the version's longest shard."""
+    node: str
+    """The node of the job's memory level: on one node, only one run of the job can be alive."""
+
+    @property
+    def id(self) -> VersionId:
+        """The version."""
+        return self.facts.id
+
+    @property
+    def name(self) -> VersionName:
+        """The version's name on the persistent level."""
+        return self.facts.name
+
+    @property
+    def keys(self) -> list[ShardKey]:
+        """The node's shards."""
+        return [self.facts.key(shard) for shard in self.here]
+
+
+@dataclass(frozen=True)
+class ServedPlaces:
+    """The places that an agent serves to other nodes: the local level's `directory`, and the job's
+    memory, the folder `job` in `root`."""
+
+    root: str
+    job: str
+    directory: str
+
+
+@dataclass(frozen=True)
+class ListenSettings:
+    """The address where an agent listens for other nodes' agents; see `Protector.open`."""
+
+    secret: str = field(repr=False)
+    """The run's secret, which its agents prove to know."""
+    interface: str
+    port: int
+    """0: any port."""
+    towards: str
+    """The name of another node; the route to it selects the interface."""
+    serves: ServedPlaces | None = None
+
+
+@dataclass(frozen=True)
+class PartySettings:
+    """One shard of this node, its group, and the addresses of the other members' agents."""
+
+    shard: int
+    ranks: tuple[int, ...]
+    n: int
+    k: int
+    m: int
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """The address where a node's agent listens for other nodes' agents."""
+
+    host: str
+    """The node's name, as `_host.host_id` makes it."""
+    address: str
+    port: int
+    secret: str
+    """The secret of the run in which the agent last met others."""
+
+    @property
+    def node(self) -> str:
+        """The node's name for people."""
+        return self.host.partition("/")[0]
+
+    @property
+    def where(self) -> str:
+        """The name of the place in messages."""
+        return f"agent of node {self.node}, {self.address} port {self.port}"
+
+
+@dataclass(frozen=True)
+class KnownNodes:
+    """The agents of one run of the job, and those of earlier runs that it had to ask."""
+
+    generation: int
+    """The run's generation."""
+    agents: tuple[AgentAddress, ...]
+
+    def without(self, hosts: Iterable[str]) -> KnownNodes:
+        """Return the agents of nodes other than `hosts`."""
+        here = set(hosts)
+        former_nodes = tuple(each for each in self.agents if each.host not in here)
+        return KnownNodes(self.generation, former_nodes)
+
+    @property
+    def mark(self) -> Mark:
+        """A mark that is equal for equal lists."""
+        return self.generation, digest(repr(self.agents).encode()).hex()
+
+
+PROTOCOL = 9
+"""Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
+
+# --- from a trainer ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A trainer introduces itself. Fields that another protocol's trainer sends in an unknown way
+    are None, or empty."""
+
+    protocol: int | None
+    session: SessionSettings | None
+    environment: str = ""
+    """The fingerprint of the job's environment on this node, see `environment`."""
+    began_seconds: float | None = None
+    """Start time of the trainer (monotonic), which orders two runs."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Commit a sealed slot to the local level. Answered by `Committed` or `CommitFailed`."""
+
+    key: ShardKey
+    segment: str | None
+    """The slot's path; None: its descriptor comes with the message."""
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Apply retention: `keep` versions always stay, `void` ones do not count."""
+
+    safe: VersionId | None
+    """The newest version that is complete on the local level of all ranks."""
+    lineage: Lineage
+    keep: tuple[VersionId, ...] = ()
+    void: tuple[VersionId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Flush a version to the persistent level. Answered by `Flushed` or `FlushFailed`."""
+
+    order: FlushOrder
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Listen for other nodes' agents. Answered by `Listening` or `ListenFailed`."""
+
+    where: ListenSettings
+
+
+@dataclass(frozen=True)
+class Introduce:
+    """The parties that protect this node's shards from now on, and the agents of all nodes."""
+
+    parties: tuple[PartySettings, ...]
+    known_nodes: KnownNodes | None
+
+
+@dataclass(frozen=True)
+class Inherit:
+    """Listen on the address of an agent that shut down for this one, and remember the agents that
+    it knew. No answer: the run's own `Listen` follows."""
+
+    where: ListenSettings
+    known_nodes: KnownNodes | None
+
+
+@dataclass(frozen=True)
+class Protect:
+    """Protect a version with other nodes' agents. Answered by `Protected` or `ProtectFailed`."""
+
+    id: VersionId
+    lost: tuple[int, ...] | None = None
+    """Shards beside which parity is missing, if only that has to be made."""
+
+
+@dataclass(frozen=True)
+class AskProgress:
+    """Ask whether flushes proceed. Answered by `Progress`."""
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The trainer ends as planned. Answered by `Finished`."""
+
+    abandoned: bool = False
+    """The job may restart, perhaps without this node."""
+
+
+TrainerMessage = (
+    Hello | Commit | Retire | Flush | Listen | Introduce | Inherit | Protect | AskProgress | Bye
+)
+
+# --- from an agent -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The agent serves this trainer."""
+
+    pid: int
+    known_nodes: KnownNodes | None = None
+    """Other nodes' agents that this one knows; for the node's first rank."""
+
+
+@dataclass(frozen=True)
+class ShuttingDown:
+    """The agent has another environment or protocol, and shuts down for a successor."""
+
+    pid: int
+    known_nodes: KnownNodes | None = None
+    where: ListenSettings | None = None
+    """The address on which those agents find this one; for `Inherit`."""
+    given_up: tuple[int, ...] = ()
+    """Versions whose flush is cancelled."""
+
+
+@dataclass(frozen=True)
+class Outdated:
+    """A later run of the job uses this node's agent; this trainer has none any more."""
+
+
+@dataclass(frozen=True)
+class Unwelcome:
+    """The agent does not serve this trainer, and does not shut down either."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """This node's part of a version is on a level."""
+
+    level: ClassVar[Level]
+    id: VersionId
+    nbytes: int
+    write_seconds: float
+
+    @property
+    def times_seconds(self) -> dict[str, float]:
+        """Seconds that the parts of the work took."""
+        return {"write": self.write_seconds}
+
+
+@dataclass(frozen=True)
+class NotStored:
+    """This node's part of a version is not on a level."""
+
+    level: ClassVar[Level]
+    id: VersionId
+    error: str
+    superseded: bool = False
+    """A newer version is stored instead."""
+
+
+@dataclass(frozen=True)
+class Committed(Stored):
+    """A shard is durable on the local level."""
+
+    level = LOCAL
+    commit_seconds: float
+    direct: bool
+    """True when the page cache was bypassed."""
+
+    @property
+    def times_seconds(self) -> dict[str, float]:
+        """See `Stored`."""
+        return {"write": self.write_seconds, "commit": self.commit_seconds}
+
+
+@dataclass(frozen=True)
+class CommitFailed(NotStored):
+    """A shard is not on the local level."""
+
+    level = LOCAL
+
+
+@dataclass(frozen=True)
+class Protected(Stored):
+    """Other nodes can rebuild this node's shards of a version."""
+
+    level = PEER
+
+
+@dataclass(frozen=True)
+class ProtectFailed(NotStored):
+    """Other nodes cannot rebuild all of this node's shards of a version."""
+
+    level = PEER
+
+
+@dataclass(frozen=True)
+class Flushed(Stored):
+    """This node's part of a version is on the persistent level."""
+
+    level = PERSISTENT
+    complete: bool
+    """All nodes' parts are on that level."""
+
+
+@dataclass(frozen=True)
+class FlushFailed(NotStored):
+    """This node's part of a version is not on the persistent level."""
+
+    level = PERSISTENT
+
+
+@dataclass(frozen=True)
+class Listening:
+    """The agent listens for other nodes' agents."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class ListenFailed:
+    """The agent cannot listen for other nodes' agents."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """Files that a killed writer left half-written were removed."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem that users must know of, but that decides about no version."""
+
+    error: str
+    level: str = "local"
+    severity: int = logging.ERROR
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of flushes."""
+
+    quiet_seconds: float
+    """Time since the flush under way last proceeded; 0.0: none is under way."""
+    flush: TaskStatus | None = None
+    """The flush under way."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All work for the trainer that said `Bye` is done."""
+
+    last: bool
+    """The agent also ends now."""
+
+
+AgentMessage = (
+    Welcome
+    | ShuttingDown
+    | Outdated
+    | Unwelcome
+    | Committed
+    | CommitFailed
+    | Protected
+    | ProtectFailed
+    | Flushed
+    | FlushFailed
+    | Listening
+    | ListenFailed
+    | Cleaned
+    | Problem
+    | Progress
+    | Finished
+    | AgentStatus
+)
+Message = TrainerMessage | AgentMessage
+
+
+def version_of(message: Message) -> VersionId | None:
+    """Return the version that a message is about; None if there is none."""
+    match message:
+        case Commit(key=key):
+            return key.id
+        case Flush(order=order):
+            return order.id
+        case Protect(id=id_) | Stored(id=id_) | NotStored(id=id_):
+            return id_
+        case _:
+            return None
+
+
+Reader = Callable[[Any], Any]
+
+
+def _op_of(kind: type[Any]) -> str:
+    """Return a message's `op`: `commit_failed` for CommitFailed."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+_KINDS: dict[str, Any] = {_op_of(kind): kind for kind in get_args(Message)}
+
+
+# --- to bytes ------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as JSON, with its `op`."""
+    return json.dumps({"op": _op_of(type(message)), **_plain(message)}).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, VersionId):
+        return [value.generation, value.version]
+    if isinstance(value, ShardKey):
+        return value.stem
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+# --- from bytes ----------------------------------------------------------------------------------
+
+
+def decode(data: bytes) -> Message:
+    """Read a message that `encode` made. Raises ValueError with the reason for anything else: no
+    JSON object, an unknown `op`, a field that is missing, unknown, or of the wrong type.
+
+    A `Hello` is read whatever its protocol is: unknown fields are left out.
+    """
+    values = json.loads(data)
+    if not isinstance(values, dict):
+        raise ValueError("a message is a JSON object")
+    op = values.pop("op", None)
+    kind = _KINDS.get(op) if isinstance(op, str) else None
+    if kind is None:
+        raise ValueError(f"unknown message {op!r}")
+    if kind is Hello:
+        return _hello(values)
+    try:
+        message: Message = _reader(kind)(values)
+    except ValueError as error:
+        raise ValueError(f"message {op!r}: {error}") from None
+    return message
+
+
+def _hello(values: dict[str, Any]) -> Hello:
+    found: dict[str, Any] = {"protocol": None, "session": None}
+    for name, kind in get_type_hints(Hello).items():
+        with contextlib.suppress(ValueError, KeyError):
+            found[name] = _reader(kind)(values[name])
+    return Hello(**found)
+
+
+@functools.cache
+def _reader(kind: Any) -> Reader:
+    """Return the function that makes a value of type `kind` of its JSON, or raises ValueError."""
+    if kind is VersionId:
+        return _version_id
+    if kind is ShardKey:
+        return _shard_key
+    if is_dataclass(kind):
+        return _record_reader(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _union_reader(kind, arguments)
+    if origin is Literal:
+        return _check(lambda value: value in arguments, f"one of {arguments}")
+    if origin is tuple:
+        return _tuple_reader(arguments)
+    if kind is types.NoneType:
+        return _check(lambda value: value is None, "null")
+    if kind is float:
+        number = _check(lambda value: type(value) in (int, float), "a number")
+        return lambda value: float(number(value))
+    if kind in (int, str, bool):
+        return _check(lambda value: type(value) is kind, f"of type {kind.__name__}")
+    raise TypeError(f"a message cannot have a field of type {kind}")
+
+
+def _check(fits: Callable[[Any], bool], what: str) -> Reader:
+    def read(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(f"{_shown(value)} is not {what}")
+        return value
+
+    return read
+
+
+def _shown(value: Any) -> str:
+    """Describe a value without showing it: it may be long, or secret."""
+    return f"a value of type {type(value).__name__}"
+
+
+def _version_id(value: Any) -> VersionId:
+    generation, version = _reader(tuple[int, int])(value)
+    return VersionId(generation, version)
+
+
+def _shard_key(value: Any) -> ShardKey:
+    key = ShardKey.parse(value) if isinstance(value, str) else None
+    if key is None:
+        raise ValueError(f"{_shown(value)} is not a shard's name")
+    return key
+
+
+def _tuple_reader(arguments: tuple[Any, ...]) -> Reader:
+    if arguments[-1] is Ellipsis:
+        each = _reader(arguments[0])
+        return lambda value: tuple(map(each, _list(value)))
+    readers = [_reader(argument) for argument in arguments]
+
+    def read(value: Any) -> Any:
+        if len(_list(value)) != len(readers):
+            raise ValueError(f"a list of {len(value)} is not one of {len(readers)}")
+        return tuple(reader(item) for reader, item in zip(readers, value, strict=True))
+
+    return read
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{_shown(value)} is not a list")
+    return value
+
+
+def _union_reader(kind: Any, arguments: tuple[Any, ...]) -> Reader:
+    if types.NoneType in arguments and len(arguments) == 2:
+        reader = _reader(next(each for each in arguments if each is not types.NoneType))
+        return lambda value: None if value is None else reader(value)
+    readers = [_reader(argument) for argument in arguments]
+
+    def read(value: Any) -> Any:
+        for reader in readers:
+            with contextlib.suppress(ValueError):
+                return reader(value)
+        raise ValueError(f"{_shown(value)} is not {kind}")
+
+    return read
+
+
+def _record_reader(kind: Any) -> Reader:
+    hints = get_type_hints(kind)
+    readers = {each.name: _reader(hints[each.name]) for each in fields(kind)}
+    needed = {each.name for each in fields(kind) if each.default is MISSING}
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError(f"{_shown(value)} is not an object")
+        if not needed <= value.keys() <= readers.keys():
+            lacks, more = sorted(needed - value.keys()), sorted(value.keys() - readers.keys())
+            raise ValueError(f"{kind.__name__} lacks {lacks}, and has {more} that it should not")
+        found = {}
+        for name, item in value.items():
+            try:
+                found[name] = readers[name](item)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return kind(**found)
+
+    return read
+
+
+# --- over a socket -------------------------------------------------------------------------------
+
+
+def packets_of(message: Message) -> list[bytes]:
+    """Return the packets to send, in this order and without other messages' packets in between."""
+    return split_packets(encode(message))
+
+
+def send(channel: socket.socket, message: Message) -> None:
+    """Send a message over a blocking channel; one thread at a time. Raises OSError."""
+    for packet in packets_of(message):
+        channel.send(packet)
+
+
+def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
+    """Wait for a message and the descriptors that come with it; None when the other end is closed.
+
+    The channel must be blocking. Raises OSError, and ValueError for an invalid message, after which
+    the next call goes on. Where it raises, it leaves no descriptor open.
+    """
+    joiner, descriptors = PacketJoiner(), list[int]()
+    try:
+        while True:
+            try:
+                packet, passed, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1)
+            except ConnectionResetError:  # closed with answers unread: the kernel reports that
+                continue  # once, before what was sent
+            descriptors += passed
+            if not packet:
+                return None, descriptors
+            data = joiner.add(packet)
+            if data is not None:
+                return decode(data), descriptors
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise

@@ -1,0 +1,778 @@
+"""The training loop: capture at the boundary, release by layer, barrier before the step.
+
+`CheckpointerCore` has the code that runs in hooks and at boundaries, and makes the parts that call
+it: `_iterations`, `_trace`, `_own_hooks`, `_halt`; those of the live state as a whole: `_live`,
+`_restart`, `_save_now`. Everything that depends on the gradient library is in the `Adapter`.
+
+`CheckpointerParts` has the parts that the loop uses, made at attach, in this order:
+
+| part | attributes |
+|---|---|
+| the job | `config`, `group`, `adapter`, `_node`, `_state` |
+| log and votes | `_callbacks`, `_log`, `_heartbeat`, `_agreement`, `_position`, `_reports` |
+| levels | `_resources`, `_pool`, `_levels` with `_history` and `_agent`, `_sealed`, `_forks` |
+| decisions | `_schedule`, `_meter`, `_rounds` |
+| capture | `_active`, `_journal`, `_replicas`, `_unchanged`, `_epoch_ends`, `_data_witness` |
+
+`Rounds`: a boundary reads the result of the last votes, decides, and starts the next. The decision
+is to which levels the version of this boundary goes. It depends only on the result of the votes,
+so that all ranks decide the same.
+
+`ActiveSnapshot` is the version in progress, from its boundary until the copy is complete and
+reported. `snapshot` copies a version; here the copy is started, waited for, and its result
+reported. There is one copy at a time: a new version starts only after the copy of the previous one
+has ended.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tierckpt import _milestones
+from tierckpt._text import some
+from tierckpt.callbacks import CallbackList
+from tierckpt.config import Config
+from tierckpt.coordination.ballots import ballots_for
+from tierckpt.coordination.peers import Groups
+from tierckpt.coordination.settings_check import JobTopology
+from tierckpt.coordination.versions import Reports, SlotHandoff
+from tierckpt.core.decisions import VOID, VOTE_WIDTH, HaltVote, Reason, Schedule, Vote
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, Level
+from tierckpt.core.tuning import UNKNOWN, StepTimer
+from tierckpt.events import Callback
+from tierckpt.format.ids import VersionId
+from tierckpt.format.records import VersionFacts
+from tierckpt.goodput.heartbeat import Heartbeat
+from tierckpt.group import Group
+from tierckpt.halt.controller import HaltController
+from tierckpt.hooks.epoch_ends import EpochEnds
+from tierckpt.hooks.iterations import Accumulation, Hooks, Iterations, Unattached
+from tierckpt.journal.recorder import Journal, JournalRecorder
+from tierckpt.lineage.fork import Forks
+from tierckpt.replicas.monitor import ReplicaMonitor
+from tierckpt.replicas.unchanged import Unchanged
+from tierckpt.restored import Restored
+from tierckpt.snapshot import copy_engine
+from tierckpt.snapshot.snapshot import Copier, Phase, Snapshot, SnapshotError, Work
+from tierckpt.snapshot.staging import Staging, normal_mode
+from tierckpt.state.training_state import TrainingState
+from tierckpt.storage.slot_pool import SlotPool
+from tierckpt.tracing.recorder import open_trace
+
+from . import shutdown
+from .adapter import Adapter
+from .levels import JobParts, Tiers
+from .live_state import LiveState, Position
+from .save_now import SaveNow
+from .shutdown import Finished
+from .start import DataWitness, Restart
+
+if TYPE_CHECKING:
+    from tierckpt.tracing.recorder import Trace
+
+__all__ = ["ActiveSnapshot", "CheckpointerCore", "CheckpointerParts", "Rounds"]
+
+
+APART = (
+    "ranks made it in different iterations: some rank skipped an optimizer step that others made, "
+    "or calls step() less often"
+)
+FAILED = "the snapshot failed on some rank; it is void on all"
+
+
+class Rounds:
+    """One rank's part. Training thread; waits for the agent only with `when_busy="wait"`."""
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        meter: StepTimer | None,
+        levels: Tiers,
+    ) -> None:
+        """All arguments stay their owners'. `meter`: None if no interval is automatic."""
+        self._every = tuple(level for level in INTERVALS if config.uses(level))
+        self._schedule, self._meter = schedule, meter
+        self._agreement, self._pool = levels.agreement, levels.pool
+        self._levels, self._agent, self._reports = levels, levels.agent, levels.reports
+        self._last: tuple[VersionId, tuple[Level, ...]] | None = None
+        """The version of the previous boundary, and the levels that it was to go to."""
+        self._void: set[VersionId] = set()
+        """Versions that are void on all ranks, and that no event is to report as lost."""
+        self.has_lost = False
+        """True after votes have broken a version; the reader sets it to False."""
+
+    def hear(self) -> Vote:
+        """Read the result of the last round of votes, and the agent's messages."""
+        self._levels.slot_handoff.take_stock()
+        were_apart = self._agreement.apart
+        agreed, broken = self._agreement.read()
+        newly_apart = self._agreement.apart and not were_apart
+        if (agreed.adapter == VOID or newly_apart) and self._last is not None:
+            void, take = self._last
+            self._schedule.requested |= frozenset(take)
+            if take and newly_apart:
+                self._break(void)
+            elif take:
+                self._void.add(void)
+        self._levels.promotion.backlog.go_on()
+        if broken is not None:
+            self._report_broken(broken)
+        self._levels.collect()
+        return agreed
+
+    def _report_broken(self, id_: VersionId) -> None:
+        self.has_lost = True
+        if id_ in self._void:
+            self._void.remove(id_)
+        else:
+            self._reports.lost(id_.version, FAILED)
+
+    def _break(self, id_: VersionId) -> None:
+        """Void a version that ranks made in different iterations. All ranks know that now, and no
+        rank has voted for it as complete."""
+        self._agreement.break_open(id_)
+        self._pool.void(id_)
+        self._reports.lost(id_.version, APART)
+
+    def decide(self, version: int, agreed: Vote, force: bool) -> tuple[Level, ...]:
+        """The levels that the version goes to; none if it is not taken, all with `force`."""
+        decision = self._schedule.decide(version, agreed)
+        if force:
+            return self._every
+        for change in decision.changes:
+            self._reports.interval(change)
+        for level, reason in decision.skipped:
+            self._reports.skipped(level, reason, level in decision.again)
+        if decision.wait:
+            self._agent.wait(None, on_look=self._levels.tell_of_stalls)
+            self._levels.collect()
+            if len(self._agreement.memory.open) > 1:  # votes lag, and would not catch up
+                self._levels.slot_handoff.wait()
+                for broken in self._agreement.vote_again(version):
+                    self._report_broken(broken)
+        return decision.take
+
+    def vote(
+        self,
+        newest: VersionId,
+        begin_seconds: float,
+        take: tuple[Level, ...],
+        halt: HaltVote,
+        adapter: int,
+        check: tuple[int, int, int, int] = (0, 0, 0, -1),
+        unchanged: int = 0,
+        own: Sequence[int] = (),
+    ) -> None:
+        """Cast this rank's vote at the boundary of `newest`.
+
+        Args:
+            newest: the version of this boundary.
+            begin_seconds: start of the boundary, by `time.perf_counter()`.
+            take: the result of `decide`.
+            halt: the result of `HaltController.vote`.
+            adapter: the result of `Adapter.vote`.
+            check: the result of `ReplicaMonitor.vote`.
+            unchanged: see `Vote`.
+            own: the result of `ReplicaMonitor.row`.
+        """
+        self._last = newest, take
+        has_room = self._pool.has_room(self._agreement.needed(), self._agent.pinned())
+        writes = self._agent.busy() > 0
+        if self._meter is not None:
+            flushing = bool(self._agreement.persistent.open)
+            self._meter.boundary(begin_seconds, newest.version, take, writes, flushing)
+        self._agreement.launch(
+            newest,
+            busy={MEMORY: not has_room, LOCAL: writes},
+            figures=self._meter.figures() if self._meter is not None else UNKNOWN,
+            halt=halt,
+            adapter=adapter,
+            check=check,
+            unchanged=unchanged,
+            own=own,
+        )
+
+
+_log = logging.getLogger("tierckpt")
+
+EARLY_AFTER = 3
+"""Number of slow barriers in a row after which `release="auto"` copies from the forward pass on."""
+SLOW_BARRIER_SECONDS = 1e-3
+LAST_CHANCE_SECONDS = 5.0
+"""Time limit of a copy after an exception: the copy may wait for layers that are never released."""
+
+
+class ActiveSnapshot:
+    """The copy in progress. Owns the copying thread and the staging buffers. Training thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: TrainingState,
+        group: Group,
+        pool: SlotPool,
+        slot_handoff: SlotHandoff,
+        reports: Reports,
+        meter: StepTimer | None,
+        by_layer: bool,
+        unchanged: Unchanged,
+    ) -> None:
+        """Start the copying thread.
+
+        `meter` receives the time for which a version stopped the training; `unchanged` receives
+        each sealed version. `by_layer`: the adapter will release layers one by one."""
+        self.snapshot: Snapshot | None = None
+        """None while no copy reads tensors that the optimizer may change."""
+        self.release_early = config.release == "forward" or not by_layer
+        """True: all layers may be copied from the boundary on."""
+        engine = copy_engine.find()
+        desk = None if engine is None else copy_engine.Desk(engine)
+        self.capture = Staging(state, group, pool, desk)
+        self._pool, self._handoff, self._reports = pool, slot_handoff, reports
+        self._meter, self._unchanged = meter, unchanged
+        self._may_turn_early = config.release == "auto"
+        self.overwritten = False
+        """True after a version was lost because the loop changed tensors that were being copied."""
+        self._slow_barriers = 0
+        self._copier = Copier(desk)
+        _log.debug("%s", copy_engine.describe())
+
+    def submit(self, work: Work) -> None:
+        """Give the copying thread this work, before its other work."""
+        self._copier.submit(work)
+
+    def take(
+        self,
+        facts: VersionFacts,
+        levels: tuple[str, ...],
+        metric: Callable[[], float | None],
+        adapter: Callable[[], Any],
+    ) -> Snapshot | None:
+        """Copy the state that changes first into staging buffers; call `begin` next. The version
+        must be in the ledgers.
+
+        Returns None after a failure: the version is broken then, and the training goes on.
+        `metric` returns this rank's metric, `adapter` the values of the adapter; both may raise.
+        """
+        try:
+            if (measured := metric()) is not None:
+                facts = replace(facts, metric=measured)
+            choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
+            with normal_mode():
+                return self.capture.take(facts, levels, adapter(), choose_slot, self._handoff.done)
+        except Exception as error:
+            self._handoff.broken(facts.id)
+            self._reports.lost(facts.id.version, f"the state could not be captured: {error}")
+            return None
+
+    def begin(self, snapshot: Snapshot, boundary_seconds: float, trace: Trace | None) -> None:
+        """Start the copy: now, or when the first layer is released.
+
+        `boundary_seconds`: start of the version's boundary, by `time.perf_counter()`.
+        """
+        snapshot.trace = trace
+        snapshot.begin = self._copier.submit
+        self.snapshot = snapshot  # from here on it is completed, even after an interrupt
+        self._handoff.begun(snapshot)
+        self._copier.expect(snapshot)
+        if snapshot.starts_at_once or not self._pool.complete:
+            snapshot.start()
+        if self.release_early:
+            snapshot.release_all()
+        snapshot.clock.boundary = time.perf_counter() - boundary_seconds
+
+    def release(self, params: Iterable[torch.Tensor]) -> None:
+        """Allow the copy of the layers of these parameters."""
+        if self.snapshot is not None:
+            self.snapshot.release(params)
+
+    def finish(self) -> None:
+        """Wait until the optimizer may change the state (the barrier); then emit the events of this
+        version and of earlier ones."""
+        if self.snapshot is not None:
+            self.snapshot.barrier()
+            if self.snapshot.starved:
+                self._handoff.starved()
+            self.snapshot = None
+        while self._handoff.finished:
+            self._report(self._handoff.finished.popleft())
+        self._reports.say()
+
+    def complete(self) -> None:
+        """Wait as `finish` does, and until the version is sealed or has failed."""
+        if self.snapshot is not None:
+            self.snapshot.barrier()
+            self.snapshot.wait_done()
+        self.finish()
+
+    def last_chance(self) -> None:
+        """Complete the copy within a few seconds, at the end of a job. No optimizer has begun its
+        step, perhaps in the middle of an iteration, so the tensors still have the version's
+        values."""
+        if self.snapshot is not None:
+            self.snapshot.release_all()
+            if self.snapshot.wait_done(LAST_CHANCE_SECONDS):
+                self.finish()
+
+    def give_up(self, why: str) -> None:
+        """Fail the copy in progress for this reason; it stops waiting for layers."""
+        if self.snapshot is not None:
+            self.snapshot.fail(SnapshotError(why))
+
+    def close(self) -> None:
+        """End the thread. Waits for a copy in progress, unless `give_up` was called."""
+        self._copier.close()
+        self.capture.close()
+        self.snapshot = None
+
+    def _report(self, snapshot: Snapshot) -> None:
+        if snapshot.phase is Phase.FAILED:
+            self.overwritten = self.overwritten or snapshot.overwritten
+            self._reports.lost(snapshot.facts.id.version, snapshot.error)
+            return
+        self._reports.sealed(snapshot)
+        assert snapshot.manifest is not None
+        self._unchanged.sealed(snapshot.plan, snapshot.manifest)
+        if self._meter is not None:
+            self._meter.stalled(snapshot.clock.boundary + snapshot.clock.barrier)
+        if self._may_turn_early and not self.release_early:
+            self._judge_window(snapshot.clock.barrier)
+
+    def _judge_window(self, barrier_seconds: float) -> None:
+        """Copy from the forward pass on, if the backward pass is too short for the copy."""
+        slow = barrier_seconds > SLOW_BARRIER_SECONDS
+        self._slow_barriers = self._slow_barriers + 1 if slow else 0
+        if self._slow_barriers >= EARLY_AFTER:
+            self.release_early = True
+            self._reports.notice(
+                "copying does not fit into the backward pass "
+                f"(the last barrier took {1e3 * barrier_seconds:.1f} ms); from now on "
+                "it starts with the forward pass",
+                logging.INFO,
+            )
+
+
+class CheckpointerParts:
+    """The parts of a `Checkpointer` that call nothing of it. Training thread.
+
+    Each method makes some of them, and gives them to `undo` as soon as they hold something.
+    """
+
+    _live: LiveState
+    """Made with the loop's parts."""
+
+    def __init__(
+        self,
+        group: Group,
+        adapter: Adapter,
+        state: TrainingState,
+        config: Config,
+        topology: JobTopology,
+    ) -> None:
+        """Start nothing. The last three: the result of `attach.agree`."""
+        self.group, self.adapter, self.config = group, adapter, config
+        self._state, self._node = state, topology.node(group.rank)
+        self.restored = Restored(0)
+        """The result of the last `restore()`."""
+
+    def _join(
+        self,
+        topology: JobTopology,
+        callbacks: CallbackList,
+        on_event: Callback | None,
+        begin_seconds: float,
+        slots: int,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Open the event log, begin to vote, and take this rank's place on its node. Collective.
+        The attach began at `begin_seconds`, by `time.monotonic()`."""
+        config, group = self.config, self.group
+        self._job = job = JobParts(config, group, topology, callbacks, on_event, undo)
+        self._callbacks, self._log = callbacks, job.log
+        self._heartbeat = Heartbeat(job.log, config.heartbeat_seconds, group.size, begin_seconds)
+        self._position = Position()
+        ballots = ballots_for(group, self._node, VOTE_WIDTH, config.peer.interface)
+        job.enter(ballots, slots, lambda: self.version)
+        self._agreement, self._reports = job.agreement, job.reports
+        self._resources, self._pool = job.resources, job.pool
+
+    def _connect_levels(self, groups: Groups) -> None:
+        """Connect the levels, and make the parts that decide what goes there."""
+        job = self._job
+        job.connect(groups)
+        self._levels, self._history, self._agent = job.levels, job.history, job.agent
+        self._sealed = job.sealed
+        host = job.topology.hosts[self.group.rank]
+        about = self.config, self.group, self._node, host
+        self._forks = Forks(*about, self._state, self._reports)
+        self._schedule = Schedule(self.config)
+        automatic = self._schedule.tuner.every_steps
+        self._meter = StepTimer("persistent" in automatic) if automatic else None
+        self._rounds = Rounds(self.config, self._schedule, self._meter, self._levels)
+
+    def _prepare_copies(self, undo: contextlib.ExitStack) -> None:
+        """Make the parts that read the state between a boundary and the next change."""
+        about = self.config, self.group, self._state
+        self._unchanged = Unchanged(self._state, self._reports.notice_of_all)
+        self._epoch_ends = EpochEnds(self._state, self._reports.notice_of_all)
+        witness = self.config.data_witness
+        self._data_witness = DataWitness(witness, self.group, self._state, self._reports)
+        self._active = ActiveSnapshot(
+            self.config,
+            self._state,
+            self.group,
+            self._pool,
+            self._levels.slot_handoff,
+            self._reports,
+            self._meter,
+            self.adapter.releases_by_layer,
+            self._unchanged,
+        )
+        undo.callback(self._active.close)
+        self._journal = self._make_journal()
+        undo.callback(self._journal.close)
+        self._replicas = ReplicaMonitor(
+            *about,
+            self._reports,
+            self._active.submit,
+            lambda: self._live.keep_apart(),
+            self._levels.drift.alike,
+            self._levels.drift.found,
+        )
+
+    def _make_journal(self) -> Journal:
+        config, group = self.config, self.group
+        if not config.local.journal_steps:
+            return Journal(config, group, self._node)
+        peers, active = self._levels.peers, self._active
+        reads = self._state, active.capture, self._reports, active.submit
+        return JournalRecorder(config, group, peers, *reads)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep out of `copy.deepcopy(model)` and `torch.save(model)`, which include the hooks."""
+        return (Unattached, ())
+
+    # --- the position of the loop ---------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps."""
+        return self._position.version
+
+    @property
+    def iteration(self) -> int:
+        """The result of `restore()`, plus the calls of `step()` since then
+        (`boundary="explicit"`)."""
+        return self._position.iteration
+
+    @property
+    def metric(self) -> float | None:
+        """The metric of the current state, see `step`. The one of rank 0 counts."""
+        return self._position.metric
+
+    @metric.setter
+    def metric(self, value: float | None) -> None:
+        self._position.metric = value
+
+
+HEAVY = (
+    "{names} in the state_dict() of optimizers, besides state and options, are copied at every "
+    "boundary while the training waits. Store these tensors in optimizer.state, under their "
+    "parameters: then they are copied during the allreduce"
+)
+ORPHANS = (
+    "{names}: an optimizer steps this parameter, but the model no longer has it (did the forward "
+    "pass replace it?). After a restart the optimizer has the model's parameter instead, and only "
+    "restore(strict=False) accepts this state. Change the values in place without gradients, or "
+    "make them a buffer, or give the optimizer the new parameter"
+)
+
+RENAMED = (
+    "{names}: the model has these parameters under other names since a step of this run (pruning, "
+    "a parametrization). A restart begins with the former names, and cannot restore this state "
+    "(StateMismatchError). Make the change before the checkpointer, in every run"
+)
+
+
+class CheckpointerCore(CheckpointerParts, abc.ABC):
+    """The part of a `Checkpointer` that hooks call. Training thread, but for `_release`."""
+
+    _closed = _shutdown = False
+    """True after the end, and during it."""
+
+    def _watch_loop(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
+        """Install the hooks that show the begin and end of iterations and optimizer steps, and
+        handle signals; make the parts that need to know what the loop has done."""
+        say = self._reports.notice_of_all
+        accumulation = Accumulation(self._state)
+        self._iterations = Iterations(
+            self.config.boundary,
+            boundary=self._boundary,
+            before_step=self._before_step,
+            made_step=self.adapter.step_completed,
+            stepped=accumulation.stepped,
+            keep_streams=self._stepped_before_boundary,
+            say=say,
+            step_class=self.adapter.step_class,
+            no_calls=self.adapter.no_calls_notice,
+        )
+        self._trace = open_trace(self.config, self.group.rank, self._state.name_of, self._log)
+        if self._trace is not None:
+            undo.callback(self._trace.close)
+        self._own_hooks = Hooks(
+            model,
+            self._state,
+            self._iterations,
+            self._barrier,
+            self._before_change,
+            say,
+            self._trace,
+            self.adapter.extra_syntax,
+        )
+        undo.callback(self._own_hooks.close)
+        capture = self._active.capture
+        place = self.group, self.adapter, self._state, self._position, self._iterations
+        self._live = LiveState(*place, capture, self._replicas, self._unchanged, self._reports)
+        about = self.config, self.group, self._live, self._levels
+        going_on = self._journal, self._forks, self._schedule, self._heartbeat
+        parts = self._state.model, *self._state.given.values()
+        self._finished = Finished(
+            self.config, self.group.rank, self._resources.job, parts, self._reports
+        )
+        self._restart = Restart(*about, *going_on, accumulation, self.complete, self._finished)
+        take = partial(self._boundary, force=True)
+        around = self._sealed, self._epoch_ends, self._heartbeat
+        self._save_now = SaveNow(self.group, self._live, self._levels, *around, take, self.wait)
+        self._halt = HaltController(self.config, self.group.rank, self._node, self._reports.notice)
+        undo.callback(self._halt.close)
+
+    def _stepped_before_boundary(self) -> None:
+        """Keep what the loop will have changed by the forward pass that is the boundary."""
+        self._epoch_ends.stepped()
+        self._active.capture.keep_streams()
+
+    # --- the boundary ---------------------------------------------------------------------------
+
+    def _boundary(self, force: bool = False) -> None:
+        """Read the votes about the last boundary; decide, as all ranks do, whether the version of
+        this one is taken; capture what the next forward pass changes, and vote. The rest is copied
+        while the next iteration computes."""
+        self.adapter.boundary_begins(force)
+        self._own_hooks.unsaved.boundary(speaks=self.group.rank == 0)
+        begin = time.perf_counter()
+        self._active.finish()
+        position = self._position
+        position.version += self._iterations.pass_boundary()
+        if not self._iterations.explicit:
+            self._epoch_ends.in_forward()
+        place = position.iteration if self._iterations.explicit else position.released
+        if not self._history.lineage:
+            self._levels.begin_afresh()
+        id_ = VersionId(self._history.generation, position.version)
+        # The votes about the last boundary.
+        agreed = self._rounds.hear()
+        if self._rounds.has_lost:
+            self._rounds.has_lost = False
+            self._active.capture.look_at_all()
+        if self._agreement.parted is not None:
+            self._part()
+        self._replicas.compare(agreed, self._agreement.rows, place)
+        self._unchanged.compare(agreed.unchanged)
+        if self._agreement.superseded_earlier(id_.generation):
+            self._resources.clear(self._node)
+        unattended = self._halt.receive(agreed)
+        if self._halt.reason is not Reason.NONE:
+            _milestones.reached(_milestones.HALTING)
+        # The version of this boundary.
+        take, vote = self._rounds.decide(id_.version, agreed, force), self.adapter.vote()
+        stopped = self._replicas.refusing or self._agreement.parted is not None
+        if stopped:
+            self._pass_over(take, force)
+            take = ()
+        sound, local = not stopped and vote != VOID, LOCAL in take
+        whole = self._agreement.local.safe, self._agreement.peer.safe
+        self._journal.boundary(id_, self._facts, self._live.packed, sound, local, *whole)
+        snapshot = self._open_snapshot(id_, take, vote == VOID) if take else None
+        # The votes about this boundary.
+        halt, check = self._halt.vote(id_.version), self._replicas.vote(place)
+        row, unchanged = self._replicas.row(), self._unchanged.count
+        self._rounds.vote(id_, begin, take, halt, vote, check, unchanged, row)
+        # The next iteration begins.
+        self._replicas.begin(id_.version, self._active.release_early)
+        if snapshot is not None:
+            self._active.begin(snapshot, begin, self._trace)
+        if self._trace is not None:
+            self._trace = self._trace.boundary(id_.version, begin)
+        self._heartbeat.boundary(id_.version, begin, self._history.name)
+        self.adapter.boundary_passed(agreed.adapter)
+        if self._forks.marks.needs is not None:
+            self._forks.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
+        _milestones.reached(_milestones.BOUNDARY)
+        self._callbacks.call("on_step_boundary", id_.version)
+        if self._replicas.error is not None:
+            self._levels.drift.wait()
+            self._replicas.raise_error()
+        if (unattended or agreed.no_close == 0) and not force:
+            self._end_here(unattended)
+
+    def _part(self) -> None:
+        """Report once that ranks make different numbers of optimizer steps."""
+        self._halt.end_alone()
+        parted, together = self._agreement.parted, self._agreement.together
+        if parted is None or self._agreement.parted_is_reported:
+            return
+        self._agreement.parted_is_reported = True
+        self._pool.void(parted)
+        place = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
+        at = f"rank {self.group.rank} is at v{self.version} {place}"
+        number = together.version if together is not None else None
+        self._replicas.part(parted.version, number, at, self._agreement.missing)
+
+    def _pass_over(self, take: tuple[Level, ...], force: bool) -> None:
+        """Take no version, because replicas differ or ranks are at different iterations."""
+        if self._replicas.asking:  # the result may be that nothing differs
+            self._schedule.requested |= frozenset(take)
+        if force:
+            details = self._replicas.suspicion or "the details are known in a few steps"
+            self._reports.lost(self.version, f"replicas differ: {details}")
+
+    def _open_snapshot(
+        self, id_: VersionId, levels: tuple[Level, ...], void: bool
+    ) -> Snapshot | None:
+        """Begin a version: capture the state that changes first. A failure breaks the version and
+        not the training. With `void` the adapter rejects the version."""
+        # First in the ledgers: even after a failure all ranks have the same list of versions.
+        self._agreement.open(id_, levels)
+        facts = self._facts(id_)
+        self._levels.promotion.taken(facts, levels)
+        if void:
+            self._levels.slot_handoff.broken(id_)
+            return None
+        taken = self._active.take(facts, levels, self._live.measured, self._live.packed)
+        if orphans := self._state.new_orphans():
+            self._reports.notice_of_all(ORPHANS.format(names=some(orphans)))
+        if renamed := self._state.new_renamed():
+            self._reports.notice_of_all(RENAMED.format(names=some(renamed)))
+        if heavy := self._state.optimizer_tree.new_heavy():
+            self._reports.notice_of_all(HEAVY.format(names=heavy))
+        return taken
+
+    def _facts(self, id_: VersionId) -> VersionFacts:
+        """The facts of a version of the current state, without the metric; equal on all ranks."""
+        return VersionFacts(
+            job=self._resources.job.job,
+            run_id=self._history.name,
+            id=id_,
+            shards=self.group.size,
+            lineage=self._history.lineage,
+            iteration=self._live.resume_iteration(),
+            iteration_counts=self._iterations.counts,
+            complete=self._agreement.local.safe,
+            suspect=self._replicas.suspicion,
+        )
+
+    def _id(self) -> VersionId:
+        """The version of the last boundary."""
+        return VersionId(self._history.generation, self.version)
+
+    @abc.abstractmethod
+    def _end_here(self, unattended: bool) -> None:
+        """End the job, as all ranks do at this boundary. With `unattended` nobody asks
+        `should_exit()`, so that the loop would go on: raise SystemExit then."""
+
+    # --- the hooks between two boundaries -------------------------------------------------------
+
+    def _release(
+        self,
+        params: Iterable[torch.Tensor],
+        reduction: torch.futures.Future[Any] | None,
+        launched_seconds: float | None,
+    ) -> None:
+        """See `Handle.release`."""
+        if self._trace is not None:
+            params = list(params)
+            self._trace.released(params, self.version, reduction, launched_seconds)
+        self._position.released += 1
+        if not self._iterations.explicit:
+            self._agreement.passed(self._position.released)
+        self._replicas.wake()
+        if self._active.snapshot is not None:
+            self._active.release(params)
+        if self._callbacks:
+            self._callbacks.call("on_allreduce_launched", params)
+
+    def _before_step(self, label: str) -> None:
+        """Called at the beginning of a registered optimizer's step. Raises RestoreError before the
+        first one after a restore, if that has other data."""
+        if self._data_witness.due:
+            self._data_witness.settle()
+        if self.adapter.before_step(label):
+            self._barrier()
+            self._journal.before_step(label, self.adapter.reads_gradients)
+
+    def _barrier(self) -> None:
+        """Wait until the copy is complete: the state may change after this call. Also called before
+        the step of an unregistered optimizer."""
+        self._position.metric = None
+        self._before_change()
+
+    def _before_change(self) -> None:
+        """Wait as `_barrier` does, before a change of weights outside optimizer steps."""
+        begin = time.perf_counter()
+        if self._active.snapshot is not None:
+            self._active.finish()
+        self._replicas.finish()
+        self._journal.settle()
+        self._heartbeat.barrier(begin)
+
+    def complete(self) -> None:
+        """Wait until the version in progress is sealed or has failed, and nothing reads the live
+        state. Not collective.
+
+        Call it between two steps, or in the middle of an iteration before an optimizer has begun
+        its step.
+        """
+        self._active.complete()
+        self._replicas.finish()
+        self._journal.settle()
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until every version is sealed and committed, or has failed, and every record of the
+        journal is on disk. Call it between steps.
+
+        Not collective. False if that takes longer than `timeout_seconds`, if the checkpointer is
+        closed and some result is unknown, or if the disk hangs and a signal's time is over.
+        """
+        if self._closed:
+            return not self._agent.committing()
+        begin = time.monotonic()
+        self.complete()
+        some = shutdown.NOTICE_SECONDS
+        rank = self.group.rank
+        shown = self.config, self._agent, self._reports, rank, self._node.first == rank
+        with contextlib.closing(shutdown.WaitProgress(*shown)) as progress:
+            over = self._halt.has_to_end
+
+            def wait(seconds: float | None) -> bool:
+                return self._agent.wait(seconds, on_look=progress.look, hopeless=over)
+
+            if timeout_seconds is not None and timeout_seconds <= some:
+                done = wait(timeout_seconds)
+            elif not (done := wait(some)) and not (self._agent.stalled and over()):
+                progress.say(f"waiting for writes to {self.config.directory}")
+                done = wait(timeout_seconds and timeout_seconds - some)
+        end = math.inf if timeout_seconds is None else begin + timeout_seconds
+        done = self._journal.drain(end - time.monotonic()) and done
+        self._levels.collect()
+        return done

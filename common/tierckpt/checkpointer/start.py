@@ -1,0 +1,614 @@
+"""The start of a run: checks while a user can still correct the cause, a restore, the data.
+
+| step of a restart | method |
+|---|---|
+| end what is in progress, look for a version | `_find` |
+| load it, and make the steps of the journal after it again | `_load` |
+| begin the run from that | `_begin_with` |
+| without a version: from one of another job, or from nothing | `_begin_elsewhere` |
+| every counter and every level goes on from there | `_go_on_from` |
+
+`restore.session` has the steps from the inventory to the loaded version.
+
+The data witness: whether the data after a restart are those of the version, on all ranks. Each
+resumed loader compares its newest batch, loaded once more, with the fingerprint in the version
+(`state.witness`). It begins its pass on one rank alone, so it raises nothing. The first optimizer
+step after the restore, which all ranks make, gathers what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from tierckpt import _process
+from tierckpt._text import some
+from tierckpt.config import Config
+from tierckpt.coordination.error_barrier import ErrorBarrier, raise_any, said_by
+from tierckpt.coordination.job_history import keep_rollback_record
+from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
+from tierckpt.coordination.versions import Reports
+from tierckpt.core.decisions import Schedule
+from tierckpt.core.levels import LOCAL, MEMORY
+from tierckpt.errors import NodeHealthError, RestoreError, TierckptError
+from tierckpt.format.ids import Lineage, VersionId
+from tierckpt.goodput.heartbeat import Heartbeat
+from tierckpt.group import Group, Node
+from tierckpt.hooks.iterations import Accumulation
+from tierckpt.hooks.unsaved_objects import first_values
+from tierckpt.journal.recorder import Journal
+from tierckpt.journal.replay import Replay
+from tierckpt.journal.steps import check_support
+from tierckpt.lineage.fork import ForkOrder, Forks, PartReport, Selection
+from tierckpt.restore.progress import Progress
+from tierckpt.restore.session import LoadedVersion, RestoreSession
+from tierckpt.restore.verification import VerifiedVersion, all_finished
+from tierckpt.restored import Restored
+from tierckpt.resumable_loader import ResumableLoader
+from tierckpt.sampler import Position
+from tierckpt.state import tree_codec
+from tierckpt.state.counters import is_metric
+from tierckpt.state.extras import is_generator
+from tierckpt.state.names import named_modules
+from tierckpt.state.optimizers import refuse_model
+from tierckpt.state.training_state import TrainingState, label_optimizers
+from tierckpt.state.witness import Comparison
+from tierckpt.storage import health, slots
+from tierckpt.storage.job_directory import job_directory
+
+from .adapter import Adapter
+from .levels import Tiers, repair
+from .live_state import LiveState
+from .node_resources import lacking_bytes
+from .shutdown import Finished
+
+__all__ = ["DataWitness", "Restart"]
+
+
+Optimizers = (
+    torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+)
+
+
+def agree(
+    group: Group,
+    adapter: Adapter,
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    extra: Mapping[str, Any] | None,
+    extra_per_rank: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    config_file: str | os.PathLike[str] | None,
+) -> tuple[TrainingState, Config, JobTopology]:
+    """Check this rank's arguments and settings, and compare the settings with the other ranks'.
+    Collective; arguments as for `Checkpointer`.
+
+    Raises ConfigError or UnsupportedStateError on all ranks, naming those with a problem.
+    """
+    with _on_all_ranks(group), _process.collector_paused():
+        refuse_model(model)
+        given = label_optimizers(optimizer)
+        shared = adapter.reduced_parameters(), adapter.untrained_parameters()
+        state = TrainingState(model, given, extra, extra_per_rank, *shared)
+        check_state(state)
+    config, topology = agree_on_settings(settings, config_file, group)
+    with _on_all_ranks(group):
+        check_support(config, state, adapter.repeats_steps, adapter.step_class)
+    state.forward_changes(config.forward_changes)
+    return state, config, topology
+
+
+@contextlib.contextmanager
+def _on_all_ranks(group: Group) -> Iterator[None]:
+    """Context whose error all ranks raise: those without it, in `agree_on_settings`."""
+    try:
+        yield
+    except TierckptError as error:
+        raise refused(error, group) from error.__cause__
+
+
+def report_problems(
+    config: Config, group: Group, state: TrainingState, reports: Reports, *severe: str
+) -> None:
+    """Report `severe` problems that are not empty, settings without effect, and state that is not
+    stored or is stored in a way of its own."""
+    for text in severe:
+        if text and group.rank == 0:
+            reports.notice(text, logging.ERROR)
+    if idle := config.idle:
+        reports.notice_of_all(f"without persistent_path there is no effect of {some(idle)}")
+    if omitted := left_out(state):
+        reports.notice_of_all(omitted, logging.INFO)
+    for text in (*state.module_states.notes, *state.notes):
+        reports.notice_of_all(text)
+
+
+def check_state(state: TrainingState) -> None:
+    """Raise UnsupportedStateError for state that a version could not store."""
+    state.refuse_odd_keys()
+    walk = state.walk()
+    state.entries(walk)
+    state.buffer_entries(walk)
+    arena = tree_codec.Arena()
+    state.optimizer_tree.pack_groups(arena.keep)
+    state.optimizer_tree.pack_remainders(arena)
+    # state_dict() of a loader starts its iterator, and a restore may move the loader elsewhere.
+    state.module_states.check()
+    objects = {**state.extra, **state.extra_per_rank}.items()
+    found = state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
+    state.notes += [
+        without_state(name, obj)
+        for name, obj in objects
+        if tree_codec.is_empty(found.get(name, name)) and not _is_idle(obj)
+    ]
+
+
+def _is_idle(obj: Any) -> bool:
+    """Whether an object has no state at all: a scaler that is off, a loss."""
+    return type(obj).__module__.partition(".")[0] == "torch"
+
+
+def without_state(name: str, obj: Any) -> str:
+    """The warning about an object of `extra` with an empty `state_dict()`."""
+    cure = "If it has a state, let state_dict() return it, and load_state_dict() load it"
+    if is_metric(obj):
+        cure = f"Call {name}.persistent(True) before, with the name of the variable"
+    elif isinstance(obj, torch.nn.Module):
+        cure = "If it has a state, make it a buffer, or return it from get_extra_state()"
+    return (
+        f"extra[{name!r}], a {type(obj).__name__}: its state_dict() is empty, so nothing of it is "
+        f"in a checkpoint, and a resumed run begins with a new one. {cure}"
+    )
+
+
+def left_out(state: TrainingState) -> str:
+    """The buffers that no `state_dict()` contains, in words; empty if there are none."""
+    names = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in named_modules(state.model)
+        for name in sorted(module._non_persistent_buffers_set)
+        if module._buffers.get(name) is not None
+    ]
+    if not names:
+        return ""
+    return (
+        f"not persistent, hence in no checkpoint: {some(names)}. Register buffers with "
+        "persistent=True if a resumed run cannot compute them again"
+    )
+
+
+def usual_slots(state: TrainingState) -> int:
+    """The number of slots if the setting leaves it open: a third one on a GPU."""
+    return 3 if any(p.is_cuda for p in state.walk().params) else 2
+
+
+def shard_bytes(state: TrainingState, ranks: int) -> int:
+    """Estimated bytes of one rank's shard."""
+    walk = state.walk()
+    striped, own = walk.nbytes()
+    if not walk.state:
+        values = 1 + max(map(_values_to_come, state.optimizers.values()), default=0)
+        striped, own = values * striped, values * own
+    return striped // ranks + own + sum(b.nbytes for b in walk.buffers)
+
+
+def _values_to_come(optimizer: torch.optim.Optimizer) -> int:
+    """Number of values that the optimizer keeps for each value of a parameter: mostly two."""
+    options = optimizer.defaults
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(bool(options.get("momentum")))
+    return 2 + int(bool(options.get("amsgrad")))
+
+
+def check_health(config: Config, state: TrainingState, group: Group, node: Node, count: int) -> str:
+    """Check the job's nodes: returns their problems in words, by node name; empty if there are none
+    or `health` is `off`. Collective: the first rank of each node examines it. Each rank of a node
+    needs room for `count` slots.
+
+    Raises NodeHealthError on all ranks if a node has problems and `health` is `refuse`.
+    """
+    if config.health == "off":
+        return ""
+    name = config.node or socket.gethostname()
+    problems_here: list[str] = []
+    if node.first == group.rank:
+        needs, memory_bytes = _needs(config, shard_bytes(state, group.size), group, node, count)
+        processes = config.agent != "inline"
+        problems_here = health.examine(needs, memory_bytes, config.health_seconds, processes)
+    gathered = group.all_gather_object((name, problems_here))
+    error = NodeHealthError({name: problems for name, problems in gathered if problems})
+    if error.problems and config.health == "refuse":
+        raise said_by(error, 0, group.rank)
+    return str(error)
+
+
+def _needs(
+    config: Config, shard_bytes: int, group: Group, node: Node, count: int
+) -> tuple[list[health.Need], int]:
+    """The room that this node's directories and memory need: for the slots that do not exist yet,
+    and for one version on each level. With it the bytes of those slots."""
+    job = job_directory(config)
+    in_place = slots.expected(config)
+    slots_bytes = lacking_bytes(config, job, node, shard_bytes, count, in_place)
+    needs = [health.Need(config.shm_dir, 0 if in_place else slots_bytes)]
+    if config.uses("local"):
+        local_bytes = slots_bytes if in_place else shard_bytes * len(node.ranks)
+        needs.append(health.Need(config.directory, local_bytes, make=True))
+    if config.uses("persistent") and "://" not in config.persistent.path:
+        shared = (config.persistent.path, shard_bytes * group.size)
+        needs.append(health.Need(*shared, make=True, parents=False))
+    return needs, slots_bytes
+
+
+PLACES = (Position, DataLoader, Sampler)
+"""Objects that know a place in the data, and cannot give a batch again."""
+OTHER_DATA = (
+    "{name} on {ranks}: its data after the restore of v{version} are not those that the job had. "
+    "{why}"
+)
+REFUSED = (
+    ". No step was made with them, and all versions stay. If they are as you want them: "
+    'data_witness="warn"'
+)
+OVERWRITTEN = (
+    "{names} had other values before the first step than restore() had set: something has written "
+    "weights since, so the run does not go on from v{version}. Load and initialise weights before "
+    "restore()"
+)
+SAMPLED = 64
+"""Limit of parameters that are compared."""
+UNWITNESSED = (
+    "{names} cannot give a batch again, so nothing shows that the data after this restart are "
+    "those of the job before. tierckpt.ResumableLoader around the loader compares them"
+)
+
+
+class DataWitness:
+    """The comparisons of one checkpointer's loaders. Training thread."""
+
+    due = False
+    """A version was restored, and no step made since. Equal on all ranks."""
+
+    result: tuple[int, str] | None = None
+    """Of the last restart: the newest batches that were compared, on all ranks, and what differs;
+    None before that."""
+
+    def __init__(self, mode: str, group: Group, state: TrainingState, reports: Reports) -> None:
+        """`mode`: the setting `data_witness`. Does not own the others."""
+        self.mode = mode
+        self._group, self._state, self._reports = group, state, reports
+        self._version = 0
+        self._unwitnessed_is_said = False
+        self._weights: dict[str, list[Any]] = {}
+        """Values of parameters after the restore."""
+        self.attached()
+
+    def attached(self) -> None:
+        """Let the loaders know whether their batches need fingerprints, and which generators the
+        version has: their data may draw from these, too."""
+        drawn = {name: each for name, each in self._objects() if is_generator(each)}
+        for _, each in self._objects():
+            if hasattr(each, "witnesses"):
+                each.witnesses = self.mode != "off"
+                each.draws_from(drawn)
+
+    def restored(self, version: int) -> None:
+        """A version was restored; 0: there was none. All ranks call it."""
+        self.attached()
+        self._version, self.due = version, version > 0 and self.mode != "off"
+        self._weights = self._sampled() if self.due else {}
+
+    def settle(self) -> None:
+        """Compare, before the first step after a restore. Collective. Raises RestoreError, on all
+        ranks, if the data of one rank differ, unless that is to be a warning."""
+        self.due = False
+        self._compare_weights()
+        for _, each in self._objects():
+            if isinstance(each, ResumableLoader):
+                each.step_begins()
+        found = dict(self._comparisons())
+        why = [f"{name}: {each.text()}" for name, each in found.items() if each.differences]
+        batches = sum(each.batches for each in found.values())
+        gathered = self._group.all_gather_object(("; ".join(why), batches))
+        for name, each in found.items():
+            each.collects, each.late = False, partial(self._late, name)
+        self._say_unwitnessed({*found})
+        troubles = [theirs for theirs, _ in gathered]
+        text = ""
+        if any(troubles):
+            if self.mode == "error":
+                raise_any(troubles, self._error, self._group.rank)
+            first = next(filter(None, troubles))
+            ranks = [rank for rank, theirs in enumerate(troubles) if theirs == first]
+            text = self._text(ranks, first)
+            self._reports.notice_of_all(text, logging.WARNING)
+        self.result = sum(batches for _, batches in gathered), text
+
+    def _sampled(self) -> dict[str, list[Any]]:
+        """A few values of each of the first parameters. None where an optimizer has a `train()`: it
+        changes the weights between its modes (ScheduleFree)."""
+        optimizers = self._state.optimizers.values()
+        if any(hasattr(getattr(each, "outside", each), "train") for each in optimizers):
+            return {}
+        first = islice(self._state.model.named_parameters(), SAMPLED)
+        return {name: first_values(param) for name, param in first}
+
+    def _compare_weights(self) -> None:
+        """Nearly equal is equal: a forward pass may normalise weights."""
+        now, names = self._sampled(), []
+        for name, had in self._weights.items():
+            pairs = zip(had, now.get(name, had), strict=False)
+            other = [(a, b) for a, b in pairs if str(a) != str(b)]  # NaN is like NaN
+            if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in other):
+                names.append(name)
+        self._weights = {}
+        if names:
+            text = OVERWRITTEN.format(names=some(names), version=self._version)
+            self._reports.notice_of_all(text, logging.WARNING)
+
+    def _late(self, name: str, why: str) -> None:
+        """A loader began its resumed pass after the first step: this rank alone knows."""
+        ranks, why = [self._group.rank], f"{name}: {why}"
+        if self.mode == "error":
+            raise self._error(ranks, why)
+        self._reports.notice(self._text(ranks, why), logging.WARNING)
+
+    def _error(self, ranks: list[int], why: str) -> RestoreError:
+        return RestoreError(self._text(ranks, why) + REFUSED)
+
+    def _text(self, ranks: list[int], why: str) -> str:
+        name, _, why = why.partition(": ")
+        where = f"rank{'s' * (len(ranks) > 1)} {some(ranks, 8)} of {self._group.size}"
+        return OTHER_DATA.format(name=name, ranks=where, version=self._version, why=why)
+
+    def _objects(self) -> Iterator[tuple[str, Any]]:
+        for objects in (self._state.extra, self._state.extra_per_rank):
+            yield from objects.items()
+
+    def _comparisons(self) -> Iterator[tuple[str, Comparison]]:
+        """Those of all objects that have one: loaders, and the states of frameworks' loops."""
+        for name, each in self._objects():
+            found = getattr(each, "comparison", None)
+            if isinstance(found, Comparison):
+                yield name, found
+
+    def _say_unwitnessed(self, witnessed: set[str]) -> None:
+        names = [
+            name
+            for name, each in self._objects()
+            if isinstance(each, PLACES) and name not in witnessed
+        ]
+        if names and not self._unwitnessed_is_said:
+            self._unwitnessed_is_said = True
+            self._reports.notice_of_all(UNWITNESSED.format(names=some(names)), logging.INFO)
+
+
+class Restart:
+    """One rank's part of every restore. Training thread, between two steps; collective."""
+
+    went_back = False
+    """The last restore chose an older version than the newest one."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        live: LiveState,
+        levels: Tiers,
+        journal: Journal,
+        forks: Forks,
+        schedule: Schedule,
+        heartbeat: Heartbeat,
+        accumulation: Accumulation,
+        complete: Callable[[], None],
+        finished: Finished,
+    ) -> None:
+        """All arguments stay their owners'. `complete`: `Checkpointer.complete`."""
+        self._config, self._group, self._live, self._levels = config, group, live, levels
+        self._journal, self._forks, self._schedule = journal, forks, schedule
+        self._heartbeat, self._accumulation, self._complete = heartbeat, accumulation, complete
+        self._finished = finished
+
+    # --- a restore ------------------------------------------------------------------------------
+
+    def restore(
+        self, version: int | None, strict: bool, bar: Progress, fork: ForkOrder
+    ) -> Restored:
+        """Restore the newest sound version, or this one, and the journal's steps after it; without
+        a version as `fork` orders. Raises the errors of `Checkpointer.restore`."""
+        session, attempt = self._find(version, bar)
+        most, unrepeated = (None if strict else 0), ""
+        if attempt is not None and session.version is None and not session.passed_over:
+            self._say_unused(attempt.plan.id, strict)
+        while attempt is not None:
+            most = most if (session.version is None and not session.passed_over) else 0
+            with contextlib.closing(attempt), self._records_after(attempt, most) as replay:
+                loaded = self._load(session, attempt, strict, replay)
+                if loaded is not None:
+                    loaded.result.unrepeated = unrepeated
+                    return self._begin_with(session, attempt, loaded)
+            # Steps could not be made again exactly: the version anew, and the steps before them.
+            assert replay is not None
+            most, unrepeated = replay.exact, replay.unrepeated
+            session, attempt = self._find(version, bar)
+        return self._begin_elsewhere(session, fork, bar)
+
+    def _find(
+        self, version: int | None, bar: Progress
+    ) -> tuple[RestoreSession, VerifiedVersion | None]:
+        """Look for the version, read and verify it; None if there is no version at all."""
+        begin = time.perf_counter()
+        levels = self._levels
+        # The version in progress is valid: no step has changed the state yet.
+        levels.agreement.even_out()  # the copier may wait for a vote
+        error_barrier = ErrorBarrier(self._group)
+        with error_barrier:
+            self._complete()
+            self._journal.pause()
+            levels.agreement.void()
+            levels.agent.wait(None, hopeless=lambda: True)
+            levels.collect()
+            session = RestoreSession(
+                self._config,
+                error_barrier,
+                self._live.state,
+                levels.history,
+                levels.reports,
+                bar,
+                begin,
+                levels.resources.left_elsewhere,
+            )
+        found = session.find(version, self._live.position.version)
+        if found is not None and session.version is None and not self._finished.asked:
+            with contextlib.ExitStack() as on_refusal:
+                on_refusal.callback(found.close)
+                with error_barrier:
+                    self._finished.refuse(found.plan.id)
+                on_refusal.pop_all()
+        return session, found
+
+    def _load(
+        self,
+        session: RestoreSession,
+        attempt: VerifiedVersion,
+        strict: bool,
+        replay: Replay | None,
+    ) -> LoadedVersion | None:
+        """Load the version, and make the journal's steps after it again. None, on all ranks, if
+        they could not be made exactly: the live state is torn then."""
+        load_adapter = self._live.adapter.load
+        with _process.collector_paused():
+            if replay is None:
+                return session.load(attempt, strict, load_adapter)
+            loaded = session.load(attempt, strict, _load_later)
+            return replay.run(loaded, attempt.trouble, load_adapter)
+
+    @contextlib.contextmanager
+    def _records_after(self, attempt: VerifiedVersion, most: int | None) -> Iterator[Replay | None]:
+        """The records of the journal that follow a version, at most so many; None if there are
+        none."""
+        live, replay = self._live, None
+        if most != 0:
+            base, began = attempt.plan.id, self._levels.history.began_last
+            barrier, step_class = ErrorBarrier(self._group), live.adapter.step_class
+            replay = self._journal.records_after(base, began, barrier, step_class, most)
+        if replay is None:
+            yield None
+            return
+        with contextlib.closing(replay):
+            live.iterations.repeating = True
+            try:
+                yield replay
+            finally:
+                live.iterations.repeating = False
+
+    def _say_unused(self, base: VersionId, strict: bool) -> None:
+        """Warn of a journal that this restart does not use."""
+        if self._group.rank:
+            return
+        if text := self._journal.unused_after(base, self._levels.history.began_last, strict):
+            self._levels.reports.notice(text, logging.WARNING)
+
+    def load_from(
+        self, source: str, selection: Selection, strict: bool, bar: Progress
+    ) -> PartReport:
+        """Load parts of another job's version. Raises the errors of `Checkpointer.load_from`."""
+        with ErrorBarrier(self._group, _refused):
+            self._accumulation.refuse()
+        self._complete()
+        self._journal.pause()
+        report = self._forks.load_from(source, selection, strict, bar)
+        self._live.forget()
+        self._schedule.requested |= self._journal.begins_with
+        return report
+
+    # --- a run begins ---------------------------------------------------------------------------
+
+    def _begin_with(
+        self, session: RestoreSession, attempt: VerifiedVersion, loaded: LoadedVersion
+    ) -> Restored:
+        """Begin a run with a loaded version. Raises StateTornError on all ranks if one of them
+        cannot."""
+        error_barrier = ErrorBarrier(self._group, attempt.incomplete)
+        with error_barrier:
+            self._go_on_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
+            all_finished(attempt, error_barrier)
+            self.went_back = session.went_back(attempt)
+            facts = loaded.manifest.facts
+            self._finished.began_with(facts.run_id, facts.id.version)
+            session.settle_rollback(attempt)
+            self._live.state.drop_gradients()  # left by an interrupted iteration
+            mended = not self._config.uses(LOCAL) or repair(attempt, self._group, self._levels)
+            if not mended:
+                self._schedule.requested = frozenset((MEMORY, LOCAL))
+            # The journal leads to no version that was in memory alone, and its records do not give
+            # up newer versions of an earlier run, or the journal of another number of ranks.
+            self._schedule.requested |= self._journal.begins_with
+            self._forks.marks.has_versions()
+            return session.report(loaded.result)
+
+    def _begin_elsewhere(
+        self, session: RestoreSession, order: ForkOrder, bar: Progress
+    ) -> Restored:
+        """Begin this job, which has no version of its own, from a version of another job, if one
+        was ordered; else from nothing. Raises as `_begin_with`."""
+        forked = self._forks.begin(order, bar, self._live.adapter.load)
+        if forked is None:
+            with ErrorBarrier(self._group) as error_barrier:
+                self._levels.meet(error_barrier)
+                return session.report(Restored(0))
+        self._levels.run_notes.fork = forked.result.forked_from
+        error_barrier = ErrorBarrier(self._group, forked.found.incomplete)
+        with contextlib.closing(forked.found), error_barrier:
+            self._go_on_from((), forked.start, error_barrier)
+            all_finished(forked.found, error_barrier)
+            self._live.state.drop_gradients()
+            if self._config.uses(LOCAL):  # the source's version is held until then
+                self._schedule.requested = frozenset((MEMORY, LOCAL))
+            return session.report(forked.result)
+
+    def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
+        """Begin a run with the live state as it is, see `Handle.carry_on`."""
+        history = self._levels.history
+        history.look()
+        result = Restored(iteration)
+        result.version, result.generation = version, lineage[-1][0] if lineage else 0
+        result.iteration_counts = self._live.iterations.counts
+        self._go_on_from(lineage, result)
+        # On a new node.
+        keep_rollback_record(self._config, self._group.rank, history, self._levels.reports)
+        history.forget()
+
+    def _go_on_from(
+        self, lineage: Lineage, result: Restored, error_barrier: ErrorBarrier | None = None
+    ) -> None:
+        """Set all counters to those of `result`, which the live state equals now. Inside a block of
+        `error_barrier`, if that is given."""
+        live = self._live
+        live.go_on_from(result)
+        self._schedule.start_at(result.version)
+        self._levels.go_on_from(lineage, result, error_barrier)
+        self._heartbeat.resumed(result.version)
+        if lineage:
+            id_ = VersionId(result.generation, result.version)
+            self._journal.begin_at(id_, self._levels.history.generation)
+        live.adapter.resumed(live.position.iteration)
+
+
+def _refused(ranks: list[int], why: str) -> RestoreError:
+    return RestoreError(f"rank {ranks[0]}: {why}")
+
+
+def _load_later(value: Any) -> None:
+    """Load no values of the adapter: those of a later record follow."""

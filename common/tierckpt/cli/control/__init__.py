@@ -1,1 +1,0 @@
-"""Commands that a job, or its next start, obeys."""

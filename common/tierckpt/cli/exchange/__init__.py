@@ -1,1 +1,0 @@
-"""Commands that read and write the checkpoints of other tools."""

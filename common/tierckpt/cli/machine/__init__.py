@@ -1,1 +1,0 @@
-"""Commands that examine a machine."""

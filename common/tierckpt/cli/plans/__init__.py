@@ -1,1 +1,0 @@
-"""Commands that compute how often to checkpoint, and what failures cost."""

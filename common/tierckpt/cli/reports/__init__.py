@@ -1,1 +1,0 @@
-"""Commands that show what a job did, or does. They change nothing."""

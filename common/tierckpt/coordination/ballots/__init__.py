@@ -1,1 +1,0 @@
-"""Ballots: how the votes of all ranks at a boundary become one result."""

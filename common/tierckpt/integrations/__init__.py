@@ -1,1 +1,0 @@
-"""Parts that the integrations of training frameworks share. They import no framework."""

@@ -1,1 +1,0 @@
-"""Many versions, one after the other: `tierckpt.history`."""

@@ -1,1 +1,0 @@
-"""Modules: the state that modules save beyond parameters and buffers."""

@@ -1,1 +1,0 @@
-"""Files: durable writes, locks, mapped and unbuffered files."""

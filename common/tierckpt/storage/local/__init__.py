@@ -1,1 +1,0 @@
-"""The node-local level: its folder and its files."""

@@ -1,1 +1,0 @@
-"""Memory: slots in shared memory that outlives a process."""
