@@ -13,7 +13,7 @@ from pathlib import Path
 from tierckpt.config import AUTOMATIC, FOLDERS, STORAGE_OPTIONS, TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "common" / "tierckpt" / "config"
+CONFIG = ROOT / "common" / "tierckpt" / "config.py"
 TARGET = ROOT / "common" / "tierckpt" / "settings.py"
 BEGIN, END = '    """Every setting of `Config` by its flat name."""\n', "\n\nclass Arguments("
 PATHS = (*FOLDERS, "fork_from", "persistent_path")
@@ -23,16 +23,16 @@ INDENT, WIDTH = "    ", 100
 QUOTES = '"""'
 
 
-def declared(class_name: str, module: str, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+def declared(class_name: str, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yield the flat name, the type, the default and the meaning of each setting of a class."""
-    tree = ast.parse((CONFIG / f"{module}.py").read_text())
+    tree = ast.parse(CONFIG.read_text())
     (found,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
     for each, after in zip(found.body, found.body[1:], strict=False):
         if not isinstance(each, ast.AnnAssign) or not isinstance(each.target, ast.Name):
             continue
         kind, name = ast.unparse(each.annotation), each.target.id
         if name in TABLES:
-            yield from declared(kind, "level_tables", f"{name}_")
+            yield from declared(kind, f"{name}_")
             continue
         assert each.value is not None, name
         assert isinstance(after, ast.Expr), name
@@ -46,7 +46,7 @@ def declared(class_name: str, module: str, prefix: str = "") -> Iterator[tuple[s
 
 def lines() -> Iterator[str]:
     """Yield the lines of the class's body."""
-    for name, kind, default, meaning in declared("Config", "config"):
+    for name, kind, default, meaning in declared("Config"):
         assert (kind == "Steps") == (name in AUTOMATIC), name
         kind = "str | os.PathLike[str]" if name in PATHS else TYPES.get(kind, kind)
         kind = "str | Mapping[str, Any]" if name == STORAGE_OPTIONS else kind

@@ -33,8 +33,9 @@ CHECKPOINT = [*TRAINER_POINTS.values(), *AGENT_POINTS.values()]
 SWEEPS = {
     "storage/health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
     "peer/exchange.py": [f"kill@peer:op={op}" for op in IN_MID_EXCHANGE],
-    "storage/persistent/object_stores.py": of_files([*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]),
-    "storage/persistent/object_stores.py": of_files(FSSPEC_KILLS),
+    "storage/persistent/object_stores.py": of_files(
+        [*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS, *FSSPEC_KILLS]
+    ),
     "storage/persistent/backends.py": of_files(
         [*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]
     ),

@@ -29,17 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tierckpt._text import is_url
-from tierckpt.agent import protocol
-from tierckpt.agent.address import AgentFiles, _peer_uid
+from tierckpt.agent.address import _peer_uid
 from tierckpt.agent.connection_states import MOST_AGENTS
-from tierckpt.agent.protocol import (
-    AgentMessage,
-    AgentStatus,
-    LevelStatus,
-    NotStored,
-    Stored,
-    TaskStatus,
-)
+from tierckpt.agent.protocol import AgentMessage, LevelStatus, NotStored, Stored, TaskStatus
 from tierckpt.core.levels import LOCAL, PERSISTENT, RANK
 from tierckpt.format.ids import VersionId
 from tierckpt.storage import file_lock

@@ -63,7 +63,8 @@ from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restored import Restored
 from tierckpt.snapshot import copy_engine
-from tierckpt.snapshot.snapshot import Copier, Phase, Snapshot, SnapshotError, Work
+from tierckpt.snapshot.phase import Phase
+from tierckpt.snapshot.snapshot import Copier, Snapshot, SnapshotError, Work
 from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.slot_pool import SlotPool

@@ -45,82 +45,78 @@ GROUPS = {
     "run a script": (
         Command(
             "run",
-            "scripts.run",
+            "scripts",
             "run a training script under a launcher, and restart it within a second",
         ),
         Command(
             "prove",
-            "scripts.prove",
+            "scripts",
             "test whether a killed and restarted script continues exactly",
         ),
     ),
     "look at a job": (
-        Command("watch", "reports.watch", "show a job's checkpoints and agents while it runs"),
+        Command("watch", "watch", "show a job's checkpoints and agents while it runs"),
         Command(
             "list",
-            "reports.checkpoints",
+            "versions",
             "list the checkpoints, and the one that a restart takes",
         ),
         Command(
             "log",
-            "reports.log",
+            "versions",
             "show the history of a job as a tree: runs, what each restored, forks",
         ),
         Command(
             "verify",
-            "reports.verification",
+            "versions",
             "compare every byte of checkpoints with its checksum",
         ),
-        Command("diff", "reports.diff", "compare two versions tensor by tensor"),
+        Command("diff", "versions", "compare two versions tensor by tensor"),
         Command(
             "report",
-            "reports.report",
+            "reports",
             "write one page with figures about a job: time, history, levels, traces",
         ),
-        Command("goodput", "reports.goodput", "account for the time of a job over all its runs"),
-        Command("trace", "reports.trace", "put checkpoints and allreduces on one time axis"),
+        Command("goodput", "reports", "account for the time of a job over all its runs"),
+        Command("trace", "trace", "put checkpoints and allreduces on one time axis"),
     ),
     "control a job": (
-        Command("halt", "control.halt", "ask a running job to checkpoint and stop"),
-        Command("rollback", "control.rollback", "go back to an older version at the next start"),
-        Command("fork", "control.fork", "let a new job begin from a version of another one"),
-        Command("pin", "control.pins", "keep a version: retention does not delete it"),
-        Command("unpin", "control.pins", "end a pin: retention may delete the version again"),
-        Command("delete", "control.delete", "remove versions from all levels, after a question"),
-        Command(
-            "takeover", "control.takeover", "take a persistent_path away from a job that hangs"
-        ),
+        Command("halt", "control", "ask a running job to checkpoint and stop"),
+        Command("rollback", "removal", "go back to an older version at the next start"),
+        Command("fork", "control", "let a new job begin from a version of another one"),
+        Command("pin", "control", "keep a version: retention does not delete it"),
+        Command("unpin", "control", "end a pin: retention may delete the version again"),
+        Command("delete", "removal", "remove versions from all levels, after a question"),
+        Command("takeover", "control", "take a persistent_path away from a job that hangs"),
     ),
     "plan a job": (
-        Command(
-            "interval", "plans.interval", "compute the best checkpoint interval for each level"
-        ),
+        Command("interval", "plans", "compute the best checkpoint interval for each level"),
         Command(
             "simulate",
-            "plans.simulate",
+            "plans",
             "simulate a job under failures: goodput, lost work, traffic, best intervals",
         ),
     ),
     "exchange checkpoints with other tools": (
         Command(
             "import",
-            "exchange.interchange",
+            "exchange",
             "make a version from another tool's checkpoint, for a job to start from",
         ),
         Command(
             "export",
-            "exchange.interchange",
+            "exchange",
             "write a checkpoint for another tool, or for torch.load",
         ),
     ),
     "examine a machine": (
         Command(
             "doctor",
-            "machine.doctor",
+            "doctor",
             "show what this machine offers, with a cure for all that is missing",
         ),
-        Command("health", "machine.health", "check whether this node can take checkpoints"),
-        Command("completion", "machine.completion", "print the completion of bash, zsh or fish"),
+        Command("health", "machine", "check whether this node can take checkpoints"),
+        Command("completion", "machine", "print the completion of bash, zsh or fish"),
     ),
 }
 """Commands by purpose, in the order of `tierckpt --help`."""

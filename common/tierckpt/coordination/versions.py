@@ -30,7 +30,6 @@ from tierckpt.agent.protocol import (
 )
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import Config
-from tierckpt.coordination.agreement import Agreement
 from tierckpt.core.levels import (
     AWAITED,
     BROKEN,
@@ -48,7 +47,7 @@ from tierckpt.events import EventLog, JobEnd
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.snapshot.snapshot import Phase
+from tierckpt.snapshot.phase import Phase
 from tierckpt.storage.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.slots import Slot, seal_area_bytes
 

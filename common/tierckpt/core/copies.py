@@ -168,7 +168,7 @@ class Pin(NamedTuple):
 
 DIGEST_BYTES = 16
 
-Value = TypeVar("T", bound=Hashable)
+Value = TypeVar("Value", bound=Hashable)
 
 
 class _Table(Generic[Value]):

@@ -317,7 +317,8 @@ def _of_version(there: Survey, left: Survey, id_: VersionId, shards: list[int]) 
     parities = any(parity.key.id == id_ for parity in left.parities)
     parity = "the parity here does not" if parities else "there is no parity to"
     return (
-        f"{id_} cannot be restored from what is here: no usable copy of {_shard_names(missing)} is left, "
+        f"{id_} cannot be restored from what is here: no usable copy of "
+        f"{_shard_names(missing)} is left, "
         f"and {parity} rebuild {it}; {instead}. If other nodes or a persistent_path may have "
         f"{it}, give their paths, too"
     )

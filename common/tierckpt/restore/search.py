@@ -304,7 +304,8 @@ def rollback_command(where: str, version: int) -> str:
 def undo(request: RollbackRequest) -> str:
     """The way to take a request back."""
     if request.where == ROLLBACK_SETTING:
-        return f"unset TIERCKPT_{ROLLBACK_SETTING.upper()}, or remove {ROLLBACK_SETTING} from the settings"
+        variable = f"TIERCKPT_{ROLLBACK_SETTING.upper()}"
+        return f"unset {variable}, or remove {ROLLBACK_SETTING} from the settings"
     return f"tierckpt rollback {shlex.quote(request.where)} --cancel"
 
 

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import counted, time_text
 from tierckpt.errors import ConfigError
-from tierckpt.simulation.model import LevelCosts, Redundancy, kind_rates
-from tierckpt.simulation.scenario import Failures, Nodes, Scenario
+from tierckpt.simulation.scenario import Failures, Nodes
 
 from .model import (
     LevelCosts,
@@ -43,6 +42,8 @@ from .scenario import Scenario
 
 if TYPE_CHECKING:
     import simpy
+
+    Steps = Generator[simpy.Event, Any, None]
 
 
 class Machines:

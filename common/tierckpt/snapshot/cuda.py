@@ -5,8 +5,8 @@ Differences from the snapshot on a CPU:
 - Slots are page-locked in place (`cudaHostRegister`), so device-to-host copies are real DMA.
 - The copier thread feeds copies to a low-priority stream, two batches deep. A few threads hash what
   has arrived, each a batch, while the next ones are copied. The copy engine enqueues a batch, and
-  hashes it, in one call each (`DeviceCopies`). Blocks of small tensors are gathered on the device by
-  torch, which does everything where the engine is missing. A small number of batches leaves the
+  hashes it, in one call each (`DeviceCopies`). Blocks of small tensors are gathered on the device
+  by torch, which does everything where the engine is missing. A small number of batches leaves the
   source of the rest open:
 - At the barrier, the blocks not yet fed are cloned on the device (terabytes a second) if memory
   allows, and are copied from the clone; otherwise they are fed at once. Then the compute stream
@@ -55,7 +55,8 @@ from tierckpt.storage.slots import Slot
 from .copy_engine import Engine, find
 from .copy_plan import Binding, CopyPlan
 from .native_snapshot import RELEASE_AT_ONCE_BYTES
-from .snapshot import Phase, Snapshot, SnapshotError
+from .phase import Phase
+from .snapshot import Snapshot, SnapshotError
 
 __all__ = [
     "MOST_COPY_BYTES",

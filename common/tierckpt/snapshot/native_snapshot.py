@@ -30,7 +30,8 @@ from tierckpt.storage.slot_pool import NoSlotError
 from . import snapshot
 from .copy_engine import Desk, Engine, Job, Progress, Table
 from .copy_plan import Binding
-from .snapshot import Phase, Snapshot
+from .phase import Phase
+from .snapshot import Snapshot
 
 RELEASE_AT_ONCE_BYTES = 16 * 1024 * 1024
 """A smaller state is released as a whole: its copy takes a few milliseconds, less than a wake-up of

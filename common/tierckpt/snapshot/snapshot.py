@@ -48,7 +48,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -64,21 +63,14 @@ from tierckpt.storage.slots import Slot
 
 from .copy_engine import Desk, Progress
 from .copy_plan import Binding, CopyPlan
+from .phase import Phase
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
 
     from .copy_plan import CopyPlan
 
-__all__ = ["MOVED", "Copier", "Phase", "Work", "guard_memory_moves"]
-
-
-class Phase(Enum):
-    """State of a snapshot."""
-
-    OPEN = "open"
-    SEALED = "sealed"
-    FAILED = "failed"
+__all__ = ["MOVED", "Copier", "Work", "guard_memory_moves"]
 
 
 OF_STORAGES = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")

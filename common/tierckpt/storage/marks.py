@@ -29,7 +29,6 @@ from tierckpt.errors import PinError
 from tierckpt.format.ids import VersionId, held_by_forks
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage import durable
-from tierckpt.storage.local import LocalStore
 
 from .local import LocalStore
 from .persistent import PersistentStore, VersionName

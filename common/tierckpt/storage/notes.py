@@ -42,7 +42,6 @@ from tierckpt.format.ids import (
     parse_fork_mark,
 )
 from tierckpt.format.records import RunEnd, RunRecord, check_head, checked, head_of, with_check
-from tierckpt.storage import durable
 from tierckpt.storage.marks import LocalPins, locked_place
 
 from . import durable

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from .tiny_job import TinyJob, run_in_child
 
 _HOME = {
-    "BackendConformance": "backend_conformance",
-    "GroupAbortedError": "thread_group",
-    "GroupConformance": "group_conformance",
-    "HidingConformance": "codec_conformance",
-    "CodecConformance": "codec_conformance",
-    "StoreConformance": "store_conformance",
-    "ThreadGroup": "thread_group",
+    "BackendConformance": "conformance",
+    "GroupAbortedError": "groups",
+    "GroupConformance": "groups",
+    "HidingConformance": "conformance",
+    "CodecConformance": "conformance",
+    "StoreConformance": "conformance",
+    "ThreadGroup": "groups",
     "TinyJob": "tiny_job",
     "injected": "fault_injection",
     "run_in_child": "tiny_job",
-    "run_ranks": "thread_group",
+    "run_ranks": "groups",
 }
 
 __all__ = [

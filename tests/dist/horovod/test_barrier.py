@@ -32,7 +32,8 @@ from tests.support.training import (
     sgd,
     train,
 )
-from tierckpt.snapshot.snapshot import Phase, Snapshot
+from tierckpt.snapshot.phase import Phase
+from tierckpt.snapshot.snapshot import Snapshot
 
 PATIENCE_SECONDS = 120.0
 silent = partial(sgd, fused=True)  # this changes no version counter: only the barrier can help

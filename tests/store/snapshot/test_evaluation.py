@@ -19,7 +19,8 @@ import torch
 from tests.support.late_copies import before_blocks
 from tierckpt.format.ids import ShardKey
 from tierckpt.snapshot import snapshot
-from tierckpt.snapshot.snapshot import Phase, Snapshot
+from tierckpt.snapshot.phase import Phase
+from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 
 PATIENCE_SECONDS = 60.0

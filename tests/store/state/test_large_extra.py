@@ -20,7 +20,7 @@ from tests.support import exact
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.shard_file import decode_header
 from tierckpt.snapshot import snapshot
-from tierckpt.snapshot.snapshot import Phase
+from tierckpt.snapshot.phase import Phase
 from tierckpt.state import tree_codec
 from tierckpt.testing import injected
 
