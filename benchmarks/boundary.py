@@ -38,39 +38,39 @@ from lib.step_models import cnn, deep, mlp
 from lib.terminal import parser_of
 
 PARTS = {
-    "step hook": ("hooks.install:Hooks._before_any_step", "hooks.iterations:Iterations.begins"),
+    "step hook": ("hooks.iterations:Hooks._before_any_step", "hooks.iterations:Iterations.begins"),
     "step()": ("checkpointer.checkpointer:Checkpointer.step",),
     "hooks at the boundary": (
-        "hooks.install:Hooks.called",
+        "hooks.iterations:Hooks.called",
         "hooks.epoch_ends:EpochEnds.passed",
         "hooks.unsaved_objects:Unsaved.boundary",
     ),
     "release": (
         "ddp_ckpt.comm_hook:ReleaseHook._release_group",
-        "checkpointer.core:CheckpointerCore._release",
-        "checkpointer.active_snapshot:ActiveSnapshot.release",
+        "checkpointer.loop:CheckpointerCore._release",
+        "checkpointer.loop:ActiveSnapshot.release",
     ),
-    "boundary": ("checkpointer.core:CheckpointerCore._boundary",),
+    "boundary": ("checkpointer.loop:CheckpointerCore._boundary",),
     "read the votes": (
-        "checkpointer.levels.rounds:Rounds.hear",
+        "checkpointer.loop:Rounds.hear",
         "coordination.agreement:Agreement.read",
     ),
-    "take stock": ("coordination.slot_handoff:SlotHandoff.take_stock",),
-    "agent": ("checkpointer.levels.tiers:Tiers.collect",),
-    "decide": ("checkpointer.levels.rounds:Rounds.decide",),
+    "take stock": ("coordination.versions:SlotHandoff.take_stock",),
+    "agent": ("checkpointer.levels:Tiers.collect",),
+    "decide": ("checkpointer.loop:Rounds.decide",),
     "cast the vote": (
-        "checkpointer.levels.rounds:Rounds.vote",
+        "checkpointer.loop:Rounds.vote",
         "coordination.agreement:Agreement.launch",
     ),
     "halt": (
         "halt.controller:HaltController.vote",
         "halt.controller:HaltController.receive",
     ),
-    "facts": ("checkpointer.core:CheckpointerCore._facts",),
+    "facts": ("checkpointer.loop:CheckpointerCore._facts",),
     "open": (
-        "checkpointer.core:CheckpointerCore._open_snapshot",
-        "checkpointer.active_snapshot:ActiveSnapshot.take",
-        "checkpointer.active_snapshot:ActiveSnapshot.begin",
+        "checkpointer.loop:CheckpointerCore._open_snapshot",
+        "checkpointer.loop:ActiveSnapshot.take",
+        "checkpointer.loop:ActiveSnapshot.begin",
     ),
     "does the plan fit": ("snapshot.copy_plan:CopyPlan.fits",),
     "counters": ("snapshot.copy_plan:CopyPlan.counters",),
@@ -78,8 +78,8 @@ PARTS = {
     "stage": ("snapshot.staging:Staging._stage",),
     "random streams": ("snapshot.staging:Staging._own_now",),
     "groups, extra": (
-        "state.optimizers.optimizer_tree:OptimizerTree.pack_groups",
-        "state.optimizers.optimizer_tree:OptimizerTree.pack_remainders",
+        "state.optimizer_state:OptimizerTree.pack_groups",
+        "state.optimizer_state:OptimizerTree.pack_remainders",
         "state.training_state:TrainingState.pack_extra",
         "state.training_state:TrainingState.look_again",
         "state.training_state:TrainingState.pack_module_states",
@@ -91,18 +91,18 @@ PARTS = {
         "replicas.monitor:ReplicaMonitor.vote",
         "replicas.monitor:ReplicaMonitor.begin",
         "replicas.monitor:ReplicaMonitor.finish",
-        "replicas.digests:Look.run",
+        "replicas.replicated_state:Look.run",
     ),
     "unchanged": (
         "replicas.unchanged:Unchanged.sealed",
         "replicas.unchanged:Unchanged.compare",
     ),
     "report": (
-        "checkpointer.active_snapshot:ActiveSnapshot._report",
-        "coordination.reports:Reports.sealed",
+        "checkpointer.loop:ActiveSnapshot._report",
+        "coordination.versions:Reports.sealed",
     ),
     "barrier": (
-        "checkpointer.core:CheckpointerCore._before_change",
+        "checkpointer.loop:CheckpointerCore._before_change",
         "snapshot.snapshot:Snapshot.barrier",
     ),
     "copier": ("snapshot.snapshot:Snapshot.run",),
@@ -116,15 +116,15 @@ PARTS = {
     "hash (GPU)": ("snapshot.cuda:CudaSnapshot._hash",),
     "bind": ("snapshot.snapshot:Snapshot.bind", "snapshot.native_snapshot:NativeSnapshot._post"),
     "post": ("snapshot.copy_engine:Desk.post",),
-    "choose a slot": ("storage.memory.slot_pool:SlotPool.choose",),
+    "choose a slot": ("storage.slot_pool:SlotPool.choose",),
     "copy": (
         "snapshot.snapshot:Snapshot.work",
         "snapshot.snapshot:Snapshot._copy_and_digest",
         "snapshot.native_snapshot:NativeSnapshot._advance",
     ),
-    "seal": ("snapshot.snapshot:Snapshot._seal", "storage.memory.slots:Slot.seal"),
+    "seal": ("snapshot.snapshot:Snapshot._seal", "storage.slots:Slot.seal"),
     "manifest": ("format.manifest:Manifest.encode",),
-    "hand over": ("coordination.slot_handoff:SlotHandoff.done",),
+    "hand over": ("coordination.versions:SlotHandoff.done",),
 }
 
 

@@ -2,7 +2,7 @@
 
 The child is `cat`, with the open file as its output. This process writes to a pipe and never waits:
 what the pipe does not take is kept in memory. A killed process loses nothing, as the child still
-writes what is in the pipe. `storage.files.answers` has the same idea for questions.
+writes what is in the pipe. `storage.answers` has the same idea for questions.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class ResumableLoader(Generic[Batch]):
     of workers, for its subclasses, and for any iterable that yields the same batches again if the
     generators start with the same states. The generators are Python's, NumPy's and torch's global
     ones, and those that loader, samplers, data set and `collate_fn` have in attributes, or that
-    their functions name (see `state.held_generators`).
+    their functions name (see `state.extras`).
 
     A resumed pass loads the newest batch once more, and compares it with a fingerprint of the batch
     that the loop had taken. If it is another one, the checkpointer raises RestoreError on all

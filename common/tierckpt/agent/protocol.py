@@ -216,7 +216,7 @@ class SessionSettings:
     persistent: PersistentSettings | None = field(default=None, repr=False)
     """The persistent level, if there is one; its settings may hold secrets."""
     codecs: str = ""
-    """The codecs of the local level; see `codecs.pipeline`."""
+    """The codecs of the local level; see `codecs.codec`."""
     ranks: tuple[int, ...] = ()
     """The job's ranks on this node; the first one's session handles shards without a session."""
     trace_dir: str = ""

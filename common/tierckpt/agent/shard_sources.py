@@ -55,7 +55,7 @@ def open_shard(local: LocalStore, key: ShardKey) -> Iterator[tuple[memoryview, b
 
     The image is checked, because other nodes and the persistent level trust it. An encoded shard is
     decoded first, into a file without a name. Raises OSError, CorruptShardError, and the errors of
-    `codecs.decoder.Decoder`.
+    `codecs.shard_coding.Decoder`.
     """
     data = local.read_manifest(key)
     manifest = Manifest.decode(data)

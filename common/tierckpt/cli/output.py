@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tierckpt.journal.segments import reach_of_restart
-from tierckpt.offline.survey import Survey
-
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["steps_after"]
+    from tierckpt.offline.survey import Survey
+
+__all__ = ["UNLIMITED", "print_columns", "steps_after"]
 
 
 UNLIMITED = 1000
@@ -38,6 +37,8 @@ def print_columns(lines: Sequence[Sequence[str]], left: Collection[str], console
 def steps_after(there: Survey) -> Iterator[str]:
     """Yield a sentence if the journal in a survey leads on from the version that a restart takes.
     Reads the journal's files now."""
+    from tierckpt.journal.segments import reach_of_restart
+
     reach = reach_of_restart(there)
     if reach is not None and reach.records:
         yield (

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt.coordination.proof_order import SEED
 from tierckpt.errors import ConfigError
 from tierckpt.run import options
 
@@ -120,6 +119,7 @@ def _seed(begin: str | None, folder: Path) -> int:
     if begin is None:
         return 0
     from tierckpt.config import load_config
+    from tierckpt.coordination.proof_order import SEED
     from tierckpt.proof.runs import copy_version
 
     number = version_of(begin)

@@ -117,7 +117,7 @@ def plan_restore(
     choice to that number. `readers` read the same copies again. No rank reads a copy that is
     `unreachable` to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the
     node of every rank; without it each rank is on a node of its own. `avoid` are versions that must
-    not be chosen. `began` is the last rollback's entry in the lineage (see `core.rollback`); it
+    not be chosen. `began` is the last rollback's entry in the lineage (see `core.branches`); it
     does not restrict `version`. With `abandoned`, a `version` that is in nobody's past counts as
     well, after all others. Returns None when there is no such version. Same inputs give the same
     plan: every rank calls this.

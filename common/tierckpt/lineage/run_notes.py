@@ -1,4 +1,4 @@
-"""Notes about the runs of this job, for `tierckpt log` (see `format.run_record`).
+"""Notes about the runs of this job, for `tierckpt log` (see `format.records`).
 
 They have facts of this process that explain a run to people: who started it, how, and with what,
 and how it ended.

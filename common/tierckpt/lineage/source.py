@@ -83,7 +83,7 @@ class Wanted:
     cancel: str = ""
     """The commands that take that record back, for messages."""
     kept: tuple[str, ...] = ()
-    """Folders of this node with second names of its files, see `storage.forks.KeptFiles`."""
+    """Folders of this node with second names of its files, see `storage.notes.KeptFiles`."""
 
     @property
     def name(self) -> str:

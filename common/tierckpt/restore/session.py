@@ -7,7 +7,7 @@
 | read | `verification.read` | the plan | this rank's ShareRead |
 | verify | `verification.verify` | all ranks' shares | a VerifiedVersion, or failures: plan again |
 | load | `load` | the version, the live state | a LoadedVersion |
-| repair | `checkpointer.levels.repair` | the version | whether it is whole again |
+| repair | `checkpointer.levels` | the version | whether it is whole again |
 
 `RestoreSession` runs the steps; up to the verified version it is a `VersionSearch`.
 """

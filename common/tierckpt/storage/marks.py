@@ -76,7 +76,7 @@ class LocalPins:
         return set()
 
     def held(self) -> set[VersionId]:
-        """Versions that forks need, see `storage.forks`: they stay as pinned ones do."""
+        """Versions that forks need, see `storage.notes`: they stay as pinned ones do."""
         with contextlib.suppress(FileNotFoundError):
             return held_by_forks(os.listdir(self._store.directory))
         return set()

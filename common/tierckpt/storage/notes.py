@@ -4,7 +4,7 @@ rollbacks, runs and forks.
 A place is the directory of a node's local level, or the root of a persistent level. A note is
 replaced as a whole.
 
-Rollbacks (see `core.rollback`): the request that `tierckpt rollback` leaves at a place, and the
+Rollbacks (see `core.branches`): the request that `tierckpt rollback` leaves at a place, and the
 record of a run that went back. They are two files with one writer each, so that a run that stores
 its record never overwrites a newer request.
 
@@ -12,8 +12,8 @@ Runs, in the folder `runs`: a file for the beginning of each run, and one for it
 when retention has removed the run's versions, so the history is longer than what is left of it. Of
 very many runs, the newest are kept.
 
-Forks (see `core.fork`): the record of a job's origin, the marks at a source, and second names of
-the source's files. A mark's name has the version, so that a remover needs the listing alone to
+Forks (see `core.branches`): the record of a job's origin, the marks at a source, and second names
+of the source's files. A mark's name has the version, so that a remover needs the listing alone to
 know which versions stay. A hold is a note by a rename: a kill leaves the one or the other.
 """
 

@@ -60,7 +60,7 @@ def probes(session: int) -> list[int]:
             command, state = (each / "cmdline").read_bytes(), (each / "stat").read_text()
             fields = state.rpartition(")")[2].split()
             ours = fields[0] != "Z" and int(fields[3]) == session
-            if ours and (b"torch_probe" in command or b"horovod" in command):
+            if ours and (b"doctor.probes" in command or b"horovod" in command):
                 found.append(int(each.name))
     return found
 

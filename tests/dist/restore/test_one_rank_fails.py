@@ -24,15 +24,29 @@ PACKAGE = Path(tierckpt.__file__).parent
 FILES = {
     str(PACKAGE / f"{name}.py")
     for name in (
-        *("checkpointer/levels/repair", "checkpointer/levels/tiers", "coordination/job_history"),
-        *("coordination/peer_setup", "coordination/rollback_records"),
-        *("core/copies", "erasure/kernels", "erasure/parity_manifest"),
-        *("format/shard_file", "format/shard_summary", "format/verify", "peer/parity_file"),
-        *("peer/rebuild", "restore/broadcast", "restore/candidates", "restore/loader"),
-        *("restore/notices", "restore/rebuild", "restore/search", "restore/session"),
-        "restore/shard_image",
-        *("restore/shard_reader", "restore/tensor_fill", "restore/verification"),
-        *("restore/verified_version", "state/rng", "state/tree_codec", "storage/inventory"),
+        *(
+            "checkpointer/levels",
+            "coordination/job_history",
+            "coordination/peers",
+            "core/copies",
+            "erasure/kernels",
+            "erasure/parity_manifest",
+            "format/manifest",
+            "format/shard_file",
+            "peer/parity_file",
+        ),
+        *(
+            "peer/windows",
+            "restore/loader",
+            "restore/rebuild",
+            "restore/search",
+            "restore/session",
+            "restore/shards",
+            "restore/verification",
+            "state/process_state",
+            "state/tree_codec",
+            "storage/inventory",
+        ),
     )
 }
 assert all(map(os.path.exists, FILES)), FILES

@@ -268,7 +268,7 @@ class PersistentStore:
         return self._with_suffix(PIN)
 
     def held(self) -> set[VersionId]:
-        """Versions that forks need (see `storage.forks`): retention leaves them alone, too."""
+        """Versions that forks need (see `storage.notes`): retention leaves them alone, too."""
         return held_by_forks(self.backend.sizes())
 
     def suspects(self) -> list[VersionName]:
