@@ -19,6 +19,7 @@ from tierckpt._text import in_words
 from tierckpt.codecs.codec import Pipeline
 from tierckpt.core.levels import PERSISTENT
 from tierckpt.core.retention import milestones
+from tierckpt.format.ids import VersionName
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.marks import NewPins
 from tierckpt.storage.persistent import (
@@ -33,7 +34,6 @@ from tierckpt.storage.persistent import (
     RetryPolicy,
     Throttle,
     TimeSlots,
-    VersionName,
 )
 from tierckpt.storage.persistent.backend import (
     NAP_SECONDS,

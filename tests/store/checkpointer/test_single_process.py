@@ -445,7 +445,7 @@ def test_a_version_of_a_newer_format_ends_the_restart(
     with TinyJob(path, local_every_steps=1, local_keep_last=8, **settings) as job:
         job.run(2)
     with monkeypatch.context() as patch:
-        for module in ("ids", "manifest", "shard_file"):
+        for module in ("ids", "records", "shard_file"):
             patch.setattr(f"tierckpt.format.{module}.FORMAT_MAJOR", FORMAT_MAJOR + 1)
         kept = {"local_every_steps": 1, "local_keep_last": 8, "agent": "inline"}
         with TinyJob(path, **kept, **settings) as job:
