@@ -63,9 +63,8 @@ from tierckpt.config import PersistentConfig, load_config
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peers import Groups, PeerSetup
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings
-from tierckpt.core.copies import Found
 from tierckpt.core.decisions import Vote
-from tierckpt.core.restore_plan import plan_restore
+from tierckpt.core.restore_plan import Found, plan_restore
 from tierckpt.core.retention import RetentionPolicy, retirable
 from tierckpt.erasure.groups import Scheme, plan_groups
 from tierckpt.format.ids import VersionId
@@ -205,7 +204,7 @@ class World:
 
     def _persistent_copies(self) -> tuple[Found, ...]:
         """The copies of one version on the persistent level, as rank 0 finds them."""
-        from tierckpt.core.copies import EVERYWHERE, Location
+        from tierckpt.core.restore_plan import EVERYWHERE, Location
 
         known, place = facts(self.ranks, 900), Location("persistent", EVERYWHERE, "/far")
         return tuple(Found(known.key(shard), place, known) for shard in range(self.ranks))

@@ -22,7 +22,7 @@ from __future__ import annotations
 from tierckpt import Callbacks, __version__
 
 try:
-    from .checkpointer import Checkpointer, DistributedOptimizer, install
+    from .adapter import Checkpointer, DistributedOptimizer, install
     from .horovod_group import HorovodGroup
 except ImportError as error:
     raise ImportError(

@@ -35,7 +35,7 @@ from tierckpt.state.optimizer_restore import OptimizerRestore, Values
 from tierckpt.state.training_state import TrainingState
 from tierckpt.state.tree_codec import is_made_of_tensors
 
-from .checkpointer import Checkpointer
+from .adapter import Checkpointer
 
 __all__ = ["Untouched", "place"]
 

@@ -34,11 +34,10 @@ from tierckpt.checkpointer.checkpointer import close_now
 from tierckpt.settings import with_settings
 from tierckpt.state.names import unwrap
 
-from . import checkpointer as _ours
+from . import adapter as _ours
 from . import elastic as _elastic
-from .adapter import in_elastic_job
+from .adapter import Outside, in_elastic_job
 from .broadcast import Untouched, place
-from .checkpointer import Outside
 
 __all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "elastic"]
 __all__ += [name for name in dir(horovod.torch) if not name.startswith("_")]

@@ -451,7 +451,7 @@ def _check_codecs(config: Config) -> None:
 def _check_exporters(config: Config) -> None:
     """Report missing packages and wrong arguments at the start."""
     if config.export:
-        from tierckpt.exporters.setting import exporters_of
+        from tierckpt.exporters.exporter import exporters_of
 
         exporters_of(config.export)
 

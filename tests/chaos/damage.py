@@ -14,8 +14,7 @@ from pathlib import Path
 from tests.chaos.cluster import Cluster
 from tests.chaos.plan import Fault
 from tierckpt.config import PersistentConfig
-from tierckpt.core.copies import Inventory, Location
-from tierckpt.core.restore_plan import plan_restore
+from tierckpt.core.restore_plan import Inventory, Location, plan_restore
 from tierckpt.format.ids import ShardKey, VersionId, VersionName
 from tierckpt.journal.segments import FOLDER, SegmentName, names_in
 from tierckpt.storage.inventory import take_inventory

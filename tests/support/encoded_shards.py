@@ -21,9 +21,9 @@ from pathlib import Path
 
 from tests.support.facts import facts_named, manifest_of
 from tierckpt import _faults
+from tierckpt.agent.flusher import Bases, EncodedSource, ShardGuard, open_base
 from tierckpt.agent.protocol import Retire, SessionSettings
 from tierckpt.agent.server import TrainerSession
-from tierckpt.agent.shard_sources import Bases, EncodedSource, ShardGuard, open_base
 from tierckpt.agent.status import Activity
 from tierckpt.codecs.codec import Pipeline
 from tierckpt.codecs.shard_coding import Decoder, Read, cut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierckpt.core.copies import Found, FoundParity, Location
+from tierckpt.core.restore_plan import Found, FoundParity, Location
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, VersionName
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.records import VersionFacts

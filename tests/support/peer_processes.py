@@ -26,8 +26,8 @@ from tests.support.peer_shards import QUICK, SECRET, Members
 from tierckpt import _faults
 from tierckpt.erasure import kernels
 from tierckpt.erasure.codes import Code
-from tierckpt.peer.address import Address
 from tierckpt.peer.transport import Limits, Transport
+from tierckpt.peer.wire import Address
 
 VICTIM = 1
 ASK_SECONDS = 4.0

@@ -21,11 +21,11 @@ from tierckpt.format.ids import PAGE_BYTES, ParityKey, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import digest
 from tierckpt.format.shard_file import encode_table
-from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange, Party, Report, Shard
 from tierckpt.peer.parity_file import check_parity
 from tierckpt.peer.transport import Limits, Transport
 from tierckpt.peer.windows import rebuild
+from tierckpt.peer.wire import Address
 from tierckpt.storage.local import LocalStore
 
 SECRET = b"one run"

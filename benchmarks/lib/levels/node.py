@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.limits import Limits, direct_file
 from lib.shards import facts_of, make_sound, manifest, shared
+from tierckpt.agent.flusher import open_shard
 from tierckpt.agent.processor import lower_priority
-from tierckpt.agent.shard_sources import open_shard
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.transport import Transport
+from tierckpt.peer.wire import Address
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore, ShardSource

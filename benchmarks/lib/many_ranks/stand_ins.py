@@ -24,7 +24,13 @@ from tierckpt.agent.protocol import (
     PartySettings,
 )
 from tierckpt.coordination.job_history import Offer
-from tierckpt.core.copies import Found, FoundParity, Inventory, inventory_digest, pack_inventory
+from tierckpt.core.restore_plan import (
+    Found,
+    FoundParity,
+    Inventory,
+    inventory_digest,
+    pack_inventory,
+)
 from tierckpt.erasure.groups import Scheme, plan_groups
 from tierckpt.format.ids import ParityKey, VersionId
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest

@@ -21,13 +21,14 @@ from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.errors import LEFT_OUT, ConfigError
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.peer.address import Address, own_host
 from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.remote_reads import ReadServer
 from tierckpt.peer.transport import Transport
+from tierckpt.peer.wire import Address, own_host
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 
+from .flusher import ShardGuard, open_shard
 from .protocol import (
     AgentMessage,
     KnownNodes,
@@ -37,7 +38,6 @@ from .protocol import (
     ProtectFailed,
     TaskStatus,
 )
-from .shard_sources import ShardGuard, open_shard
 from .status import Task
 
 Answer = Callable[[AgentMessage], None]

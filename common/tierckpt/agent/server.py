@@ -46,7 +46,7 @@ from tierckpt.storage.slots import Slot
 
 from . import protocol
 from .address import _peer, _peer_uid
-from .flusher import Flusher
+from .flusher import Flusher, ShardGuard
 from .processor import UsageSampler, shorten_slices
 from .protocol import (
     PROTOCOL,
@@ -80,7 +80,6 @@ from .protocol import (
     ShuttingDown,
     Welcome,
 )
-from .shard_sources import ShardGuard
 from .status import Activity
 
 if TYPE_CHECKING:

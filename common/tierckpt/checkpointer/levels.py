@@ -49,7 +49,6 @@ from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peers import FormerNodes, Groups, PeerSetup
 from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.versions import Reports, SlotHandoff
-from tierckpt.core.copies import Found, FoundParity, distinct
 from tierckpt.core.decisions import most_quiet_seconds
 from tierckpt.core.levels import (
     AGENT,
@@ -63,11 +62,11 @@ from tierckpt.core.levels import (
     PERSISTENT,
     Level,
 )
-from tierckpt.core.restore_plan import RestorePlan
+from tierckpt.core.restore_plan import Found, FoundParity, RestorePlan, distinct
 from tierckpt.core.retention import Best
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.events import Callback, EventLog
-from tierckpt.exporters.setting import exporters_of
+from tierckpt.exporters.exporter import exporters_of
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.records import VersionFacts

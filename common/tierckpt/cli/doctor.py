@@ -14,8 +14,7 @@ from rich.text import Text
 
 from tierckpt._text import bytes_of, some
 from tierckpt.doctor.examination import Report, examine_all
-from tierckpt.doctor.finding import Finding, Mark, Subject
-from tierckpt.doctor.software import valid_config
+from tierckpt.doctor.software import Finding, Mark, Subject, valid_config
 from tierckpt.run.launcher import place_of
 
 from .arguments import add_json, place

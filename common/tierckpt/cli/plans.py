@@ -357,7 +357,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def simulate(args: argparse.Namespace, console: Console) -> None:
     """Run `tierckpt simulate`. Raises ConfigError for a scenario that makes no sense."""
-    from tierckpt.simulation.report import document
+    from tierckpt.simulation.course import document
     from tierckpt.simulation.scenario import EXAMPLES
 
     if args.example is not None:
@@ -474,7 +474,7 @@ def _usual_steps(events: Sequence[Record], level: str) -> int:
 
 
 def _print_studies(study: Study, name: str, console: Console) -> None:
-    from tierckpt.simulation.report import levels, sources
+    from tierckpt.simulation.course import levels, sources
 
     if name:
         console.print(f"\n{name}:", soft_wrap=True)

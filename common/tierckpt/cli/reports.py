@@ -51,9 +51,8 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
 def goodput(args: argparse.Namespace, console: Console) -> None:
     """Print the account. Raises ConfigError if the events cannot be used."""
     from tierckpt.events import event_files
-    from tierckpt.goodput.account import account
+    from tierckpt.goodput.account import account, document
     from tierckpt.goodput.records import read
-    from tierckpt.goodput.tables import document
 
     if (args.step_flop is None) != (args.peak_flops is None):
         raise ConfigError("the program goodput needs both --step-flop and --peak-flops")
@@ -79,7 +78,7 @@ def _program_goodput(job: Account, args: argparse.Namespace) -> float | None:
 def _print_goodput(
     job: Account, program: float | None, args: argparse.Namespace, console: Console
 ) -> None:
-    from tierckpt.goodput.tables import advice, category_lines, conclusions, run_lines
+    from tierckpt.goodput.account import advice, category_lines, conclusions, run_lines
 
     print_columns(category_lines(job), ("category", "ML Goodput Measurement"), console)
     console.print()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt.errors import ConfigError
-from tierckpt.run import options
+from tierckpt.run import launcher
 
 from .arguments import Target, target_of, version_of
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `tierckpt run SCRIPT`."""
-    parser.usage = options.USAGE
-    parser.description = options.DESCRIPTION
-    options.add(parser)
+    parser.usage = launcher.USAGE
+    parser.description = launcher.DESCRIPTION
+    launcher.add(parser)
 
 
 def add_prove(parser: argparse.ArgumentParser) -> None:

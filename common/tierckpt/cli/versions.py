@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import counted, directory_of, size_text, some
-from tierckpt.core.copies import FoundParity, Location
+from tierckpt.core.restore_plan import FoundParity, Location
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import ShardKey
 from tierckpt.journal.segments import JournalReach, check_journals, reach_of_restart

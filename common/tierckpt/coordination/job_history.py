@@ -27,7 +27,7 @@ from tierckpt import _process
 from tierckpt._text import some
 from tierckpt.agent.protocol import Mark
 from tierckpt.config import Config
-from tierckpt.core import copies
+from tierckpt.core import restore_plan
 from tierckpt.core.branches import (
     Rollback,
     RollbackRequest,
@@ -36,7 +36,8 @@ from tierckpt.core.branches import (
     pending_request,
     rollback_of_setting,
 )
-from tierckpt.core.copies import (
+from tierckpt.core.levels import AGENT, LOCAL, MEMORY
+from tierckpt.core.restore_plan import (
     EVERYWHERE,
     Found,
     FoundParity,
@@ -45,9 +46,9 @@ from tierckpt.core.copies import (
     Pin,
     Problem,
     distinct,
+    newest_whole,
+    plan_restore,
 )
-from tierckpt.core.levels import AGENT, LOCAL, MEMORY
-from tierckpt.core.restore_plan import newest_whole, plan_restore
 from tierckpt.format.ids import NO_RUN, Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
 from tierckpt.storage.inventory import nothing_seen, take_inventory
@@ -83,10 +84,10 @@ def gather_inventories(
 
     Ranks with equal inventories have one object. Only rank 0's has its token.
     """
-    packed = copies.pack_inventory(own)
+    packed = restore_plan.pack_inventory(own)
     token = "" if group.rank else own.token
     offers: list[Offer] = group.all_gather_object(
-        Offer(copies.inventory_digest(packed), token, mark)
+        Offer(restore_plan.inventory_digest(packed), token, mark)
     )
     parts: list[bytes] = group.all_gather_object(packed if is_sender(offers, group.rank) else b"")
     return _put_together(offers, parts), [offer.mark for offer in offers]
@@ -102,7 +103,7 @@ def _put_together(offers: Sequence[Offer], parts: Sequence[bytes]) -> list[Inven
     received: dict[bytes, Inventory] = {}
     for offer, part in zip(offers, parts, strict=True):
         if part:
-            received[offer.digest] = copies.unpack_inventory(part, offer.token)
+            received[offer.digest] = restore_plan.unpack_inventory(part, offer.token)
     return [received[offer.digest] for offer in offers]
 
 

@@ -498,7 +498,7 @@ def _offer(
     unless_whole: contextlib.ExitStack,
 ) -> tuple[mmap.mmap | None, tuple[int, int], _Meeting]:
     """Return the page and the pipe that the leader makes, and this rank's part of the meeting."""
-    from tierckpt.peer.address import own_network
+    from tierckpt.peer.wire import own_network
 
     page, where, ends, pipe, token = None, "", (-1, -1), "", secrets.token_bytes(TOKEN_BYTES)
     if is_leader:
@@ -523,7 +523,7 @@ def _listen(
 ) -> tuple[socket.socket | None, tuple[str, int] | None]:
     """Return a listening socket that other nodes reach, and its address; None if there is none."""
     from tierckpt.errors import TierckptError
-    from tierckpt.peer.address import Address, own_host
+    from tierckpt.peer.wire import Address, own_host
 
     own = gathered[rank]
     towards = next((m.machine for m in gathered if m.machine != own.machine), "localhost")

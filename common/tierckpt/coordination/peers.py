@@ -28,7 +28,7 @@ from tierckpt.agent.protocol import (
     ServedPlaces,
 )
 from tierckpt.config import Config
-from tierckpt.core.copies import Inventory, Location
+from tierckpt.core.restore_plan import Inventory, Location
 from tierckpt.erasure import kernels
 from tierckpt.erasure.groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
 from tierckpt.format.ids import VersionId
@@ -40,8 +40,8 @@ from .error_barrier import ErrorBarrier, by_rank
 from .settings_check import JobTopology
 
 if TYPE_CHECKING:
-    from tierckpt.peer.address import Address
     from tierckpt.peer.remote_reads import RemoteNode
+    from tierckpt.peer.wire import Address
 
     from .error_barrier import ErrorBarrier
 
@@ -160,7 +160,7 @@ class PeerSetup:
         """
         if not self.groups:
             return
-        from tierckpt.peer.address import own_network
+        from tierckpt.peer.wire import own_network
 
         own, problem = None, ""
         where = self._where(secret)
@@ -230,7 +230,7 @@ class PeerSetup:
 
     def _listen(self, where: ListenSettings) -> tuple[Address | None, str]:
         """Return where this node's agent listens, or the reason why it does not."""
-        from tierckpt.peer.address import Address
+        from tierckpt.peer.wire import Address
 
         try:
             heard = self._agent.listen(where, MEET_SECONDS)
@@ -368,8 +368,8 @@ def _ask_all(
 def _remote(
     known: AgentAddress, down: threading.Event | None = None, in_memory: bool = False
 ) -> RemoteNode:
-    from tierckpt.peer.address import Address
     from tierckpt.peer.remote_reads import RemoteNode
+    from tierckpt.peer.wire import Address
 
     address = Address(known.address, known.port)
     return RemoteNode(known.where, address, known.secret.encode(), down, in_memory)

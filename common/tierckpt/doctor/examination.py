@@ -25,7 +25,7 @@ from tierckpt.run.launcher import MPIRUN, NONE, TORCHRUN, Place, place_of
 from tierckpt.storage.guarantees import PREFIX
 
 from . import machine, software
-from .finding import Check, Finding, Mark, Subject, cross, good, warning
+from .software import Check, Finding, Mark, Subject, cross, good, warning
 
 __all__ = ["NONE", "clock_offsets", "examine_all", "is_launched"]
 

@@ -25,16 +25,16 @@ from pathlib import Path
 
 from tierckpt._text import is_url
 from tierckpt.errors import ConfigError
-from tierckpt.peer.address import address_of, own_host
+from tierckpt.peer.wire import address_of, own_host
 from tierckpt.storage import health, slots
 from tierckpt.storage import slots as image_file
+from tierckpt.storage.durable import LAYERS, MEMORY_KINDS, SHARED_KINDS, Mount, mount_of
 from tierckpt.storage.guarantees import Guarantees, of_directory
 from tierckpt.storage.health import Need, size_text
 from tierckpt.storage.job_directory import job_directory
-from tierckpt.storage.mounts import LAYERS, MEMORY, SHARED, Mount, mount_of
 from tierckpt.storage.persistent.backend import Backend
 
-from .finding import Finding, Subject, absent, cross, good, warning
+from .software import Finding, Subject, absent, cross, good, warning
 
 DOCKERS_BYTES = 64 * 1024 * 1024
 """Size of /dev/shm in a container of Docker by default."""
@@ -57,7 +57,7 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
         yield cross(NAME, problem[0], cure)
         return
     kind = mount_of(place).kind
-    if kind and kind not in MEMORY:
+    if kind and kind not in MEMORY_KINDS:
         text = f"{place} is {kind}, not memory: slots there are written to a device, slowly"
         yield cross(NAME, text, f"mount -t tmpfs -o size=50% tmpfs {place}")
     elif image_file.expected(subject.config):
@@ -264,11 +264,11 @@ def local(subject: Subject) -> Iterator[Finding]:
     found = of_directory(Need(directory, copies * subject.node_bytes), PLACE_SECONDS)
     yield from _directory(subject, name, directory, found, FOR_LOCAL)
     mount = _mount(found)
-    if mount.kind in MEMORY:
+    if mount.kind in MEMORY_KINDS:
         text = f"{mount.point} is {mount.kind}: versions survive a process, not the machine"
         cure = "set TIERCKPT_PATH to a disk, or use another level: TIERCKPT_PERSISTENT_PATH"
         yield warning(name, text, cure)
-    elif mount.kind in SHARED:
+    elif mount.kind in SHARED_KINDS:
         text = f"{mount.point} is {mount.kind}, shared by all nodes and slower than a disk"
         yield warning(name, text, "set TIERCKPT_PATH to a disk of the node's own")
     elif mount.kind in LAYERS:
@@ -303,7 +303,7 @@ def persistent(subject: Subject) -> Iterator[Finding]:
     mount = _mount(found)
     if mount.kind in LAYERS:
         yield _layer(subject, name, mount)
-    elif mount.kind in MEMORY:
+    elif mount.kind in MEMORY_KINDS:
         text = f"{mount.point} is {mount.kind}: nothing there survives this machine"
         yield warning(name, text, "set TIERCKPT_PERSISTENT_PATH to a parallel file system")
     elif mount.keeps_locks:

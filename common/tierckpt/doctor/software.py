@@ -2,6 +2,8 @@
 
 Software: Python, torch, the copy engine, frameworks, packages of extras, Horovod and MPI.
 Settings: TIERCKPT_ variables, their values together, and agents of running jobs.
+
+Findings of checks, and the subject that checks examine.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,15 +34,94 @@ from tierckpt.agent.address import AgentFiles
 from tierckpt.config import NOT_SETTINGS, PREFIX, Config, known_settings, load_config
 from tierckpt.errors import ConfigError
 from tierckpt.events import event_files
+from tierckpt.exporters.exporter import exporters_of
 from tierckpt.exporters.prometheus import LOOPBACK, PrometheusPort
-from tierckpt.exporters.setting import exporters_of
 from tierckpt.halt.preemption import service_of
 from tierckpt.halt.signals import too_long
 from tierckpt.storage import file_lock
 from tierckpt.storage.job_directory import JobDirectory, jobs_at
 
-from .finding import Finding, Subject, absent, cross, good, warning
 from .probes import LAUNCHERS, WITH_PARENT, probe
+
+
+class Mark(StrEnum):
+    """Meaning of a finding; only a cross makes the exit status 1."""
+
+    GOOD = "good"
+    ABSENT = "absent"
+    """Optional, and not there."""
+    WARNING = "warning"
+    """Works, but slower or less safely than it could."""
+    CROSS = "cross"
+    """Does not work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact."""
+
+    name: str
+    """A few letters, e.g. `torch`."""
+    mark: Mark
+    text: str
+    cure: str = ""
+    """Commands or settings that change a mark to good; empty if there is nothing to do."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The job, node and environment to examine."""
+
+    config: Config = field(default_factory=Config)
+    """Its settings, as far as they are valid."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Settings that replace the environment's."""
+    state_bytes: int = 0
+    """Bytes of parameters and optimizer state of the whole job; 0: unknown."""
+    nodes: int = 1
+    """Number of nodes of the job."""
+    towards: str = ""
+    """Host name of another node; empty: unknown."""
+    root: Path = Path("/")
+    """Root of /proc, /sys and /run."""
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of one copy of this node's shards; 0: unknown."""
+        return -(-self.state_bytes // self.nodes)
+
+    def read(self, path: str) -> str:
+        """Content of a file of /proc or /sys; empty if it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+
+Check = Callable[[Subject], Iterable[Finding]]
+"""May raise anything, and may hang."""
+
+
+def good(name: str, text: str) -> Finding:
+    """A finding that needs no cure."""
+    return Finding(name, Mark.GOOD, text)
+
+
+def absent(name: str, text: str, cure: str = "") -> Finding:
+    """An optional thing that is not there."""
+    return Finding(name, Mark.ABSENT, text, cure)
+
+
+def warning(name: str, text: str, cure: str = "") -> Finding:
+    """A limited thing."""
+    return Finding(name, Mark.WARNING, text, cure)
+
+
+def cross(name: str, text: str, cure: str = "") -> Finding:
+    """A thing that does not work."""
+    return Finding(name, Mark.CROSS, text, cure)
+
 
 OLDEST_TORCH = (2, 4)
 PROBE_SECONDS = 280.0

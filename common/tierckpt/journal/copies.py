@@ -42,8 +42,16 @@ from tierckpt.format.manifest import digest
 from tierckpt.journal.segments import SegmentName
 from tierckpt.journal.steps import GradientImages, Image, Tree
 from tierckpt.journal.writer import MOST_WAITING, Draft, FrameBytes, JournalWriter, last_frame
-from tierckpt.peer.address import Address, own_host
-from tierckpt.peer.wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet, reach
+from tierckpt.peer.wire import (
+    HELLO_SECONDS,
+    MOST_TEXT,
+    Address,
+    Link,
+    admit,
+    greet,
+    own_host,
+    reach,
+)
 
 __all__ = [
     "JournalCopies",

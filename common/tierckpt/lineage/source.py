@@ -38,8 +38,8 @@ from tierckpt.core.branches import (
     nearest_version,
     source_of,
 )
-from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, distinct
 from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT
+from tierckpt.core.restore_plan import EVERYWHERE, Found, FoundParity, Inventory, Location, distinct
 from tierckpt.errors import CorruptShardError, FormatError, RestoreError
 from tierckpt.format.ids import NO_RUN, VersionId
 from tierckpt.format.manifest import digest, digest_at

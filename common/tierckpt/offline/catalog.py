@@ -15,9 +15,8 @@ from typing import Any
 
 from tierckpt._text import some
 from tierckpt.coordination.proof_order import order_here
-from tierckpt.core.copies import Found, FoundParity, Location, Problem
 from tierckpt.core.levels import RANK
-from tierckpt.core.restore_plan import Source
+from tierckpt.core.restore_plan import Found, FoundParity, Location, Problem, Source
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.ids import (
     Lineage,

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from tierckpt._text import some
-from tierckpt.core.copies import Problem
+from tierckpt.core.restore_plan import Problem
 from tierckpt.core.retention import milestones
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.ids import VersionId

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from tierckpt.coordination.error_barrier import ErrorBarrier
-from tierckpt.core.copies import Location, Problem
-from tierckpt.core.restore_plan import RestorePlan
+from tierckpt.core.restore_plan import Location, Problem, RestorePlan
 from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format.ids import ShardKey, VersionName
 from tierckpt.format.layout import PER_RANK, Piece, TensorSpec

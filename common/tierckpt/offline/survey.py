@@ -31,13 +31,21 @@ from tierckpt.core.branches import (
     pending_request,
     source_of,
 )
-from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Location, Problem
-from tierckpt.core.restore_plan import RestorePlan, plan_restore
+from tierckpt.core.restore_plan import (
+    EVERYWHERE,
+    Found,
+    FoundParity,
+    Location,
+    Problem,
+    RestorePlan,
+    plan_restore,
+)
 from tierckpt.errors import ConfigError, CorruptShardError, FormatError, PersistentError
 from tierckpt.format.ids import NO_RUN, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage import answers
 from tierckpt.storage.claims import NODE, memory_folders, node_named, parent_of, siblings_of
+from tierckpt.storage.durable import mounts_in
 from tierckpt.storage.inventory import (
     look_at_local,
     look_at_memory,
@@ -48,7 +56,6 @@ from tierckpt.storage.inventory import (
 from tierckpt.storage.job_directory import JobDirectory, is_default_id, job_id_of
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.marks import LocalPins, PersistentPins, SuspectMarks
-from tierckpt.storage.mounts import mounts_in
 from tierckpt.storage.notes import RUNS_FOLDER as RUNS
 from tierckpt.storage.notes import ForkMarks, OriginFile, Place, RollbackFiles, RunRecords, is_kept
 from tierckpt.storage.persistent import PersistentStore, VersionManifest, VersionName

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tierckpt.codecs.shard_coding import check_stored
-from tierckpt.core.copies import Found, FoundParity
-from tierckpt.core.restore_plan import Source
+from tierckpt.core.restore_plan import Found, FoundParity, Source
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer.parity_file import check_parity

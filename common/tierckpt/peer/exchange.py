@@ -63,11 +63,10 @@ from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.storage.local import LocalStore
 
-from .address import Address
 from .parity_file import ParityDraft
 from .transport import Host, Transport
 from .windows import Inbox, WindowLoop
-from .wire import MOST_TEXT, Link, no_excuse
+from .wire import MOST_TEXT, Address, Link, no_excuse
 
 __all__ = ["SHOWN_NAMES", "Blame", "Party"]
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
 from tierckpt.core.levels import AGENT, MEMORY
+from tierckpt.core.restore_plan import EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
 from tierckpt.errors import PeerError
 from tierckpt.format.ids import Key, ParityKey, ShardKey
 from tierckpt.format.manifest import digest
@@ -34,8 +34,7 @@ from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import VersionName
 from tierckpt.storage.slots import read_image, sealed_at
 
-from .address import Address
-from .wire import Link, greet, reach
+from .wire import Address, Link, greet, reach
 
 MOST_BYTES = 4 << 20
 """Limit of one read, held in memory."""

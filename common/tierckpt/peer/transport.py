@@ -32,9 +32,8 @@ from tierckpt._text import in_words
 from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerError
 from tierckpt.format.ids import VersionId
 
-from .address import Address
 from .remote_reads import ReadServer
-from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet, reach
+from .wire import HELLO_SECONDS, MOST_TEXT, Address, Link, admit, greet, reach
 
 MOST_UNVERIFIED = 64
 """Limit of connections that have not yet proved that they know the secret; more are closed."""

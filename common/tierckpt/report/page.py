@@ -26,8 +26,14 @@ from tierckpt._version import __version__
 from tierckpt.agent.processor import USAGE_OF_AGENT as AGENT_NAME
 from tierckpt.core.levels import RANK
 from tierckpt.events import Record
-from tierckpt.goodput.account import CATEGORIES, NOT_RUNNING, RESTART
-from tierckpt.goodput.tables import category_lines, conclusions, run_lines
+from tierckpt.goodput.account import (
+    CATEGORIES,
+    NOT_RUNNING,
+    RESTART,
+    category_lines,
+    conclusions,
+    run_lines,
+)
 from tierckpt.lineage.history import Branch, branches_of, job_text
 from tierckpt.tracing.timeline import (
     Interval,

@@ -23,7 +23,7 @@ from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory, keep_rollback_record
 from tierckpt.coordination.versions import Reports
 from tierckpt.core.branches import ROLLBACK_SETTING, Rollback, RollbackRequest, nearest_version
-from tierckpt.core.copies import Location, distinct
+from tierckpt.core.restore_plan import Location, distinct
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.restored import Restored

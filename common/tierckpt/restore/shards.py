@@ -30,9 +30,8 @@ from typing import NamedTuple, Protocol
 from tierckpt._text import in_words
 from tierckpt.codecs.codec import CodecError
 from tierckpt.codecs.shard_coding import Decoder, Read
-from tierckpt.core.copies import Location
 from tierckpt.core.levels import AGENT
-from tierckpt.core.restore_plan import Source
+from tierckpt.core.restore_plan import Location, Source
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId

@@ -26,8 +26,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tierckpt._text import in_words
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise, raise_any
-from tierckpt.core.copies import Found, FoundParity, Location, distinct
-from tierckpt.core.restore_plan import RestorePlan, Source, plan_restore
+from tierckpt.core.restore_plan import (
+    Found,
+    FoundParity,
+    Location,
+    RestorePlan,
+    Source,
+    distinct,
+    plan_restore,
+)
 from tierckpt.errors import RestoreError, StateTornError
 from tierckpt.format.ids import NO_RUN, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import options as command_line
+from . import launcher as command_line
 from . import preload, process, script
 from .coordinator import say
 from .launcher import HOROVODRUN, Place, place_of

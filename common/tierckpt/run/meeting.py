@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 
 from tierckpt._milestones import ATTEMPT_VARIABLE
 from tierckpt.run import process
-from tierckpt.run.options import Options
+from tierckpt.run.launcher import Options
 from tierckpt.run.preload import folder
 from tierckpt.run.process import FORWARDED
 

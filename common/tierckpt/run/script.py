@@ -23,8 +23,7 @@ from zipimport import zipimporter
 from tierckpt import _milestones
 
 from . import preload, process
-from .launcher import Place
-from .options import Options
+from .launcher import Options, Place
 from .preload import LearnedFile
 
 __all__ = ["ScriptProcess", "forget_first_path", "fork_script", "run_script"]

@@ -19,9 +19,8 @@ from tierckpt._text import in_words
 from . import meeting, process
 from . import script as script_process
 from .coordinator import OUTSIDE, End, Hub, ended_message, say
-from .launcher import Place, is_elastic, place_of, take_place
+from .launcher import Options, Place, is_elastic, place_of, take_place
 from .meeting import Link, Message, Rendezvous, enter
-from .options import Options
 from .preload import LearnedFile
 from .process import Signals, pass_on
 

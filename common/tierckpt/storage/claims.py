@@ -58,9 +58,8 @@ from tierckpt._text import directory_of, is_url, some
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage import answers, durable, file_lock
-from tierckpt.storage.durable import open_plain
+from tierckpt.storage.durable import locks_are_local, mounts_in, open_plain
 from tierckpt.storage.job_directory import JobFinishedError
-from tierckpt.storage.mounts import locks_are_local, mounts_in
 
 from .local import LocalStore
 

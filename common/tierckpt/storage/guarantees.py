@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from . import durable, file_lock
-from .durable import DirectFile
+from .durable import DirectFile, locks_are_local
 from .health import Need, answer, check_directory, output_of
-from .mounts import locks_are_local
 
 PREFIX = ".tierckpt-probe-"
 """Beginning of the name of the folder; a process that is killed leaves it behind."""

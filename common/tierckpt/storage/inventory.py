@@ -14,7 +14,15 @@ from pathlib import Path
 from tierckpt._text import in_words, is_url
 from tierckpt.config import PersistentConfig
 from tierckpt.core.branches import Rollback, RollbackRequest
-from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
+from tierckpt.core.restore_plan import (
+    EVERYWHERE,
+    Found,
+    FoundParity,
+    Inventory,
+    Location,
+    Pin,
+    Problem,
+)
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tierckpt.core.copies import Pin
+from tierckpt.core.restore_plan import Pin
 from tierckpt.errors import PinError
 from tierckpt.format.ids import VersionId, held_by_forks
 from tierckpt.format.manifest import Manifest

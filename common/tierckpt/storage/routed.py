@@ -29,8 +29,8 @@ from pathlib import Path, PurePosixPath
 
 from tierckpt._text import in_words
 from tierckpt.errors import ConfigError, FormatError, TierckptError
+from tierckpt.storage.durable import SHARED_KINDS, mount_of
 from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.mounts import SHARED, mount_of
 
 __all__ = [
     "FILE_PREFIX",
@@ -99,7 +99,10 @@ def _is_open_for_writing(path: str) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as error:
-        return error.errno == errno.EAGAIN and mount_of(os.path.realpath(path)).kind not in SHARED
+        return (
+            error.errno == errno.EAGAIN
+            and mount_of(os.path.realpath(path)).kind not in SHARED_KINDS
+        )
     finally:
         os.close(fd)
     return False

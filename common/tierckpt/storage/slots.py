@@ -41,9 +41,8 @@ from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import PAGE_BYTES, round_up
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest
 from tierckpt.storage import durable, file_lock
-from tierckpt.storage.durable import open_plain, plain, populate
+from tierckpt.storage.durable import mount_of, open_plain, plain, populate
 from tierckpt.storage.local import LocalStore
-from tierckpt.storage.mounts import mount_of
 
 LINK_SUFFIX = ".image"
 _PREFIX = ".slot."

@@ -16,7 +16,7 @@ import pytest
 from tests.support.crash.launcher import Job
 from tests.support.crash.scenario import RANKS
 from tests.support.thorough import points
-from tierckpt.agent.shard_sources import sound_image
+from tierckpt.agent.flusher import sound_image
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local import LocalStore
 

@@ -136,7 +136,7 @@ class HalfMade(torch.nn.Module):
 
 def known_models() -> dict[str, bool]:
     """Whether the whole model is found by its parameters, independent of other live objects."""
-    model_of = importlib.import_module("horovod_ckpt.checkpointer")._model_of
+    model_of = importlib.import_module("horovod_ckpt.adapter")._model_of
     model = Net()
     wrapper = torch.nn.Sequential(model)
     found = {"wrapped": model_of(model.named_parameters()) is model}

@@ -43,8 +43,8 @@ from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
 from tierckpt.coordination import settings_check
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.peer.address import Address
 from tierckpt.peer.remote_reads import RemoteNode
+from tierckpt.peer.wire import Address
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore

@@ -21,6 +21,7 @@ from tierckpt.agent.flusher import (
     ROUND_SECONDS,
     STILL_UNDER_WAY,
     Flusher,
+    ShardGuard,
 )
 from tierckpt.agent.protocol import (
     Flushed,
@@ -29,7 +30,6 @@ from tierckpt.agent.protocol import (
     PersistentSettings,
     Problem,
 )
-from tierckpt.agent.shard_sources import ShardGuard
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.storage.marks import LocalPins
 from tierckpt.storage.persistent import (

@@ -16,7 +16,7 @@ import pytest
 from tests.support.facts import facts_of
 from tests.support.peer_shards import rank_of, shard_of
 from tierckpt.agent import protector
-from tierckpt.agent.flusher import Flusher
+from tierckpt.agent.flusher import Flusher, ShardGuard
 from tierckpt.agent.protector import Protector
 from tierckpt.agent.protocol import (
     FlushFailed,
@@ -27,14 +27,13 @@ from tierckpt.agent.protocol import (
     Protected,
     ProtectFailed,
 )
-from tierckpt.agent.shard_sources import ShardGuard
 from tierckpt.errors import ConfigError
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange
 from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.peer.transport import Transport
+from tierckpt.peer.wire import Address
 from tierckpt.storage.local import LocalStore
 
 PATIENCE_SECONDS = 60.0

@@ -29,7 +29,7 @@ from tests.support.encoded_shards import (
     shard,
 )
 from tierckpt import _faults
-from tierckpt.agent.shard_sources import LostBaseError
+from tierckpt.agent.flusher import LostBaseError
 from tierckpt.codecs.codec import CodecError
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import MANIFEST, RETIRED, VersionId

@@ -12,7 +12,7 @@ import torch
 
 import tierckpt
 from tierckpt.agent import flusher
-from tierckpt.agent.shard_sources import open_base
+from tierckpt.agent.flusher import open_base
 from tierckpt.cli.main import main
 from tierckpt.codecs import codec
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint

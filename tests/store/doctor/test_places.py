@@ -17,7 +17,7 @@ from tests.support.tmpfs import mount, read_only, unmount
 from tierckpt import _faults
 from tierckpt.config import Config, load_config
 from tierckpt.doctor import machine
-from tierckpt.doctor.finding import Finding, Mark, Subject
+from tierckpt.doctor.software import Finding, Mark, Subject
 from tierckpt.storage import file_lock, guarantees
 from tierckpt.storage.guarantees import try_directory
 from tierckpt.storage.health import Need

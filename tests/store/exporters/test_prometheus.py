@@ -22,7 +22,7 @@ from tests.support.exported_job import EVENTS, JOB, VALUES, play, wait_until
 from tests.support.prometheus_here import get, lint, program, running
 from tierckpt import ConfigError
 from tierckpt.exporters import PrometheusFile, PrometheusPort, PrometheusRegistry
-from tierckpt.exporters.setting import exporters_of
+from tierckpt.exporters.exporter import exporters_of
 from tierckpt.testing import TinyJob
 from tierckpt.testing.network import free_ports
 

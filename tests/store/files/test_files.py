@@ -26,8 +26,8 @@ from tierckpt.files import Files, VersionFiles
 from tierckpt.halt import request_file
 from tierckpt.lineage import run_notes
 from tierckpt.storage import routed
+from tierckpt.storage.durable import Mount
 from tierckpt.storage.job_directory import JobBusyError
-from tierckpt.storage.mounts import Mount
 from tierckpt.testing.groups import ThreadGroup, run_ranks
 
 Make = Callable[..., Files]

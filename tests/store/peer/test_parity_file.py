@@ -29,11 +29,11 @@ from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer import remote_reads
-from tierckpt.peer.address import Address
 from tierckpt.peer.parity_file import Read, check_parity
 from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.peer.transport import Transport
 from tierckpt.peer.windows import rebuild
+from tierckpt.peer.wire import Address
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import VersionName
 from tierckpt.testing import StoreConformance, injected

@@ -13,8 +13,8 @@ import pytest
 from tests.support.peer_shards import SECRET
 from tests.support.processes import end, python
 from tests.support.shards import IMAGE_BYTES, manifest
-from tierckpt.core.copies import Inventory
 from tierckpt.core.levels import AGENT
+from tierckpt.core.restore_plan import Inventory
 from tierckpt.format.ids import ShardKey
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer import remote_reads

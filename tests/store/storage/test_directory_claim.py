@@ -32,8 +32,8 @@ from tierckpt.storage.claims import (
     process_mark,
     smallest,
 )
+from tierckpt.storage.durable import locks_are_local, mount_of
 from tierckpt.storage.job_directory import JobBusyError, JobFinishedError
-from tierckpt.storage.mounts import locks_are_local, mount_of
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"

@@ -22,9 +22,9 @@ from tierckpt import _faults
 from tierckpt.errors import NodeHealthError
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.storage import slots
+from tierckpt.storage.durable import mount_of
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
-from tierckpt.storage.mounts import mount_of
 from tierckpt.storage.slot_pool import SlotPool
 from tierckpt.storage.slots import ImageFile, Slot, memory_kind, seal_area_bytes
 from tierckpt.testing import TinyJob

@@ -17,7 +17,7 @@ from tests.support.facts import found_at
 from tierckpt import RestoreError
 from tierckpt.config import load_config
 from tierckpt.coordination.job_history import JobHistory
-from tierckpt.core.copies import Found, Location
+from tierckpt.core.restore_plan import Found, Location
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.group import SingleGroup
 from tierckpt.storage.job_directory import JobDirectory

@@ -17,7 +17,7 @@ from tierckpt.cli import doctor, versions
 from tierckpt.cli.main import COMMANDS, GROUPS, main
 from tierckpt.cli.output import UNLIMITED
 from tierckpt.doctor.examination import Report, Section
-from tierckpt.doctor.finding import good, warning
+from tierckpt.doctor.software import good, warning
 
 TAKE_A_PLACE = {
     "halt": ["--show"],

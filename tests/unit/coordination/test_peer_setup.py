@@ -8,7 +8,7 @@ import pytest
 
 from tierckpt.agent.protocol import ListenSettings
 from tierckpt.coordination.peers import PeerSetup, out_of_reach
-from tierckpt.peer.address import Address
+from tierckpt.peer.wire import Address
 
 
 @pytest.mark.parametrize("error", [TimeoutError("late"), ConnectionError(), KeyError("a bug")])

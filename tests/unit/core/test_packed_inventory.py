@@ -6,7 +6,7 @@ from typing import Any
 
 from tierckpt.coordination import job_history
 from tierckpt.coordination.job_history import gather_inventories
-from tierckpt.core.copies import (
+from tierckpt.core.restore_plan import (
     Found,
     FoundParity,
     Inventory,

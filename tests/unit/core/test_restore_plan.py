@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from tests.support.facts import found_at
 from tierckpt.config import PersistentConfig
-from tierckpt.core.copies import EVERYWHERE, Found, Location, Problem
 from tierckpt.core.levels import RANK, Level
-from tierckpt.core.restore_plan import newest_whole, plan_restore
+from tierckpt.core.restore_plan import (
+    EVERYWHERE,
+    Found,
+    Location,
+    Problem,
+    newest_whole,
+    plan_restore,
+)
 from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_first
 from tierckpt.storage.inventory import look_at_persistent
 

@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.facts import found_at, parity_at
-from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Location
 from tierckpt.core.levels import AGENT
-from tierckpt.core.restore_plan import RestorePlan, _Load, plan_restore
+from tierckpt.core.restore_plan import (
+    EVERYWHERE,
+    Found,
+    FoundParity,
+    Location,
+    RestorePlan,
+    _Load,
+    plan_restore,
+)
 from tierckpt.erasure.codes import Code
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from tierckpt.doctor import machine, probes, software
 from tierckpt.doctor.examination import LIMIT_SECONDS, examine
-from tierckpt.doctor.finding import Finding, Mark, Subject, good, warning
+from tierckpt.doctor.software import Finding, Mark, Subject, good, warning
 
 
 def well(subject: Subject) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import pytest
 
 from tierckpt.config import Config
 from tierckpt.doctor import machine
-from tierckpt.doctor.finding import Mark, Subject
+from tierckpt.doctor.software import Mark, Subject
 
 
 def cgroup(root: Path, limit_bytes: int, used_bytes: int) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tierckpt.doctor import machine
-from tierckpt.doctor.finding import Mark, Subject
+from tierckpt.doctor.software import Mark, Subject
 
 LOOK = """
 import json, sys
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tierckpt.config import load_config
 from tierckpt.doctor import network
-from tierckpt.doctor.finding import Subject
+from tierckpt.doctor.software import Subject
 towards = sys.argv[2]
 subject = Subject(load_config(), towards=towards, root=Path(sys.argv[1]))
 found = [*network.interface(subject), *network.infiniband(subject)]

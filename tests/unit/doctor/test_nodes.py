@@ -25,7 +25,7 @@ from tierckpt.doctor.examination import (
     is_launched,
     sees_probe,
 )
-from tierckpt.doctor.finding import Finding, Mark, Subject, good
+from tierckpt.doctor.software import Finding, Mark, Subject, good
 
 SHIFTS = (0.0, 3.0, -0.25)
 

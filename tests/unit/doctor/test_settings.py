@@ -15,7 +15,7 @@ import tierckpt
 from tests.support.metadata_server import Aws, serving
 from tierckpt.config import load_config
 from tierckpt.doctor import software
-from tierckpt.doctor.finding import Finding, Mark, Subject
+from tierckpt.doctor.software import Finding, Mark, Subject
 from tierckpt.errors import ConfigError
 from tierckpt.events import EventLog
 

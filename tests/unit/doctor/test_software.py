@@ -10,8 +10,8 @@ import pytest
 
 from tierckpt.config import load_config
 from tierckpt.doctor import software
-from tierckpt.doctor.finding import Finding, Mark, Subject
 from tierckpt.doctor.probes import Horovod
+from tierckpt.doctor.software import Finding, Mark, Subject
 
 
 @pytest.mark.parametrize(

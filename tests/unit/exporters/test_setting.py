@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tierckpt import ConfigError, load_config
+from tierckpt.exporters.exporter import SHAPES, exporters_of
 from tierckpt.exporters.prometheus import PrometheusPort
-from tierckpt.exporters.setting import SHAPES, exporters_of
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_no_library_is_imported_before_an_exporter_starts() -> None:
     program = """
 import sys
 from tierckpt.exporters.prometheus import PrometheusPort
-from tierckpt.exporters.setting import exporters_of
+from tierckpt.exporters.exporter import exporters_of
 names = ("torch", "numpy", "prometheus_client", "opentelemetry", "tensorboard", "wandb", "mlflow")
 from tierckpt.exporters import MLflow, OpenTelemetry, PrometheusFile, TensorBoard, WandB
 print([name for name in names if name in sys.modules])

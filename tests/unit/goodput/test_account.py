@@ -10,9 +10,8 @@ import pytest
 from tests.support.event_stream import EventStream
 from tierckpt.errors import ConfigError
 from tierckpt.events import event_files
-from tierckpt.goodput.account import Account, Ending, account
+from tierckpt.goodput.account import Account, Ending, account, advice
 from tierckpt.goodput.records import read
-from tierckpt.goodput.tables import advice
 
 
 def account_of(folder: Path, gap_seconds: float = math.inf) -> Account:

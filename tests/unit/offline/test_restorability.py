@@ -4,7 +4,7 @@ restart takes then."""
 from __future__ import annotations
 
 from tests.support.facts import found_at, parity_at
-from tierckpt.core.copies import Found, FoundParity, Location
+from tierckpt.core.restore_plan import Found, FoundParity, Location
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.offline.catalog import outlook
 from tierckpt.offline.survey import Survey

@@ -27,9 +27,8 @@ from tierckpt.errors import (
 )
 from tierckpt.format.ids import VersionId
 from tierckpt.peer import wire
-from tierckpt.peer.address import Address, own_host
 from tierckpt.peer.transport import Transport
-from tierckpt.peer.wire import Link
+from tierckpt.peer.wire import Address, Link, own_host
 from tierckpt.testing import injected
 
 CODE = Code(3, 2, 1)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.facts import found_at
-from tierckpt.core.copies import EVERYWHERE, Found, Location
 from tierckpt.core.levels import AGENT, LOCAL, PERSISTENT
-from tierckpt.core.restore_plan import RestorePlan
+from tierckpt.core.restore_plan import EVERYWHERE, Found, Location, RestorePlan
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.restore.shards import Failure, FaultScope

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.peer_shards import shard_of
 from tierckpt.codecs.codec import CodecError
-from tierckpt.core.copies import Location
-from tierckpt.core.restore_plan import RestorePlan, Source
+from tierckpt.core.restore_plan import Location, RestorePlan, Source
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierckpt.run.options import parse
+from tierckpt.run.launcher import parse
 
 
 def test_everything_after_the_script_is_the_scripts() -> None:

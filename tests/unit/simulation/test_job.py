@@ -11,8 +11,14 @@ import pytest
 from tierckpt.core.tuning import daly_seconds
 from tierckpt.errors import ConfigError
 from tierckpt.simulation import course as job_module
-from tierckpt.simulation.course import Estimate, Outcome, simulate, student, with_best_intervals
-from tierckpt.simulation.report import document
+from tierckpt.simulation.course import (
+    Estimate,
+    Outcome,
+    document,
+    simulate,
+    student,
+    with_best_intervals,
+)
 from tierckpt.simulation.scenario import Failures, Job, Level, Nodes, Restart, Scenario
 
 DAY = 86400.0

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.event_stream import EventStream
 from tierckpt.events import EventLog
-from tierckpt.watch import event_tails
-from tierckpt.watch.event_tails import EventTails
+from tierckpt.watch import observer
+from tierckpt.watch.observer import EventTails
 from tierckpt.watch.view import EventsView
 
 STALLS = {0: 0.001, 1: 0.001, 2: 0.050, 3: 0.002}
@@ -67,8 +67,8 @@ def test_later_looks_read_only_what_was_added(
     write(tmp_path, 0, sealed(1, 0.001))
     assert look(tails).counts == {"sealed/memory": 1}
     read = list[bytes]()
-    record = event_tails.decode
-    monkeypatch.setattr(event_tails, "decode", lambda line: read.append(line) or record(line))
+    record = observer.decode
+    monkeypatch.setattr(observer, "decode", lambda line: read.append(line) or record(line))
     write(tmp_path, 0, skipped(2))
     write(tmp_path, 1, sealed(1, 0.001))
     seen = look(tails)
@@ -79,7 +79,7 @@ def test_later_looks_read_only_what_was_added(
 def test_of_a_long_file_only_the_end_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_tails, "MOST_TAIL_BYTES", 4096)
+    monkeypatch.setattr(observer, "MOST_TAIL_BYTES", 4096)
     write(tmp_path, 0, *(sealed(version, 0.001) for version in range(200)), skipped(200))
     seen = look(EventTails(tmp_path))
     assert 5 < seen.counts["sealed/memory"] < 30
@@ -89,7 +89,7 @@ def test_of_a_long_file_only_the_end_is_read(
 def test_files_beyond_a_limit_are_read_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_tails, "FILES_AT_ONCE", 2)
+    monkeypatch.setattr(observer, "FILES_AT_ONCE", 2)
     for rank in range(5):
         write(tmp_path, rank, sealed(1, 0.001))
     tails = EventTails(tmp_path)
@@ -129,7 +129,7 @@ def test_a_closed_job_is_known_by_its_last_event(tmp_path: Path) -> None:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> float:
     """The time of the look in stories at chosen times."""
-    monkeypatch.setattr(event_tails.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(observer.time, "time", lambda: 1000.0)
     return 1000.0
 
 

@@ -6,9 +6,15 @@ from dataclasses import replace
 
 from tests.support.facts import found_at, parity_at
 from tierckpt.checkpointer.levels import parities_to_mend, shards_to_mend, was_lost
-from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Location
 from tierckpt.core.levels import AGENT
-from tierckpt.core.restore_plan import RestorePlan, plan_restore
+from tierckpt.core.restore_plan import (
+    EVERYWHERE,
+    Found,
+    FoundParity,
+    Location,
+    RestorePlan,
+    plan_restore,
+)
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId

@@ -15,8 +15,7 @@ import pytest
 from tests.support.event_stream import EventStream
 from tierckpt.cli import plans
 from tierckpt.cli.main import main
-from tierckpt.goodput.account import CATEGORIES
-from tierckpt.goodput.tables import document
+from tierckpt.goodput.account import CATEGORIES, document
 
 ROOT = Path(__file__).resolve().parents[4]
 
