@@ -45,6 +45,8 @@ from .scenario import Scenario
 if TYPE_CHECKING:
     import simpy
 
+    Steps = Generator[simpy.Event, Any, None]
+
 
 class Machines:
     """Spare nodes, and which share of all nodes is bad.
