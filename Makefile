@@ -133,6 +133,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo --no-cache
+	$(PY) tools/weight.py --check
 
 format: $(READY)
 	$(PY) -m ruff format .

@@ -22,9 +22,9 @@ pytestmark = on_demand("torchruns take half a minute; what they prove is tested 
 PATIENCE_SECONDS = 120.0
 RANK = """
 import os, sys, time, torch, torch.distributed as dist, ddp_ckpt
-from tierckpt.storage.local import directory_claim
+from tierckpt.storage import claims
 from tierckpt.storage.job_directory import JobBusyError
-directory_claim.HERE_SECONDS = 1.0
+claims.HERE_SECONDS = 1.0
 dist.init_process_group("gloo")
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
 opt = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -18,11 +18,11 @@ import json, sys
 from dataclasses import asdict
 from pathlib import Path
 from tierckpt.config import load_config
-from tierckpt.doctor import network
+from tierckpt.doctor import machine
 from tierckpt.doctor.software import Subject
 towards = sys.argv[2]
 subject = Subject(load_config(), towards=towards, root=Path(sys.argv[1]))
-found = [*network.interface(subject), *network.infiniband(subject)]
+found = [*machine.interface(subject), *machine.infiniband(subject)]
 print(json.dumps([asdict(each) for each in found]))
 """
 LINKS = """

@@ -49,7 +49,7 @@ def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path: Path) -> None
     path.touch()
     assert file_lock.holder(path) is None
     with python(
-        "import os, sys; from tierckpt.storage.files import file_lock; "
+        "import os, sys; from tierckpt.storage import file_lock; "
         "assert file_lock.lock(os.open(sys.argv[1], os.O_RDWR)); print('locked', flush=True); "
         "sys.stdin.read()",
         path,
@@ -67,7 +67,7 @@ def test_a_lock_that_was_handed_over_is_in_no_file_of_this_process_and_ends_with
     """A process that has a file open in a file system that hangs cannot be ended."""
     path = tmp_path / "lock"
     with python(
-        "import os, sys; from pathlib import Path; from tierckpt.storage.files import file_lock; "
+        "import os, sys; from pathlib import Path; from tierckpt.storage import file_lock; "
         "path = Path(sys.argv[1]); fd = os.open(path, os.O_RDWR | os.O_CREAT); "
         "assert file_lock.lock_for_good(fd, path); fd = file_lock.hand_over(fd); "
         "print('locked', file_lock.held_here(path), flush=True); sys.stdin.read()",
